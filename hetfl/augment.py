@@ -1,0 +1,150 @@
+"""Image recipes: how images of a bank become what a model sees."""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from hetfl import core
+
+
+def random_crop(key: jax.Array, x: jax.Array, size: int, pad: int) -> jax.Array:
+  """Cuts a square at a random place out of each image.
+
+  Args:
+    key: a random key.
+    x: `[B, H, W, c]`.
+    size: side of the square.
+    pad: zeros added on each side first.
+
+  Returns:
+    `[B, size, size, c]`, each image with its own offsets.
+
+  >>> x = jnp.arange(1, 10).reshape(1, 3, 3, 1)
+  >>> random_crop(jax.random.key(0), x, 3, 0)[0, :, :, 0].tolist()
+  [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+  """
+  x = jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+  limits = jnp.array([[x.shape[1] - size + 1, x.shape[2] - size + 1]])
+  offsets = jax.random.randint(key, (x.shape[0], 2), 0, limits)
+
+  def crop(image, offset):
+    start = (offset[0], offset[1], 0)
+    return jax.lax.dynamic_slice(image, start, (size, size, image.shape[-1]))
+
+  return jax.vmap(crop)(x, offsets)
+
+
+def center_crop(x: jax.Array, size: int) -> jax.Array:
+  """Cuts the square of side `size` out of the middle of each image."""
+  top, left = (x.shape[1] - size) // 2, (x.shape[2] - size) // 2
+  return x[:, top : top + size, left : left + size]
+
+
+def random_flip(key: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+  """Flips each image along an axis with probability one half.
+
+  Args:
+    key: a random key.
+    x: `[B, H, W, c]`.
+    axis: 1 flips top and bottom, 2 left and right.
+
+  Returns:
+    `[B, H, W, c]`.
+  """
+  flip = jax.random.bernoulli(key, shape=(x.shape[0], 1, 1, 1))
+  return jnp.where(flip, jnp.flip(x, axis), x)
+
+
+def normalize(
+  x: jax.Array, mean: Sequence[float], deviation: Sequence[float]
+) -> jax.Array:
+  """`(x / 255 - mean) / deviation`, channel by channel.
+
+  Args:
+    x: `uint8[..., c]`.
+    mean: mean of each channel, of pixels in [0, 1].
+    deviation: standard deviation of each channel.
+
+  Returns:
+    `float32[..., c]`.
+
+  >>> normalize(jnp.array([[0], [255]], jnp.uint8), (0.5,), (0.25,)).tolist()
+  [[-2.0], [2.0]]
+  """
+  shape = (1,) * (x.ndim - 1) + (-1,)
+  mean = jnp.asarray(mean, jnp.float32).reshape(shape)
+  deviation = jnp.asarray(deviation, jnp.float32).reshape(shape)
+  return (x.astype(jnp.float32) / 255 - mean) / deviation
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """One way of preparing images, and the network shape that goes with it.
+
+  Attributes:
+    size: side of the images that the model sees.
+    pad: zeros around an image before it is cropped in training.
+    flip: whether training images are flipped left and right.
+    padding: the convolutions' padding that fits.
+    pool_after: the pooling that fits.
+    mean: mean of each channel, of pixels in [0, 1].
+    deviation: standard deviation of each channel.
+  """
+
+  size: int
+  pad: int
+  flip: bool
+  padding: str
+  pool_after: tuple[int, ...]
+  mean: tuple[float, ...]
+  deviation: tuple[float, ...]
+
+  def train(self, key: jax.Array, batch: core.Batch) -> core.Batch:
+    """Training images: cropped, flipped left and right, normalised."""
+    return {**batch, "x": self._distort(key, batch["x"])}
+
+  def distill(self, key: jax.Array, batch: core.Batch) -> core.Batch:
+    """Distillation images: as in training, and flipped top and bottom.
+
+    Reference: Lichtarge et al. 2023, appendix C.1. Mixup is the distiller's.
+    """
+    train_key, flip_key = jax.random.split(key)
+    x = self._distort(train_key, batch["x"])
+    return {**batch, "x": random_flip(flip_key, x, 1) if self.flip else x}
+
+  def evaluate(self, batch: core.Batch) -> core.Batch:
+    """Test images: cropped in the middle, normalised."""
+    x = center_crop(batch["x"], self.size)
+    return {**batch, "x": normalize(x, self.mean, self.deviation)}
+
+  def _distort(self, key, x):
+    crop_key, flip_key = jax.random.split(key)
+    x = random_crop(crop_key, x, self.size, self.pad)
+    if self.flip:
+      x = random_flip(flip_key, x, 2)
+    return normalize(x, self.mean, self.deviation)
+
+
+# FedJAX's defaults for CIFAR-100, which are CIFAR-10's statistics.
+_cifar = functools.partial(
+  Recipe,
+  flip=True,
+  mean=(0.4914, 0.4822, 0.4465),
+  deviation=(0.2023, 0.1994, 0.2010),
+)
+RECIPES = {
+  "crop24": _cifar(size=24, pad=0, padding="SAME", pool_after=(0, 1)),
+  "pad32": _cifar(size=32, pad=4, padding="VALID", pool_after=(1, 2)),
+  "digits8": Recipe(
+    size=8,
+    pad=1,
+    flip=False,
+    padding="SAME",
+    pool_after=(0, 1),
+    mean=(0.305,),
+    deviation=(0.376,),
+  ),
+}

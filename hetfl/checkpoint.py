@@ -1,0 +1,376 @@
+"""Checkpoints that are whole and right, or are not used.
+
+A checkpoint is a folder named after its round, `000150/`, with the leaves of
+the state as Orbax wrote them (`state/`) and a `manifest.json`: the round, the
+caller's `extra`, the path, dtype and shape of each leaf, and SHA-256 digests
+of all of these, of Orbax's files and of the leaves' bytes. It is written under
+another name and then renamed, so a folder with a plain name was written to its
+end; the digests tell whether it still holds what was written.
+"""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import hashlib
+import json
+import logging as std_logging
+import os
+import pathlib
+import re
+import shutil
+from typing import Any, NamedTuple
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from hetfl import logs
+
+_FORMAT = 1
+_PART = ".part"  # ends the names of folders that are being written or deleted
+
+
+class _Leaf(NamedTuple):
+  """What the manifest says of one leaf; `key` names a PRNG implementation."""
+
+  path: str
+  dtype: str
+  shape: tuple[int, ...]
+  key: str | None = None
+
+  @property
+  def has_data(self) -> bool:
+    """Whether Orbax holds it: it takes no arrays without elements."""
+    return 0 not in self.shape
+
+  def __str__(self):
+    shape = ",".join(str(n) for n in self.shape)
+    return f"{self.dtype}[{shape}]" + (f" key {self.key}" if self.key else "")
+
+
+class _DamagedError(Exception):
+  """A checkpoint that cannot be read, or holds other than what was written."""
+
+
+class Checkpoints:
+  """The checkpoints of one run, in one folder.
+
+  Only one process may write to a folder at a time.
+
+  >>> import tempfile
+  >>> folder = tempfile.TemporaryDirectory()
+  >>> checkpoints = Checkpoints(folder.name, keep=2)
+  >>> state = {'w': jnp.arange(3.), 'key': jax.random.key(0)}
+  >>> for round in (50, 100, 150):
+  ...   checkpoints.save(round, state, {'seconds': 1.5})
+  >>> checkpoints.rounds()
+  [100, 150]
+  >>> round, state, extra = checkpoints.latest(like=state)
+  >>> round, state['w'], extra
+  (150, Array([0., 1., 2.], dtype=float32), {'seconds': 1.5})
+
+  Attributes:
+    folder: the folder that holds the checkpoints' folders.
+    keep: how many checkpoints are kept; the oldest are deleted.
+  """
+
+  def __init__(self, folder: str | os.PathLike[str], keep: int = 3):
+    if keep < 1:
+      raise ValueError(f"keep={keep}: must be at least 1")
+    self.folder = pathlib.Path(folder).absolute()
+    self.keep = keep
+
+  def rounds(self) -> list[int]:
+    """The rounds of which there is a folder, whole or not, in order."""
+    if not self.folder.is_dir():
+      return []
+    names = (p.name for p in self.folder.iterdir() if p.is_dir())
+    return sorted(int(n) for n in names if re.fullmatch(r"\d{6,}", n))
+
+  def path(self, round: int) -> pathlib.Path:
+    """The folder of a round's checkpoint, `000150` for round 150."""
+    return self.folder / f"{round:06d}"
+
+  def save(self, round: int, state: Any, extra: Mapping[str, Any]) -> None:
+    """Writes a checkpoint; returns when it is on the disk, under its name.
+
+    Older checkpoints than the last `keep` are deleted, and so are those of
+    later rounds: `latest` passed over them, so they are damaged.
+
+    Args:
+      round: the round after which the state is what it is.
+      state: any pytree of arrays, typed PRNG keys and Python numbers.
+      extra: what else to keep; anything that `json` takes (NaN included).
+    """
+    specs, leaves = [], []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+      spec = _spec(path, leaf)
+      if spec.key is not None:
+        leaf = jax.random.key_data(leaf)
+      specs.append(spec)
+      leaves.append(leaf)
+    arrays = [np.asarray(a) for a in jax.device_get(leaves)]
+    self.folder.mkdir(parents=True, exist_ok=True)
+    self._sweep()
+    final = self.path(round)
+    part = final.with_name(final.name + _PART)
+    part.mkdir()
+    stored = _stored(specs, arrays)
+    if stored:
+      with _orbax() as orbax:
+        orbax.save(part / "state", args=ocp.args.StandardSave(stored))
+    manifest = {
+      "format": _FORMAT,
+      "round": int(round),
+      "extra": dict(extra),
+      # Arrays of key data have a shape and dtype of their own.
+      "leaves": [
+        {"spec": list(spec), "dtype": str(a.dtype), "shape": list(a.shape)}
+        for spec, a in zip(specs, arrays)
+      ],
+      "sha256": _digest(arrays),
+      "files": _file_digests(part),
+    }
+    text = json.dumps(manifest)
+    logs.write_bytes(
+      part / "manifest.json",
+      f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n".encode(),
+    )
+    _sync(part)
+    if final.exists():  # damaged: else the run would have gone on from it
+      final.rename(final.with_name(final.name + ".old" + _PART))
+    part.rename(final)
+    logs.sync_folder(self.folder)
+
+    rounds = self.rounds()
+    kept = [r for r in rounds if r <= round][-self.keep :]
+    for old in set(rounds) - set(kept):
+      # Renamed first, so that a half-deleted folder has no plain name.
+      path = self.path(old)
+      path.rename(path.with_name(path.name + ".old" + _PART))
+    self._sweep()
+
+  def latest(self, like: Any) -> tuple[int, Any, dict[str, Any]] | None:
+    """The newest checkpoint that is whole.
+
+    Damaged ones are passed over, with one line of warning.
+
+    Args:
+      like: a state of the same structure, shapes and dtypes; its arrays may be
+        `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      The round, the state (`jax.Array`s on the default device; NumPy arrays
+      and Python numbers where `like` has those) and `extra`; or None if there
+      is no whole checkpoint.
+
+    Raises:
+      ValueError: the checkpoint is whole, but of another kind of state.
+    """
+    damaged = []
+    if self.folder.is_dir():
+      damaged = [
+        f"{p.name} was never finished"
+        for p in sorted(self.folder.iterdir())
+        if p.name.endswith(_PART) and ".old" not in p.name
+      ]
+    found = None
+    for round in reversed(self.rounds()):
+      try:
+        found = (round, *self._read(round))
+        break
+      except _DamagedError as e:
+        damaged.append(f"{self.path(round).name} is damaged ({e})")
+    if damaged:
+      logging.warning(
+        "Checkpoints in %s: %s; using %s.",
+        self.folder,
+        ", ".join(damaged),
+        self.path(found[0]).name if found else "none, from the start",
+      )
+    if found is None:
+      return None
+    round, specs, arrays, extra = found
+    return round, self._unflatten(round, like, specs, arrays), extra
+
+  def _read(
+    self, round: int
+  ) -> tuple[list[_Leaf], list[np.ndarray], dict[str, Any]]:
+    """Reads and verifies a checkpoint; raises `_DamagedError` with a reason."""
+    path = self.path(round)
+    try:
+      digest, text, end = (
+        (path / "manifest.json").read_bytes().decode().split("\n")
+      )
+    except (OSError, ValueError) as e:
+      raise _DamagedError("its manifest cannot be read") from e
+    if end or hashlib.sha256(text.encode()).hexdigest() != digest:
+      raise _DamagedError("its manifest is not what was written")
+    # From here on the manifest is to be trusted.
+    manifest = json.loads(text)
+    if manifest["format"] != _FORMAT:
+      raise ValueError(
+        f"checkpoint {path}: format {manifest['format']}, this version of"
+        f" hetfl reads {_FORMAT}: use another folder"
+      )
+    if manifest["round"] != round:
+      raise _DamagedError(f"it is of round {manifest['round']}")
+    # Before Orbax reads them: what a parser does with damaged bytes is open.
+    files = _file_digests(path)
+    for file, digest in sorted(manifest["files"].items()):
+      if files.get(file) != digest:
+        raise _DamagedError(f"{file} is not what was written")
+    specs, arrays = [], []
+    for leaf in manifest["leaves"]:
+      name, dtype, shape, key = leaf["spec"]
+      specs.append(_Leaf(name, dtype, tuple(shape), key))
+      arrays.append(np.zeros(leaf["shape"], jnp.dtype(leaf["dtype"])))
+    stored = _stored(specs, arrays)
+    if stored:
+      try:
+        with _orbax() as orbax:
+          stored = orbax.restore(
+            path / "state", args=ocp.args.StandardRestore(stored)
+          )
+      except Exception as e:  # of any kind, from any of its parts
+        raise _DamagedError(f"unreadable: {type(e).__name__}") from e
+    arrays = [
+      stored.get(_name(i, s), a) for i, (s, a) in enumerate(zip(specs, arrays))
+    ]
+    if _digest(arrays) != manifest["sha256"]:
+      raise _DamagedError("its arrays are not what was written")
+    return specs, arrays, manifest["extra"]
+
+  def _unflatten(
+    self, round: int, like: Any, specs: list[_Leaf], arrays: list[np.ndarray]
+  ) -> Any:
+    """The arrays in the structure of `like`, and of its kinds."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(like)
+    here = {s.path: s for s in (_spec(path, leaf) for path, leaf in flat)}
+    there = {s.path: s for s in specs}
+    unlike = [
+      f"{p or 'state'}: there {there.get(p, 'none')},"
+      f" here {here.get(p, 'none')}"
+      for p in [*here, *(p for p in there if p not in here)]
+      if not _fits(there.get(p), here.get(p))
+    ]
+    if unlike:
+      more = len(unlike) - 5
+      raise ValueError(
+        f"checkpoint {self.path(round)} is of another kind of state: "
+        + "; ".join(unlike[:5])
+        + (f"; and {more} more" if more > 0 else "")
+        + ". Use another folder, or the model and flags it was made with."
+      )
+    by_path = {s.path: (s, a) for s, a in zip(specs, arrays)}
+    leaves = []
+    for path, leaf in flat:
+      spec, array = by_path[_path(path)]
+      if isinstance(leaf, bool | int | float | complex):
+        leaf = type(leaf)(array[()])
+      elif isinstance(leaf, np.ndarray | np.generic):
+        leaf = array[()] if isinstance(leaf, np.generic) else array
+      else:
+        # A copy: the state may be donated, the NumPy array is not ours to.
+        leaf = jnp.array(array, copy=True)
+        if spec.key is not None:
+          leaf = jax.random.wrap_key_data(leaf, impl=spec.key)
+      leaves.append(leaf)
+    return jax.tree_util.tree_unflatten(treedef, leaves)
+
+  def _sweep(self) -> None:
+    """Deletes what an end in the middle of a save or deletion left over."""
+    for path in self.folder.glob("*" + _PART + "*"):
+      shutil.rmtree(path, ignore_errors=True)
+
+
+def _path(path: tuple[Any, ...]) -> str:
+  return jax.tree_util.keystr(path)
+
+
+def _spec(path: tuple[Any, ...], leaf: Any) -> _Leaf:
+  """Describes a leaf, concrete or abstract."""
+  name = _path(path)
+  if not hasattr(leaf, "dtype"):
+    if not isinstance(leaf, bool | int | float | complex):
+      raise TypeError(
+        f"state{name}: a {type(leaf).__name__} cannot be kept in a"
+        " checkpoint; use arrays, or a static field"
+      )
+    return _Leaf(name, type(leaf).__name__, ())
+  key = None
+  if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array):
+      key = str(jax.random.key_impl(leaf))
+    else:
+      key = "?"  # an abstract key knows its dtype only
+  return _Leaf(name, str(leaf.dtype), tuple(leaf.shape), key)
+
+
+def _fits(there: _Leaf | None, here: _Leaf | None) -> bool:
+  """Whether a stored leaf can stand for one of the state."""
+  if there is None or here is None:
+    return False
+  if here.key == "?":
+    here = here._replace(key=there.key)
+  return there == here
+
+
+def _name(i: int, spec: _Leaf) -> str:
+  """A leaf's name for Orbax, which makes it a part of a file's path."""
+  return f"{i:04d}" + re.sub(r"\W+", "_", spec.path).rstrip("_")
+
+
+def _stored(
+  specs: list[_Leaf], arrays: list[np.ndarray]
+) -> dict[str, np.ndarray]:
+  """The arrays that Orbax is to hold, by name."""
+  return {
+    _name(i, s): a for i, (s, a) in enumerate(zip(specs, arrays)) if s.has_data
+  }
+
+
+def _digest(arrays: list[np.ndarray]) -> str:
+  """SHA-256 of the arrays' bytes, one after the other (hexadecimal)."""
+  digest = hashlib.sha256()
+  for array in arrays:
+    digest.update(np.ascontiguousarray(array).tobytes())
+  return digest.hexdigest()
+
+
+def _file_digests(folder: pathlib.Path) -> dict[str, str]:
+  """SHA-256 of each file below a folder (hexadecimal), by relative path."""
+  return {
+    str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+    for path in folder.rglob("*")
+    if path.is_file()
+  }
+
+
+def _sync(folder: pathlib.Path) -> None:
+  """Has the files of a folder and of those below it written to the disk."""
+  for root, _, names in os.walk(folder):
+    for name in names:
+      with open(os.path.join(root, name), "rb") as f:
+        os.fsync(f.fileno())
+    logs.sync_folder(root)
+
+
+@contextlib.contextmanager
+def _orbax() -> Iterator[ocp.Checkpointer]:
+  """Orbax's plain checkpointer: a save is done when it returns.
+
+  Its dozens of lines a save are kept out of absl's log meanwhile.
+  """
+
+  def keep(record: std_logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+  logger = logging.get_absl_logger()
+  logger.addFilter(keep)
+  try:
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+      yield checkpointer
+  finally:
+    logger.removeFilter(keep)

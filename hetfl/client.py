@@ -1,0 +1,228 @@
+"""The local update of one client, and of a lane of clients."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from hetfl import core
+
+PyTree = Any
+Optimizer = Callable[[jax.Array], optax.GradientTransformation]
+
+
+class ClientState(NamedTuple):
+  """What a client holds while it trains.
+
+  Attributes:
+    variables: its model.
+    opt_state: its optimizer's state, new in each round.
+  """
+
+  variables: core.Variables
+  opt_state: PyTree
+
+
+class ClientSums(NamedTuple):
+  """What clients send to the server, added up.
+
+  Attributes:
+    delta: `sum_k n_k (w_server - w_k)`, shaped as the parameters.
+    stats: `sum_k n_k stats_k`, shaped as the model's statistics.
+    weight: `sum_k n_k`, a scalar.
+    loss: the clients' training loss over all steps.
+  """
+
+  delta: PyTree
+  stats: PyTree
+  weight: jax.Array
+  loss: core.Mean
+
+
+class ClientUpdate(NamedTuple):
+  """A client's local training as pure functions.
+
+  Attributes:
+    init: `(server, hyper) -> client`.
+    step: `(client, server, hyper, key, batch) -> (client, loss)`.
+  """
+
+  init: Callable[..., ClientState]
+  step: Callable[..., tuple[ClientState, jax.Array]]
+
+
+def proximal_term(params: PyTree, server: PyTree, mu: jax.Array) -> jax.Array:
+  """FedProx's term `mu / 2 ||w - w_server||^2`.
+
+  Args:
+    params: the client's parameters `w`.
+    server: the server's parameters, fixed.
+    mu: its weight.
+
+  Returns:
+    A scalar.
+
+  Reference: Li et al. 2020 (FedProx), equation 2.
+
+  >>> float(proximal_term(jnp.array([3., 4.]), jnp.zeros(2), 0.1))
+  1.25
+  """
+  distance = optax.tree.norm(optax.tree.sub(params, server), squared=True)
+  return mu / 2 * distance
+
+
+def local_sgd(
+  model: core.Model,
+  *,
+  loss: core.Loss = core.cross_entropy,
+  transform: core.Transform | None = None,
+  optimizer: Optimizer = optax.sgd,
+  proximal: bool = False,
+) -> ClientUpdate:
+  """Local training: optimizer steps on the mean loss of each batch.
+
+  `w <- w - lr grad [mean_b loss(w; x_b, y_b) + mu / 2 ||w - w_server||^2]`
+
+  Args:
+    model: the model.
+    loss: the loss of each example.
+    transform: what is done to a training batch as it lies in the bank.
+    optimizer: a learning rate to an optax optimizer; its state is new in each
+      round.
+    proximal: whether to add FedProx's term with weight `hyper['prox_mu']`.
+
+  Returns:
+    Functions that read `hyper['client_lr']` and, for FedProx,
+    `hyper['prox_mu']`.
+
+  Reference: McMahan et al. 2017, algorithm 1, ClientUpdate.
+
+  >>> model = core.Model(
+  ...     init=lambda key: core.Variables(jnp.zeros((1, 2)), {}),
+  ...     apply=lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> client = local_sgd(model)
+  >>> hyper = {'client_lr': 0.5}
+  >>> state = client.init(model.init(jax.random.key(0)), hyper)
+  >>> batch = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int),
+  ...          'mask': jnp.ones(1)}
+  >>> state, value = client.step(
+  ...     state, state.variables, hyper, jax.random.key(1), batch)
+  >>> state.variables.params
+  Array([[ 0.25, -0.25]], dtype=float32)
+  """
+
+  def init(server, hyper):
+    return ClientState(
+      server, optimizer(hyper["client_lr"]).init(server.params)
+    )
+
+  def step(client, server, hyper, key, batch):
+    transform_key, model_key = jax.random.split(key)
+    if transform is not None:
+      batch = transform(transform_key, batch)
+
+    def objective(params):
+      variables = core.Variables(params, client.variables.stats)
+      logits, stats = model.apply(variables, batch["x"], model_key, True)
+      value = core.masked_mean(loss(logits, batch), batch["mask"])
+      total = value
+      if proximal:
+        total += proximal_term(params, server.params, hyper["prox_mu"])
+      return total, (value, stats)
+
+    grads, (value, stats) = jax.grad(objective, has_aux=True)(
+      client.variables.params
+    )
+    updates, opt_state = optimizer(hyper["client_lr"]).update(
+      grads, client.opt_state, client.variables.params
+    )
+    params = optax.apply_updates(client.variables.params, updates)
+    return ClientState(core.Variables(params, stats), opt_state), value
+
+  return ClientUpdate(init, step)
+
+
+def lane_program(client: ClientUpdate) -> Callable[..., ClientSums]:
+  """Trains the clients of a lane one after another.
+
+  Args:
+    client: the local update.
+
+  Returns:
+    `(server, hyper, key, bank, lane, steps) -> ClientSums`, where `server` is
+    the server's `Variables`, `key` the pool's key of the round, `bank` the
+    examples on the device, `lane` a `LanePlan` without its first axis, and
+    `steps` how many steps to run. Each client starts from the server's
+    variables, and step `s` of client `k` draws from
+    `fold_in(fold_in(key, k), s)`, wherever it is run.
+  """
+
+  def program(server, hyper, key, bank, lane, steps):
+    lane = jax.tree.map(jnp.asarray, lane)  # NumPy's, if not under jit.
+    start = client.init(server, hyper)
+
+    def finish(state, sums, weight):
+      add = lambda total, x: total + weight * x
+      delta = optax.tree.sub(server.params, state.variables.params)
+      return start, sums._replace(
+        delta=jax.tree.map(add, sums.delta, delta),
+        stats=jax.tree.map(add, sums.stats, state.variables.stats),
+        weight=sums.weight + weight,
+      )
+
+    def body(s, carry):
+      state, sums = carry
+      step_key = jax.random.fold_in(
+        jax.random.fold_in(key, lane.client[s]), lane.step[s]
+      )
+      batch = core.gather(bank, lane.index[s])
+      state, loss = client.step(state, server, hyper, step_key, batch)
+      # Steps that only fill up a lane hold no example.
+      active = jnp.any(batch["mask"] > 0).astype(jnp.float32)
+      sums = sums._replace(
+        loss=core.Mean(
+          sums.loss.total + active * loss, sums.loss.count + active
+        )
+      )
+      return jax.lax.cond(
+        lane.weight[s] > 0,
+        finish,
+        lambda state, sums, weight: (state, sums),
+        state,
+        sums,
+        lane.weight[s],
+      )
+
+    zero = jnp.zeros(())
+    sums = ClientSums(
+      delta=optax.tree.zeros_like(server.params),
+      stats=optax.tree.zeros_like(server.stats),
+      weight=zero,
+      loss=core.Mean(zero, zero),
+    )
+    return jax.lax.fori_loop(0, steps, body, (start, sums))[1]
+
+  return program
+
+
+def check_hyper(hyper: Mapping[str, Any], **ranges) -> None:
+  """Checks hyper-parameters that are plain numbers against their ranges.
+
+  Args:
+    hyper: names and values; arrays under tracing are passed over.
+    **ranges: for some names, the least and the greatest allowed value.
+
+  Raises:
+    ValueError: naming the first value out of its range.
+
+  >>> check_hyper({'alpha': 1.5}, alpha=(0, 1))
+  Traceback (most recent call last):
+    ...
+  ValueError: alpha=1.5: must lie between 0 and 1
+  """
+  for name, (low, high) in ranges.items():
+    value = hyper.get(name)
+    if isinstance(value, (int, float)) and not low <= value <= high:
+      raise ValueError(f"{name}={value}: must lie between {low} and {high}")

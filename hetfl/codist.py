@@ -1,0 +1,296 @@
+"""Knowledge codistillation between pools: PeriodicCodist and MergedCodist.
+
+Each pool trains a model of its own by federated averaging; on the server the
+models teach each other on distillation data, without sharing parameters.
+
+Reference: Lichtarge et al. 2023, "Heterogeneous Federated Learning Using
+Knowledge Codistillation", appendix B, algorithms 1 and 2. The paper has two
+pools, L and H; here are any number, the teacher of one being the mean of the
+others.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from hetfl import client as client_lib
+from hetfl import core
+from hetfl import distill as distill_lib
+from hetfl import engine as engine_lib
+from hetfl.fedavg import (
+  client_jobs,
+  client_metrics,
+  fedavg,
+  init_pools,
+  linear_decay,
+  mean_update,
+  Pool,
+  round_keys,
+)
+
+PyTree = Any
+Schedule = Callable[[jax.Array], jax.Array]
+
+
+def merge_gradients(g: PyTree, delta: PyTree, alpha: jax.Array) -> PyTree:
+  """`Delta = alpha g + (1 - alpha) delta ||g|| / ||delta||`.
+
+  The norms are over the whole model. Where `delta` is zero, so is its term.
+
+  Args:
+    g: the clients' aggregated gradient.
+    delta: the distillation gradient, `theta - theta_student`.
+    alpha: the merging factor, in [0, 1]; 1 gives `g`.
+
+  Returns:
+    The merged gradient.
+
+  Reference: Lichtarge et al. 2023, equation 2.
+
+  >>> merge_gradients(jnp.array([3., 4.]), jnp.array([0., 2.]), 0.5)
+  Array([1.5, 4.5], dtype=float32)
+  """
+  norm = optax.tree.norm(delta)
+  scale = jnp.where(
+    norm > 0, optax.tree.norm(g) / jnp.where(norm > 0, norm, 1), 0
+  )
+  return jax.tree.map(
+    lambda g, d: alpha * g + (1 - alpha) * (scale * d), g, delta
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+  """The jobs of one codistillation round between P pools."""
+
+  pools: tuple[Pool, ...]
+  distiller: distill_lib.Distiller
+  engine: engine_lib.Engine
+
+  def __post_init__(self):
+    if len(self.pools) < 2:
+      raise ValueError(f"codistillation needs two pools, not {len(self.pools)}")
+    num_pools = len(self.pools)
+    object.__setattr__(
+      self,
+      "predictors",
+      [self.distiller.predictor(pool.model) for pool in self.pools],
+    )
+    object.__setattr__(
+      self,
+      "students",
+      [
+        self.distiller.student(pool.model, i, num_pools)
+        for i, pool in enumerate(self.pools)
+      ],
+    )
+
+  def jobs(self, teachers, hyper, key, plan, data, decay, when):
+    """The jobs that distil to each pool's student, teachers run first.
+
+    Args:
+      teachers: P `Variables`, the models as they are; students start there.
+      hyper: the exchange's hyper-parameters.
+      key: the exchange's key of the round.
+      plan: the round's plan.
+      data: `distill` holds the distillation bank.
+      decay: how far the rounds are, from 1 to 0.
+      when: whether this round distils; if not, students stay as they are.
+
+    Returns:
+      P jobs, whose results are `(Variables, loss)`.
+    """
+    rows = plan.distill
+    if rows is None:
+      raise ValueError("plan.distill is None: codistillation needs batches")
+    steps = np.arange(len(rows), dtype=np.int32)
+    bank = data["distill"]
+    logits = self.engine.run(
+      *(
+        engine_lib.Chunks(predict, (teacher, key, bank), (steps, rows), when)
+        for predict, teacher in zip(self.predictors, teachers)
+      )
+    )
+    return [
+      engine_lib.Call(
+        student,
+        (teacher, hyper, decay, key, bank, steps, rows, logits),
+        when,
+        _unchanged,
+      )
+      for student, teacher in zip(self.students, teachers)
+    ]
+
+
+def _unchanged(variables, *_):
+  return variables, core.Mean(jnp.zeros(()), jnp.zeros(()))
+
+
+def _distill_metrics(pools, losses) -> core.Metrics:
+  return {
+    f"{pool.name}/distill_loss": loss for pool, loss in zip(pools, losses)
+  }
+
+
+def periodic_codist(
+  pools: Sequence[Pool],
+  distiller: distill_lib.Distiller,
+  *,
+  period: int,
+  rounds: int,
+  engine: engine_lib.Engine | None = None,
+) -> core.Algorithm:
+  """PeriodicCodist: every `period` rounds the models teach each other.
+
+  After each codistillation the server optimizers' moments are reset, "as the
+  models have departed from their initial parameters" (appendix C.4).
+
+  Args:
+    pools: P >= 2 pools.
+    distiller: how students learn.
+    period: p; more than `rounds` gives FedAvg.
+    rounds: T, over which all but the clients' learning rates fall linearly.
+    engine: where the work runs; `Inline()` by default.
+
+  Returns:
+    The algorithm. Its `step` takes a `RoundPlan` with distillation batches and
+    `{'pools': (bank, ...), 'distill': bank}`, the banks on the device.
+
+  Raises:
+    ValueError: if a value is out of its range.
+
+  Reference: Lichtarge et al. 2023, algorithm 1.
+  """
+  pools = tuple(pools)
+  engine = engine or engine_lib.Inline()
+  exchange = _Exchange(pools, distiller, engine)
+  if period < 1:
+    raise ValueError(f"codist_period={period}: must be at least 1")
+  # Line 3: apply FedAvg to each model, sampling clients from its pool.
+  federated = fedavg(pools, rounds=rounds, engine=engine)
+
+  def init(key):  # Line 1.
+    return init_pools(pools, key, distiller.hyper(len(pools)))
+
+  def step(state, plan, data):
+    state, metrics = federated.step(state, plan, data)
+    *_, key = round_keys(state.key, plan.round, len(pools))
+    due = plan.round % period == 0  # Line 4.
+    # Lines 5 to 7: teachers and students start as copies of the models.
+    results = engine.run(
+      *exchange.jobs(
+        [pool.variables for pool in state.pools],
+        state.hyper,
+        key,
+        plan,
+        data,
+        linear_decay(plan.round, rounds),
+        due,
+      )
+    )
+    # Line 8: replace the models by the students.
+    replaced = [
+      pool_state.replace(params=student.params, stats=student.stats)
+      for pool_state, (student, _) in zip(state.pools, results)
+    ]
+    states = engine.run(
+      *(
+        engine_lib.Call(pool.reset_server, (s,), due, lambda s: s)
+        for pool, s in zip(pools, replaced)
+      )
+    )
+    metrics |= _distill_metrics(pools, [loss for _, loss in results])
+    return state.replace(pools=states), metrics
+
+  return core.Algorithm(init, step)
+
+
+def merged_codist(
+  pools: Sequence[Pool],
+  distiller: distill_lib.Distiller,
+  *,
+  alpha: float | jax.Array | Schedule,
+  rounds: int,
+  engine: engine_lib.Engine | None = None,
+) -> core.Algorithm:
+  """MergedCodist: clients' and distillation gradients in one server step.
+
+  Args:
+    pools: P >= 2 pools.
+    distiller: how students learn.
+    alpha: the merging factor, in [0, 1]: a value, which trials may vary, or a
+      schedule `round -> alpha`. Rounds with alpha = 1 are FedAvg's and skip
+      the distillation (section 4).
+    rounds: T, over which all but the clients' learning rates fall linearly.
+    engine: where the work runs; `Inline()` by default.
+
+  Returns:
+    The algorithm. Its `step` takes a `RoundPlan` with distillation batches and
+    `{'pools': (bank, ...), 'distill': bank}`, the banks on the device.
+
+  Raises:
+    ValueError: if a value is out of its range.
+
+  Reference: Lichtarge et al. 2023, algorithm 2.
+  """
+  pools = tuple(pools)
+  engine = engine or engine_lib.Inline()
+  exchange = _Exchange(pools, distiller, engine)
+  client_lib.check_hyper({"merge_alpha": alpha}, merge_alpha=(0, 1))
+  merged_steps = [_merged_step(pool) for pool in pools]
+
+  def init(key):  # Line 1.
+    hyper = distiller.hyper(len(pools))
+    if not callable(alpha):
+      hyper["alpha"] = alpha
+    return init_pools(pools, key, hyper)
+
+  def step(state, plan, data):
+    *keys, exchange_key = round_keys(state.key, plan.round, len(pools))
+    decay = linear_decay(plan.round, rounds)
+    a = alpha(plan.round) if callable(alpha) else state.hyper["alpha"]
+    # Lines 4 to 6: teachers and students start as copies of the models.
+    students = exchange.jobs(
+      [pool.variables for pool in state.pools],
+      state.hyper,
+      exchange_key,
+      plan,
+      data,
+      decay,
+      a < 1,
+    )
+    # Line 3: aggregate client gradients, beside the distillation.
+    clients = client_jobs(pools, state, keys, plan, data)
+    results = engine.run(*students, *clients)
+    distilled, sums = results[: len(pools)], results[len(pools) :]
+    # Lines 7 to 9.
+    states = engine.run(
+      *(
+        engine_lib.Call(merge, (pool_state, total, student, a, decay))
+        for merge, pool_state, total, (student, _) in zip(
+          merged_steps, state.pools, sums, distilled
+        )
+      )
+    )
+    metrics = client_metrics(pools, sums)
+    metrics |= _distill_metrics(pools, [loss for _, loss in distilled])
+    return state.replace(pools=states), metrics
+
+  return core.Algorithm(init, step)
+
+
+def _merged_step(pool: Pool):
+  """The program for lines 7 to 9 of algorithm 2."""
+
+  def program(state, sums, student, alpha, decay):
+    g, stats = mean_update(sums)
+    delta = optax.tree.sub(state.params, student.params)  # Line 7.
+    merged = merge_gradients(g, delta, alpha)  # Line 8.
+    return pool.apply_gradient(state, merged, stats, decay)  # Line 9.
+
+  return program

@@ -1,0 +1,176 @@
+"""The nouns: models, losses, algorithms and metrics.
+
+Letters used throughout: K clients, L lanes, S steps, B batch size, C classes,
+P pools (or parties).
+"""
+
+from collections.abc import Callable, Mapping
+import inspect
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+PyTree = Any
+Batch = Mapping[str, jax.Array]
+# (logits [B, C], batch) -> losses [B]
+Loss = Callable[[jax.Array, Batch], jax.Array]
+# (key, batch as it lies in the bank) -> batch as the model takes it
+Transform = Callable[[jax.Array, Batch], Batch]
+
+
+class Variables(NamedTuple):
+  """What a model holds.
+
+  Attributes:
+    params: the trained parameters.
+    stats: mutable collections such as batch statistics; `{}` if none.
+  """
+
+  params: PyTree
+  stats: PyTree
+
+
+class Model(NamedTuple):
+  """Any pair of pure functions that makes and applies a model.
+
+  Attributes:
+    init: `key -> Variables`.
+    apply: `(variables, x, key, train) -> (logits, stats)`, where `key` feeds
+      dropout and the like and `train` is a Python bool. Models without
+      mutable collections return `variables.stats` unchanged.
+  """
+
+  init: Callable[[jax.Array], Variables]
+  apply: Callable[..., tuple[jax.Array, PyTree]]
+
+  @classmethod
+  def from_flax(cls, module: nn.Module, example: jax.Array) -> "Model":
+    """Wraps a Flax Linen module.
+
+    Args:
+      module: the module. If its `__call__` takes `train`, it is passed on.
+        Collections other than `params` become `Variables.stats`.
+      example: an input with a batch axis; only shape and type count.
+
+    Returns:
+      The model.
+
+    >>> model = Model.from_flax(nn.Dense(3), jnp.zeros((1, 2)))
+    >>> variables = model.init(jax.random.key(0))
+    >>> num_parameters(variables.params)
+    9
+    >>> logits, _ = model.apply(variables, jnp.ones((5, 2)), None, False)
+    >>> logits.shape
+    (5, 3)
+    """
+    takes_train = "train" in inspect.signature(module.__call__).parameters
+
+    def init(key):
+      params_key, dropout_key = jax.random.split(key)
+      mode = {"train": False} if takes_train else {}
+      variables = dict(
+        module.init(
+          {"params": params_key, "dropout": dropout_key}, example, **mode
+        )
+      )
+      return Variables(variables.pop("params"), variables)
+
+    def apply(variables, x, key, train):
+      mode = {"train": train} if takes_train else {}
+      rngs = {"dropout": key} if train and key is not None else {}
+      collections = {"params": variables.params, **variables.stats}
+      if train and variables.stats:
+        return module.apply(
+          collections, x, rngs=rngs, mutable=list(variables.stats), **mode
+        )
+      return module.apply(collections, x, rngs=rngs, **mode), variables.stats
+
+    return cls(init, apply)
+
+
+class Mean(NamedTuple):
+  """A mean in the making, so that means of unlike rounds add up rightly.
+
+  Attributes:
+    total: weighted sum, a scalar.
+    count: sum of the weights, a scalar; 0 if nothing was measured.
+  """
+
+  total: jax.Array
+  count: jax.Array
+
+
+Metrics = dict[str, Mean]
+
+
+class Algorithm(NamedTuple):
+  """A federated algorithm as a pair of pure functions.
+
+  Attributes:
+    init: `key -> state`, an immutable pytree.
+    step: `(state, plan, data) -> (state, metrics)`, one round. Pure, and open
+      to `jax.jit`, `jax.vmap` and `jax.lax.scan`, unless the algorithm was
+      built with an engine that says otherwise.
+  """
+
+  init: Callable[[jax.Array], PyTree]
+  step: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, Metrics]]
+
+
+def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
+  """Softmax cross-entropy of each example, `-log softmax(logits)[y]`.
+
+  Args:
+    logits: `float[B, C]`.
+    batch: holds `y: int32[B]`.
+
+  Returns:
+    `float[B]`, in nats.
+
+  >>> float(cross_entropy(jnp.zeros((1, 4)), {'y': jnp.array([2])})[0])
+  1.386...
+  """
+  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+
+def gather(bank: Batch, index: jax.Array) -> Batch:
+  """Takes a batch out of a bank.
+
+  Args:
+    bank: arrays with examples on their first axis.
+    index: `int32[B]`, positions; -1 marks an empty place, which holds example
+      0 with `mask` 0.
+
+  Returns:
+    The batch, with `mask: float32[B]` beside the bank's arrays.
+
+  >>> gather({'y': jnp.array([7, 8, 9])}, jnp.array([2, -1]))['y']
+  Array([9, 7], dtype=int32)
+  """
+  taken = jnp.maximum(index, 0)
+  batch = {
+    name: jnp.take(array, taken, axis=0, mode="clip")
+    for name, array in bank.items()
+  }
+  return {**batch, "mask": (index >= 0).astype(jnp.float32)}
+
+
+def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+  """Mean of the values whose mask is 1; 0 if there are none.
+
+  >>> float(masked_mean(jnp.array([1., 2., 9.]), jnp.array([1., 1., 0.])))
+  1.5
+  """
+  return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def num_parameters(params: PyTree) -> int:
+  """Number of trained parameters.
+
+  >>> num_parameters({'kernel': jnp.zeros((3, 2)), 'bias': jnp.zeros(2)})
+  8
+  """
+  return sum(leaf.size for leaf in jax.tree.leaves(params))

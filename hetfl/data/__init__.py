@@ -1,0 +1,5 @@
+"""Data sets, where they come from and how clients share them."""
+
+from hetfl.data.errors import DataError
+
+__all__ = ["DataError"]

@@ -1,0 +1,251 @@
+"""The federations of images that codistillation is tried on.
+
+A federation is cut once, by `partition_seed`, and not by the seed of a run:
+runs that differ in their seed see the same clients in the same parts.
+"""
+
+import dataclasses
+import os
+
+import numpy as np
+
+from hetfl.data import fedjax_source, partition, vision
+from hetfl.data.errors import DataError
+from hetfl.population import Bank, ClientPopulation, Subset
+
+
+@dataclasses.dataclass(frozen=True)
+class CodistImages:
+  """Two pools of clients and the server's data.
+
+  Every bank has `x` `uint8[N, H, W, C]` and `y` `int32[N]`. The pools,
+  `heldout` and in-domain `distill` share one bank object.
+
+  Attributes:
+    name: the data set.
+    partition: how its clients were made, for the record of a run: 'tff',
+      'pachinko' or 'dirichlet'.
+    num_classes: number of classes of the pools, of `heldout` and of `test`.
+    image_shape: (height, width, channels).
+    pools: the small model's clients, all of the pool, and the large model's,
+      those of the pool with high capacity.
+    distill: the server's images. Those from another data set have that one's
+      labels, which are for no model here.
+    heldout: the images of the held-out clients, to choose hyper-parameters.
+    test: the data set's own test images.
+  """
+
+  name: str
+  partition: str
+  num_classes: int
+  image_shape: tuple[int, int, int]
+  pools: tuple[ClientPopulation, ClientPopulation]
+  distill: Subset
+  heldout: Subset
+  test: Subset
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+  """How many clients of a data set serve for what."""
+
+  clients: int
+  distill_clients: int
+  heldout_clients: int
+  high_capacity_clients: int
+  distill_data: tuple[str, ...]
+
+
+_TASKS = {
+  "digits": _Task(60, 12, 6, 8, ("in_domain",)),
+  "cifar10": _Task(500, 135, 50, 47, ("in_domain", "cifar100")),
+  "cifar100": _Task(500, 135, 50, 47, ("in_domain", "cifar10")),
+}
+_EXAMPLES_PER_CLIENT = 100  # of the CIFARs
+_LABEL_SKEW = 0.5  # Dirichlet concentration, of CIFAR-10 and digits
+
+
+def load_codist_images(
+  dataset: str,
+  *,
+  data_dir: str | os.PathLike | None = None,
+  high_capacity_clients: int | None = None,
+  distill_data: str = "in_domain",
+  seed: int = 0,
+  download: bool = False,
+  distill_examples: int | None = None,
+  partition_seed: int = 0,
+) -> CodistImages:
+  """Two pools of clients over one bank, and the server's data.
+
+  - `cifar100`: 500 clients of 100 images; 315 are the pool, 135 distillation,
+    50 held out; 47 of the pool have high capacity (the paper has 31, 47 and
+    63). The clients are TensorFlow Federated's own if
+    `federated_cifar100_train.sqlite` lies in `data_dir`, else a Pachinko
+    allocation by the same law (alpha 0.1, beta 10).
+  - `cifar10`: the same numbers; each client draws its labels from its own
+    Dirichlet(0.5) over the 10 classes. Not in the paper.
+  - `digits`: 60 clients of unlike sizes, 1,437 images shared by Dirichlet(0.5)
+    for each label; 42, 12 and 6 clients, 8 with high capacity. Not in the
+    paper; made for trying out, with no download.
+
+  Args:
+    dataset: 'digits', 'cifar10' or 'cifar100'.
+    data_dir: where the CIFARs lie, see `hetfl.data.vision`.
+    high_capacity_clients: clients of the pool that train the large model too;
+      by default as above. Fewer are nested in more, and the other parts do
+      not change.
+    distill_data: 'in_domain', the images of the distillation clients, or the
+      other CIFAR's name, all its 50,000 training images.
+    seed: the run's seed. It draws the images that `distill_examples` keeps,
+      and nothing else; fewer are nested in more.
+    download: download a CIFAR that is not there into `data_dir`.
+    distill_examples: keep so many distillation images; by default all.
+    partition_seed: makes the clients (but TFF's) and says which part each is
+      in.
+
+  Returns:
+    The pools and the server's data.
+
+  Raises:
+    DataError: the data is missing or damaged.
+    ValueError: an argument out of its range.
+
+  >>> images = load_codist_images('digits')
+  >>> len(images.pools[0]), len(images.pools[1]), images.image_shape
+  (42, 8, (8, 8, 1))
+  >>> images.pools[1].bank is images.pools[0].bank
+  True
+
+  Reference: Lichtarge et al. 2023, appendix C and Table 4; `distill_examples`
+    as in Figure 4.
+  """
+  if dataset not in _TASKS:
+    raise ValueError(f"--dataset={dataset}: want one of {sorted(_TASKS)}")
+  task = _TASKS[dataset]
+  pool_clients = task.clients - task.distill_clients - task.heldout_clients
+  if high_capacity_clients is None:
+    high_capacity_clients = task.high_capacity_clients
+  # Arguments first, before minutes of reading.
+  if not 1 <= high_capacity_clients <= pool_clients:
+    raise ValueError(
+      f"--high_capacity_clients={high_capacity_clients}: {dataset}'s pool "
+      f"has {pool_clients} clients, want 1 to {pool_clients}"
+    )
+  if distill_data not in task.distill_data:
+    raise ValueError(
+      f"--distill_data={distill_data}: {dataset} has "
+      f"{' or '.join(task.distill_data)}"
+    )
+  if distill_examples is not None and distill_examples < 1:
+    raise ValueError(f"--distill_examples={distill_examples}: want 1 or more")
+
+  name, num_classes, clients, test_bank = _federation(
+    dataset, task, data_dir, download, partition_seed
+  )
+  split = partition.codist_split(
+    len(clients),
+    seed=partition_seed,
+    distill_clients=task.distill_clients,
+    heldout_clients=task.heldout_clients,
+    high_capacity_clients=high_capacity_clients,
+  )
+  if distill_data == "in_domain":
+    distill = clients.take(split.distill).examples()
+  else:
+    other = _load(distill_data, data_dir, download)
+    distill = Subset.whole(_without_coarse(other.train))
+  if distill_examples is not None:
+    distill = _some(distill, distill_examples, seed)
+  return CodistImages(
+    name=dataset,
+    partition=name,
+    num_classes=num_classes,
+    image_shape=clients.bank["x"].shape[1:],
+    pools=(clients.take(split.pool), clients.take(split.high_capacity)),
+    distill=distill,
+    heldout=clients.take(split.heldout).examples(),
+    test=Subset.whole(test_bank),
+  )
+
+
+def _federation(
+  dataset: str,
+  task: _Task,
+  data_dir: str | os.PathLike | None,
+  download: bool,
+  partition_seed: int,
+) -> tuple[str, int, ClientPopulation, Bank]:
+  """All clients: the partition's name, classes, clients, test images."""
+  if dataset == "cifar100" and data_dir is not None:
+    folder = os.path.expanduser(os.fspath(data_dir))
+    path = os.path.join(folder, "federated_cifar100_train.sqlite")
+    if os.path.exists(path):
+      clients = fedjax_source.load_federated_cifar100(path)
+      sizes = set(clients.sizes.tolist())
+      if len(clients) != task.clients or sizes != {_EXAMPLES_PER_CLIENT}:
+        raise DataError(
+          f"{path}: {len(clients)} clients of {sorted(sizes)} images, want "
+          f"{task.clients} of {_EXAMPLES_PER_CLIENT}: make it again with "
+          "fedjax.datasets.cifar100.load_data()"
+        )
+      clients = dataclasses.replace(clients, bank=_without_coarse(clients.bank))
+      # The test clients together are the test images of CIFAR-100.
+      test_path = os.path.join(folder, "federated_cifar100_test.sqlite")
+      if os.path.exists(test_path):
+        test = fedjax_source.load_federated_cifar100(test_path).bank
+      else:
+        test = vision.load_cifar100(data_dir, download).test
+      return "tff", 100, clients, _without_coarse(test)
+
+  images = _load(dataset, data_dir, download)
+  y = images.train["y"]
+  if dataset == "digits":
+    name = "dirichlet"
+    assignment = partition.dirichlet(
+      y, num_clients=task.clients, seed=partition_seed, alpha=_LABEL_SKEW
+    )
+  else:
+    # With one level of labels Pachinko allocation is a Dirichlet label skew
+    # with clients of equal size (Hsu et al. 2019).
+    hierarchy = {
+      "cifar100": ("pachinko", images.train.get("coarse"), 0.1),
+      "cifar10": ("dirichlet", y, _LABEL_SKEW),
+    }
+    name, coarse, alpha = hierarchy[dataset]
+    assignment = partition.pachinko(
+      coarse,
+      y,
+      num_clients=task.clients,
+      examples_per_client=_EXAMPLES_PER_CLIENT,
+      seed=partition_seed,
+      alpha=alpha,
+    )
+  clients = ClientPopulation.from_lists(
+    _without_coarse(images.train), assignment
+  )
+  return name, images.num_classes, clients, _without_coarse(images.test)
+
+
+def _load(
+  dataset: str, data_dir: str | os.PathLike | None, download: bool
+) -> vision.VisionDataset:
+  if dataset == "digits":
+    return vision.load_digits()
+  load = {"cifar10": vision.load_cifar10, "cifar100": vision.load_cifar100}
+  return load[dataset](data_dir, download)
+
+
+def _without_coarse(bank: Bank) -> Bank:
+  """The same arrays, not copied, without coarse labels: all banks are alike."""
+  return {"x": bank["x"], "y": bank["y"]}
+
+
+def _some(subset: Subset, n: int, seed: int) -> Subset:
+  if n > len(subset.index):
+    raise ValueError(
+      f"--distill_examples={n}: there are {len(subset.index)}, want 1 to "
+      f"{len(subset.index)}"
+    )
+  order = np.random.default_rng([5, seed]).permutation(len(subset.index))
+  return Subset(subset.bank, subset.index[np.sort(order[:n])])

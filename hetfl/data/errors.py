@@ -1,0 +1,8 @@
+"""The one error of bad or missing data."""
+
+
+class DataError(ValueError):
+  """A data file that is missing, damaged or not what its name says.
+
+  Its message is one line: which file, what is wrong with it, what to do.
+  """

@@ -1,0 +1,338 @@
+"""FedJAX's federated data sets in and out.
+
+Only FedJAX's data layer is used, and it is imported when a function here is
+called: `fedjax.FederatedData`, in memory or in SQLite files, is an interface
+that other code shares; its algorithms do not run on current JAX.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import os
+import pathlib
+import sqlite3
+import tempfile
+from typing import Any
+import zlib
+
+import numpy as np
+
+from hetfl.data.errors import DataError
+from hetfl.population import ClientPopulation
+
+_SQLITE_MAGIC = b"SQLite format 3\0"
+_COLUMNS = ("client_id", "data", "num_examples")
+_CIFAR100_FEATURES = {"image": "x", "label": "y", "coarse_label": "coarse"}
+
+
+def from_fedjax(
+  federated_data: Any,
+  features: Sequence[str] | Mapping[str, str] | None = None,
+) -> ClientPopulation:
+  """Copies a `fedjax.FederatedData` into one bank.
+
+  Clients keep the order in which FedJAX gives them (in memory by sorted id, in
+  SQLite as written); their examples lie one after another in the bank. The
+  data set's own preprocessing is applied. The arrays are new and writable.
+  Clients without examples are left out.
+
+  Args:
+    federated_data: a `fedjax.FederatedData`.
+    features: names of the features to keep, or `{FedJAX's name: name in the
+      bank}`; by default all, with their names.
+
+  Returns:
+    The population. Ids that are bytes are decoded as UTF-8 (bytes that are not
+    UTF-8 as surrogates, so that any id survives `to_fedjax`).
+
+  Raises:
+    ValueError: no clients, an unknown feature, clients whose features are of
+      unlike types or shapes, or two clients with one id.
+
+  >>> import fedjax
+  >>> data = fedjax.InMemoryFederatedData({
+  ...     b'ann': {'y': np.array([0, 1])}, b'bob': {'y': np.array([2])}})
+  >>> population = from_fedjax(data)
+  >>> population.ids, population.bank['y'], population.sizes
+  (('ann', 'bob'), array([0, 1, 2]), array([2, 1]))
+  """
+  return _collect(
+    (
+      (client_id, dataset.all_examples())
+      for client_id, dataset in federated_data.clients()
+    ),
+    features,
+  )
+
+
+def to_fedjax(population: ClientPopulation) -> Any:
+  """Copies a population into a `fedjax.InMemoryFederatedData`.
+
+  Args:
+    population: K >= 1 clients.
+
+  Returns:
+    The data set; client ids are bytes (UTF-8), as FedJAX has them. FedJAX
+    gives its clients in sorted order.
+
+  Raises:
+    ImportError: FedJAX is not installed.
+    ValueError: there are no clients.
+
+  >>> population = ClientPopulation.from_lists(
+  ...     {'y': np.array([5, 6, 7])}, [[2, 0], [1]], ['ann', 'bob'])
+  >>> to_fedjax(population).get_client(b'ann').all_examples()
+  {'y': array([7, 5])}
+  """
+  fedjax = _import_fedjax()
+  if not len(population):
+    raise ValueError("population: no clients, FedJAX wants one at least")
+  return fedjax.InMemoryFederatedData(dict(_clients(population)))
+
+
+def write_sqlite(
+  population: ClientPopulation,
+  path: str | os.PathLike,
+  *,
+  overwrite: bool = False,
+) -> None:
+  """Writes a population as a FedJAX SQLite file.
+
+  The file appears whole or not at all. `fedjax.SQLiteFederatedData.new` and
+  `read_sqlite` read it.
+
+  Args:
+    population: the clients; client ids are written as bytes (UTF-8).
+    path: the file to write.
+    overwrite: replace a file that is there already.
+
+  Raises:
+    FileExistsError: the file is there and `overwrite` is false.
+    FileNotFoundError: the folder to write into is not there.
+    ImportError: FedJAX is not installed.
+
+  >>> population = ClientPopulation.from_lists(
+  ...     {'y': np.array([5, 6, 7])}, [[2, 0], [1]], ['ann', 'bob'])
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...   write_sqlite(population, os.path.join(folder, 'a.sqlite'))
+  ...   read_sqlite(os.path.join(folder, 'a.sqlite')).bank
+  {'y': array([7, 5, 6])}
+  """
+  fedjax = _import_fedjax()
+  path = os.path.expanduser(os.fspath(path))
+  if os.path.exists(path) and not overwrite:
+    raise FileExistsError(
+      f"{path}: is there already: remove it or give overwrite=True"
+    )
+  folder = os.path.dirname(path) or "."
+  if not os.path.isdir(folder):
+    raise FileNotFoundError(f"{path}: no folder {folder}: create it first")
+  # In a folder of its own, since SQLite may put a journal beside its file.
+  with tempfile.TemporaryDirectory(dir=folder, prefix=".sqlite-") as temporary:
+    part = os.path.join(temporary, "part.sqlite")
+    with fedjax.SQLiteFederatedDataBuilder(part) as builder:
+      builder.add_many(_clients(population))
+    os.replace(part, path)
+
+
+def read_sqlite(
+  path: str | os.PathLike,
+  features: Sequence[str] | Mapping[str, str] | None = None,
+) -> ClientPopulation:
+  """Reads a FedJAX SQLite file, whoever wrote it.
+
+  Args:
+    path: the file; it is opened for reading only.
+    features: as in `from_fedjax`.
+
+  Returns:
+    The population; its arrays are new and writable.
+
+  Raises:
+    DataError: the file is missing, not a FedJAX SQLite file, or damaged.
+    ImportError: FedJAX is not installed.
+    ValueError: an unknown feature.
+  """
+  _import_fedjax()
+  from fedjax.core import sqlite_federated_data
+
+  path = os.path.expanduser(os.fspath(path))
+  # FedJAX would create a file that is missing, so look first.
+  if not os.path.isfile(path):
+    raise DataError(f"{path}: no such file: give the path of a FedJAX SQLite")
+  with open(path, "rb") as stream:
+    if stream.read(len(_SQLITE_MAGIC)) != _SQLITE_MAGIC:
+      raise DataError(
+        f"{path}: not an SQLite file: give one that FedJAX's "
+        "SQLiteFederatedDataBuilder wrote"
+      )
+  uri = pathlib.Path(path).resolve().as_uri() + "?mode=ro"
+  try:
+    with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+      columns = tuple(
+        row[1]
+        for row in connection.execute("PRAGMA table_info(federated_data)")
+      )
+      if columns != _COLUMNS:
+        raise DataError(
+          f"{path}: no FedJAX SQLite, its table federated_data has columns "
+          f"{columns}, want {_COLUMNS}: write it with FedJAX's "
+          "SQLiteFederatedDataBuilder"
+        )
+      data = sqlite_federated_data.SQLiteFederatedData(
+        connection, sqlite_federated_data.decompress_and_deserialize
+      )
+      clients = [
+        (client_id, dataset.all_examples())
+        for client_id, dataset in data.clients()
+      ]
+      sizes = [size for _, size in data.client_sizes()]
+    for (client_id, examples), size in zip(clients, sizes, strict=True):
+      if {len(array) for array in examples.values()} != {size}:
+        raise ValueError(f"client {client_id!r} has not its {size} examples")
+  except DataError:
+    raise
+  # What SQLite, zlib, msgpack and NumPy raise of bytes that are wrong.
+  except (
+    sqlite3.Error,
+    zlib.error,
+    ValueError,
+    TypeError,
+    AttributeError,
+  ) as error:
+    raise DataError(
+      f"{path}: damaged ({' '.join(str(error).split())}): get or write it again"
+    ) from error
+  if not any(sizes):
+    raise DataError(f"{path}: holds no examples: get or write it again")
+  return _collect(iter(clients), features)
+
+
+def load_federated_cifar100(
+  path_or_dir: str | os.PathLike, split: str = "train"
+) -> ClientPopulation:
+  """TensorFlow Federated's own CIFAR-100 clients, as FedJAX stores them.
+
+  FedJAX makes `federated_cifar100_train.sqlite` (500 clients of 100 images)
+  and `federated_cifar100_test.sqlite` (100 of 100) from TFF's archive by
+  `fedjax.datasets.cifar100.load_data()`, which needs TensorFlow, and keeps
+  them in `~/.cache/fedjax`.
+
+  Args:
+    path_or_dir: one of those files, or the folder that holds them.
+    split: 'train' or 'test', which file of a folder.
+
+  Returns:
+    The population; its bank has `x` `uint8[N, 32, 32, 3]`, `y` `int32[N]` in
+    0..99 and `coarse` `int32[N]` in 0..19.
+
+  Raises:
+    DataError: the file is missing, damaged, or not CIFAR-100.
+    ImportError: FedJAX is not installed.
+    ValueError: another split.
+  """
+  if split not in ("train", "test"):
+    raise ValueError(f"split={split!r}: want 'train' or 'test'")
+  path = os.path.expanduser(os.fspath(path_or_dir))
+  if os.path.isdir(path):
+    path = os.path.join(path, f"federated_cifar100_{split}.sqlite")
+  try:
+    population = read_sqlite(path, _CIFAR100_FEATURES)
+  except DataError:
+    raise
+  except ValueError as error:
+    raise DataError(
+      f"{path}: not FedJAX's CIFAR-100 ({error}): make it with "
+      "fedjax.datasets.cifar100.load_data()"
+    ) from error
+  x = population.bank["x"]
+  labels = {name: population.bank[name] for name in ("y", "coarse")}
+  if x.shape[1:] != (32, 32, 3) or x.dtype != np.uint8:
+    raise DataError(
+      f"{path}: images are {x.dtype}{list(x.shape[1:])}, want "
+      "uint8[32, 32, 3]: make it with fedjax.datasets.cifar100.load_data()"
+    )
+  for name, classes in (("y", 100), ("coarse", 20)):
+    label = labels[name]
+    if label.ndim != 1 or label.min() < 0 or label.max() >= classes:
+      raise DataError(
+        f"{path}: label {name!r} out of 0..{classes - 1}: make it with "
+        "fedjax.datasets.cifar100.load_data()"
+      )
+    labels[name] = label.astype(np.int32)
+  return ClientPopulation(
+    {"x": x, **labels}, population.members, population.offsets, population.ids
+  )
+
+
+def _clients(
+  population: ClientPopulation,
+) -> Iterator[tuple[bytes, dict[str, np.ndarray]]]:
+  for k, client_id in enumerate(population.ids):
+    yield (
+      client_id.encode("utf-8", "surrogateescape"),
+      # FedJAX takes NumPy arrays only, and the bank may be on a device.
+      {name: np.asarray(a) for name, a in population.client(k).items()},
+    )
+
+
+def _collect(
+  clients: Iterator[tuple[bytes | str, Mapping[str, np.ndarray]]],
+  features: Sequence[str] | Mapping[str, str] | None,
+) -> ClientPopulation:
+  """Puts the examples of clients one after another into new arrays."""
+  ids = []
+  sizes = []
+  parts = {}
+  for client_id, examples in clients:
+    if not any(len(array) for array in examples.values()):
+      continue
+    if not ids:
+      if features is None:
+        features = list(examples)
+      if not isinstance(features, Mapping):
+        features = {name: name for name in features}
+      missing = [name for name in features if name not in examples]
+      if missing or not features:
+        raise ValueError(
+          f"features={list(features)}: the data has {sorted(examples)}"
+        )
+      parts = {new: [] for new in features.values()}
+    if isinstance(client_id, bytes):
+      client_id = client_id.decode("utf-8", "surrogateescape")
+    ids.append(str(client_id))
+    for name, new in features.items():
+      if name not in examples:
+        raise ValueError(f"client {client_id!r}: no feature {name!r}")
+      array = np.asarray(examples[name])
+      like = parts[new][0] if parts[new] else array
+      # Joining unlike types would convert them all, without a word.
+      if array.dtype != like.dtype or array.shape[1:] != like.shape[1:]:
+        raise ValueError(
+          f"client {client_id!r}: feature {name!r} is "
+          f"{array.dtype}{list(array.shape[1:])}, that of client {ids[0]!r} "
+          f"is {like.dtype}{list(like.shape[1:])}"
+        )
+      parts[new].append(array)
+    sizes.append(len(parts[next(iter(parts))][-1]))
+  if not ids:
+    raise ValueError("federated_data: no clients that have examples")
+  if len(set(ids)) != len(ids):
+    twice = next(i for i in ids if ids.count(i) > 1)
+    raise ValueError(f"federated_data: two clients with the id {twice!r}")
+  bank = {}
+  for name in list(parts):
+    bank[name] = np.concatenate(parts.pop(name))
+  offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+  return ClientPopulation(
+    bank, np.arange(offsets[-1], dtype=np.int32), offsets, tuple(ids)
+  )
+
+
+def _import_fedjax():
+  try:
+    import fedjax
+  except ImportError as error:
+    raise ImportError(
+      "FedJAX's data sets need the package: pip install fedjax"
+    ) from error
+  return fedjax

@@ -1,0 +1,335 @@
+"""Partitions: which client holds which examples.
+
+Each partition is a pure function of its arguments, seed included, and gives
+one integer array of example positions per client, as
+`hetfl.population.ClientPopulation.from_lists` takes them.
+"""
+
+import bisect
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+
+class CodistSplit(NamedTuple):
+  """The clients of a codistillation experiment, by what they serve for.
+
+  Attributes:
+    pool: `int64[K_pool]`, the clients that train the small model.
+    high_capacity: `int64[K_high]`, those of the pool that also train the
+      large model.
+    distill: `int64[K_distill]`, clients whose examples are the server's
+      distillation data.
+    heldout: `int64[K_heldout]`, clients whose examples choose the
+      hyper-parameters.
+  """
+
+  pool: np.ndarray
+  high_capacity: np.ndarray
+  distill: np.ndarray
+  heldout: np.ndarray
+
+
+def pachinko(
+  coarse: np.ndarray,
+  fine: np.ndarray,
+  *,
+  num_clients: int,
+  examples_per_client: int,
+  seed: int,
+  alpha: float = 0.1,
+  beta: float = 10.0,
+) -> list[np.ndarray]:
+  """Pachinko allocation: skewed coarse labels, milder skew of fine labels.
+
+  Client after client draws a distribution over the coarse labels that still
+  have examples, Dirichlet(alpha), and for each of them one over its remaining
+  fine labels, Dirichlet(beta). Each of its examples is then a draw of a coarse
+  label, of a fine label, and of an unused example of that label, uniformly.
+  A label that runs out is removed and the distribution renormalised. With
+  `coarse` equal to `fine` this is a partition by label skew with clients of
+  equal size (Hsu et al. 2019).
+
+  Args:
+    coarse: `int[N]`, coarse label of each example.
+    fine: `int[N]`, fine label of each example, within its coarse label.
+    num_clients: K.
+    examples_per_client: examples of each client; K times this may be at most
+      N. Where it is less, the rest stays unused.
+    seed: non-negative integer; with the other arguments it fixes the result.
+    alpha: concentration of the Dirichlet over coarse labels, for each label.
+    beta: concentration of the Dirichlet over fine labels, for each label.
+
+  Returns:
+    K arrays `int32[examples_per_client]`; no example is in two of them.
+
+  Raises:
+    ValueError: more examples asked for than there are, or a concentration that
+      is not positive.
+
+  >>> labels = np.arange(12) // 2  # 6 fine labels of 2 examples each
+  >>> clients = pachinko(
+  ...     labels // 3, labels, num_clients=3, examples_per_client=4, seed=0)
+  >>> sorted(np.concatenate(clients).tolist())
+  [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+
+  Reference: Li and McCallum 2006 for the prior; Reddi et al. 2021 and the
+    CIFAR-100 of TensorFlow Federated (TFF) for its use here. TFF's seed and
+    script are not public, so this draws from the same law, not TFF's clients.
+
+  Departure: where every label that is left had probability zero (an underflow
+    at small alpha), the distribution is drawn afresh over those labels.
+  """
+  coarse, fine = np.asarray(coarse), np.asarray(fine)
+  if coarse.shape != fine.shape or coarse.ndim != 1:
+    raise ValueError(
+      "coarse, fine: want one label of each per example, got shapes "
+      f"{coarse.shape} and {fine.shape}"
+    )
+  _check_positive(alpha=alpha, beta=beta, num_clients=num_clients)
+  if num_clients * examples_per_client > len(fine):
+    raise ValueError(
+      f"num_clients={num_clients}, examples_per_client="
+      f"{examples_per_client}: want {num_clients * examples_per_client} "
+      f"examples, there are {len(fine)}"
+    )
+  rng = _generator(seed, stream=1)
+
+  # A leaf is a (coarse, fine) pair. Its unused examples are a shuffled stack:
+  # popping it is a uniform draw without replacement.
+  leaves, leaf_of = np.unique(
+    np.stack([coarse, fine]), axis=1, return_inverse=True
+  )
+  leaf_of = leaf_of.reshape(-1)
+  order = rng.permutation(len(fine))
+  order = order[np.argsort(leaf_of[order], kind="stable")]
+  counts = np.bincount(leaf_of, minlength=leaves.shape[1])
+  stacks = [s.tolist() for s in np.split(order, np.cumsum(counts)[:-1])]
+  roots = np.unique(leaves[0])
+  children = [np.flatnonzero(leaves[0] == root).tolist() for root in roots]
+
+  alive = list(range(len(roots)))  # coarse labels that have unused examples
+  clients = []
+  for _ in range(num_clients):
+    to_root = _Multinomial(rng, alive, alpha)
+    # Only the coarse labels that are drawn need their fine distribution; which
+    # ones are drawn does not depend on it, so drawing it late changes nothing.
+    to_leaf = {}
+    picked = []
+    for u, v in rng.random((examples_per_client, 2)).tolist():
+      root = to_root.draw(u)
+      if root not in to_leaf:
+        to_leaf[root] = _Multinomial(rng, children[root], beta)
+      leaf = to_leaf[root].draw(v)
+      picked.append(stacks[leaf].pop())
+      if not stacks[leaf]:
+        children[root].remove(leaf)
+        if children[root]:
+          to_leaf[root].remove(leaf)
+        else:
+          alive.remove(root)
+          if alive:
+            to_root.remove(root)
+    clients.append(np.array(picked, np.int32))
+  return clients
+
+
+def dirichlet(
+  labels: np.ndarray, *, num_clients: int, seed: int, alpha: float
+) -> list[np.ndarray]:
+  """Label-skew partition: each label's examples are shared by a Dirichlet.
+
+  For each label, shares of the K clients are drawn from Dirichlet(alpha) and
+  the label's examples, shuffled, are cut at their cumulative sums. Sizes of
+  clients come out unlike. Every example is used exactly once. A client left
+  empty then takes one example, chosen uniformly, from the client that has
+  most (the first of those, on a tie), so no client is empty.
+
+  Args:
+    labels: `int[N]`, label of each example.
+    num_clients: K, at most N.
+    seed: non-negative integer; with the other arguments it fixes the result.
+    alpha: concentration, for each client: small is skewed, large is even.
+
+  Returns:
+    K arrays `int32[n_k]` of ascending positions, `n_k >= 1`, together all of
+    `0..N-1` once each.
+
+  Raises:
+    ValueError: more clients than examples, or alpha not positive.
+
+  >>> clients = dirichlet(
+  ...     np.arange(20) % 4, num_clients=5, seed=0, alpha=0.5)
+  >>> sum(len(c) for c in clients), min(len(c) for c in clients) > 0
+  (20, True)
+
+  Reference: Yurochkin et al. 2019.
+
+  Departure: the paper leaves empty clients out of account.
+  """
+  labels = np.asarray(labels)
+  _check_positive(alpha=alpha, num_clients=num_clients)
+  _check_clients(num_clients, len(labels))
+  rng = _generator(seed, stream=2)
+  owner = np.empty(len(labels), np.int64)
+  for label in np.unique(labels):
+    positions = rng.permutation(np.flatnonzero(labels == label))
+    shares = rng.dirichlet(np.full(num_clients, float(alpha)))
+    cuts = np.floor(np.cumsum(shares) * len(positions)).astype(np.int64)
+    cuts[-1] = len(positions)  # the sum of the shares is 1 only to rounding
+    sizes = np.diff(np.clip(cuts, 0, len(positions)), prepend=0)
+    owner[positions] = np.repeat(np.arange(num_clients), sizes)
+  sizes = np.bincount(owner, minlength=num_clients)
+  for empty in np.flatnonzero(sizes == 0):
+    largest = int(np.argmax(sizes))
+    owner[rng.choice(np.flatnonzero(owner == largest))] = empty
+    sizes[largest] -= 1
+    sizes[empty] += 1
+  order = np.argsort(owner, kind="stable").astype(np.int32)
+  return np.split(order, np.cumsum(sizes)[:-1])
+
+
+def iid(num_examples: int, *, num_clients: int, seed: int) -> list[np.ndarray]:
+  """Shuffles the examples and deals them out evenly.
+
+  Args:
+    num_examples: N.
+    num_clients: K, at most N.
+    seed: non-negative integer; with the other arguments it fixes the result.
+
+  Returns:
+    K arrays `int32[n_k]` whose sizes differ by one at most, together all of
+    `0..N-1` once each.
+
+  Raises:
+    ValueError: more clients than examples.
+
+  >>> [len(c) for c in iid(11, num_clients=3, seed=0)]
+  [4, 4, 3]
+  """
+  _check_positive(num_clients=num_clients)
+  _check_clients(num_clients, num_examples)
+  order = _generator(seed, stream=3).permutation(num_examples)
+  return np.array_split(order.astype(np.int32), num_clients)
+
+
+def codist_split(
+  num_clients: int,
+  *,
+  seed: int,
+  distill_clients: int,
+  heldout_clients: int,
+  high_capacity_clients: int,
+) -> CodistSplit:
+  """Splits clients into pool, distillation and held-out ones.
+
+  The pool is what the distillation and held-out clients leave. The high
+  capacity clients are a sample of the pool; for one seed a smaller sample is
+  nested in a larger one, and the other parts do not depend on its size.
+
+  Args:
+    num_clients: K.
+    seed: non-negative integer; with the other arguments it fixes the result.
+    distill_clients: clients whose examples are distillation data.
+    heldout_clients: clients whose examples choose hyper-parameters.
+    high_capacity_clients: clients of the pool that train the large model too.
+
+  Returns:
+    The split; client indices ascend in each of its arrays.
+
+  Raises:
+    ValueError: a part is negative, the pool would be empty, or it has fewer
+      clients than `high_capacity_clients`.
+
+  >>> split = codist_split(500, seed=0, distill_clients=135,
+  ...                      heldout_clients=50, high_capacity_clients=47)
+  >>> [len(part) for part in split]
+  [315, 47, 135, 50]
+
+  Reference: Lichtarge et al. 2023, Table 4, which gives these in examples:
+    CIFAR-100's 50,000 are 31,500 + 13,500 + 5,000, the high capacity pool has
+    3,100, 4,700 or 6,300.
+  """
+  for name, value in (
+    ("distill_clients", distill_clients),
+    ("heldout_clients", heldout_clients),
+    ("high_capacity_clients", high_capacity_clients),
+  ):
+    if value < 0:
+      raise ValueError(f"{name}={value}: want zero or more")
+  pool_clients = num_clients - distill_clients - heldout_clients
+  if pool_clients < 1:
+    raise ValueError(
+      f"distill_clients={distill_clients}, heldout_clients="
+      f"{heldout_clients}: leave no pool of {num_clients} clients"
+    )
+  if high_capacity_clients > pool_clients:
+    raise ValueError(
+      f"high_capacity_clients={high_capacity_clients}: the pool has "
+      f"{pool_clients} clients, want 0 to {pool_clients}"
+    )
+  order = _generator(seed, stream=4).permutation(num_clients)
+  heldout, distill, pool = np.split(
+    order, [heldout_clients, heldout_clients + distill_clients]
+  )
+  return CodistSplit(
+    pool=np.sort(pool),
+    high_capacity=np.sort(pool[:high_capacity_clients]),
+    distill=np.sort(distill),
+    heldout=np.sort(heldout),
+  )
+
+
+class _Multinomial:
+  """A Dirichlet draw over some outcomes, one of which may be removed."""
+
+  def __init__(self, rng, outcomes, concentration):
+    self._rng = rng
+    self._concentration = float(concentration)
+    self._outcomes = list(outcomes)
+    self._draw_weights()
+
+  def draw(self, u: float) -> int:
+    """The outcome at quantile `u`, uniform in [0, 1)."""
+    # Bisecting to the right never stops at an outcome of weight zero, except
+    # where rounding carries u * total to the end.
+    at = bisect.bisect_right(self._sums, u * self._sums[-1])
+    return self._outcomes[min(at, self._last)]
+
+  def remove(self, outcome: int):
+    """Removes an outcome and renormalises the others."""
+    at = self._outcomes.index(outcome)
+    del self._outcomes[at], self._weights[at]
+    if sum(self._weights) > 0:
+      self._accumulate()
+    else:
+      self._draw_weights()
+
+  def _draw_weights(self):
+    weights = np.full(len(self._outcomes), self._concentration)
+    self._weights = self._rng.dirichlet(weights).tolist()
+    self._accumulate()
+
+  def _accumulate(self):
+    self._sums = list(itertools.accumulate(self._weights))
+    self._last = max(i for i, w in enumerate(self._weights) if w > 0)
+
+
+def _generator(seed: int, *, stream: int) -> np.random.Generator:
+  """A generator of its own for each function, so that none share draws."""
+  return np.random.default_rng([stream, seed])
+
+
+def _check_positive(**values):
+  for name, value in values.items():
+    if not value > 0:
+      raise ValueError(f"{name}={value}: want more than zero")
+
+
+def _check_clients(num_clients: int, num_examples: int):
+  if num_clients > num_examples:
+    raise ValueError(
+      f"num_clients={num_clients}: more than the {num_examples} examples, "
+      f"want 1 to {num_examples}"
+    )

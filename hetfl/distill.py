@@ -1,0 +1,322 @@
+"""Distillation: tempered targets, mixup, and the scanned student update."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from hetfl import client as client_lib
+from hetfl import core
+
+PyTree = Any
+
+
+def tempered_softmax(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+  """`p_i = exp(z_i / T) / sum_j exp(z_j / T)`.
+
+  Args:
+    logits: `float[..., C]`.
+    temperature: T > 0; below one sharpens, above one smooths.
+
+  Returns:
+    `float[..., C]`, probabilities.
+
+  Reference: Lichtarge et al. 2023, appendix C.4.
+
+  >>> p = tempered_softmax(jnp.log(jnp.array([1., 3.])), 0.5)
+  >>> [round(float(x), 4) for x in p]
+  [0.1, 0.9]
+  """
+  return jax.nn.softmax(logits / temperature, axis=-1)
+
+
+def kl_divergence(target: jax.Array, logits: jax.Array) -> jax.Array:
+  """`KL(target || softmax(logits)) = sum_c p_c (log p_c - log q_c)`.
+
+  Args:
+    target: `float[..., C]`, probabilities.
+    logits: `float[..., C]`, the student's.
+
+  Returns:
+    `float[...]`, in nats, summed over classes.
+
+  Reference: Lichtarge et al. 2023, appendix C.4, which leaves the direction
+  open; this is the usual one (Hinton et al. 2015), with the same gradient as
+  cross-entropy to the target.
+
+  >>> float(kl_divergence(jnp.array([0., 1.]), jnp.log(jnp.array([.75, .25]))))
+  1.386...
+  """
+  return optax.losses.kl_divergence(
+    jax.nn.log_softmax(logits, axis=-1), target, axis=-1
+  )
+
+
+def codist_target(
+  teachers: Sequence[jax.Array],
+  student: jax.Array,
+  temperatures: Sequence[jax.Array],
+  regularization: jax.Array,
+) -> jax.Array:
+  """What a student learns: the teachers' view, held back by its own.
+
+  `(1 - r) mean_j softmax(z_j / T_j) + r softmax(z_student)`
+
+  Args:
+    teachers: each teacher's logits, `float[..., C]`.
+    student: logits of the student as it was at the start, `float[..., C]`.
+    temperatures: each teacher's T.
+    regularization: r, in [0, 1].
+
+  Returns:
+    `float[..., C]`, probabilities.
+
+  Reference: Lichtarge et al. 2023, appendix C.4. With more than two pools, the
+  paper's "any number of pools", the teacher is the mean of the others.
+
+  >>> p = jnp.log(jnp.array([.2, .8]))
+  >>> q = jnp.log(jnp.array([.6, .4]))
+  >>> [round(float(x), 4) for x in codist_target([p], q, [1.], 0.25)]
+  [0.3, 0.7]
+  """
+  views = [tempered_softmax(z, t) for z, t in zip(teachers, temperatures)]
+  teacher = sum(views) / len(views)
+  own = jax.nn.softmax(student, axis=-1)
+  return (1 - regularization) * teacher + regularization * own
+
+
+def symmetric_beta(key: jax.Array, beta: float, shape=()) -> jax.Array:
+  """Draws from Beta(beta, beta).
+
+  For a whole number `n` this is the median of `2 n - 1` uniform draws, much
+  cheaper than `jax.random.beta`.
+
+  Args:
+    key: a random key.
+    beta: the parameter, positive.
+    shape: the shape of the result.
+
+  Returns:
+    `float32[shape]` in (0, 1).
+
+  >>> draws = symmetric_beta(jax.random.key(0), 2, (10_000,))
+  >>> [round(float(m), 2) for m in (draws.mean(), draws.var())]  # 1/2, 1/20
+  [0.5, 0.05]
+  """
+  if beta == int(beta) and beta <= 8:
+    uniform = jax.random.uniform(key, (*shape, 2 * int(beta) - 1))
+    return jnp.sort(uniform, axis=-1)[..., int(beta) - 1]
+  return jax.random.beta(key, beta, beta, shape)
+
+
+def mixup(x: jax.Array, weight: jax.Array) -> jax.Array:
+  """Mixes each example with its neighbour: `w_b x_b + (1 - w_b) x_(b+1)`.
+
+  Args:
+    x: `float[B, ...]`, in random order, so that neighbours are random pairs.
+    weight: `float[B]`, drawn from Beta(beta, beta).
+
+  Returns:
+    `float[B, ...]`.
+
+  Reference: Zhang et al. 2017, section 2; Lichtarge et al. 2023, appendix C.1
+  ("mixup with beta = 2", read as Beta(2, 2)).
+
+  >>> mixup(jnp.array([0., 4., 8.]), jnp.array([.75, .5, 1.]))
+  Array([1., 6., 8.], dtype=float32)
+  """
+  weight = weight.reshape(weight.shape + (1,) * (x.ndim - 1))
+  return weight * x + (1 - weight) * jnp.roll(x, -1, axis=0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Distiller:
+  """How students learn from teachers; its configuration.
+
+  Values may be one number for all pools or one for each.
+
+  Attributes:
+    learning_rate: the students' learning rate in the first round.
+    decay: what is left of it at the end: it falls linearly over the rounds
+      from `learning_rate` to `decay * learning_rate`, in [0, 1].
+    temperature: the softmax temperature of each pool's model as a teacher.
+    regularization: r, the weight of the student's own view, in [0, 1].
+    label_weight: weight of the true labels in the target, in [0, 1]; 0 is the
+      paper's unlabelled distillation.
+    transform: what is done to a batch as it lies in the distillation bank.
+    mixup_beta: mixes images by weights from Beta(beta, beta); `None`: none.
+    optimizer: a learning rate to an optax optimizer, new for each exchange.
+    microbatch: how many examples pass through a student at once; `None` for
+      all. Changes speed and memory only.
+  """
+
+  learning_rate: float | Sequence[float] = 1e-3
+  decay: float | Sequence[float] = 0.0
+  temperature: float | Sequence[float] = 1.0
+  regularization: float | Sequence[float] = 0.01
+  label_weight: float = 0.0
+  transform: core.Transform | None = None
+  mixup_beta: float | None = None
+  optimizer: client_lib.Optimizer = optax.adam
+  microbatch: int | None = None
+
+  def hyper(self, num_pools: int) -> dict[str, jax.Array]:
+    """The values that trials may vary, as `float32[P]` each.
+
+    Args:
+      num_pools: P.
+
+    Returns:
+      `distill_lr`, `distill_decay`, `temperature`, `regularization`.
+
+    Raises:
+      ValueError: if a value is out of its range or not one for each pool.
+
+    >>> Distiller(temperature=(1., 2.)).hyper(2)['temperature']
+    Array([1., 2.], dtype=float32)
+    """
+    values = {
+      "distill_lr": (self.learning_rate, 0, float("inf")),
+      "distill_decay": (self.decay, 0, 1),
+      "temperature": (self.temperature, 1e-6, float("inf")),
+      "regularization": (self.regularization, 0, 1),
+    }
+    hyper = {}
+    for name, (value, low, high) in values.items():
+      for v in value if isinstance(value, Sequence) else [value]:
+        client_lib.check_hyper({name: v}, **{name: (low, high)})
+      array = jnp.asarray(value, jnp.float32)
+      if array.shape not in ((), (num_pools,)):
+        raise ValueError(f"{name}={value}: give one or {num_pools} values")
+      hyper[name] = jnp.broadcast_to(array, (num_pools,))
+    return hyper
+
+  def batch(self, key, bank: core.Batch, step, index) -> core.Batch:
+    """Distillation batch number `step`, the same whoever asks."""
+    transform_key, mixup_key = jax.random.split(jax.random.fold_in(key, step))
+    batch = core.gather(bank, index)
+    if self.transform is not None:
+      batch = self.transform(transform_key, batch)
+    if self.mixup_beta is not None:
+      weight = symmetric_beta(mixup_key, self.mixup_beta, index.shape)
+      batch = {**batch, "x": mixup(batch["x"], weight), "mixup": weight}
+    return batch
+
+  def predictor(self, model: core.Model) -> Callable[..., jax.Array]:
+    """The program that computes a model's logits on distillation batches.
+
+    Args:
+      model: the model.
+
+    Returns:
+      `(variables, key, bank, (step [N], index [N, B])) -> float[N, B, C]`.
+    """
+
+    def program(variables, key, bank, rows):
+      def predict(row):
+        x = self.batch(key, bank, *row)["x"]
+        return self._by_parts(
+          lambda x: model.apply(variables, x, None, False)[0], x
+        )
+
+      return jax.lax.map(predict, rows)
+
+    return program
+
+  def student(
+    self, model: core.Model, index: int, num_pools: int
+  ) -> Callable[..., tuple[core.Variables, core.Mean]]:
+    """The program that teaches one pool's model: `s` optimizer steps.
+
+    Args:
+      model: the student's model.
+      index: the student's pool, i.
+      num_pools: P.
+
+    Returns:
+      `(variables, hyper, decay, key, bank, steps [S], index [S, B], logits)
+      -> (student, loss)`, where `logits` holds each pool's `float[S, B, C]`
+      at the start. The loss is the mean KL to the target.
+    """
+    others = [j for j in range(num_pools) if j != index]
+
+    def program(variables, hyper, decay, key, bank, steps, rows, logits):
+      final = hyper["distill_decay"][index]
+      rate = hyper["distill_lr"][index] * (final + (1 - final) * decay)
+      optimizer = self.optimizer(rate)
+
+      def step(carry, row):
+        student, opt_state = carry
+        s, positions, *views = row
+        batch = self.batch(key, bank, s, positions)
+        target = codist_target(
+          [views[j] for j in others],
+          views[index],
+          [hyper["temperature"][j] for j in others],
+          hyper["regularization"][index],
+        )
+        if self.label_weight:
+          labels = jax.nn.one_hot(batch["y"], target.shape[-1])
+          if self.mixup_beta is not None:
+            labels = mixup(labels, batch["mixup"])
+          target += self.label_weight * (labels - target)
+        model_key = jax.random.fold_in(key, s)
+        loss, grads, stats = self._gradient(
+          model, student, model_key, batch, target
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, student.params)
+        params = optax.apply_updates(student.params, updates)
+        return (core.Variables(params, stats), opt_state), loss
+
+      start = (variables, optimizer.init(variables.params))
+      (student, _), losses = jax.lax.scan(step, start, (steps, rows, *logits))
+      return student, core.Mean(
+        jnp.sum(losses), jnp.asarray(len(losses), jnp.float32)
+      )
+
+    return program
+
+  def _gradient(self, model, student, key, batch, target):
+    """Mean loss, gradient and statistics over a batch, part by part."""
+
+    def loss(params, stats, x, target, mask):
+      logits, stats = model.apply(core.Variables(params, stats), x, key, True)
+      return jnp.sum(mask * kl_divergence(target, logits)), stats
+
+    grad = jax.value_and_grad(loss, has_aux=True)
+    data = (batch["x"], target, batch["mask"])
+    count = jnp.maximum(jnp.sum(batch["mask"]), 1)
+    if not self._parts(len(target)):
+      (total, stats), grads = grad(student.params, student.stats, *data)
+    else:
+
+      def part(carry, data):
+        total, grads, stats = carry
+        (value, stats), g = grad(student.params, stats, *data)
+        return (total + value, optax.tree.add(grads, g), stats), None
+
+      (total, grads, stats), _ = jax.lax.scan(
+        part,
+        (jnp.zeros(()), optax.tree.zeros_like(student.params), student.stats),
+        jax.tree.map(self._split, data),
+      )
+    return total / count, optax.tree.scale(1 / count, grads), stats
+
+  def _parts(self, batch_size: int) -> int:
+    """How many microbatches a batch is cut into; 0 for none."""
+    size = self.microbatch
+    if not size or size >= batch_size or batch_size % size:
+      return 0
+    return batch_size // size
+
+  def _split(self, x):
+    return x.reshape(self._parts(len(x)), -1, *x.shape[1:])
+
+  def _by_parts(self, fn, x):
+    if not self._parts(len(x)):
+      return fn(x)
+    logits = jax.lax.map(fn, self._split(x))
+    return logits.reshape(len(x), *logits.shape[2:])

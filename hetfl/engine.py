@@ -1,0 +1,308 @@
+"""Where the work of a step runs: one device, a mesh, or CPU threads.
+
+A step is written as rounds of *jobs* that do not depend on each other. The
+engine runs them and hands back their results; the algorithms know nothing of
+devices. Three engines give the same results to rounding:
+
+* `Inline()`: every job becomes part of the program being traced, lanes as a
+  `jax.vmap`. The step stays a pure function, for `jax.jit`, `jax.vmap` over
+  trials and `jax.lax.scan` over rounds. The choice for one accelerator.
+* `Inline(mesh)`: the same, with lanes and chunks split over a mesh axis by
+  `jax.shard_map`. The choice for several accelerators.
+* `Threads()`: for CPUs. Each lane and each call is a program of its own, run
+  by a pool of threads, the longest first. XLA uses one core well in a program
+  of small matrix products and several badly, so this is the fast way to use
+  all cores; it also keeps collectives out of programs, which can starve XLA's
+  CPU thread pool. The step then dispatches programs itself and must not be
+  traced.
+"""
+
+from collections.abc import Callable
+from concurrent import futures
+import math
+import os
+import threading
+import time
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+AXIS = "lanes"
+
+
+class Call(NamedTuple):
+  """Runs `fn(*args)`.
+
+  Attributes:
+    fn: a pure function; keep the same object from round to round.
+    args: its arguments.
+    when: whether to run it; if not, the result is that of `otherwise`.
+    otherwise: a cheap function of the same arguments with results of the same
+      shapes; by default zeros.
+  """
+
+  fn: Callable[..., PyTree]
+  args: tuple[PyTree, ...]
+  when: jax.Array | bool = True
+  otherwise: Callable[..., PyTree] | None = None
+
+
+class Lanes(NamedTuple):
+  """Sums `fn(*shared, lane, steps)` over lanes.
+
+  Attributes:
+    fn: a pure function of one lane.
+    shared: arguments that all lanes see.
+    lanes: a pytree with lanes on the first axes.
+    steps: `int32[L]`, how many steps of each lane are work. Side by side in
+      one program all lanes are told the largest.
+  """
+
+  fn: Callable[..., PyTree]
+  shared: tuple[PyTree, ...]
+  lanes: PyTree
+  steps: jax.Array | np.ndarray
+
+
+class Chunks(NamedTuple):
+  """Applies `fn(*shared, chunk)` to chunks of the rows of `rows`.
+
+  Attributes:
+    fn: a pure function of some rows that gives as many rows.
+    shared: arguments that all chunks see.
+    rows: a pytree of arrays with N rows.
+    when: as in `Call`; zeros if not.
+  """
+
+  fn: Callable[..., PyTree]
+  shared: tuple[PyTree, ...]
+  rows: PyTree
+  when: jax.Array | bool = True
+
+
+Job = Call | Lanes | Chunks
+
+
+class Engine(Protocol):
+  """Runs jobs that do not depend on each other."""
+
+  def run(self, *jobs: Job) -> tuple[PyTree, ...]:
+    """Returns the jobs' results, in their order."""
+
+  def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
+    """Makes a function that runs jobs ready for a loop on the host."""
+
+
+def _zeros(fn, *args):
+  return jax.tree.map(
+    lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(fn, *args)
+  )
+
+
+class Inline:
+  """Runs jobs within the program being traced; see the module's docstring.
+
+  Args:
+    mesh: a mesh with one axis, over which lanes and chunks are split; the
+      number of lanes must be a multiple of its size. `None`: one device.
+
+  >>> double = Call(lambda x: 2 * x, (jnp.ones(()),))
+  >>> [float(y) for y in Inline().run(double, double._replace(when=False))]
+  [2.0, 0.0]
+  """
+
+  def __init__(self, mesh: jax.sharding.Mesh | None = None):
+    self._mesh = mesh
+    self.num_lanes = mesh.size if mesh else 1
+
+  def run(self, *jobs: Job) -> tuple[PyTree, ...]:
+    """Returns the jobs' results, in their order."""
+    run = {Call: self._call, Lanes: self._lanes, Chunks: self._chunks}
+    return tuple(run[type(job)](job) for job in jobs)
+
+  def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
+    """Jits the function; arguments `donate` are given up to it."""
+    return jax.jit(fn, donate_argnums=donate)
+
+  def _call(self, job: Call):
+    if job.when is True:
+      return job.fn(*job.args)
+
+    def otherwise(*args):
+      zeros = _zeros(job.fn, *args)
+      if job.otherwise is None:
+        return zeros
+      # Both branches of a cond must agree in their types.
+      return jax.tree.map(
+        lambda zero, x: x.astype(zero.dtype), zeros, job.otherwise(*args)
+      )
+
+    return jax.lax.cond(job.when, job.fn, otherwise, *job.args)
+
+  def _lanes(self, job: Lanes):
+    num_lanes = len(job.steps)
+    if num_lanes == 1 and self._mesh is None:
+      lane = jax.tree.map(lambda a: a[0], job.lanes)
+      return job.fn(*job.shared, lane, job.steps[0])
+
+    def run(shared, lanes, steps):
+      results = jax.vmap(lambda lane: job.fn(*shared, lane, jnp.max(steps)))(
+        lanes
+      )
+      return jax.tree.map(lambda a: jnp.sum(a, axis=0), results)
+
+    if self._mesh is None:
+      return run(job.shared, job.lanes, job.steps)
+    if num_lanes % self._mesh.size:
+      raise ValueError(
+        f"{num_lanes} lanes over {self._mesh.size} devices: the number of"
+        " lanes must be a multiple of the number of devices"
+      )
+    axis = self._mesh.axis_names[0]
+    spec = jax.sharding.PartitionSpec
+    return jax.shard_map(
+      lambda *args: jax.lax.psum(run(*args), axis),
+      mesh=self._mesh,
+      in_specs=(spec(), spec(axis), spec(axis)),
+      out_specs=spec(),
+      check_vma=False,
+    )(job.shared, job.lanes, job.steps)
+
+  def _chunks(self, job: Chunks):
+    if self._mesh is None:
+      return self._call(Call(job.fn, (*job.shared, job.rows), job.when))
+    rows = len(jax.tree.leaves(job.rows)[0])
+    axis = self._mesh.axis_names[0]
+    spec = jax.sharding.PartitionSpec
+    split = spec(axis) if rows % self._mesh.size == 0 else spec()
+    fn = jax.shard_map(
+      lambda shared, rows: job.fn(*shared, rows),
+      mesh=self._mesh,
+      in_specs=(spec(), split),
+      out_specs=split,
+      check_vma=False,
+    )
+    return self._call(Call(fn, (job.shared, job.rows), job.when))
+
+
+class Threads:
+  """Runs each lane, chunk and call as a program of its own, on CPU threads.
+
+  Which thread runs what never changes a result: every program is the same
+  wherever it runs, and sums are taken in the order of the lanes.
+
+  Args:
+    num_threads: how many programs run at once; by default one for each core
+      this process may use.
+
+  >>> job = Call(lambda x: 2 * x, (np.ones(()),))
+  >>> [float(y) for y in Threads(2).run(job, job._replace(when=False))]
+  [2.0, 0.0]
+  """
+
+  def __init__(self, num_threads: int | None = None):
+    self.num_threads = num_threads or len(os.sched_getaffinity(0))
+    # Twice as many lanes as threads, so that a late thread costs half a lane.
+    self.num_lanes = 2 * self.num_threads
+    self._pool = futures.ThreadPoolExecutor(self.num_threads, "hetfl")
+    self._programs = {}
+    self._compiled = {}
+    self._seconds = {}
+    self._lock = threading.Lock()
+
+  def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
+    """Returns the function as it is: its programs are compiled one by one."""
+    del donate
+    return fn
+
+  def run(self, *jobs: Job) -> tuple[PyTree, ...]:
+    """Returns the jobs' results, in their order, when all are there."""
+    tasks = [self._tasks(job) for job in jobs]
+    flat = [task for group in tasks for task in group]
+    # Longest first, by what the program took the last time; new ones lead.
+    order = sorted(
+      range(len(flat)),
+      key=lambda i: -self._seconds.get(flat[i][0], math.inf),
+    )
+    running = {i: self._pool.submit(self._execute, *flat[i]) for i in order}
+    results = iter([running[i].result() for i in range(len(flat))])
+    return tuple(
+      self._join(job, [next(results) for _ in group])
+      for job, group in zip(jobs, tasks)
+    )
+
+  def _tasks(self, job: Job) -> list[tuple[Callable, tuple]]:
+    """Cuts a job into programs that can run at once."""
+    if isinstance(job, Lanes):
+      return [
+        (job.fn, (*job.shared, jax.tree.map(lambda a: a[i], job.lanes), n))  # noqa: B023
+        for i, n in enumerate(job.steps)
+      ]
+    if not job.when:
+      if isinstance(job, Call):
+        return [(job.otherwise, job.args)] if job.otherwise else []
+      return []
+    if isinstance(job, Call):
+      return [(job.fn, job.args)]
+    # Equal chunks, so that one compiled program serves all of them.
+    rows = len(jax.tree.leaves(job.rows)[0])
+    size = rows // math.gcd(rows, 2 * self.num_lanes)
+    return [
+      (
+        job.fn,
+        (*job.shared, jax.tree.map(lambda a: a[i : i + size], job.rows)),  # noqa: B023
+      )
+      for i in range(0, rows, size)
+    ]
+
+  def _join(self, job: Job, results: list[PyTree]) -> PyTree:
+    if not results:
+      args = job.args if isinstance(job, Call) else (*job.shared, job.rows)
+      return _zeros(job.fn, *args)
+    if isinstance(job, Call) or len(results) == 1:
+      return results[0]
+    join = _sum if isinstance(job, Lanes) else _concatenate
+    return self._execute(join, results)
+
+  def _execute(self, fn: Callable, args: tuple) -> PyTree:
+    """Runs one program to its end; compiles it once for each shape."""
+    leaves, tree = jax.tree.flatten(args)
+    key = (fn, tree, tuple(jax.typeof(leaf) for leaf in leaves))
+    with self._lock:
+      lock = self._compiled.setdefault(key, threading.Lock())
+      program = self._programs.setdefault(fn, jax.jit(fn))
+    if lock is not None:
+      # One thread compiles; the others that need the program wait for it.
+      with lock:
+        result = jax.block_until_ready(program(*args))
+      self._compiled[key] = None
+      return result
+    start = time.perf_counter()
+    result = jax.block_until_ready(program(*args))
+    self._seconds[fn] = time.perf_counter() - start
+    return result
+
+
+def _sum(*trees):
+  return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *trees)
+
+
+def _concatenate(*trees):
+  return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
+
+
+def default_engine() -> Engine:
+  """The engine for the devices at hand.
+
+  Returns:
+    `Threads()` on CPU, `Inline()` for one accelerator, and `Inline(mesh)` over
+    all devices for several.
+  """
+  if jax.default_backend() == "cpu":
+    return Threads()
+  if jax.device_count() == 1:
+    return Inline()
+  return Inline(jax.make_mesh((jax.device_count(),), (AXIS,)))

@@ -1,0 +1,139 @@
+"""Accuracy and loss of a model on a set of examples."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetfl import core, population
+from hetfl import engine as engine_lib
+
+Measure = Callable[[jax.Array, core.Batch], dict[str, core.Mean]]
+
+
+def classification(
+  logits: jax.Array, batch: core.Batch
+) -> dict[str, core.Mean]:
+  """Accuracy and cross-entropy of a batch.
+
+  Args:
+    logits: `float[B, C]`.
+    batch: holds `y: int32[B]` and `mask: float32[B]`.
+
+  Returns:
+    `accuracy` (a share) and `loss` (nats), as sums over the examples.
+
+  >>> batch = {'y': jnp.array([0, 1]), 'mask': jnp.ones(2)}
+  >>> mean = classification(jnp.array([[2., 0.], [2., 0.]]), batch)['accuracy']
+  >>> float(mean.total / mean.count)
+  0.5
+  """
+  correct = jnp.argmax(logits, axis=-1) == batch["y"]
+  mask = batch["mask"]
+  losses = core.cross_entropy(logits, batch)
+  return {
+    "accuracy": core.Mean(jnp.sum(correct * mask), jnp.sum(mask)),
+    "loss": core.Mean(jnp.sum(losses * mask), jnp.sum(mask)),
+  }
+
+
+class Evaluator:
+  """Evaluates models on sets of examples that lie on the device.
+
+  Sums run over all examples, so that the batch size changes nothing but
+  rounding.
+
+  Args:
+    models: P models.
+    sets: a name to a set of examples; its bank should be on the device.
+    transform: what is done to a batch as it lies in the bank.
+    measure: sums over a batch.
+    engine: where the work runs; `Inline()` by default.
+    batch_size: examples at once; changes speed and memory only.
+  """
+
+  def __init__(
+    self,
+    models: Sequence[core.Model],
+    sets: dict[str, population.Subset],
+    *,
+    transform: Callable[[core.Batch], core.Batch],
+    measure: Measure = classification,
+    engine: engine_lib.Engine | None = None,
+    batch_size: int = 40,
+  ):
+    self._engine = engine or engine_lib.Inline()
+    self._banks = {name: subset.bank for name, subset in sets.items()}
+    self._plans = {
+      name: _lanes(subset.index, batch_size, self._engine.num_lanes)
+      for name, subset in sets.items()
+    }
+    self._programs = [_program(model, transform, measure) for model in models]
+    self._compiled = self._engine.compile(self._evaluate)
+
+  def __call__(
+    self, variables: Sequence[core.Variables]
+  ) -> list[dict[str, float]]:
+    """Evaluates P models.
+
+    Args:
+      variables: what each model holds.
+
+    Returns:
+      For each model a flat dict such as `{'test_accuracy': 0.5}`.
+    """
+    sums = self._compiled(tuple(variables), self._banks, self._plans)
+    return [
+      {name: float(m.total) / float(m.count) for name, m in model.items()}
+      for model in jax.device_get(sums)
+    ]
+
+  def _evaluate(self, variables, banks, plans):
+    names = sorted(plans)
+    jobs = [
+      engine_lib.Lanes(program, (v, banks[name]), *plans[name])
+      for program, v in zip(self._programs, variables)
+      for name in names
+    ]
+    results = iter(self._engine.run(*jobs))
+    return [
+      {
+        f"{name}_{key}": mean
+        for name in names
+        for key, mean in next(results).items()
+      }
+      for _ in variables
+    ]
+
+
+def _lanes(index, batch_size, num_lanes):
+  """Lays positions out as `int32[L, S, B]`, and counts each lane's steps."""
+  batches = -(-len(index) // batch_size)
+  steps = -(-batches // num_lanes)
+  padded = np.full(num_lanes * steps * batch_size, -1, np.int32)
+  padded[: len(index)] = index
+  lanes = padded.reshape(num_lanes, steps, batch_size)
+  return lanes, (lanes[:, :, 0] >= 0).sum(axis=1).astype(np.int32)
+
+
+def _program(model, transform, measure):
+  """Sums a measure over the batches of a lane."""
+
+  def of_batch(variables, bank, index):
+    batch = transform(core.gather(bank, index))
+    return measure(model.apply(variables, batch["x"], None, False)[0], batch)
+
+  def program(variables, bank, lane, steps):
+    shapes = jax.eval_shape(of_batch, variables, bank, lane[0])
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    return jax.lax.fori_loop(
+      0,
+      steps,
+      lambda s, total: jax.tree.map(
+        jnp.add, total, of_batch(variables, bank, lane[s])
+      ),
+      zeros,
+    )
+
+  return program

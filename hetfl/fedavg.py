@@ -1,0 +1,324 @@
+"""One pool of clients: FedAvg, FedProx, FedAvgM, FedAdam and FedYogi.
+
+The building block of codistillation, and its baseline when several pools run
+side by side without exchange. The five differ in two places only: FedProx
+adds a term to the clients' loss, and the others take another server
+optimizer.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from hetfl import client as client_lib
+from hetfl import core, population
+from hetfl import engine as engine_lib
+
+PyTree = Any
+
+# Server optimizers: a learning rate to an optax optimizer that takes the
+# clients' mean delta as its gradient (Reddi et al. 2021, algorithm 2).
+fedavg_server = optax.sgd
+fedavgm_server = functools.partial(optax.sgd, momentum=0.9)
+fedadam_server = functools.partial(optax.adam, b1=0.9, b2=0.999, eps=1e-5)
+fedyogi_server = functools.partial(optax.yogi, b1=0.9, b2=0.999, eps=1e-3)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pool:
+  """A pool of clients that train one model; its configuration.
+
+  Attributes:
+    name: its name in metrics and results.
+    model: the model.
+    client_lr: the clients' learning rate, constant.
+    server_lr: the server's learning rate at the start; it falls linearly to
+      zero over the rounds.
+    loss: the loss of each example.
+    transform: what is done to a training batch as it lies in the bank.
+    client_optimizer: a learning rate to an optax optimizer.
+    server_optimizer: a learning rate to an optax optimizer.
+    prox_mu: FedProx's weight; 0 for none.
+  """
+
+  name: str
+  model: core.Model
+  client_lr: float | jax.Array
+  server_lr: float | jax.Array
+  loss: core.Loss = core.cross_entropy
+  transform: core.Transform | None = None
+  client_optimizer: client_lib.Optimizer = optax.sgd
+  server_optimizer: client_lib.Optimizer = fedadam_server
+  prox_mu: float | jax.Array = 0.0
+
+  @functools.cached_property
+  def train_lane(self) -> Callable[..., client_lib.ClientSums]:
+    """The program that trains a lane of clients."""
+    proximal = not (isinstance(self.prox_mu, float) and self.prox_mu == 0)
+    return client_lib.lane_program(
+      client_lib.local_sgd(
+        self.model,
+        loss=self.loss,
+        transform=self.transform,
+        optimizer=self.client_optimizer,
+        proximal=proximal,
+      )
+    )
+
+  @functools.cached_property
+  def server_step(self) -> Callable[..., "PoolState"]:
+    """The program `(state, sums, decay) -> state`: FedAvg's server step."""
+
+    def program(state, sums, decay):
+      return self.apply_gradient(state, *mean_update(sums), decay)
+
+    return program
+
+  def apply_gradient(
+    self, state: "PoolState", gradient: PyTree, stats: PyTree, decay
+  ) -> "PoolState":
+    """One step of the server optimizer.
+
+    Args:
+      state: the pool's state.
+      gradient: what the server optimizer takes as its gradient.
+      stats: the model's new statistics.
+      decay: the factor of the server's learning rate in this round.
+
+    Returns:
+      The pool's new state.
+    """
+    optimizer = self.server_optimizer(decay * state.hyper["server_lr"])
+    updates, opt_state = optimizer.update(
+      gradient, state.opt_state, state.params
+    )
+    params = optax.apply_updates(state.params, updates)
+    return state.replace(params=params, stats=stats, opt_state=opt_state)
+
+  @functools.cached_property
+  def reset_server(self) -> Callable[..., "PoolState"]:
+    """The program that forgets the server optimizer's moments."""
+
+    def program(state):
+      optimizer = self.server_optimizer(state.hyper["server_lr"])
+      return state.replace(opt_state=optimizer.init(state.params))
+
+    return program
+
+  def init(self, key: jax.Array) -> "PoolState":
+    """Makes a fresh model and server."""
+    variables = self.model.init(key)
+    hyper = {
+      "client_lr": jnp.asarray(self.client_lr, jnp.float32),
+      "server_lr": jnp.asarray(self.server_lr, jnp.float32),
+      "prox_mu": jnp.asarray(self.prox_mu, jnp.float32),
+    }
+    state = PoolState(variables.params, variables.stats, (), hyper)
+    return self.reset_server(state)
+
+  def lanes(
+    self,
+    state: "PoolState",
+    key: jax.Array,
+    bank: core.Batch,
+    plan: population.LanePlan,
+  ) -> engine_lib.Lanes:
+    """The job that trains this round's clients."""
+    return engine_lib.Lanes(
+      self.train_lane,
+      (state.variables, state.hyper, key, bank),
+      plan,
+      plan.steps,
+    )
+
+
+@flax.struct.dataclass
+class PoolState:
+  """What the server keeps of one pool.
+
+  Attributes:
+    params: the model's parameters.
+    stats: the model's mutable collections; `{}` if none.
+    opt_state: the server optimizer's state.
+    hyper: `client_lr`, `server_lr`, `prox_mu`: `float32[]` each, so that
+      trials with unlike values are a batch axis.
+  """
+
+  params: PyTree
+  stats: PyTree
+  opt_state: PyTree
+  hyper: dict[str, jax.Array]
+
+  @property
+  def variables(self) -> core.Variables:
+    """The model's parameters and statistics."""
+    return core.Variables(self.params, self.stats)
+
+
+@flax.struct.dataclass
+class State:
+  """The state of federated training over P pools.
+
+  Attributes:
+    key: the run's key; never changes, every draw folds the round into it.
+    pools: P `PoolState`s, of models that may be unlike.
+    hyper: the exchange's hyper-parameters; empty for FedAvg.
+  """
+
+  key: jax.Array
+  pools: tuple[PoolState, ...]
+  hyper: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+
+def init_pools(
+  pools: Sequence[Pool], key: jax.Array, hyper: dict[str, Any]
+) -> State:
+  """Makes the state of several pools.
+
+  Args:
+    pools: P pools.
+    key: the run's key.
+    hyper: the exchange's hyper-parameters, plain numbers or arrays.
+
+  Returns:
+    The state.
+  """
+  init_key, run_key = jax.random.split(key)
+  return State(
+    key=run_key,
+    pools=tuple(
+      pool.init(jax.random.fold_in(init_key, i)) for i, pool in enumerate(pools)
+    ),
+    hyper=jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), hyper),
+  )
+
+
+def linear_decay(round: jax.Array, rounds: int) -> jax.Array:
+  """`1 - (t - 1) / T`: one in the first round, zero after the last.
+
+  >>> [float(linear_decay(t, 4)) for t in (1, 4, 5)]
+  [1.0, 0.25, 0.0]
+  """
+  return jnp.maximum(1.0 - (round - 1.0) / rounds, 0.0)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def round_keys(
+  key: jax.Array, round: jax.Array, num_pools: int
+) -> tuple[jax.Array, ...]:
+  """The round's keys, one for each pool and one for the exchange.
+
+  Args:
+    key: the run's key.
+    round: the number of the round.
+    num_pools: P.
+
+  Returns:
+    P + 1 keys, `fold_in(fold_in(key, round), i)`.
+  """
+  round_key = jax.random.fold_in(key, round)
+  return tuple(jax.random.fold_in(round_key, i) for i in range(num_pools + 1))
+
+
+def mean_update(sums: client_lib.ClientSums) -> tuple[PyTree, PyTree]:
+  """The clients' weighted mean: `g = sum_k n_k (w - w_k) / sum_k n_k`.
+
+  Args:
+    sums: what the clients sent.
+
+  Returns:
+    The gradient `g` for the server optimizer, and the mean statistics.
+  """
+  mean = lambda x: x / sums.weight
+  return jax.tree.map(mean, sums.delta), jax.tree.map(mean, sums.stats)
+
+
+def client_jobs(
+  pools: Sequence[Pool],
+  state: State,
+  keys: Sequence[jax.Array],
+  plan: population.RoundPlan,
+  data: dict[str, Any],
+) -> list[engine_lib.Lanes]:
+  """The jobs that train this round's clients, pool by pool.
+
+  Args:
+    pools: P pools.
+    state: the state.
+    keys: the round's keys; the first P are used.
+    plan: the round's plan.
+    data: `pools` holds P banks on the device.
+
+  Returns:
+    P jobs, whose results are `ClientSums`.
+
+  Raises:
+    ValueError: if plan or data are for another number of pools.
+  """
+  if not len(pools) == len(plan.pools) == len(data["pools"]):
+    raise ValueError(
+      f"{len(pools)} pools, but a plan for {len(plan.pools)} and data for"
+      f" {len(data['pools'])}"
+    )
+  return [
+    pool.lanes(*args)
+    for pool, *args in zip(pools, state.pools, keys, data["pools"], plan.pools)
+  ]
+
+
+def client_metrics(
+  pools: Sequence[Pool], sums: Sequence[client_lib.ClientSums]
+) -> core.Metrics:
+  """The clients' training loss of each pool."""
+  return {
+    f"{pool.name}/client_loss": total.loss for pool, total in zip(pools, sums)
+  }
+
+
+def fedavg(
+  pools: Sequence[Pool],
+  *,
+  rounds: int,
+  engine: engine_lib.Engine | None = None,
+) -> core.Algorithm:
+  """Federated averaging in each of P pools, without exchange.
+
+  `w <- server_optimizer(w, sum_k n_k (w - w_k) / sum_k n_k)`
+
+  Args:
+    pools: P pools.
+    rounds: T, over which the servers' learning rates fall to zero.
+    engine: where the work runs; `Inline()` by default.
+
+  Returns:
+    The algorithm. Its `step` takes a `RoundPlan` and
+    `{'pools': (bank, ...)}`, the banks on the device.
+
+  Reference: McMahan et al. 2017, algorithm 1; Reddi et al. 2021, algorithm 2;
+  Lichtarge et al. 2023, appendix C.3.
+  """
+  pools = tuple(pools)
+  engine = engine or engine_lib.Inline()
+
+  def init(key):
+    return init_pools(pools, key, {})
+
+  def step(state, plan, data):
+    keys = round_keys(state.key, plan.round, len(pools))
+    decay = linear_decay(plan.round, rounds)
+    sums = engine.run(*client_jobs(pools, state, keys, plan, data))
+    states = engine.run(
+      *(
+        engine_lib.Call(pool.server_step, (pool_state, total, decay))
+        for pool, pool_state, total in zip(pools, state.pools, sums)
+      )
+    )
+    return state.replace(pools=states), client_metrics(pools, sums)
+
+  return core.Algorithm(init, step)

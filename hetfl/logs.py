@@ -1,0 +1,379 @@
+"""The folder of a run, and what it says while it goes on.
+
+A run's folder holds `config.flags` (a flag file that repeats the run),
+`config.json`, `metrics.jsonl`, `result.json`, `checkpoints/` and
+`tensorboard/`. Files are replaced as a whole, never half; JSON is strictly
+JSON, so a float that is not finite is written as `null`.
+"""
+
+from collections.abc import Mapping
+import json
+import math
+import os
+import pathlib
+import sys
+from typing import Any
+
+from absl import logging
+import tqdm
+
+_FORMAT = 1
+
+
+class ConfigMismatch(ValueError):  # noqa: N818 (reads well in except)
+  """The folder belongs to something else than this run."""
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+  """Writes a file that is, at any moment, the old one or the new one."""
+  path = pathlib.Path(path)
+  # One name for a file, so that a killed process leaves one at most.
+  part = path.with_name(f".{path.name}.part")
+  with open(part, "wb") as f:
+    f.write(content)
+    f.flush()
+    os.fsync(f.fileno())
+  os.replace(part, path)
+  sync_folder(path.parent)
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+  """Has the names in a folder written to the disk."""
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
+def to_json(value: Any) -> Any:
+  """Makes a value strictly JSON: NaN and infinities become None.
+
+  Args:
+    value: mappings, sequences, strings, numbers; arrays of one element count
+      as numbers.
+
+  Returns:
+    The same out of dict, list, str, bool, int, float and None.
+
+  >>> import numpy as np
+  >>> to_json({'a': (1, float('nan')), 'b': np.float32(0.5)})
+  {'a': [1, None], 'b': 0.5}
+  """
+  if value is None or isinstance(value, str | bool | int):
+    return value
+  if isinstance(value, Mapping):
+    return {str(k): to_json(v) for k, v in value.items()}
+  if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, set | frozenset):
+      value = sorted(value)
+    return [to_json(v) for v in value]
+  if isinstance(value, os.PathLike):
+    return os.fspath(value)
+  if isinstance(value, float):
+    return float(value) if math.isfinite(value) else None
+  if hasattr(value, "item"):
+    return to_json(value.item())
+  raise TypeError(f"{value!r}: a {type(value).__name__} has no form in JSON")
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+  """Writes a value as JSON, atomically; see `to_json` on NaN."""
+  text = json.dumps(to_json(value), indent=2, allow_nan=False)
+  write_bytes(path, (text + "\n").encode())
+
+
+def flags_text(values: Mapping[str, Any]) -> str:
+  """Formats values as an absl flag file, one `--name=value` a line.
+
+  Args:
+    values: by name of flag; None is left out, lists are joined by commas.
+
+  Returns:
+    The text.
+
+  >>> print(flags_text({'lr': 0.1, 'pools': ['a', 'b'], 'bf16': False}))
+  --lr=0.1
+  --pools=a,b
+  --bf16=false
+  """
+  lines = []
+  for name, value in values.items():
+    if value is None:
+      continue
+    if isinstance(value, bool):
+      value = str(value).lower()
+    elif isinstance(value, list | tuple):
+      value = ",".join(str(v) for v in value)
+    if "\n" in str(value):
+      raise ValueError(f"--{name}={value!r}: a flag file takes one line each")
+    lines.append(f"--{name}={value}")
+  return "\n".join(lines)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+  """Lists in which values two configurations differ.
+
+  >>> differences({'lr': 0.1, 'seed': 0}, {'lr': 0.2, 'seed': 0, 'k': 3})
+  ['lr: there 0.1, here 0.2', 'k: there unset, here 3']
+  """
+
+  def show(values, name):
+    return json.dumps(values[name]) if name in values else "unset"
+
+  return [
+    f"{name}: there {show(there, name)}, here {show(here, name)}"
+    for name in dict.fromkeys([*there, *here])
+    # The type counts, since 1 == 1.0 == True.
+    if show(there, name) != show(here, name)
+  ]
+
+
+class RunFolder:
+  """The folder of one run.
+
+  >>> import tempfile
+  >>> temporary = tempfile.TemporaryDirectory()
+  >>> folder = RunFolder(temporary.name, {'lr': 0.1}, {'lanes': 4})
+  >>> print((folder.path / 'config.flags').read_text())
+  --lr=0.1
+  --lanes=4
+  >>> folder = RunFolder(temporary.name, {'lr': 0.1}, {'lanes': 8})
+  >>> folder = RunFolder(temporary.name, {'lr': 0.2}, {'lanes': 4})
+  Traceback (most recent call last):
+    ...
+  hetfl.logs.ConfigMismatch: --workdir=... holds another run: lr: there 0.1,
+  here 0.2. Use another --workdir, or the same flags.
+
+  Attributes:
+    path: the folder.
+  """
+
+  def __init__(
+    self,
+    workdir: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    speed: Mapping[str, Any] | None = None,
+    flags: str | None = None,
+  ):
+    """Makes the folder, or opens it if it is of the same run.
+
+    Args:
+      workdir: the folder; missing, empty, or of an earlier run.
+      config: the values that change the result, by name of flag.
+      speed: the values that change the speed only; they may differ.
+      flags: the text of `config.flags`; by default made of the values.
+
+    Raises:
+      ConfigMismatch: the folder is of a run with other values, or no run's.
+    """
+    self.path = pathlib.Path(workdir).absolute()
+    config, speed = to_json(config), to_json(speed or {})
+    file = self.path / "config.json"
+    if file.exists():
+      try:
+        stored = json.loads(file.read_bytes())
+        there = dict(stored["config"])
+        if stored["format"] != _FORMAT:
+          raise ValueError(f"format {stored['format']}, not {_FORMAT}")
+      except (ValueError, KeyError, TypeError) as e:
+        raise ConfigMismatch(
+          f"--workdir={workdir}: its config.json cannot be read ({e!r})."
+          " Use another --workdir."
+        ) from e
+      unlike = differences(there, config)
+      if unlike:
+        raise ConfigMismatch(
+          f"--workdir={workdir} holds another run: {'; '.join(unlike)}."
+          " Use another --workdir, or the same flags."
+        )
+    elif self.path.exists() and not self.path.is_dir():
+      raise ConfigMismatch(
+        f"--workdir={workdir} is a file. Use another --workdir."
+      )
+    elif self.path.exists() and any(
+      # A process killed while it made the folder leaves this.
+      p.name != ".config.json.part"
+      for p in self.path.iterdir()
+    ):
+      raise ConfigMismatch(
+        f"--workdir={workdir} is not empty, and no run's folder (it has no"
+        " config.json). Use another --workdir."
+      )
+    self.path.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"format": _FORMAT, "config": config, "speed": speed})
+    if flags is None:
+      flags = flags_text({**config, **speed})
+    write_bytes(
+      self.path / "config.flags", (flags.rstrip("\n") + "\n").encode()
+    )
+
+  @property
+  def checkpoints(self) -> pathlib.Path:
+    """Where the checkpoints are."""
+    return self.path / "checkpoints"
+
+  @property
+  def metrics(self) -> pathlib.Path:
+    """`metrics.jsonl`."""
+    return self.path / "metrics.jsonl"
+
+  def result(self) -> dict[str, Any] | None:
+    """What `result.json` says, or None while there is none."""
+    try:
+      return json.loads((self.path / "result.json").read_bytes())
+    except FileNotFoundError:
+      return None
+    except ValueError as e:
+      logging.warning("%s: no JSON (%s)", self.path / "result.json", e)
+      return None
+
+  def write_result(self, result: Mapping[str, Any]) -> None:
+    """Writes `result.json`."""
+    write_json(self.path / "result.json", result)
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """Reads `metrics.jsonl`; a half-written last line is left out.
+
+  Args:
+    path: the file; if it is missing, there are no rows.
+
+  Returns:
+    One dict a row; floats that were not finite are None.
+
+  Raises:
+    ValueError: a line before the last is no JSON object.
+  """
+  try:
+    lines = pathlib.Path(path).read_bytes().split(b"\n")
+  except FileNotFoundError:
+    return []
+  rows = []
+  for i, line in enumerate(lines[:-1]):  # after the last "\n": half a line
+    try:
+      row = json.loads(line)
+      if not isinstance(row, dict):
+        raise ValueError("not an object")
+      rows.append(row)
+    except ValueError as e:
+      if any(lines[i + 1 :]):
+        raise ValueError(f"{path}, line {i + 1}: no row of metrics") from e
+  return rows
+
+
+class MetricsLog:
+  """Rows of metrics, to `metrics.jsonl` and to TensorBoard.
+
+  >>> import tempfile
+  >>> folder = RunFolder(tempfile.mkdtemp(), {})
+  >>> with MetricsLog(folder, tensorboard=False) as log:
+  ...   log.write({'round': 1, 'loss': 0.5})
+  ...   log.write({'round': 2, 'loss': float('nan')})
+  >>> print(folder.metrics.read_text())
+  {"round": 1, "loss": 0.5}
+  {"round": 2, "loss": null}
+  """
+
+  def __init__(
+    self, folder: RunFolder, *, after: int = 0, tensorboard: bool = True
+  ):
+    """Opens the log, cut back to the round that the run goes on from.
+
+    Args:
+      folder: the run's folder.
+      after: the round of the checkpoint; later rows are dropped.
+      tensorboard: whether to write `tensorboard/` too.
+    """
+    kept = [r for r in read_rows(folder.metrics) if r.get("round", 0) <= after]
+    write_bytes(folder.metrics, b"".join(map(_line, kept)))
+    self._file = open(folder.metrics, "ab")
+    self._board = None
+    if tensorboard:
+      import tensorboardX  # takes seconds
+
+      self._board = tensorboardX.SummaryWriter(
+        str(folder.path / "tensorboard"),
+        purge_step=after + 1 if after else None,
+      )
+
+  def write(self, row: Mapping[str, Any]) -> None:
+    """Appends a row; it is on the disk when this returns.
+
+    Args:
+      row: `round` and metrics, `'pool/name'` -> number.
+    """
+    self._file.write(_line(row))
+    self._file.flush()
+    os.fsync(self._file.fileno())
+    if self._board is not None:
+      for name, value in to_json(row).items():
+        # None was not finite, which TensorBoard cannot draw.
+        if name != "round" and isinstance(value, int | float):
+          self._board.add_scalar(name, value, row["round"])
+      self._board.flush()
+
+  def close(self) -> None:
+    """Closes the files."""
+    self._file.close()
+    if self._board is not None:
+      self._board.close()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self.close()
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+  return (json.dumps(to_json(row), allow_nan=False) + "\n").encode()
+
+
+class Progress:
+  """A bar on a terminal; elsewhere one plain line an evaluation."""
+
+  def __init__(self, rounds: int, done: int = 0):
+    """Args: rounds of the run, and how many are done."""
+    # The file is named here, since tqdm's default is fixed at import.
+    self._bar = tqdm.tqdm(
+      total=rounds,
+      initial=done,
+      disable=None,
+      unit="round",
+      file=sys.stderr,
+      dynamic_ncols=True,
+    )
+    self._rounds = rounds
+    self._shown: dict[str, float] = {}
+
+  def update(self, losses: Mapping[str, float] | None = None) -> None:
+    """One round more; with losses, shows these."""
+    self._bar.update()
+    if losses:
+      self._show(losses)
+
+  def evaluated(self, row: Mapping[str, Any]) -> None:
+    """Shows a row of metrics."""
+    numbers = {k: v for k, v in row.items() if k not in ("round", "seconds")}
+    self._show(numbers)
+    if self._bar.disable:
+      logging.info(
+        "round %d of %d, %.1f s: %s",
+        row["round"],
+        self._rounds,
+        row["seconds"],
+        _text(numbers),
+      )
+
+  def close(self) -> None:
+    """Leaves the bar as it is."""
+    self._bar.close()
+
+  def _show(self, numbers: Mapping[str, float]) -> None:
+    self._shown |= numbers
+    self._bar.set_postfix_str(_text(self._shown), refresh=False)
+
+
+def _text(numbers: Mapping[str, float]) -> str:
+  return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())

@@ -1,0 +1,393 @@
+"""Who holds which examples, and who trains on what in a round.
+
+A federation is a *bank* (all examples of a data set, kept whole on the
+device) and, for each client, the indices of its examples in that bank. What
+a round does is a `RoundPlan`: a small pytree of integer arrays that says
+which client trains on which examples in which order. A plan is a pure
+function of (seed, round, pool), so a run can be repeated, resumed and
+compared with another one client by client.
+
+Letters used throughout: K clients, L lanes, S steps, B batch size.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+Bank = Mapping[str, np.ndarray]
+
+
+class Subset(NamedTuple):
+  """Some examples of a bank.
+
+  Attributes:
+    bank: the arrays, each with examples on its first axis.
+    index: `int32[N]`, the positions of the examples in the bank.
+  """
+
+  bank: Bank
+  index: np.ndarray
+
+  @classmethod
+  def whole(cls, bank: Bank) -> "Subset":
+    """All examples of a bank."""
+    return cls(bank, np.arange(num_examples(bank), dtype=np.int32))
+
+
+def num_examples(bank: Bank) -> int:
+  """Number of examples of a bank; all its arrays must agree on it.
+
+  >>> num_examples({'x': np.zeros((3, 8)), 'y': np.zeros(3)})
+  3
+  """
+  sizes = {name: len(array) for name, array in bank.items()}
+  if len(set(sizes.values())) != 1:
+    raise ValueError(f"bank: arrays of unlike lengths {sizes}")
+  return next(iter(sizes.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientPopulation:
+  """K clients and their examples, as positions in one bank.
+
+  Attributes:
+    bank: the arrays, each with examples on its first axis.
+    members: `int32[M]`, example positions, client after client.
+    offsets: `int64[K + 1]`; client `k` holds
+      `members[offsets[k]:offsets[k + 1]]`.
+    ids: K client ids; unique.
+  """
+
+  bank: Bank
+  members: np.ndarray
+  offsets: np.ndarray
+  ids: tuple[str, ...]
+
+  def __post_init__(self):
+    n = num_examples(self.bank)
+    if len(self.ids) != len(self.offsets) - 1:
+      raise ValueError(
+        f"ids: {len(self.ids)} ids for {len(self.offsets) - 1} clients"
+      )
+    if len(self.members) and not (
+      0 <= self.members.min() and self.members.max() < n
+    ):
+      raise ValueError(f"members: positions outside the bank of {n} examples")
+    if len(self.sizes) and self.sizes.min() < 1:
+      empty = self.ids[int(self.sizes.argmin())]
+      raise ValueError(f"client {empty!r} holds no examples; leave it out")
+
+  @classmethod
+  def from_lists(
+    cls,
+    bank: Bank,
+    assignment: Sequence[np.ndarray],
+    ids: Sequence[str] | None = None,
+  ) -> "ClientPopulation":
+    """Builds a population from one array of example positions per client.
+
+    Args:
+      bank: the arrays, each with examples on its first axis.
+      assignment: K integer arrays, each client's positions in the bank.
+      ids: K client ids; by default "0", "1", ...
+
+    Returns:
+      The population.
+
+    >>> bank = {'y': np.array([0, 1, 2, 3, 4])}
+    >>> population = ClientPopulation.from_lists(bank, [[4, 0], [2]])
+    >>> population.sizes
+    array([2, 1])
+    >>> population.client(0)
+    {'y': array([4, 0])}
+    """
+    if ids is None:
+      ids = [str(k) for k in range(len(assignment))]
+    sizes = np.array([len(a) for a in assignment], np.int64)
+    return cls(
+      bank=bank,
+      members=np.concatenate(
+        [np.zeros(0, np.int32)] + [np.asarray(a, np.int32) for a in assignment]
+      ),
+      offsets=np.concatenate([[0], np.cumsum(sizes)]),
+      ids=tuple(ids),
+    )
+
+  def __len__(self) -> int:
+    """The number of clients, K."""
+    return len(self.ids)
+
+  @property
+  def sizes(self) -> np.ndarray:
+    """`int64[K]`: how many examples each client holds."""
+    return np.diff(self.offsets)
+
+  def positions(self, k: int) -> np.ndarray:
+    """`int32[n_k]`: the positions of client `k`'s examples in the bank."""
+    return self.members[self.offsets[k] : self.offsets[k + 1]]
+
+  def client(self, k: int) -> dict[str, np.ndarray]:
+    """The examples of client `k` themselves."""
+    return {name: a[self.positions(k)] for name, a in self.bank.items()}
+
+  def take(self, clients: Sequence[int]) -> "ClientPopulation":
+    """The population of some of the clients, over the same bank.
+
+    >>> bank = {'y': np.arange(5)}
+    >>> population = ClientPopulation.from_lists(bank, [[0], [1, 2], [3, 4]])
+    >>> population.take([2, 0]).ids
+    ('2', '0')
+    """
+    return ClientPopulation.from_lists(
+      self.bank,
+      [self.positions(k) for k in clients],
+      [self.ids[k] for k in clients],
+    )
+
+  def examples(self) -> Subset:
+    """All examples that any client holds."""
+    return Subset(self.bank, self.members)
+
+
+class LanePlan(NamedTuple):
+  """The work of one pool in one round, laid out as L lanes of S steps.
+
+  Each lane trains its clients one after another. A client's last step carries
+  its weight; every other step, and those that only fill up a lane, carry 0.
+
+  Attributes:
+    index: `int32[L, S, B]`, positions in the bank; -1 marks an empty place.
+    client: `int32[L, S]`, the client's number in its population.
+    step: `int32[L, S]`, the number of the step within the client's work.
+    weight: `float32[L, S]`, the client's weight at its last step, else 0.
+    steps: `int32[L]`, how many steps of each lane are work.
+  """
+
+  index: np.ndarray
+  client: np.ndarray
+  step: np.ndarray
+  weight: np.ndarray
+  steps: np.ndarray
+
+
+class RoundPlan(NamedTuple):
+  """What one round does.
+
+  Attributes:
+    round: `int32[]`, the number of the round, from 1.
+    pools: P `LanePlan`s.
+    distill: `int32[S, B]`, positions in the distillation bank, step by step;
+      `None` where no algorithm distils.
+  """
+
+  round: np.ndarray
+  pools: tuple[LanePlan, ...]
+  distill: np.ndarray | None
+
+
+def pack_lanes(
+  batches: Sequence[np.ndarray],
+  clients: Sequence[int],
+  weights: Sequence[float],
+  *,
+  num_lanes: int,
+) -> LanePlan:
+  """Packs clients into lanes, longest client first into the shortest lane.
+
+  S is the longest lane's length rounded up to a power of two, so that unlike
+  rounds share a few compiled programs; the steps added that way are not run.
+
+  Args:
+    batches: for each client `int32[s_k, B]`, its batches in order.
+    clients: for each client its number.
+    weights: for each client its weight in the aggregate; positive.
+    num_lanes: L.
+
+  Returns:
+    The plan.
+
+  >>> two, one = np.zeros((2, 4), np.int32), np.ones((1, 4), np.int32)
+  >>> plan = pack_lanes([one, two, one], [7, 8, 9], [4, 8, 4], num_lanes=2)
+  >>> plan.steps
+  array([2, 2], dtype=int32)
+  >>> plan.client[:, :3]
+  array([[8, 8, 0],
+         [7, 9, 0]], dtype=int32)
+  >>> plan.weight[:, :3]
+  array([[0., 8., 0.],
+         [4., 4., 0.]], dtype=float32)
+  """
+  lanes = [[] for _ in range(num_lanes)]
+  heap = [(0, lane) for lane in range(num_lanes)]
+  for k in sorted(range(len(batches)), key=lambda k: -len(batches[k])):
+    length, lane = heapq.heappop(heap)
+    lanes[lane].append(k)
+    heapq.heappush(heap, (length + len(batches[k]), lane))
+  steps = np.array([sum(len(batches[k]) for k in lane) for lane in lanes])
+  size = _padded_length(int(steps.max()))
+  batch_size = batches[0].shape[1]
+  plan = LanePlan(
+    index=np.full((num_lanes, size, batch_size), -1, np.int32),
+    client=np.zeros((num_lanes, size), np.int32),
+    step=np.zeros((num_lanes, size), np.int32),
+    weight=np.zeros((num_lanes, size), np.float32),
+    steps=steps.astype(np.int32),
+  )
+  for lane, members in enumerate(lanes):
+    start = 0
+    for k in members:
+      end = start + len(batches[k])
+      plan.index[lane, start:end] = batches[k]
+      plan.client[lane, start:end] = clients[k]
+      plan.step[lane, start:end] = np.arange(end - start)
+      plan.weight[lane, end - 1] = weights[k]
+      start = end
+  return plan
+
+
+def _padded_length(length: int) -> int:
+  """The least power of two that is long enough, and at least 8."""
+  return max(8, 1 << (length - 1).bit_length())
+
+
+def plan_clients(
+  population: ClientPopulation,
+  *,
+  seed: int,
+  round: int,
+  pool: int = 0,
+  clients_per_round: int,
+  batch_size: int,
+  epochs: int = 1,
+  max_steps: int | None = None,
+  uniform_weights: bool = False,
+  num_lanes: int = 1,
+) -> LanePlan:
+  """Samples a round's clients and orders their examples.
+
+  Clients are drawn uniformly without replacement. Each makes
+  `ceil(n_k epochs / B)` steps over its reshuffled examples; the last batch is
+  filled up from the next reshuffle, so that all batches have B examples.
+
+  Args:
+    population: the pool's clients.
+    seed: the run's seed.
+    round: the number of the round.
+    pool: the number of the pool; pools draw independently.
+    clients_per_round: how many clients train.
+    batch_size: B.
+    epochs: passes of a client over its examples.
+    max_steps: a limit to the steps of a client; `None` for none.
+    uniform_weights: weight clients alike, not by their number of examples.
+    num_lanes: L; at most `clients_per_round` of them are used.
+
+  Returns:
+    The plan; the same for the same arguments, and the same work in another
+    layout if only `num_lanes` differs.
+
+  Raises:
+    ValueError: if the pool has fewer clients than a round needs.
+
+  Reference: FedJAX's `ClientDataset.shuffle_repeat_batch`; Lichtarge et al.
+  2023, appendix C.3.
+
+  >>> bank = {'y': np.arange(6)}
+  >>> population = ClientPopulation.from_lists(bank, [[0, 1, 2], [3, 4, 5]])
+  >>> plan = plan_clients(
+  ...     population, seed=0, round=1, clients_per_round=1, batch_size=2)
+  >>> plan.steps, plan.weight[:, :2]
+  (array([2], dtype=int32), array([[0., 3.]], dtype=float32))
+  """
+  if not 1 <= clients_per_round <= len(population):
+    raise ValueError(
+      f"--clients_per_round={clients_per_round}: pool {pool} has"
+      f" {len(population)} clients; choose 1 to {len(population)}"
+    )
+  rng = np.random.default_rng([seed, round, pool])
+  chosen = rng.choice(len(population), clients_per_round, replace=False)
+  batches, weights = [], []
+  for k in chosen:
+    held = population.positions(k)
+    steps = -(-len(held) * epochs // batch_size)
+    if max_steps is not None:
+      steps = min(steps, max_steps)
+    passes = -(-steps * batch_size // len(held))
+    order = np.concatenate([rng.permutation(held) for _ in range(passes)])
+    batches.append(order[: steps * batch_size].reshape(steps, batch_size))
+    weights.append(1.0 if uniform_weights else len(held))
+  return pack_lanes(
+    batches, chosen, weights, num_lanes=min(num_lanes, clients_per_round)
+  )
+
+
+def plan_distillation(
+  examples: Subset, *, seed: int, round: int, steps: int, batch_size: int
+) -> np.ndarray:
+  """Orders a round's distillation batches: shuffled passes over the examples.
+
+  Args:
+    examples: the distillation set.
+    seed: the run's seed.
+    round: the number of the round.
+    steps: S, distillation steps.
+    batch_size: B; may exceed the number of examples.
+
+  Returns:
+    `int32[S, B]`, positions in the bank of `examples`.
+
+  >>> examples = Subset({'y': np.zeros(9)}, np.array([2, 5, 7]))
+  >>> plan_distillation(
+  ...     examples, seed=0, round=1, steps=3, batch_size=1).T.tolist()
+  [[...]]
+  """
+  # 2**32 - 1 keeps these draws apart from those of any pool.
+  rng = np.random.default_rng([seed, round, 2**32 - 1])
+  passes = -(-steps * batch_size // len(examples.index))
+  order = np.concatenate(
+    [rng.permutation(examples.index) for _ in range(passes)]
+  )
+  return order[: steps * batch_size].reshape(steps, batch_size).astype(np.int32)
+
+
+def stack_plans(plans: Sequence[RoundPlan]) -> RoundPlan:
+  """Puts the plans of several rounds on one axis, for `jax.lax.scan`.
+
+  Args:
+    plans: plans with as many pools and lanes, and distillation batches of one
+      shape; lanes of unlike lengths are filled up.
+
+  Returns:
+    A plan with rounds on the first axis of each array.
+
+  >>> lanes = pack_lanes([np.ones((9, 1), np.int32)], [0], [1.], num_lanes=1)
+  >>> short = pack_lanes([np.ones((1, 1), np.int32)], [0], [1.], num_lanes=1)
+  >>> plans = [RoundPlan(np.int32(t + 1), (p,), None)
+  ...          for t, p in enumerate([lanes, short])]
+  >>> stack_plans(plans).pools[0].index.shape
+  (2, 1, 16, 1)
+  """
+  pools = []
+  for lanes in zip(*(plan.pools for plan in plans)):
+    size = max(plan.client.shape[1] for plan in lanes)
+
+    def fill(array, value, size=size):
+      missing = size - array.shape[1]
+      widths = [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2)
+      return np.pad(array, widths, constant_values=value)
+
+    pools.append(
+      LanePlan(
+        index=np.stack([fill(plan.index, -1) for plan in lanes]),
+        client=np.stack([fill(plan.client, 0) for plan in lanes]),
+        step=np.stack([fill(plan.step, 0) for plan in lanes]),
+        weight=np.stack([fill(plan.weight, 0) for plan in lanes]),
+        steps=np.stack([plan.steps for plan in lanes]),
+      )
+    )
+  distill = None
+  if plans[0].distill is not None:
+    distill = np.stack([plan.distill for plan in plans])
+  return RoundPlan(np.stack([p.round for p in plans]), tuple(pools), distill)

@@ -1,0 +1,167 @@
+"""Curves and tables of finished or running runs."""
+
+from collections.abc import Mapping, Sequence
+import io
+import math
+import os
+from typing import Any
+
+from matplotlib import figure
+from matplotlib.backends import backend_agg
+
+from hetfl import logs
+
+# Okabe and Ito's colours, to be told apart by (nearly) everyone, on white.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+def curves(
+  runs: Mapping[str, Sequence[Mapping[str, Any]]],
+  path: str | os.PathLike[str],
+  *,
+  metric: str = "test_accuracy",
+  ylabel: str = "Test accuracy (%)",
+  scale: float = 100.0,
+  published: Mapping[str, Mapping[str, float]] | None = None,
+  title: str | None = None,
+) -> None:
+  """Draws a metric over the rounds, one panel a pool, to a PNG.
+
+  Args:
+    runs: label -> rows of metrics, as `logs.read_rows` reads them.
+    path: the PNG; replaced atomically.
+    metric: what to draw of each pool: the rows' `'pool/metric'`.
+    ylabel: what the metric is called, with its unit.
+    scale: factor from the rows' unit to that of `ylabel`.
+    published: pool -> label -> a value, in the unit of the rows, for a
+      horizontal dashed line. A label of `runs` gives the line its colour.
+    title: above the panels.
+
+  Raises:
+    ValueError: no row has the metric.
+  """
+  pools = list(
+    dict.fromkeys(
+      name.removesuffix("/" + metric)
+      for rows in runs.values()
+      for row in rows
+      for name in row
+      if name.endswith("/" + metric)
+    )
+  )
+  if not pools:
+    raise ValueError(f"metric={metric!r}: no row of {list(runs)} has it")
+  fig = figure.Figure(
+    figsize=(1.0 + 4.2 * len(pools), 3.8), layout="constrained", dpi=150
+  )
+  backend_agg.FigureCanvasAgg(fig)
+  axes = fig.subplots(1, len(pools), sharey=True, squeeze=False)[0]
+  colors = {label: _COLORS[i % len(_COLORS)] for i, label in enumerate(runs)}
+  for pool, ax in zip(pools, axes):
+    for label, rows in runs.items():
+      points = _points(rows, f"{pool}/{metric}", scale)
+      if not points:
+        continue
+      x, y = zip(*points)
+      ax.plot(
+        x,
+        y,
+        color=colors[label],
+        linewidth=1.8,
+        # A single point has no line.
+        marker="o" if len(x) <= 12 else None,
+        markersize=3.5,
+        label=f"{label} ({y[-1]:.1f})",
+      )
+    for label, value in (published or {}).get(pool, {}).items():
+      ax.axhline(
+        scale * value,
+        color=colors.get(label, "0.35"),
+        linestyle="--",
+        linewidth=1.2,
+        label=f"{label}, published ({scale * value:.1f})",
+      )
+    ax.set_title(f"{pool} models", fontsize=11)
+    ax.set_xlabel("Round")
+    ax.set_xlim(left=0)
+    ax.grid(True, color="0.9", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(fontsize=8.5, frameon=False, loc="lower right")
+  axes[0].set_ylabel(ylabel)
+  if title:
+    fig.suptitle(title, fontsize=12)
+  content = io.BytesIO()
+  # Without the version of matplotlib, equal curves are equal files.
+  fig.savefig(content, format="png", metadata={"Software": None})
+  logs.write_bytes(path, content.getvalue())
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+  """Formats results as a plain-text table, a line a run.
+
+  Args:
+    results: label -> what `result.json` holds; accuracies from 0 to 1.
+
+  Returns:
+    The table; what a result does not have is a dash.
+
+  >>> small = {'parameters': 5, 'test_accuracy': .5, 'heldout_accuracy': .25}
+  >>> print(table({'fedavg': {
+  ...     'rounds': 9, 'seconds': 1.25, 'pools': {'small': small}}}))
+             small
+  algorithm  parameters  test %  held-out %  rounds  seconds
+  ---------  ----------  ------  ----------  ------  -------
+  fedavg              5   50.00       25.00       9      1.2
+  """
+  pools = list(
+    dict.fromkeys(p for r in results.values() for p in r.get("pools", {}))
+  )
+  columns = [["", "algorithm", *results]]
+  for pool in pools:
+    values = [r.get("pools", {}).get(pool, {}) for r in results.values()]
+    for i, (name, head, form) in enumerate(
+      (
+        ("parameters", "parameters", "{:,d}"),
+        ("test_accuracy", "test %", "{:.2f}"),
+        ("heldout_accuracy", "held-out %", "{:.2f}"),
+      )
+    ):
+      cells = [
+        _cell(v.get(name), form, 1 if name == "parameters" else 100)
+        for v in values
+      ]
+      columns.append([pool if i == 0 else "", head, *cells])
+  for name, form in (("rounds", "{:,d}"), ("seconds", "{:,.1f}")):
+    cells = [_cell(r.get(name), form, 1) for r in results.values()]
+    columns.append(["", name, *cells])
+  widths = [max(map(len, column)) for column in columns]
+  for column, width in zip(columns, widths):
+    column.insert(2, "-" * width)
+  lines = []
+  for i, cells in enumerate(zip(*columns)):
+    # Names to the left, numbers and their heads to the right.
+    lines.append(
+      "  ".join(
+        cell.ljust(w) if j == 0 or i == 0 else cell.rjust(w)
+        for j, (cell, w) in enumerate(zip(cells, widths))
+      ).rstrip()
+    )
+  return "\n".join(lines if pools else lines[1:])
+
+
+def _points(
+  rows: Sequence[Mapping[str, Any]], name: str, scale: float
+) -> list[tuple[int, float]]:
+  """Rounds and values of a metric; a gap (NaN) where it was not finite."""
+  return [
+    (row["round"], math.nan if row[name] is None else scale * row[name])
+    for row in rows
+    if name in row
+  ]
+
+
+def _cell(value: float | None, form: str, factor: int) -> str:
+  if value is None:
+    return "-"
+  return form.format(factor * value)

@@ -1,0 +1,374 @@
+"""The loop: rounds, evaluations, checkpoints, and going on after a stop.
+
+A run that was stopped, in whatever way, and started again gives bit for bit
+what it gives undisturbed. That holds because the state, the sums of the
+metrics since the last evaluation and the last evaluation itself are in the
+checkpoint, and because a round's plan is a pure function of the round.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+import contextlib
+import dataclasses
+import importlib.metadata
+import math
+import pathlib
+import platform
+import signal
+import subprocess
+import threading
+import time
+from typing import Any
+
+from absl import logging
+import jax
+
+from hetfl import checkpoint, core, logs
+
+# Metrics of this many rounds are fetched at once, when as many more rounds
+# have been dispatched: the device need not wait for Python.
+_BATCH = 10
+
+
+@dataclasses.dataclass
+class _Means:
+  """Sums of metrics since the last evaluation, added round after round."""
+
+  totals: dict[str, float] = dataclasses.field(default_factory=dict)
+  counts: dict[str, float] = dataclasses.field(default_factory=dict)
+
+  def add(self, metrics: core.Metrics) -> None:
+    for name, (total, count) in metrics.items():
+      # In this order and in float64 whatever the batches were.
+      self.totals[name] = self.totals.get(name, 0.0) + float(total)
+      self.counts[name] = self.counts.get(name, 0.0) + float(count)
+
+  def take(self) -> dict[str, float]:
+    means = _values(
+      {name: core.Mean(t, self.counts[name]) for name, t in self.totals.items()}
+    )
+    self.totals, self.counts = {}, {}
+    return means
+
+
+def _values(metrics: core.Metrics) -> dict[str, float]:
+  """The means of what was measured at all."""
+  return {
+    name: float(total) / float(count)
+    for name, (total, count) in metrics.items()
+    if count
+  }
+
+
+class _Fetcher:
+  """Device metrics on their way to the host."""
+
+  def __init__(self, means: _Means, stop_on_nonfinite: bool):
+    self._means = means
+    self._stop = stop_on_nonfinite
+    self._warned = False
+    self._pending: list[tuple[int, core.Metrics]] = []
+
+  def add(self, round: int, metrics: core.Metrics) -> dict[str, float] | None:
+    """Takes a round's metrics; fetches a batch when it is time to."""
+    self._pending.append((round, metrics))
+    return self.fetch(_BATCH) if len(self._pending) >= 2 * _BATCH else None
+
+  def fetch(self, number: int | None = None) -> dict[str, float] | None:
+    """Fetches the oldest metrics, by default all; returns the last of them."""
+    number = len(self._pending) if number is None else number
+    batch, self._pending = self._pending[:number], self._pending[number:]
+    values = None
+    for round, metrics in jax.device_get(batch):
+      values = _values(metrics)
+      self._check(round, values)
+      self._means.add(metrics)
+    return values
+
+  def _check(self, round: int, values: Mapping[str, float]) -> None:
+    bad = [
+      f"{name} is {value}"
+      for name, value in values.items()
+      if name.endswith("loss") and not math.isfinite(value)
+    ]
+    if not bad:
+      return
+    message = f"round {round}: {', '.join(bad)}: the training has diverged"
+    if self._stop:
+      raise FloatingPointError(
+        f"{message} (stop_on_nonfinite); lower the learning rate, or look"
+        " at the checkpoint before"
+      )
+    if not self._warned:
+      logging.warning("%s. Going on; this is not said again.", message)
+      self._warned = True
+
+
+def run(
+  algorithm: core.Algorithm,
+  key: jax.Array,
+  plan_fn: Callable[[int], Any],
+  data: Any,
+  evaluate: Callable[[Any], Mapping[str, float]],
+  *,
+  rounds: int,
+  folder: logs.RunFolder,
+  summarize: Callable[[Any, dict[str, float]], Mapping[str, Any]],
+  eval_every: int = 50,
+  checkpoint_every: int = 50,
+  keep: int = 3,
+  tensorboard: bool = True,
+  stop_on_nonfinite: bool = False,
+) -> dict[str, Any]:
+  """Trains, or goes on training, to the last round.
+
+  Rounds are numbered from 1. After every `eval_every`-th and after the last,
+  a row goes to `metrics.jsonl`: `round`, what `evaluate` returns, the means
+  of the step's metrics over the rounds since the row before, and `seconds`.
+
+  SIGINT and SIGTERM (where `run` is called from the main thread) end the
+  process with status 128 + signal after the round and a checkpoint; a second
+  one ends it at once.
+
+  Args:
+    algorithm: the pair `init` and `step`.
+    key: for `algorithm.init`.
+    plan_fn: round -> plan, a pure function; called one round ahead, from
+      another thread.
+    data: handed to each `step` as it is.
+    evaluate: state -> numbers by name; must not change anything.
+    rounds: how many rounds the run has in all.
+    folder: the run's folder. Its config should hold whatever changes the
+      result, `rounds` and `eval_every` among it.
+    summarize: (state, last evaluation) -> what `result.json` is to say.
+    eval_every: rounds from one evaluation to the next.
+    checkpoint_every: rounds from one checkpoint to the next; changes nothing
+      but the time.
+    keep: how many checkpoints are kept.
+    tensorboard: whether to write `tensorboard/`.
+    stop_on_nonfinite: whether to end the run when a metric whose name ends in
+      "loss" is not finite, instead of warning once.
+
+  Returns:
+    What `result.json` holds: what `summarize` returned, `rounds`, `seconds`
+    (of wall time, over all parts of the run), `versions` and `git_commit`.
+
+  Raises:
+    FloatingPointError: see `stop_on_nonfinite`.
+    SystemExit: after a signal.
+    ValueError: an argument is out of its range, or the folder's checkpoint
+      is of another kind of state or of a later round than the last.
+  """
+  for name, value in [
+    ("rounds", rounds),
+    ("eval_every", eval_every),
+    ("checkpoint_every", checkpoint_every),
+  ]:
+    if value < 1:
+      raise ValueError(f"{name}={value}: must be at least 1")
+  stored = folder.result()
+  if stored is not None and stored.get("rounds") == rounds:
+    logging.info(
+      "%s: the run is finished; this is its result.json. For another run,"
+      " take another folder.",
+      folder.path,
+    )
+    return stored
+
+  started = time.monotonic()
+  checkpoints = checkpoint.Checkpoints(folder.checkpoints, keep)
+  with contextlib.ExitStack() as stack:
+    signals = stack.enter_context(_signals())
+    # As one program, and not as hundreds of small ones.
+    state = _strong(jax.jit(algorithm.init)(key))
+    done, extra = 0, {}
+    found = checkpoints.latest(like=state)
+    if found is not None:
+      done, state, extra = found
+      if done > rounds:
+        raise ValueError(
+          f"rounds={rounds}: {folder.path} is at round {done} already; take"
+          " another folder, or more rounds"
+        )
+      logging.info("%s: going on after round %d.", folder.path, done)
+    before = extra.get("seconds", 0.0)
+    evaluation = extra.get("evaluation", {})
+    means = _Means(extra.get("totals", {}), extra.get("counts", {}))
+    fetcher = _Fetcher(means, stop_on_nonfinite)
+    metrics_log = stack.enter_context(
+      logs.MetricsLog(folder, after=done, tensorboard=tensorboard)
+    )
+    progress = stack.enter_context(
+      contextlib.closing(logs.Progress(rounds, done))
+    )
+    plans = stack.enter_context(
+      contextlib.closing(_ahead(plan_fn, done + 1, rounds))
+    )
+
+    def seconds() -> float:
+      return before + time.monotonic() - started
+
+    def save() -> None:
+      fetcher.fetch()
+      checkpoints.save(
+        done,
+        state,
+        {
+          "seconds": seconds(),
+          "evaluation": evaluation,
+          "totals": means.totals,
+          "counts": means.counts,
+        },
+      )
+
+    saved = done
+    while done < rounds and not signals:
+      plan = next(plans)
+      state, metrics = algorithm.step(state, plan, data)
+      state = _strong(state)
+      done += 1
+      last = fetcher.add(done, metrics)
+      if done % eval_every == 0 or done == rounds:
+        evaluation = {n: float(v) for n, v in evaluate(state).items()}
+        last = fetcher.fetch()
+        row = _row(done, evaluation, means.take(), seconds())
+        metrics_log.write(row)
+        progress.evaluated(row)
+      progress.update(last)
+      if done % checkpoint_every == 0 or done == rounds:
+        save()
+        saved = done
+    if signals and saved != done:
+      save()
+
+    if done == rounds:
+      folder.write_result(
+        {
+          **summarize(state, evaluation),
+          "rounds": rounds,
+          "seconds": seconds(),
+          "versions": versions(),
+          "git_commit": git_commit(),
+        }
+      )
+  if signals:
+    logging.warning(
+      "%s: %s after round %d of %d. %s.",
+      folder.path,
+      signal.Signals(signals[0]).name,
+      done,
+      rounds,
+      "Finished" if done == rounds else "Saved; the same command goes on",
+    )
+    raise SystemExit(128 + signals[0])
+  return folder.result()
+
+
+def versions() -> dict[str, str]:
+  """The versions of what the numbers of a run depend on, and the device."""
+  found = {"python": platform.python_version()}
+  for name in ("hetfl", "jax", "jaxlib", "flax", "optax", "numpy"):
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      found[name] = "not installed"
+  device = jax.devices()[0]
+  return found | {
+    "platform": device.platform,
+    "device_kind": device.device_kind,
+  }
+
+
+def git_commit() -> str | None:
+  """The commit of hetfl's checkout, `-dirty` if changed; None without one."""
+  root = pathlib.Path(__file__).resolve().parent.parent
+
+  def git(*args: str) -> str:
+    return subprocess.run(
+      ["git", "-C", str(root), *args],
+      check=True,
+      capture_output=True,
+      text=True,
+      timeout=10,
+    ).stdout.strip()
+
+  try:
+    # A package installed below somebody else's checkout is not part of it.
+    if pathlib.Path(git("rev-parse", "--show-toplevel")).resolve() != root:
+      return None
+    return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+  except (OSError, subprocess.SubprocessError):
+    return None
+
+
+def _row(
+  round: int,
+  evaluation: Mapping[str, float],
+  means: Mapping[str, float],
+  seconds: float,
+) -> dict[str, Any]:
+  clash = (evaluation.keys() | {"round", "seconds"}) & means.keys()
+  clash |= {"round", "seconds"} & evaluation.keys()
+  if clash:
+    raise ValueError(f"evaluate, step: both name a metric {sorted(clash)[0]!r}")
+  return {"round": round, **evaluation, **means, "seconds": seconds}
+
+
+def _strong(state: Any) -> Any:
+  """The state without weak types, which a checkpoint does not keep.
+
+  Otherwise a state that was restored could promote otherwise than one that
+  was not; and a step would compile twice.
+  """
+
+  def strong(leaf):
+    if getattr(leaf, "weak_type", False):
+      return jax.lax.convert_element_type(leaf, leaf.dtype)
+    return leaf
+
+  return jax.tree.map(strong, state)
+
+
+def _ahead(
+  plan_fn: Callable[[int], Any], first: int, last: int
+) -> Iterator[Any]:
+  """Plans of the rounds, each made while the round before is at work."""
+  executor = futures.ThreadPoolExecutor(1, thread_name_prefix="plan")
+  try:
+    future = None
+    for round in range(first, last + 1):
+      plan = (future or executor.submit(plan_fn, round)).result()
+      future = executor.submit(plan_fn, round + 1) if round < last else None
+      yield plan
+  finally:
+    executor.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+  """Gathers SIGINT and SIGTERM in a list; the second one acts at once."""
+  caught: list[int] = []
+  if threading.current_thread() is not threading.main_thread():
+    yield caught
+    return
+
+  def handler(number, frame):
+    del frame
+    if caught:
+      if number == signal.SIGINT:
+        raise KeyboardInterrupt
+      raise SystemExit(128 + number)
+    caught.append(number)
+
+  # A handler not set from Python reads as None, and cannot be set again.
+  before = {
+    number: signal.getsignal(number) or signal.SIG_DFL
+    for number in (signal.SIGINT, signal.SIGTERM)
+  }
+  try:
+    for number in before:
+      signal.signal(number, handler)
+    yield caught
+  finally:
+    for number, old in before.items():
+      signal.signal(number, old)

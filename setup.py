@@ -1,0 +1,51 @@
+"""Installs hetfl; see README.md."""
+
+import pathlib
+
+import setuptools
+
+ROOT = pathlib.Path(__file__).parent
+
+setuptools.setup(
+  name="hetfl",
+  version="0.1.0",
+  description=(
+    "Heterogeneous federated learning by distillation, in JAX:"
+    " codistillation, federated mutual learning, FedMD"
+  ),
+  long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+  long_description_content_type="text/markdown",
+  license="Apache-2.0",
+  packages=setuptools.find_packages(include=["hetfl", "hetfl.*"]),
+  python_requires=">=3.11",
+  install_requires=[
+    "absl-py>=2",
+    "chex>=0.1.90",
+    "fedjax>=0.0.17",
+    "flax>=0.12",
+    "importlib_resources",  # tensorflow-datasets needs it and forgot it
+    "jax>=0.10",
+    "matplotlib>=3.8",
+    "numpy>=2",
+    "optax>=0.2.8",
+    "orbax-checkpoint>=0.11",
+    "pytest>=8",
+    "scikit-learn>=1.4",
+    "tensorboardX>=2.6",
+    "tensorflow-datasets>=4.9.8",
+    "tqdm>=4.66",
+  ],
+  extras_require={
+    "test": ["hypothesis>=6", "pytest-xdist>=3", "ruff>=0.14"],
+    "bench": ["torch"],
+    "tfds": ["tensorflow>=2.16", "array_record"],
+    "cuda": ["jax[cuda13]>=0.10"],
+    "tpu": ["jax[tpu]>=0.10"],
+  },
+  classifiers=[
+    "Programming Language :: Python :: 3.11",
+    "Programming Language :: Python :: 3.12",
+    "Programming Language :: Python :: 3.13",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+  ],
+)

@@ -1,0 +1,209 @@
+import os
+import pathlib
+import shutil
+import typing
+
+from absl import logging
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hetfl import checkpoint
+
+
+class Pair(typing.NamedTuple):
+  params: dict
+  key: jax.Array
+
+
+@flax.struct.dataclass
+class Moments:
+  mean: jax.Array
+  count: jax.Array
+
+
+def make_state(seed=0):
+  key = jax.random.key(seed)
+  return {
+    "small/x": Pair(
+      {"w": jax.random.normal(key, (3, 4)), "b": jnp.zeros(4)}, key
+    ),
+    "small_x": (
+      jax.random.normal(key, (5,), jnp.bfloat16),
+      jax.random.split(jax.random.key(1, impl="rbg"), 3),
+    ),
+    "moments": Moments(jnp.full((2,), -0.0), jnp.array(7, jnp.int32)),
+    # Whole arrays of one value, NaNs with a payload, and no elements.
+    "odd": [
+      jnp.array([0x7FC00123, 0xFFC00001], jnp.uint32).view(jnp.float32),
+      jnp.zeros((0, 3)),
+      jnp.array([True, False]),
+      np.float64(1 / 3),
+      np.arange(3, dtype=np.int64),
+      5,
+      0.1,
+      None,
+    ],
+  }
+
+
+def bits(state):
+  """Everything that can be told of a state, as hashable values."""
+  flat, treedef = jax.tree_util.tree_flatten_with_path(state)
+  found = [str(treedef)]
+  for path, leaf in flat:
+    kind = "jax" if isinstance(leaf, jax.Array) else type(leaf).__name__
+    dtype = str(getattr(leaf, "dtype", ""))
+    if dtype.startswith("key"):
+      kind += str(jax.random.key_impl(leaf))
+      leaf = jax.random.key_data(leaf)
+    found.append(
+      (str(path), kind, dtype, np.shape(leaf), np.asarray(leaf).tobytes())
+    )
+  return found
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+  lines = []
+  monkeypatch.setattr(
+    logging, "warning", lambda text, *a: lines.append(text % a)
+  )
+  return lines
+
+
+def test_restores_bit_for_bit(tmp_path, warnings):
+  state, extra = make_state(), {"a": [1 / 3, None], "b": float("inf")}
+  checkpoints = checkpoint.Checkpoints(tmp_path / "deep" / "er")
+  assert checkpoints.latest(like=state) is None
+  checkpoints.save(7, state, extra)
+  round, restored, extra_restored = checkpoints.latest(like=make_state(1))
+  assert (round, extra_restored) == (7, extra)
+  assert bits(restored) == bits(state)
+  assert restored["small/x"].params["w"].devices() == {jax.devices()[0]}
+  assert not warnings
+
+
+def test_restores_to_abstract_and_empty_states(tmp_path):
+  state = {"w": jnp.ones(3), "key": jax.random.key(3)}
+  checkpoints = checkpoint.Checkpoints(tmp_path)
+  checkpoints.save(1, state, {})
+  like = jax.eval_shape(lambda: state)
+  assert bits(checkpoints.latest(like)[1]) == bits(state)
+  checkpoints.save(2, {}, {})
+  assert checkpoints.latest({}) == (2, {}, {})
+
+
+def test_restored_state_can_be_donated(tmp_path):
+  checkpoints = checkpoint.Checkpoints(tmp_path)
+  checkpoints.save(1, jnp.arange(1000.0), {})
+  state = checkpoints.latest(jnp.arange(1000.0))[1]
+  step = jax.jit(lambda x: x + 1, donate_argnums=0)
+  np.testing.assert_array_equal(step(step(state)), np.arange(1000) + 2.0)
+
+
+def test_keeps_the_last(tmp_path):
+  checkpoints = checkpoint.Checkpoints(tmp_path, keep=2)
+  for round in (1, 2, 3, 1_000_000):
+    checkpoints.save(round, {"w": jnp.full(3, round)}, {})
+  assert sorted(os.listdir(tmp_path)) == ["000003", "1000000"]
+  assert checkpoints.latest({"w": jnp.zeros(3, jnp.int32)})[0] == 1_000_000
+
+
+def files(folder):
+  return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def test_no_damage_to_a_file_gives_wrong_values(tmp_path, warnings):
+  checkpoints = checkpoint.Checkpoints(tmp_path / "whole")
+  for round in (1, 2):
+    checkpoints.save(round, make_state(round), {"round": round})
+  expected = bits(make_state(1))
+  damaged = checkpoint.Checkpoints(tmp_path / "damaged")
+  rng = np.random.default_rng(0)
+  for file in files(checkpoints.path(2)):
+    name = file.relative_to(checkpoints.folder)
+    size = max(1, file.stat().st_size)
+    for harm in ["delete", "empty", "half", *rng.integers(8 * size, size=2)]:
+      shutil.rmtree(damaged.folder, ignore_errors=True)
+      shutil.copytree(checkpoints.folder, damaged.folder)
+      target = damaged.folder / name
+      content = bytearray(target.read_bytes())
+      if not content and harm != "delete":
+        continue
+      if harm == "delete":
+        target.unlink()
+      elif harm == "empty":
+        target.write_bytes(b"")
+      elif harm == "half":
+        target.write_bytes(content[: size // 2])
+      else:
+        content[harm // 8] ^= 1 << (harm % 8)
+        target.write_bytes(content)
+      warnings.clear()
+      round, state, extra = damaged.latest(like=make_state())
+      assert (round, extra) == (1, {"round": 1}), (name, harm)
+      assert bits(state) == expected
+      (line,) = warnings
+      assert "000002 is damaged" in line
+      assert line.endswith("; using 000001.")
+
+
+def test_damaged_everything_starts_over_and_is_replaced(tmp_path, warnings):
+  checkpoints = checkpoint.Checkpoints(tmp_path, keep=1)
+  checkpoints.save(5, {"w": jnp.ones(3)}, {})
+  shutil.rmtree(tmp_path / "000005" / "state")
+  (tmp_path / "000009.part").mkdir()
+  assert checkpoints.latest({"w": jnp.ones(3)}) is None
+  assert len(warnings) == 1
+  assert "000009.part was never finished, 000005 is damaged" in warnings[0]
+  assert warnings[0].endswith("; using none, from the start.")
+  # The new one stays although a damaged one has a later number.
+  checkpoints.save(3, {"w": jnp.zeros(3)}, {})
+  assert os.listdir(tmp_path) == ["000003"]
+
+
+def test_a_moved_checkpoint_is_not_taken_for_another_round(tmp_path, warnings):
+  checkpoints = checkpoint.Checkpoints(tmp_path)
+  checkpoints.save(5, {"w": jnp.ones(3)}, {})
+  pathlib.Path(tmp_path / "000005").rename(tmp_path / "000006")
+  assert checkpoints.latest({"w": jnp.ones(3)}) is None
+  assert "it is of round 5" in warnings[0]
+
+
+@pytest.mark.parametrize(
+  "like, message",
+  [
+    (
+      {"w": jnp.ones(4), "k": jax.random.key(0)},
+      r"\['w'\]: there float32\[3\], here float32\[4\]",
+    ),
+    (
+      {"w": jnp.ones(3, jnp.bfloat16), "k": jax.random.key(0)},
+      r"\['w'\]: there float32\[3\], here bfloat16\[3\]",
+    ),
+    ({"w": jnp.ones(3)}, r"\['k'\]: there key<fry>.*, here none"),
+    (
+      {"w": jnp.ones(3), "k": jax.random.key(0), "v": jnp.ones(1)},
+      r"\['v'\]: there none, here float32\[1\]",
+    ),
+    (
+      {"w": jnp.ones(3), "k": jax.random.key(0, impl="rbg")},
+      "threefry2x32, here .* key rbg",
+    ),
+  ],
+)
+def test_another_kind_of_state_is_an_error(tmp_path, like, message):
+  checkpoints = checkpoint.Checkpoints(tmp_path)
+  checkpoints.save(5, {"w": jnp.ones(3), "k": jax.random.key(0)}, {})
+  with pytest.raises(ValueError, match=message):
+    checkpoints.latest(like)
+
+
+def test_refuses_what_it_cannot_keep(tmp_path):
+  with pytest.raises(TypeError, match=r"state\['f'\]: a str cannot"):
+    checkpoint.Checkpoints(tmp_path).save(1, {"f": "text"}, {})
+  with pytest.raises(ValueError, match="keep=0"):
+    checkpoint.Checkpoints(tmp_path, keep=0)

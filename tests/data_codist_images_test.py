@@ -1,0 +1,178 @@
+import os
+
+import numpy as np
+import pytest
+
+from hetfl.data import codist_images, DataError, partition, vision
+from hetfl.population import ClientPopulation
+
+load = codist_images.load_codist_images
+REAL = os.environ.get("HETFL_DATA_DIR")
+needs_real_data = pytest.mark.skipif(
+  REAL is None, reason="HETFL_DATA_DIR is unset: no real CIFAR to read"
+)
+
+
+def _check_parts(images):
+  """Who holds what never overlaps, and all are over one bank."""
+  small, large = images.pools
+  assert small.bank is large.bank is images.heldout.bank
+  assert small.bank["x"].dtype == np.uint8
+  assert set(small.bank) == set(images.test.bank) == {"x", "y"}
+  assert set(large.ids) <= set(small.ids)
+  for k, client_id in enumerate(large.ids):
+    np.testing.assert_array_equal(
+      large.positions(k), small.positions(small.ids.index(client_id))
+    )
+  parts = [small.members, images.heldout.index]
+  if images.distill.bank is small.bank:
+    parts.append(images.distill.index)
+  together = np.concatenate(parts)
+  assert len(np.unique(together)) == len(together)
+  return len(together)
+
+
+def test_digits():
+  images = load("digits")
+  assert _check_parts(images) == 1437
+  assert [len(p) for p in images.pools] == [42, 8]
+  assert min(images.pools[0].sizes) >= 1
+  assert images.partition == "dirichlet" and images.num_classes == 10
+  assert images.image_shape == images.test.bank["x"].shape[1:] == (8, 8, 1)
+  assert len(images.test.index) == 360
+  assert images.distill.bank is images.pools[0].bank
+
+
+def test_the_federation_does_not_depend_on_the_run():
+  a = load("digits", distill_examples=50)
+  b = load("digits", seed=1, distill_examples=50, high_capacity_clients=20)
+  assert a.pools[0].ids == b.pools[0].ids
+  np.testing.assert_array_equal(a.pools[0].members, b.pools[0].members)
+  np.testing.assert_array_equal(a.heldout.index, b.heldout.index)
+  assert set(a.pools[1].ids) < set(b.pools[1].ids)
+  # The run's seed draws the distillation images alone.
+  assert set(a.distill.index) != set(b.distill.index)
+  all_of_them = load("digits").distill.index
+  fewer = load("digits", distill_examples=20).distill.index
+  assert len(fewer) == 20
+  assert set(fewer) < set(a.distill.index) < set(all_of_them)
+  c = load("digits", partition_seed=1)
+  assert set(a.pools[0].ids) != set(c.pools[0].ids)
+
+
+@pytest.mark.parametrize(
+  "kwargs, message",
+  [
+    (dict(high_capacity_clients=43), "--high_capacity_clients=43.*1 to 42"),
+    (dict(high_capacity_clients=0), "--high_capacity_clients=0.*1 to 42"),
+    (dict(distill_data="cifar10"), "--distill_data=cifar10: .* in_domain"),
+    (dict(distill_examples=0), "--distill_examples=0"),
+    (dict(distill_examples=10_000), "--distill_examples=10000.*1 to "),
+  ],
+)
+def test_arguments_out_of_range(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    load("digits", **kwargs)
+  with pytest.raises(ValueError, match="--dataset=svhn.*cifar100.*digits"):
+    load("svhn")
+  # Before any data is looked for.
+  with pytest.raises(ValueError, match="cifar100 has in_domain or cifar10"):
+    load("cifar100", distill_data="cifar100", data_dir="/nowhere")
+
+
+@pytest.fixture
+def full_size(monkeypatch):
+  """Both CIFARs at their full size, with one pixel for each image."""
+
+  def make(name, classes):
+    def bank(n):
+      y = np.random.default_rng(0).permutation(n) % classes
+      bank = {"x": np.zeros((n, 1, 1, 3), np.uint8), "y": y.astype(np.int32)}
+      return bank | ({"coarse": bank["y"] // 5} if classes == 100 else {})
+
+    return lambda *_: vision.VisionDataset(
+      name, bank(50_000), bank(10_000), classes
+    )
+
+  monkeypatch.setattr(vision, "load_cifar10", make("cifar10", 10))
+  monkeypatch.setattr(vision, "load_cifar100", make("cifar100", 100))
+
+
+@pytest.mark.parametrize(
+  "dataset, other, classes, name",
+  [
+    ("cifar100", "cifar10", 100, "pachinko"),
+    ("cifar10", "cifar100", 10, "dirichlet"),
+  ],
+)
+def test_both_cifars_have_the_papers_split(
+  full_size, dataset, other, classes, name
+):
+  images = load(dataset)
+  assert _check_parts(images) == 50_000
+  assert [len(p) for p in images.pools] == [315, 47]
+  assert set(images.pools[0].sizes) == {100}
+  assert len(images.distill.index) == 13_500
+  assert len(images.heldout.index) == 5_000
+  assert len(images.test.index) == 10_000
+  assert (images.num_classes, images.partition) == (classes, name)
+  labels = images.pools[0].bank["y"]
+  commonest = [
+    np.bincount(labels[images.pools[0].positions(k)]).max() for k in range(315)
+  ]
+  assert np.mean(commonest) > 2 * 100 / classes  # of 100; shuffled: few more
+
+  out = load(dataset, distill_data=other, distill_examples=600)
+  np.testing.assert_array_equal(out.pools[0].members, images.pools[0].members)
+  assert out.distill.bank is not out.pools[0].bank
+  assert set(out.distill.bank) == {"x", "y"}
+  assert len(out.distill.index) == 600
+  assert len(load(dataset, distill_data=other).distill.index) == 50_000
+
+
+def test_tffs_own_clients_are_used_where_they_are(full_size, tmp_path):
+  pytest.importorskip("fedjax")
+  from hetfl.data import fedjax_source
+
+  def write(split, clients, per_client):
+    n = clients * per_client
+    y = np.random.default_rng(0).permutation(n) % 100
+    fedjax_source.write_sqlite(
+      ClientPopulation.from_lists(
+        {
+          "image": np.zeros((n, 32, 32, 3), np.uint8),
+          "label": y,
+          "coarse_label": y // 5,
+        },
+        partition.iid(n, num_clients=clients, seed=0),
+      ),
+      tmp_path / f"federated_cifar100_{split}.sqlite",
+      overwrite=True,
+    )
+
+  write("train", 500, 100)
+  images = load("cifar100", data_dir=tmp_path)
+  assert images.partition == "tff"
+  assert _check_parts(images) == 50_000
+  assert [len(p) for p in images.pools] == [315, 47]
+  assert images.image_shape == (32, 32, 3)
+  assert images.test.bank["x"].shape == (10_000, 1, 1, 3)  # of the CIFAR there
+  write("test", 2, 10)
+  images = load("cifar100", data_dir=tmp_path)
+  assert images.test.bank["x"].shape == (20, 32, 32, 3)
+  write("train", 4, 5)
+  with pytest.raises(DataError, match=r"4 clients of \[5\] images, want 500"):
+    load("cifar100", data_dir=tmp_path)
+
+
+@needs_real_data
+def test_real_cifar100():
+  images = load("cifar100", data_dir=REAL)
+  assert _check_parts(images) == 50_000
+  assert [len(p) for p in images.pools] == [315, 47]
+  assert set(images.pools[0].sizes) == {100}
+  assert (len(images.distill.index), len(images.heldout.index)) == (
+    13_500,
+    5_000,
+  )
+  assert images.image_shape == (32, 32, 3)

@@ -1,0 +1,180 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from hetfl.data import partition
+
+
+def _entropy(clients, labels):
+  classes = int(labels.max()) + 1
+  counts = np.stack(
+    [np.bincount(labels[c], minlength=classes) for c in clients]
+  )
+  p = counts / counts.sum(1, keepdims=True)
+  return -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(1)
+
+
+def _assert_same(a, b):
+  assert len(a) == len(b)
+  for x, y in zip(a, b):
+    np.testing.assert_array_equal(x, y)
+
+
+def _cifar100_labels():
+  fine = np.random.default_rng(7).permutation(np.repeat(np.arange(100), 500))
+  return fine * 7 % 20, fine  # 5 fine labels for each coarse one
+
+
+def test_pachinko_at_the_size_of_federated_cifar100():
+  coarse, fine = _cifar100_labels()
+  clients = partition.pachinko(
+    coarse, fine, num_clients=500, examples_per_client=100, seed=0
+  )
+  assert [len(c) for c in clients] == [100] * 500
+  used = np.concatenate(clients)
+  assert used.dtype == np.int32
+  np.testing.assert_array_equal(np.sort(used), np.arange(50_000))
+
+  iid = partition.iid(50_000, num_clients=500, seed=0)
+  # Dirichlet(0.1) over 20 labels has an expected entropy of
+  # digamma(3) - digamma(1.1) = 1.35, uniform log 20 = 3.00.
+  first = _entropy(clients[:100], coarse).mean()
+  assert 1.1 < first < 1.5
+  assert _entropy(clients, coarse).mean() < 0.5 * _entropy(iid, coarse).mean()
+  # Dirichlet(10) over 5 fine labels is mild: within a client's largest coarse
+  # label its fine labels are nearly uniform (log 5 = 1.61).
+  within = []
+  for c in clients[:100]:
+    mine = fine[c][coarse[c] == np.bincount(coarse[c]).argmax()]
+    p = np.unique(mine, return_counts=True)[1] / len(mine)
+    within.append(-(p * np.log(p)).sum())
+  assert np.mean(within) > 1.4
+
+
+def test_pachinko_is_a_function_of_its_seed():
+  coarse, fine = _cifar100_labels()
+  kwargs = dict(num_clients=20, examples_per_client=50)
+  a = partition.pachinko(coarse, fine, seed=3, **kwargs)
+  np.random.seed(0)  # the global generator has no say
+  _assert_same(a, partition.pachinko(coarse, fine, seed=3, **kwargs))
+  b = partition.pachinko(coarse, fine, seed=4, **kwargs)
+  assert any((x != y).any() for x, y in zip(a, b))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  seed=st.integers(0, 2**32),
+  tree=st.lists(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    min_size=1,
+    max_size=4,
+  ),
+  examples_per_client=st.integers(1, 7),
+  # 1e-6 makes weights underflow, so that labels run out before their turn.
+  alpha=st.sampled_from([1e-6, 1e-2, 0.1, 1.0, 100.0]),
+  beta=st.sampled_from([1e-6, 10.0]),
+)
+def test_pachinko_uses_nothing_twice(
+  seed, tree, examples_per_client, alpha, beta
+):
+  leaves = [(c, f, n) for c, fs in enumerate(tree) for f, n in enumerate(fs)]
+  coarse = np.concatenate([np.full(n, c) for c, _, n in leaves])
+  fine = np.concatenate([np.full(n, f) for _, f, n in leaves])
+  num_clients = len(fine) // examples_per_client
+  if not num_clients:
+    return
+  clients = partition.pachinko(
+    coarse,
+    fine,
+    num_clients=num_clients,
+    examples_per_client=examples_per_client,
+    seed=seed,
+    alpha=alpha,
+    beta=beta,
+  )
+  assert [len(c) for c in clients] == [examples_per_client] * num_clients
+  used = np.concatenate(clients)
+  assert len(np.unique(used)) == len(used)
+  assert used.min() >= 0 and used.max() < len(fine)
+
+
+def test_pachinko_refuses_more_than_there_is():
+  with pytest.raises(ValueError, match="num_clients=3.*want 12.*there are 10"):
+    partition.pachinko(
+      np.zeros(10), np.zeros(10), num_clients=3, examples_per_client=4, seed=0
+    )
+  with pytest.raises(ValueError, match="alpha=0"):
+    partition.pachinko(
+      np.zeros(4),
+      np.zeros(4),
+      num_clients=1,
+      examples_per_client=4,
+      seed=0,
+      alpha=0,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  seed=st.integers(0, 2**32),
+  labels=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+  clients=st.floats(0, 1),
+  alpha=st.sampled_from([1e-4, 0.1, 1.0, 1e4]),
+)
+def test_dirichlet_and_iid_use_everything_once(seed, labels, clients, alpha):
+  labels = np.array(labels)
+  num_clients = 1 + int(clients * (len(labels) - 1))
+  kwargs = dict(num_clients=num_clients, seed=seed)
+  for parts in (
+    partition.dirichlet(labels, alpha=alpha, **kwargs),
+    partition.iid(len(labels), **kwargs),
+  ):
+    assert len(parts) == num_clients
+    assert min(len(p) for p in parts) >= 1
+    np.testing.assert_array_equal(
+      np.sort(np.concatenate(parts)), np.arange(len(labels))
+    )
+
+
+def test_dirichlet_skew_grows_as_alpha_shrinks():
+  labels = np.arange(10_000) % 10
+  skew = [
+    _entropy(
+      partition.dirichlet(labels, num_clients=20, seed=0, alpha=a), labels
+    ).mean()
+    for a in (0.05, 0.5, 1000.0)
+  ]
+  assert skew[0] + 0.3 < skew[1] < skew[2] - 0.3
+  assert skew[2] > 2.29  # log 10 = 2.303
+  _assert_same(
+    partition.dirichlet(labels, num_clients=20, seed=1, alpha=0.5),
+    partition.dirichlet(labels, num_clients=20, seed=1, alpha=0.5),
+  )
+  with pytest.raises(ValueError, match="num_clients=11.*10 examples"):
+    partition.dirichlet(labels[:10], num_clients=11, seed=0, alpha=1.0)
+
+
+def test_codist_split_is_the_papers():
+  kwargs = dict(distill_clients=135, heldout_clients=50)
+  splits = [
+    partition.codist_split(500, seed=0, high_capacity_clients=n, **kwargs)
+    for n in (31, 47, 63)
+  ]
+  for split, n in zip(splits, (31, 47, 63)):
+    assert [len(p) for p in split] == [315, n, 135, 50]
+    together = np.concatenate([split.pool, split.distill, split.heldout])
+    np.testing.assert_array_equal(np.sort(together), np.arange(500))
+    assert set(split.high_capacity) <= set(split.pool)
+    for part in ("pool", "distill", "heldout"):
+      np.testing.assert_array_equal(
+        getattr(split, part), getattr(splits[0], part)
+      )
+  small, middle, large = (set(s.high_capacity) for s in splits)
+  assert small < middle < large
+  other = partition.codist_split(
+    500, seed=1, high_capacity_clients=47, **kwargs
+  )
+  assert set(other.pool) != set(splits[0].pool)
+  with pytest.raises(ValueError, match="high_capacity_clients=316.*0 to 315"):
+    partition.codist_split(500, seed=0, high_capacity_clients=316, **kwargs)

@@ -1,0 +1,114 @@
+"""A small federation with unlike models, clients and pools, for tests."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetfl import core, population
+from hetfl.fedavg import Pool
+from hetfl.models import layers
+
+CLASSES = 3
+
+
+class Mlp(nn.Module):
+  """A dense network."""
+
+  width: int
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.relu(nn.Dense(self.width)(x.reshape(x.shape[0], -1)))
+    return nn.Dense(CLASSES)(x)
+
+
+class Cnn(nn.Module):
+  """The codistillation CNN, tiny."""
+
+  @nn.compact
+  def __call__(self, x):
+    for i, features in enumerate((2, 3, 3)):
+      x = layers.Conv(features, (3, 3))(x)
+      x = nn.relu(layers.max_pool_2x2(x) if i < 2 else x)
+    x = x.reshape(x.shape[0], -1)
+    for width in (4, 5):
+      x = nn.relu(nn.Dense(width)(x))
+    return nn.Dense(CLASSES)(x)
+
+
+EXAMPLE = np.zeros((1, 4, 4, 2))
+MODELS = (Mlp(5), Cnn(), Mlp(7))
+
+
+def make_population(sizes=(3, 7, 4, 9, 5, 12, 2, 6, 8), seed=0):
+  """Clients of unlike sizes with random images."""
+  rng = np.random.default_rng(seed)
+  n = sum(sizes)
+  bank = {
+    "x": rng.normal(size=(n, 4, 4, 2)).astype(np.float32),
+    "y": rng.integers(0, CLASSES, n).astype(np.int32),
+  }
+  cuts = np.split(rng.permutation(n), np.cumsum(sizes)[:-1])
+  return population.ClientPopulation.from_lists(bank, cuts)
+
+
+POPULATION = make_population()
+
+
+def make_pools(num_pools=2, **settings):
+  """Pools of unlike models with unlike rates."""
+  defaults = dict(client_lr=0.125, server_lr=0.0625)
+  return [
+    Pool(
+      name=f"pool{i}",
+      model=core.Model.from_flax(MODELS[i], jnp.zeros(EXAMPLE.shape)),
+      **{**defaults, **settings},
+    )
+    for i in range(num_pools)
+  ]
+
+
+def make_plan(round, *, num_pools=2, num_lanes=1, distill=True, **settings):
+  """A round of four clients a pool, and three distillation steps."""
+  defaults = dict(clients_per_round=4, batch_size=3)
+  return population.RoundPlan(
+    np.int32(round),
+    tuple(
+      population.plan_clients(
+        POPULATION,
+        seed=0,
+        round=round,
+        pool=pool,
+        num_lanes=num_lanes,
+        **{**defaults, **settings},
+      )
+      for pool in range(num_pools)
+    ),
+    population.plan_distillation(
+      POPULATION.examples(), seed=0, round=round, steps=3, batch_size=8
+    )
+    if distill
+    else None,
+  )
+
+
+def make_data(num_pools=2):
+  """The banks on the device."""
+  bank = jax.device_put(dict(POPULATION.bank))
+  return {"pools": (bank,) * num_pools, "distill": bank}
+
+
+def run(algorithm, rounds, *, state=None, first=1, data=None, **settings):
+  """Runs some rounds and returns the state and the last metrics."""
+  state = algorithm.init(jax.random.key(0)) if state is None else state
+  data = data or make_data(len(state.pools))
+  for round in range(first, first + rounds):
+    plan = make_plan(round, num_pools=len(state.pools), **settings)
+    state, metrics = algorithm.step(state, plan, data)
+  return state, metrics
+
+
+def params(state):
+  """The pools' parameters."""
+  return [pool.params for pool in state.pools]

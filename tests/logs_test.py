@@ -1,0 +1,142 @@
+import json
+import math
+
+from absl import flags
+import numpy as np
+import pytest
+
+from hetfl import logs
+
+CONFIG = {"lr": 0.1, "pools": ("small", "large"), "seed": 0, "mask": True}
+
+
+def contents(folder):
+  return {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_config_flags_is_a_flag_file(tmp_path):
+  logs.RunFolder(tmp_path / "run", CONFIG | {"none": None}, {"lanes": 4})
+  values = flags.FlagValues()
+  flags.DEFINE_float("lr", 0, "", flag_values=values)
+  flags.DEFINE_list("pools", [], "", flag_values=values)
+  flags.DEFINE_integer("seed", 1, "", flag_values=values)
+  flags.DEFINE_boolean("mask", False, "", flag_values=values)
+  flags.DEFINE_integer("lanes", 1, "", flag_values=values)
+  flags.DEFINE_string("none", None, "", flag_values=values)
+  flags.DEFINE_string("flagfile", "", "", flag_values=values)
+  values(["program", f"--flagfile={tmp_path / 'run' / 'config.flags'}"])
+  assert values.lr == 0.1
+  assert values.pools == ["small", "large"]
+  assert (values.seed, values.mask, values.lanes) == (0, True, 4)
+  assert values.none is None
+
+
+def test_the_same_run_is_opened_again_with_other_speed_flags(tmp_path):
+  logs.RunFolder(tmp_path, CONFIG, {"lanes": 4})
+  logs.RunFolder(tmp_path, CONFIG, {"lanes": 8}, flags="--lr=0.1")
+  assert (tmp_path / "config.flags").read_text() == "--lr=0.1\n"
+  assert json.loads((tmp_path / "config.json").read_text())["speed"] == {
+    "lanes": 8
+  }
+
+
+def test_another_run_is_refused_and_left_alone(tmp_path):
+  logs.RunFolder(tmp_path, CONFIG)
+  before = contents(tmp_path)
+  other = {"lr": 0.2, "pools": ["small"], "seed": 0, "mask": 1, "new": 3}
+  with pytest.raises(logs.ConfigMismatch) as e:
+    logs.RunFolder(tmp_path, other)
+  assert str(e.value) == (
+    f"--workdir={tmp_path} holds another run: lr: there 0.1, here 0.2;"
+    ' pools: there ["small", "large"], here ["small"];'
+    " mask: there true, here 1; new: there unset, here 3."
+    " Use another --workdir, or the same flags."
+  )
+  assert contents(tmp_path) == before
+
+
+def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
+  (tmp_path / "thesis.tex").write_text("years of work")
+  with pytest.raises(logs.ConfigMismatch, match="is not empty, and no run's"):
+    logs.RunFolder(tmp_path, CONFIG)
+  with pytest.raises(logs.ConfigMismatch, match="is a file"):
+    logs.RunFolder(tmp_path / "thesis.tex", CONFIG)
+  assert contents(tmp_path) == {"thesis.tex": b"years of work"}
+  (tmp_path / "config.json").write_text('{"half')
+  with pytest.raises(logs.ConfigMismatch, match="cannot be read"):
+    logs.RunFolder(tmp_path, CONFIG)
+
+
+def test_what_a_killed_start_left_is_no_obstacle(tmp_path):
+  (tmp_path / ".config.json.part").write_text("{")
+  logs.RunFolder(tmp_path, CONFIG)
+
+
+def test_write_json_is_strictly_json(tmp_path):
+  path = tmp_path / "x.json"
+  value = {"a": np.float32(0.5), "b": [math.nan, -math.inf], 3: np.int64(4)}
+  logs.write_json(path, value)
+
+  def refuse(token):
+    raise AssertionError(token)
+
+  read = json.loads(path.read_text(), parse_constant=refuse)
+  assert read == {"a": 0.5, "b": [None, None], "3": 4}
+  with pytest.raises(TypeError, match="no form in JSON"):
+    logs.write_json(path, {"a": object()})
+  assert json.loads(path.read_text()) == read
+  assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"round": 4, "lo', b'{"round": 4}'])
+def test_metrics_are_cut_back_and_gone_on_with(tmp_path, tail):
+  folder = logs.RunFolder(tmp_path, {})
+  rows = [{"round": r, "loss": 1 / r} for r in (1, 2, 3)]
+  with logs.MetricsLog(folder, tensorboard=False) as log:
+    for row in rows:
+      log.write(row)
+  with open(folder.metrics, "ab") as f:
+    f.write(tail)
+  assert logs.read_rows(folder.metrics) == rows
+  with logs.MetricsLog(folder, after=2, tensorboard=False) as log:
+    assert logs.read_rows(folder.metrics) == rows[:2]
+    log.write({"round": 3, "loss": 0.25})
+  assert logs.read_rows(folder.metrics) == [
+    *rows[:2],
+    {"round": 3, "loss": 0.25},
+  ]
+
+
+def test_rows_before_the_last_must_be_whole(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  assert logs.read_rows(path) == []
+  path.write_text('{"round": 1}\n{"rou\n{"round": 3}\n')
+  with pytest.raises(ValueError, match="line 2: no row"):
+    logs.read_rows(path)
+  path.write_text('{"round": 1}\n{"rou\n')
+  assert logs.read_rows(path) == [{"round": 1}]
+
+
+def test_tensorboard_can_be_switched_off(tmp_path):
+  folder = logs.RunFolder(tmp_path, {})
+  row = {"round": 1, "a/loss": 0.5, "b/loss": math.nan, "note": "text"}
+  with logs.MetricsLog(folder, tensorboard=False) as log:
+    log.write(row)
+  assert not (tmp_path / "tensorboard").exists()
+  with logs.MetricsLog(folder, after=1) as log:
+    log.write(row | {"round": 2})
+  (events,) = (tmp_path / "tensorboard").iterdir()
+  assert b"a/loss" in events.read_bytes()
+
+
+def test_progress_off_a_terminal_is_a_line_an_evaluation(monkeypatch, capsys):
+  lines = []
+  monkeypatch.setattr(
+    logs.logging, "info", lambda text, *a: lines.append(text % a)
+  )
+  progress = logs.Progress(10, 3)
+  progress.evaluated({"round": 4, "small/loss": 0.123456, "seconds": 2.0})
+  progress.update({"small/loss": 0.1})
+  progress.close()
+  assert lines == ["round 4 of 10, 2.0 s: small/loss 0.1235"]
+  assert capsys.readouterr() == ("", "")

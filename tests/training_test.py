@@ -1,0 +1,344 @@
+import functools
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hetfl import checkpoint, core, logs, training
+
+ROUNDS, EVAL_EVERY = 12, 5
+PACKAGE = pathlib.Path(training.__file__).resolve().parent
+
+
+class Regression:
+  """Linear regression by SGD, with noise from a key in the state."""
+
+  def init(self, key):
+    # A weakly typed leaf: jnp.full of a Python number.
+    return {"w": jnp.full(3, 0.0), "key": key, "round": jnp.asarray(0)}
+
+  @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+  def step(self, state, plan, data):
+    x, y = data["x"][plan], data["y"][plan]
+
+    def loss_fn(w):
+      return jnp.mean((x @ w - y) ** 2)
+
+    loss, gradient = jax.value_and_grad(loss_fn)(state["w"])
+    key, noise = jax.random.split(state["key"])
+    noise = 0.01 * jax.random.normal(noise, (3,))
+    w = state["w"] - 0.1 * (gradient + noise)
+    one = jnp.ones(())
+    metrics = {
+      "small/loss": core.Mean(loss, one),
+      "small/batch": core.Mean(one * x.shape[0], one),
+      "small/rare": core.Mean(0 * one, 0 * one),  # not measured: left out
+    }
+    return {"w": w, "key": key, "round": state["round"] + 1}, metrics
+
+
+DATA = {
+  "x": jnp.asarray(np.random.default_rng(0).normal(size=(40, 3)), "float32"),
+  "y": jnp.asarray(np.random.default_rng(1).normal(size=40), "float32"),
+}
+
+
+def plan(round):
+  return np.random.default_rng([7, round]).integers(40, size=8)
+
+
+def evaluate(state):
+  error = jnp.mean((DATA["x"] @ state["w"] - DATA["y"]) ** 2)
+  return {"small/test_error": float(error), "small/gap": float("nan")}
+
+
+def summarize(state, evaluation):
+  bits = (
+    np.asarray(state["w"]).tobytes()
+    + np.asarray(jax.random.key_data(state["key"])).tobytes()
+  )
+  return {"algorithm": "sgd", "bits": bits.hex(), "pools": evaluation}
+
+
+def run(workdir, **changes):
+  options = dict(
+    rounds=ROUNDS,
+    folder=logs.RunFolder(workdir, {"rounds": ROUNDS}),
+    summarize=summarize,
+    eval_every=EVAL_EVERY,
+    checkpoint_every=1,
+    keep=ROUNDS,
+    tensorboard=False,
+  )
+  arguments = dict(plan_fn=plan, data=DATA, evaluate=evaluate)
+  return training.run(
+    Regression(), jax.random.key(0), **(arguments | options | changes)
+  )
+
+
+def outcome(workdir):
+  """What two runs must agree on: everything but the seconds."""
+  rows = logs.read_rows(pathlib.Path(workdir) / "metrics.jsonl")
+  result = json.loads((pathlib.Path(workdir) / "result.json").read_text())
+  assert result["seconds"] >= rows[-1]["seconds"] > 0
+  for row in [result, *rows]:
+    del row["seconds"]
+  return result, rows
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("undisturbed")
+  result = run(workdir)
+  assert result == logs.RunFolder(workdir, {"rounds": ROUNDS}).result()
+  return outcome(workdir)
+
+
+def test_undisturbed(undisturbed):
+  result, rows = undisturbed
+  assert [row["round"] for row in rows] == [5, 10, 12]
+  assert result["rounds"] == ROUNDS
+  assert result["versions"]["jax"] == jax.__version__
+  # By hand, without `run`; the last row has the mean of rounds 11 and 12.
+  algorithm = Regression()
+  state, losses = algorithm.init(jax.random.key(0)), []
+  for round in range(1, ROUNDS + 1):
+    state, metrics = algorithm.step(state, plan(round), DATA)
+    losses.append(float(metrics["small/loss"].total))
+  assert summarize(state, {})["bits"] == result["bits"]
+  assert rows[-1] == {
+    "round": 12,
+    "small/test_error": evaluate(state)["small/test_error"],
+    "small/gap": None,
+    "small/loss": (losses[10] + losses[11]) / 2,
+    "small/batch": 8.0,
+  }
+
+
+class CrashError(Exception):
+  pass
+
+
+@pytest.mark.parametrize("crash", range(1, ROUNDS + 1))
+def test_resume_from_every_round(tmp_path, undisturbed, crash):
+  def crashing_plan(round):
+    if round == crash:
+      raise CrashError
+    return plan(round)
+
+  every = 1 + crash % 3
+  with pytest.raises(CrashError):
+    run(tmp_path, plan_fn=crashing_plan, checkpoint_every=every)
+  assert not (tmp_path / "result.json").exists()
+  # A row that is later than the checkpoint, and half of another.
+  with open(tmp_path / "metrics.jsonl", "ab") as f:
+    f.write(b'{"round": 12, "small/loss": 3}\n{"round"')
+  made = []
+
+  def noting_plan(round):
+    made.append(round)
+    return plan(round)
+
+  run(tmp_path, plan_fn=noting_plan, checkpoint_every=every)
+  assert made == list(range((crash - 1) // every * every + 1, ROUNDS + 1))
+  assert outcome(tmp_path) == undisturbed
+
+
+def test_resume_after_the_last_checkpoint_but_before_the_result(
+  tmp_path, undisturbed
+):
+  run(tmp_path)
+  (tmp_path / "result.json").unlink()
+  run(tmp_path, plan_fn=None)
+  assert outcome(tmp_path) == undisturbed
+
+
+def test_a_damaged_checkpoint_costs_rounds_only(tmp_path, undisturbed):
+  run(tmp_path)
+  (tmp_path / "result.json").write_text("{")
+  for round in (10, 11, 12):
+    (tmp_path / f"checkpoints/{round:06d}/manifest.json").write_bytes(b"x")
+  run(tmp_path)
+  assert outcome(tmp_path) == undisturbed
+
+
+def test_a_finished_run_is_not_run_again(tmp_path):
+  result = run(tmp_path)
+  assert run(tmp_path, plan_fn=None, evaluate=None) == result
+  with pytest.raises(ValueError, match="is at round 12 already"):
+    run(tmp_path, rounds=3)
+
+
+def test_the_second_round_does_not_compile(tmp_path):
+  Regression.step.clear_cache()
+  run(tmp_path)
+  assert Regression.step._cache_size() == 1
+
+
+def test_plans_are_made_one_ahead(tmp_path):
+  made, seen = [], []
+
+  def noting_plan(round):
+    assert threading.current_thread() is not threading.main_thread()
+    made.append(round)
+    return plan(round)
+
+  def noting_evaluate(state):
+    round = int(state["round"])
+    deadline = time.monotonic() + 10
+    while round == len(made) < 11 and time.monotonic() < deadline:
+      time.sleep(0.001)
+    seen.append(len(made) - round)
+    return {}
+
+  run(tmp_path, plan_fn=noting_plan, evaluate=noting_evaluate, rounds=11)
+  assert made == list(range(1, 12))
+  assert seen == [1, 1, 0]
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, stop):
+  lines = []
+  monkeypatch.setattr(
+    logging, "warning", lambda text, *a: lines.append(text % a)
+  )
+  data = DATA | {"y": DATA["y"] + jnp.inf}
+  if stop:
+    with pytest.raises(FloatingPointError, match="round 1: small/loss is inf"):
+      run(tmp_path, data=data, stop_on_nonfinite=True)
+    assert not list((tmp_path / "checkpoints").glob("*"))
+  else:
+    run(tmp_path, data=data)
+    (line,) = [line for line in lines if "diverged" in line]
+    assert line.startswith("round 1: small/loss is inf")
+    assert logs.read_rows(tmp_path / "metrics.jsonl")[-1]["small/loss"] is None
+
+
+def test_clashing_names_are_an_error(tmp_path):
+  with pytest.raises(ValueError, match="name a metric 'small/loss'"):
+    run(tmp_path, evaluate=lambda state: {"small/loss": 0.0})
+
+
+def test_handlers_come_back_and_threads_need_none(tmp_path, undisturbed):
+  before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+  thread = threading.Thread(target=run, args=(tmp_path,))
+  thread.start()
+  thread.join()
+  assert outcome(tmp_path) == undisturbed
+  run(tmp_path / "main")
+  after = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+  assert after == before
+
+
+def test_a_signal_saves_and_exits(tmp_path, undisturbed):
+  def signalled_plan(round):
+    if round == 4:  # made while round 3 is at work, or just before it is
+      os.kill(os.getpid(), signal.SIGINT)
+    return plan(round)
+
+  with pytest.raises(SystemExit) as e:
+    run(tmp_path, plan_fn=signalled_plan, checkpoint_every=100)
+  assert e.value.code == 128 + signal.SIGINT
+  (saved,) = checkpoint.Checkpoints(tmp_path / "checkpoints").rounds()
+  assert saved in (3, 4)
+  run(tmp_path)
+  assert outcome(tmp_path) == undisturbed
+
+
+def start(workdir, sleep):
+  """This file as a program: a run with slow rounds, in a process."""
+  return subprocess.Popen(
+    [sys.executable, __file__, str(workdir), str(sleep)],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=os.environ
+    | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PACKAGE.parent)},
+  )
+
+
+def wait_for(process, path):
+  deadline = time.monotonic() + 60
+  while not path.exists():
+    if process.poll() is not None or time.monotonic() > deadline:
+      process.kill()
+      pytest.fail(f"no {path}: {process.communicate()[1]}")
+    time.sleep(0.005)
+
+
+def wait_for_checkpoint(process, workdir, round):
+  wait_for(process, workdir / f"checkpoints/{round:06d}")
+
+
+def test_sigterm_in_a_process(tmp_path, undisturbed):
+  process = start(tmp_path, 0.2)
+  wait_for_checkpoint(process, tmp_path, 2)
+  process.terminate()
+  _, errors = process.communicate(timeout=60)
+  assert process.returncode == 143, errors
+  (line,) = [line for line in errors.split("\n") if "SIGTERM" in line]
+  assert "Saved; the same command goes on." in line
+  run(tmp_path)
+  assert outcome(tmp_path) == undisturbed
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+  process = start(tmp_path, 0.2)
+  wait_for_checkpoint(process, tmp_path, 1)
+  (tmp_path / "hang").touch()
+  wait_for(process, tmp_path / "hanging")
+  process.send_signal(signal.SIGINT)
+  time.sleep(1.5)
+  assert process.poll() is None
+  process.send_signal(signal.SIGINT)
+  _, errors = process.communicate(timeout=60)
+  assert process.returncode != 0
+  assert "KeyboardInterrupt" in errors
+
+
+def test_sigkill_at_random_moments(tmp_path, undisturbed):
+  rng = random.Random(0)
+  process = start(tmp_path, 0)
+  wait_for_checkpoint(process, tmp_path, 1)
+  for _ in range(3):
+    time.sleep(rng.uniform(0, 0.15))
+    process.kill()
+    process.communicate(timeout=60)
+    rounds = checkpoint.Checkpoints(tmp_path / "checkpoints").rounds()
+    process = start(tmp_path, 0)
+    if rounds and rounds[-1] < ROUNDS:
+      wait_for_checkpoint(process, tmp_path, rounds[-1] + 1)
+  process.communicate(timeout=60)
+  assert process.returncode == 0
+  assert outcome(tmp_path) == undisturbed
+
+
+def main(workdir, sleep):
+  hang = pathlib.Path(workdir) / "hang"
+
+  def slow_plan(round):
+    time.sleep(float(sleep))
+    return plan(round)
+
+  def hanging_evaluate(state):
+    if hang.exists():
+      hang.with_name("hanging").touch()
+      time.sleep(60)
+    return evaluate(state)
+
+  run(workdir, plan_fn=slow_plan, evaluate=hanging_evaluate)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
