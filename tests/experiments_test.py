@@ -1,0 +1,310 @@
+"""experiments/codist.py as a user runs it."""
+
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+QUICK = ("--rounds=6", "--eval_every=3", "--codist_period=4")
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+  """Programs compiled by one process serve the next."""
+  return os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("jax")),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "HETFL_DATA_DIR": "",
+  }
+
+
+@pytest.fixture
+def codist(environment):
+  """Runs the experiment to its end."""
+
+  def run(*args, **more_environment):
+    return subprocess.run(
+      [sys.executable, str(ROOT / "experiments/codist.py"), *map(str, args)],
+      env=environment | more_environment,
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=300,
+    )
+
+  return run
+
+
+def outcome(workdir):
+  """The result but for the time it took, and the rows but for theirs."""
+  result = json.loads((workdir / "result.json").read_text())
+  rows = [
+    json.loads(line)
+    for line in (workdir / "metrics.jsonl").read_text().splitlines()
+  ]
+  for entry in (result, *rows):
+    del entry["seconds"]
+  return result, rows
+
+
+def manifest(workdir):
+  """The digests and shapes of the last checkpoint's arrays."""
+  last = sorted((workdir / "checkpoints").iterdir())[-1]
+  text = (last / "manifest.json").read_text().split("\n")[1]
+  stored = json.loads(text)
+  return last.name, stored["sha256"], stored["leaves"]
+
+
+@pytest.mark.slow
+def test_three_algorithms_side_by_side(codist, tmp_path):
+  done = codist(*QUICK, f"--workdir={tmp_path}/all")
+  assert done.returncode == 0, done.stderr
+  for name in ("fedavg", "periodic", "merged"):
+    assert re.search(rf"^{name} +31,914", done.stdout, re.MULTILINE)
+    result, rows = outcome(tmp_path / "all" / name)
+    assert result["algorithm"] == name
+    assert result["dataset"] == "digits"
+    assert (result["rounds"], result["seed"]) == (6, 0)
+    for pool in ("small", "large"):
+      entry = result["pools"][pool]
+      assert entry["parameters"] == {"small": 31914, "large": 124234}[pool]
+      for accuracy in ("test_accuracy", "heldout_accuracy"):
+        assert entry[accuracy] == rows[-1][f"{pool}/{accuracy}"]
+        assert 0 <= entry[accuracy] <= 1
+    assert [row["round"] for row in rows] == [3, 6]
+    assert ("small/distill_loss" in rows[0]) == (name == "merged")
+    assert ("small/distill_loss" in rows[1]) == (name != "fedavg")
+    flags = (tmp_path / "all" / name / "config.flags").read_text()
+    assert "--rounds=6\n" in flags
+    assert list((tmp_path / "all" / name / "tensorboard").iterdir())
+  png = (tmp_path / "all/curves.png").read_bytes()
+  assert png.startswith(b"\x89PNG")
+  # config.flags is a flag file that repeats the run, whatever the engine.
+  again = codist(
+    f"--flagfile={tmp_path}/all/periodic/config.flags",
+    "--engine=threads",
+    "--threads=3",
+    "--lanes=2",
+    f"--workdir={tmp_path}/again",
+  )
+  assert again.returncode == 0, again.stderr
+  for ours, theirs in zip(
+    outcome(tmp_path / "again")[1], outcome(tmp_path / "all/periodic")[1]
+  ):
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_speed_flags_change_nothing_but_rounding(codist, tmp_path):
+  run = ("--algorithm=merged", "--rounds=3", "--eval_every=3")
+  cases = {
+    "threads": (),
+    "inline": ("--engine=inline", "--conv=native", "--microbatch=0"),
+    "mesh": ("--engine=mesh", "--cpu_devices=2", "--lanes=4"),
+  }
+  results = {}
+  for name, flags in cases.items():
+    done = codist(*run, *flags, f"--workdir={tmp_path / name}")
+    assert done.returncode == 0, done.stderr
+    results[name] = outcome(tmp_path / name)[1][-1]
+  for name in ("inline", "mesh"):
+    for key, value in results["threads"].items():
+      assert results[name][key] == pytest.approx(value, rel=2e-3), key
+
+
+@pytest.mark.slow
+def test_sigkill_ten_times(codist, environment, tmp_path):
+  run = (
+    "--algorithm=merged",
+    "--rounds=60",
+    "--eval_every=4",
+    "--checkpoint_every=1",
+    "--notensorboard",
+  )
+  done = codist(*run, f"--workdir={tmp_path}/undisturbed")
+  assert done.returncode == 0, done.stderr
+  draw = random.Random(0)
+  command = [
+    sys.executable,
+    str(ROOT / "experiments/codist.py"),
+    *run,
+    f"--workdir={tmp_path}/killed",
+  ]
+  kills = 0
+  while kills < 10:
+    before = len(_checkpoints(tmp_path / "killed"))
+    process = subprocess.Popen(
+      command,
+      env=environment,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while (
+      _checkpoints(tmp_path / "killed") == before
+      and process.poll() is None
+      and time.monotonic() < deadline
+    ):
+      time.sleep(0.01)
+    # Half of the moments are in start-up, half in the rounds.
+    time.sleep(draw.uniform(0, 5) if kills % 2 else draw.uniform(5, 9))
+    if process.poll() is not None:
+      break
+    process.kill()
+    process.wait()
+    kills += 1
+  assert kills >= 5, "too fast to be killed"
+  done = codist(*run, f"--workdir={tmp_path}/killed")
+  assert done.returncode == 0, done.stderr
+  assert outcome(tmp_path / "killed") == outcome(tmp_path / "undisturbed")
+  assert manifest(tmp_path / "killed") == manifest(tmp_path / "undisturbed")
+
+
+def _checkpoints(workdir):
+  folder = workdir / "checkpoints"
+  return sorted(p.name for p in folder.iterdir()) if folder.exists() else []
+
+
+@pytest.mark.slow
+def test_a_corrupted_checkpoint_is_passed_over(codist, tmp_path):
+  run = (
+    "--algorithm=fedavg",
+    "--rounds=6",
+    "--eval_every=3",
+    "--checkpoint_every=2",
+    f"--workdir={tmp_path}/run",
+  )
+  assert codist(*run).returncode == 0
+  expected = outcome(tmp_path / "run"), manifest(tmp_path / "run")
+  (tmp_path / "run/result.json").unlink()
+  last = tmp_path / "run/checkpoints/000006"
+  largest = max(
+    (p for p in last.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
+  )
+  content = bytearray(largest.read_bytes())
+  content[len(content) // 2] ^= 1
+  largest.write_bytes(content)
+  done = codist(*run)
+  assert done.returncode == 0, done.stderr
+  assert "000006 is damaged" in done.stderr
+  assert "using 000004" in done.stderr
+  assert (outcome(tmp_path / "run"), manifest(tmp_path / "run")) == expected
+
+
+@pytest.mark.slow
+def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
+  held = tmp_path / "held"
+  one = ("--algorithm=fedavg", "--rounds=1", f"--workdir={held}")
+  assert codist(*one).returncode == 0
+  before = {p: p.read_bytes() for p in sorted(held.rglob("*")) if p.is_file()}
+  foreign = tmp_path / "foreign"
+  foreign.mkdir()
+  (foreign / "thesis.tex").write_text("x")
+  cifar = ("--dataset=cifar100", f"--data_dir={tmp_path}/data")
+  binary = tmp_path / "data/cifar-100-binary"
+  binary.mkdir(parents=True)
+  fresh = f"--workdir={tmp_path}/fresh"
+  cases = [
+    (("--learning_rat=1",), "learning_rat"),
+    (("--merge_alpha=1.5",), "merge_alpha"),
+    (("--clients_per_round=0",), "clients_per_round"),
+    (("--clients_per_round=9",), "--clients_per_round=9: pool 1 has 8"),
+    (("--clients_per_round=99",), "--clients_per_round=99: pool 0 has 42"),
+    (("--high_capacity_clients=99",), "--high_capacity_clients"),
+    (("--client_lr=0.1,x",), "--client_lr=0.1,x: not a number"),
+    (("--client_lr=1,2,3",), "--client_lr=1,2,3: give one value, or two"),
+    (("--teacher_temperature=0",), "--teacher_temperature=0"),
+    (("--algorithm=fedsgd",), "--algorithm=fedsgd: choose from fedavg"),
+    (("--distill_data=cifar10",), "--distill_data"),
+    (("--flagfile=/nowhere",), "/nowhere"),
+    (("stray",), "'stray' is no flag"),
+    (cifar, "--data_dir"),
+    ((*cifar, "--download"), "cifar-100-binary.tar.gz"),
+  ]
+  for flags, message in cases:
+    done = codist(fresh, *flags)
+    lines = [
+      line for line in done.stderr.splitlines() if line.startswith("error: ")
+    ]
+    assert done.returncode != 0, flags
+    assert len(lines) == 1 and message in lines[0], (flags, done.stderr)
+    assert "Traceback" not in done.stderr, flags
+    assert not (tmp_path / "fresh").exists(), flags
+  (binary / "test.bin").write_bytes(bytes(10_000 * 3074))
+  (binary / "train.bin").write_bytes(bytes(1000))  # truncated
+  done = codist(fresh, *cifar)
+  assert done.returncode != 0 and "train.bin" in done.stderr
+  done = codist("--algorithm=fedavg", "--rounds=2", f"--workdir={held}")
+  assert done.returncode != 0
+  assert "rounds: there 1, here 2" in done.stderr
+  done = codist(f"--workdir={foreign}", "--algorithm=fedavg")
+  assert done.returncode != 0 and "no run's folder" in done.stderr
+  assert {p.name for p in foreign.iterdir()} == {"thesis.tex"}
+  after = {p: p.read_bytes() for p in sorted(held.rglob("*")) if p.is_file()}
+  assert after == before
+
+
+@pytest.mark.slow
+def test_real_cifar_100_and_a_flipped_bit(codist, tmp_path):
+  data = os.environ.get("HETFL_DATA_DIR")
+  if not data:
+    pytest.skip("HETFL_DATA_DIR is not set")
+  flags = ROOT / "experiments/flags/table1_cifar_4700_periodic_out.flags"
+  run = (f"--flagfile={flags}", "--rounds=2", "--codist_period=2")
+  run += ("--distill_steps=2", "--eval_batch_size=500")
+  done = codist(*run, f"--data_dir={data}", f"--workdir={tmp_path}/run")
+  assert done.returncode == 0, done.stderr
+  result, rows = outcome(tmp_path / "run")
+  pools = result["pools"]
+  assert [pools[p]["parameters"] for p in pools] == [109_348, 410_084]
+  assert [pools[p]["clients"] for p in pools] == [315, 47]
+  assert [pools[p]["examples"] for p in pools] == [31_500, 4_700]
+  assert np.isfinite(rows[-1]["large/distill_loss"])
+  shutil.copytree(
+    pathlib.Path(data, "cifar-100-binary"), tmp_path / "cifar-100-binary"
+  )
+  file = tmp_path / "cifar-100-binary/train.bin"
+  file.chmod(0o644)
+  with open(file, "r+b") as f:
+    f.seek(10**8)
+    byte = f.read(1)[0]
+    f.seek(10**8)
+    f.write(bytes([byte ^ 4]))
+  done = codist(*run, f"--data_dir={tmp_path}", f"--workdir={tmp_path}/bad")
+  assert done.returncode != 0
+  (line,) = [s for s in done.stderr.splitlines() if s.startswith("error")]
+  assert "train.bin" in line and "sha256" in line.lower()
+
+
+def test_flag_files_are_up_to_date():
+  sys.path.insert(0, str(ROOT / "experiments"))
+  try:
+    import make_flags
+  finally:
+    sys.path.pop(0)
+  there = {
+    p.name: p.read_text(encoding="utf-8")
+    for p in (ROOT / "experiments/flags").glob("*.flags")
+  }
+  assert there == make_flags.flag_files()
+  assert len(there) == 15
+
+
+def test_the_readme_example_runs():
+  text = (ROOT / "README.md").read_text(encoding="utf-8")
+  (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+  names = {}
+  with jax.numpy_rank_promotion("allow"):
+    exec(compile(code, "README.md", "exec"), names)
+  assert names["metrics"]["large/distill_loss"].count == 4
