@@ -21,7 +21,6 @@ SPEED_FLAGS = (
   "eval_batch_size",
   "lanes",
   "microbatch",
-  "rounds_per_dispatch",
   "tensorboard",
   "threads",
 )
@@ -37,7 +36,7 @@ def define_run_flags(default_rounds: str) -> None:
   """Defines the flags that every experiment has."""
   flags.DEFINE_string(
     "data_dir",
-    os.environ.get("HETFL_DATA_DIR"),
+    os.environ.get("HETFL_DATA_DIR") or None,
     "Folder with the official files of the data sets; by default what the"
     " environment variable HETFL_DATA_DIR says.",
   )

@@ -192,7 +192,8 @@ class Threads:
   """Runs each lane, chunk and call as a program of its own, on CPU threads.
 
   Which thread runs what never changes a result: every program is the same
-  wherever it runs, and sums are taken in the order of the lanes.
+  wherever it runs, and sums are taken in the order of the lanes. JAX's context
+  managers act on one thread; set options with `jax.config.update`.
 
   Args:
     num_threads: how many programs run at once; by default one for each core
@@ -204,7 +205,7 @@ class Threads:
   """
 
   def __init__(self, num_threads: int | None = None):
-    self.num_threads = num_threads or len(os.sched_getaffinity(0))
+    self.num_threads = num_threads or _num_cores()
     # Twice as many lanes as threads, so that a late thread costs half a lane.
     self.num_lanes = 2 * self.num_threads
     self._pool = futures.ThreadPoolExecutor(self.num_threads, "hetfl")
@@ -284,6 +285,13 @@ class Threads:
     result = jax.block_until_ready(program(*args))
     self._seconds[fn] = time.perf_counter() - start
     return result
+
+
+def _num_cores() -> int:
+  """How many cores this process may use."""
+  if hasattr(os, "sched_getaffinity"):  # not on macOS
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
 
 
 def _sum(*trees):

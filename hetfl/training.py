@@ -176,6 +176,7 @@ def run(
     return stored
 
   started = time.monotonic()
+  commit = git_commit()  # That of the code at work, not of a later checkout.
   checkpoints = checkpoint.Checkpoints(folder.checkpoints, keep)
   with contextlib.ExitStack() as stack:
     signals = stack.enter_context(_signals())
@@ -248,7 +249,7 @@ def run(
           "rounds": rounds,
           "seconds": seconds(),
           "versions": versions(),
-          "git_commit": git_commit(),
+          "git_commit": commit,
         }
       )
   if signals:

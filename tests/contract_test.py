@@ -272,6 +272,56 @@ def test_periodic_resets_the_servers_moments():
   assert counts == [1, 0, 1]
 
 
+@pytest.mark.parametrize("threads", [False, True])
+def test_teachers_and_students_see_the_same_images(threads):
+  """A student whose target is its own view starts at no loss at all."""
+
+  def noisy(key, batch):
+    noise = jax.random.normal(key, batch["x"].shape)
+    return {**batch, "x": batch["x"] + noise}
+
+  def loss_of(regularization):
+    algorithm = codist.merged_codist(
+      federation.make_pools(),
+      make_distiller(
+        learning_rate=0.0,
+        regularization=regularization,
+        transform=noisy,
+        mixup_beta=2,
+        microbatch=2,
+      ),
+      alpha=0.5,
+      rounds=1,
+      engine=engine.Threads(2) if threads else None,
+    )
+    _, metrics = federation.run(algorithm, 1)
+    return metrics["pool1/distill_loss"].total
+
+  assert abs(loss_of(1.0)) < 1e-5
+  assert loss_of(0.0) > 1e-2
+
+
+def test_labels_in_distillation_are_mixed_as_the_images_are():
+  onehot = jnp.eye(federation.CLASSES)[jnp.array([0, 1])]
+  mixed = distill.mixup(onehot, jnp.array([0.75, 0.5]))
+  np.testing.assert_allclose(mixed, [[0.75, 0.25, 0], [0.5, 0.5, 0]])
+  pools = federation.make_pools()
+  states = [
+    federation.run(
+      codist.merged_codist(
+        pools,
+        make_distiller(label_weight=weight, mixup_beta=2),
+        alpha=0.0,
+        rounds=1,
+      ),
+      1,
+    )[0]
+    for weight in (0.0, 1.0)
+  ]
+  a, b = (jax.tree.leaves(federation.params(s))[0] for s in states)
+  assert not np.allclose(a, b)
+
+
 def test_what_is_out_of_range_is_refused():
   pools = federation.make_pools()
   with pytest.raises(ValueError, match="merge_alpha=1.5"):

@@ -1,0 +1,70 @@
+"""The threaded engine's habits."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hetfl import engine
+
+
+def test_results_come_in_the_order_of_the_jobs():
+  def slow(x):
+    return jax.lax.fori_loop(0, 20_000, lambda _, y: jnp.sin(y), x)
+
+  runner = engine.Threads(3)
+  jobs = [engine.Call(slow, (jnp.ones(()) * i,)) for i in range(3)]
+  jobs += [engine.Call(lambda x: x, (jnp.ones(()) * 7,))]
+  for _ in range(2):
+    results = runner.run(*jobs)
+    assert [float(r) > 0.01 for r in results] == [False, True, True, True]
+    assert float(results[3]) == 7
+
+
+def test_lanes_run_as_long_as_they_say():
+  def count(start, lane, steps):
+    return jax.lax.fori_loop(0, steps, lambda i, n: n + lane[i], start)
+
+  lanes = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+  job = engine.Lanes(count, (jnp.zeros(()),), lanes, np.array([4, 2, 0]))
+  (total,) = engine.Threads(2).run(job)
+  assert float(total) == 0 + 1 + 2 + 3 + 4 + 5
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 200])
+def test_chunks_are_put_together(rows):
+  job = engine.Chunks(
+    lambda a, x: a * x["v"], (jnp.full((), 2.0),), {"v": np.arange(rows)}
+  )
+  for runner in (engine.Threads(2), engine.Inline()):
+    (result,) = runner.run(job)
+    np.testing.assert_array_equal(result, 2 * np.arange(rows))
+    (skipped,) = runner.run(job._replace(when=False))
+    np.testing.assert_array_equal(skipped, np.zeros(rows))
+
+
+def test_an_error_reaches_the_caller_and_the_engine_lives_on():
+  def wrong(x):
+    raise RuntimeError("a bug in a model")
+
+  runner = engine.Threads(2)
+  for _ in range(2):  # The first time it is being compiled.
+    with pytest.raises(RuntimeError, match="a bug in a model"):
+      runner.run(engine.Call(wrong, (jnp.ones(()),)))
+  (result,) = runner.run(engine.Call(lambda x: x + 1, (jnp.ones(()),)))
+  assert float(result) == 2
+
+
+def test_many_threads_compile_a_program_once():
+  traced = []
+
+  def program(x):
+    traced.append(threading.get_ident())
+    return x + 1
+
+  runner = engine.Threads(4)
+  jobs = [engine.Call(program, (jnp.ones(()) * i,)) for i in range(8)]
+  assert [float(r) for r in runner.run(*jobs)] == list(range(1, 9))
+  assert len(traced) == 1

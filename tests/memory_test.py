@@ -1,0 +1,39 @@
+"""Memory does not grow with the rounds."""
+
+import gc
+
+import jax
+import pytest
+
+from hetfl import codist, distill, engine
+from tests import federation
+
+
+def resident_megabytes():
+  with open("/proc/self/statm", encoding="ascii") as f:
+    return int(f.read().split()[1]) * 4096 / 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [False, True])
+def test_memory_is_flat_over_500_rounds(threads):
+  runner = engine.Threads(2) if threads else engine.Inline()
+  algorithm = codist.merged_codist(
+    federation.make_pools(),
+    distill.Distiller(),
+    alpha=0.5,
+    rounds=500,
+    engine=runner,
+  )
+  step = runner.compile(algorithm.step, donate=(0,))
+  data = federation.make_data()
+  state = algorithm.init(jax.random.key(0))
+  seen = {}
+  for round in range(1, 501):
+    state, _ = step(state, federation.make_plan(round, num_lanes=2), data)
+    if round in (100, 500):
+      jax.block_until_ready(state)
+      gc.collect()
+      seen[round] = (len(jax.live_arrays()), resident_megabytes())
+  assert seen[500][0] <= seen[100][0]
+  assert seen[500][1] <= seen[100][1] * 1.01 + 4

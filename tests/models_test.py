@@ -1,0 +1,119 @@
+"""Models, layers and image recipes."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hetfl import augment, core
+from hetfl.models import layers, vision
+
+COUNTS = {vision.small_cnn: 109_348, vision.large_cnn: 410_084}
+
+
+@pytest.mark.parametrize("cnn", COUNTS)
+@pytest.mark.parametrize("name", ["crop24", "pad32"])
+def test_parameter_counts_in_both_recipes(cnn, name):
+  recipe = augment.RECIPES[name]
+  module = cnn(100, padding=recipe.padding, pool_after=recipe.pool_after)
+  x = jnp.zeros((1, recipe.size, recipe.size, 3))
+  shapes = jax.eval_shape(module.init, jax.random.key(0), x)["params"]
+  assert core.num_parameters(shapes) == COUNTS[cnn]
+  # The 6x6 map that the counts ask for.
+  channels = shapes["Conv_2"]["kernel"].shape[-1]
+  assert shapes["Dense_0"]["kernel"].shape[0] == 6 * 6 * channels
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize("form", ["patches", "native"])
+def test_conv_is_flaxs_conv(form, padding):
+  ours = layers.Conv(5, (3, 3), padding, form)
+  theirs = nn.Conv(5, (3, 3), padding=padding)
+  clients = 3
+  x = jax.random.normal(jax.random.key(0), (clients, 2, 7, 6, 4))
+  variables = jax.vmap(theirs.init)(
+    jax.random.split(jax.random.key(1), clients), x
+  )
+  weights = jax.random.normal(jax.random.key(2), (5,))
+
+  def value_and_grads(module):
+    # Each client with weights of its own, as in a round.
+    def loss(variables, x):
+      y = module.apply(variables, x)
+      return jnp.sum(jnp.sin(y) * weights.reshape(1, 1, 1, -1))
+
+    return jax.vmap(jax.value_and_grad(loss, (0, 1)))(variables, x)
+
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
+    value_and_grads(ours),
+    value_and_grads(theirs),
+  )
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 8, 3), (1, 5, 7, 2)])
+def test_max_pool_is_flaxs(shape):
+  x = jax.random.normal(jax.random.key(0), shape)
+  theirs = lambda x: nn.max_pool(x, (2, 2), (2, 2))
+  np.testing.assert_array_equal(layers.max_pool_2x2(x), theirs(x))
+  grad = lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
+  np.testing.assert_allclose(grad(layers.max_pool_2x2), grad(theirs), rtol=1e-6)
+
+
+def image(height, width):
+  """Pixels that say where they are."""
+  rows, columns = np.mgrid[:height, :width]
+  return (rows * 16 + columns).astype(np.uint8)
+
+
+def test_crops_are_windows_and_reach_every_place():
+  x = jnp.broadcast_to(image(8, 8)[None, :, :, None], (400, 8, 8, 1))
+  crops = np.asarray(augment.random_crop(jax.random.key(0), x, 6, 0))
+  starts = set()
+  for crop in crops[..., 0]:
+    top, left = divmod(int(crop[0, 0]), 16)
+    np.testing.assert_array_equal(
+      crop, image(8, 8)[top : top + 6, left:][:, :6]
+    )
+    starts.add((top, left))
+  assert starts == {(i, j) for i in range(3) for j in range(3)}
+
+
+def test_padding_is_zero_and_flips_are_fair():
+  x = jnp.ones((300, 4, 4, 1), jnp.uint8)
+  crops = np.asarray(augment.random_crop(jax.random.key(1), x, 4, 1))
+  kept = crops.sum(axis=(1, 2, 3))
+  # 3 x 3 offsets: whole, or without a row, a column or both.
+  assert set(kept) == {16, 12, 9}
+  x = jnp.broadcast_to(image(4, 4)[None, :, :, None], (1000, 4, 4, 1))
+  for axis in (1, 2):
+    flipped = augment.random_flip(jax.random.key(2), x, axis)
+    is_flipped = np.asarray(flipped == jnp.flip(x, axis)).all(axis=(1, 2, 3))
+    is_same = np.asarray(flipped == x).all(axis=(1, 2, 3))
+    assert (is_flipped ^ is_same).all()
+    assert 0.45 < is_flipped.mean() < 0.55
+
+
+@pytest.mark.parametrize("name", augment.RECIPES)
+def test_recipes(name):
+  recipe = augment.RECIPES[name]
+  side, channels = (8, 1) if name == "digits8" else (32, 3)
+  batch = {
+    "x": jnp.full((5, side, side, channels), 255, jnp.uint8),
+    "y": jnp.arange(5),
+  }
+  white = [(1 - m) / d for m, d in zip(recipe.mean, recipe.deviation)]
+  evaluated = recipe.evaluate(batch)
+  assert evaluated["x"].shape == (5, recipe.size, recipe.size, channels)
+  np.testing.assert_allclose(evaluated["x"][0, 0, 0], white, rtol=1e-5)
+  for transform in (recipe.train, recipe.distill):
+    out = transform(jax.random.key(0), batch)
+    assert out["x"].shape == evaluated["x"].shape
+    assert out["x"].dtype == jnp.float32
+    np.testing.assert_array_equal(out["y"], batch["y"])
+    # Padding is black before it is normalised.
+    black = [-m / d for m, d in zip(recipe.mean, recipe.deviation)]
+    assert np.isclose(np.asarray(out["x"]).min(), min(white + black)) or (
+      recipe.pad == 0
+    )
