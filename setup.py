@@ -9,10 +9,7 @@ ROOT = pathlib.Path(__file__).parent
 setuptools.setup(
   name="hetfl",
   version="0.1.0",
-  description=(
-    "Heterogeneous federated learning by distillation, in JAX:"
-    " codistillation, federated mutual learning, FedMD"
-  ),
+  description=("Heterogeneous federated learning by distillation, in JAX"),
   long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
   long_description_content_type="text/markdown",
   license="Apache-2.0",

@@ -91,7 +91,7 @@ def fedavg_round(size: str, sizes=None, runner=None, conv="patches") -> Round:
       round=round,
       clients_per_round=peers.COHORT,
       batch_size=peers.BATCH_SIZE,
-      num_lanes=runner.num_lanes,
+      num_lanes=runner.num_lanes(peers.COHORT),
     )
     return population.RoundPlan(np.int32(round), (lanes,), None)
 

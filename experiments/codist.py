@@ -53,35 +53,44 @@ SERVERS = {
 
 # What a flag that was not given means: for CIFAR the paper's appendix C where
 # it says, our own search (BUILD_NOTES.md) where it does not.
-_CIFAR = dict(
+_PAPER = dict(
   recipe="crop24",
+  high_capacity_clients=47,
   rounds=1500,
   eval_every=50,
   clients_per_round=20,
   client_batch_size=20,
-  client_lr=0.02,
   server_lr=(0.005, 0.002),
   distill_lr=(1e-3, 1e-3),
   distill_batch_size=128,
   codist_period=200,
-  distill_steps={"fedavg": 200, "periodic": 200, "merged": 32},
+)
+_CIFAR = {
+  "fedavg": dict(_PAPER, client_lr=0.05, distill_steps=200),
+  "periodic": dict(_PAPER, client_lr=0.02, distill_steps=200),
+  "merged": dict(_PAPER, client_lr=0.05, distill_steps=32),
+}
+_DIGITS = dict(
+  recipe="digits8",
+  high_capacity_clients=8,
+  rounds=60,
+  eval_every=5,
+  clients_per_round=6,
+  client_batch_size=5,
+  client_lr=0.05,
+  server_lr=(0.01, 0.01),
+  distill_lr=(3e-3, 3e-3),
+  distill_batch_size=64,
+  codist_period=10,
 )
 DEFAULTS = {
   "cifar100": _CIFAR,
   "cifar10": _CIFAR,
-  "digits": dict(
-    recipe="digits8",
-    rounds=60,
-    eval_every=5,
-    clients_per_round=6,
-    client_batch_size=5,
-    client_lr=0.05,
-    server_lr=(0.01, 0.01),
-    distill_lr=(3e-3, 3e-3),
-    distill_batch_size=64,
-    codist_period=10,
-    distill_steps={"fedavg": 30, "periodic": 30, "merged": 8},
-  ),
+  "digits": {
+    "fedavg": dict(_DIGITS, distill_steps=30),
+    "periodic": dict(_DIGITS, distill_steps=30),
+    "merged": dict(_DIGITS, distill_steps=8),
+  },
 }
 
 
@@ -253,11 +262,12 @@ def per_pool(name: str, value, low: float, high: float) -> tuple[float, float]:
   return numbers if len(numbers) == len(POOLS) else numbers * len(POOLS)
 
 
-def configuration(algorithm: str) -> tuple[dict, dict]:
+def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   """The run's flags with defaults filled in.
 
   Args:
     algorithm: which of --algorithm.
+    workdir: the run's folder.
 
   Returns:
     Values of flags that change the result, and of those that do not.
@@ -265,14 +275,11 @@ def configuration(algorithm: str) -> tuple[dict, dict]:
   Raises:
     UsageError: if a value is out of its range.
   """
-  defaults = DEFAULTS[FLAGS.dataset]
   values = {
-    name: FLAGS[name].value if FLAGS[name].value is not None else default
-    for name, default in defaults.items()
+    name: default if FLAGS[name].value is None else FLAGS[name].value
+    for name, default in DEFAULTS[FLAGS.dataset][algorithm].items()
   }
-  if FLAGS.distill_steps is None:
-    values["distill_steps"] = defaults["distill_steps"][algorithm]
-  positive = (1e-12, float("inf"))
+  positive = (1e-6, float("inf"))
   ranges = {
     "client_lr": positive,
     "server_lr": positive,
@@ -284,14 +291,22 @@ def configuration(algorithm: str) -> tuple[dict, dict]:
   for name, (low, high) in ranges.items():
     given = values.get(name, FLAGS[name].value)
     values[name] = per_pool(name, given, low, high)
-  values |= {"algorithm": algorithm, "conv": FLAGS.conv or "patches"}
-  if FLAGS.microbatch is None:
-    values["microbatch"] = 16 if jax.default_backend() == "cpu" else 0
-  values["checkpoint_every"] = FLAGS.checkpoint_every or values["eval_every"]
-  if FLAGS.eval_batch_size is None:
-    on_cpu = jax.default_backend() == "cpu"
-    values["eval_batch_size"] = 40 if on_cpu else 1000
-  return common.resolved_flags(__name__, values)
+  if FLAGS.label_weight and FLAGS.distill_data != "in_domain":
+    raise common.UsageError(
+      f"--label_weight={FLAGS.label_weight}: labels of"
+      f" --distill_data={FLAGS.distill_data} are those of another data set;"
+      " use 0, or in_domain"
+    )
+  on_cpu = jax.default_backend() == "cpu"
+  speed = {
+    "checkpoint_every": values["eval_every"],
+    "conv": "patches",
+    "eval_batch_size": 40 if on_cpu else 1000,
+    "lanes": common.make_engine().num_lanes(values["clients_per_round"]),
+    "microbatch": 16 if on_cpu else 0,
+  }
+  values["algorithm"] = algorithm
+  return common.resolved_flags(__name__, values, speed, workdir)
 
 
 class Experiment:
@@ -309,20 +324,36 @@ class Experiment:
       download=FLAGS.download,
     )
     self.engine = common.make_engine()
-    self.num_lanes = FLAGS.lanes or self.engine.num_lanes
     self.recipe = augment.RECIPES[config["recipe"]]
-    self.pools = self._pools(config, speed)
-    # Banks that several sets share go to the device once.
+    size = self.recipe.size
+    example = jnp.zeros((1, size, size, self.data.image_shape[-1]))
+    self.models = [
+      core.Model.from_flax(
+        cnn(
+          self.data.num_classes,
+          padding=self.recipe.padding,
+          pool_after=self.recipe.pool_after,
+          conv=speed["conv"],
+        ),
+        example,
+      )
+      for cnn in (vision.small_cnn, vision.large_cnn)
+    ]
+    self._pools = {}
     banks = {}
-    put = lambda bank: banks.setdefault(
-      id(bank), jax.device_put({"x": bank["x"], "y": bank["y"]})
-    )
+
+    def put(bank):
+      """Puts a bank on the device, once for all sets that share it."""
+      if id(bank) not in banks:
+        banks[id(bank)] = jax.device_put({"x": bank["x"], "y": bank["y"]})
+      return banks[id(bank)]
+
     self.device_data = {
       "pools": tuple(put(clients.bank) for clients in self.data.pools),
       "distill": put(self.data.distill.bank),
     }
     self.evaluator = evaluate.Evaluator(
-      [pool.model for pool in self.pools],
+      self.models,
       {
         name: population.Subset(put(subset.bank), subset.index)
         for name, subset in (
@@ -335,46 +366,40 @@ class Experiment:
       batch_size=speed["eval_batch_size"],
     )
 
-  def _pools(self, config, speed):
-    size = self.recipe.size
-    example = jnp.zeros((1, size, size, self.data.image_shape[-1]))
-    client_optimizer = optax.sgd
-    if config["client_momentum"]:
-      client_optimizer = functools.partial(
-        optax.sgd, momentum=config["client_momentum"]
-      )
-    return [
-      Pool(
-        name=name,
-        model=core.Model.from_flax(
-          cnn(
-            self.data.num_classes,
-            padding=self.recipe.padding,
-            pool_after=self.recipe.pool_after,
-            conv=speed["conv"],
-          ),
-          example,
-        ),
-        client_lr=config["client_lr"][i],
-        server_lr=config["server_lr"][i],
-        transform=self.recipe.train,
-        client_optimizer=client_optimizer,
-        server_optimizer=SERVERS[config["server_optimizer"]],
-        prox_mu=config["prox_mu"],
-      )
-      for i, (name, cnn) in enumerate(
-        zip(POOLS, (vision.small_cnn, vision.large_cnn))
-      )
-    ]
+  def pools(self, config: dict) -> list[Pool]:
+    """The pools; the same, and their programs, for the same rates."""
+    names = ("client_lr", "server_lr")
+    rates = tuple(config[name] for name in names)
+    if rates not in self._pools:
+      client_optimizer = optax.sgd
+      if config["client_momentum"]:
+        client_optimizer = functools.partial(
+          optax.sgd, momentum=config["client_momentum"]
+        )
+      self._pools[rates] = [
+        Pool(
+          name=name,
+          model=model,
+          client_lr=config["client_lr"][i],
+          server_lr=config["server_lr"][i],
+          transform=self.recipe.train,
+          client_optimizer=client_optimizer,
+          server_optimizer=SERVERS[config["server_optimizer"]],
+          prox_mu=config["prox_mu"] or None,
+        )
+        for i, (name, model) in enumerate(zip(POOLS, self.models))
+      ]
+    return self._pools[rates]
 
   def algorithm(self, config: dict, speed: dict) -> core.Algorithm:
     """Builds one of the three algorithms."""
-    common_args = dict(rounds=config["rounds"], engine=self.engine)
+    pools = self.pools(config)
+    options = dict(rounds=config["rounds"], engine=self.engine)
     if config["algorithm"] == "fedavg":
-      return fedavg(self.pools, **common_args)
+      return fedavg(pools, **options)
     distiller = distill.Distiller(
       learning_rate=config["distill_lr"],
-      decay=config["distill_lr_decay"],
+      final_share=config["distill_lr_decay"],
       temperature=config["teacher_temperature"],
       regularization=config["student_regularization"],
       label_weight=config["label_weight"],
@@ -384,16 +409,14 @@ class Experiment:
     )
     if config["algorithm"] == "periodic":
       return codist.periodic_codist(
-        self.pools, distiller, period=config["codist_period"], **common_args
+        pools, distiller, period=config["codist_period"], **options
       )
     alpha, every = config["merge_alpha"], config["merge_every"]
     if every > 1:
       alpha = lambda t: jnp.where(t % every == 0, config["merge_alpha"], 1.0)
-    return codist.merged_codist(
-      self.pools, distiller, alpha=alpha, **common_args
-    )
+    return codist.merged_codist(pools, distiller, alpha=alpha, **options)
 
-  def plan(self, config: dict, round: int) -> population.RoundPlan:
+  def plan(self, config: dict, speed: dict, round: int) -> population.RoundPlan:
     """The plan of a round; a pure function of it."""
     lanes = tuple(
       population.plan_clients(
@@ -405,7 +428,7 @@ class Experiment:
         batch_size=config["client_batch_size"],
         epochs=config["client_epochs"],
         uniform_weights=config["client_weights"] == "uniform",
-        num_lanes=self.num_lanes,
+        num_lanes=speed["lanes"],
       )
       for i, clients in enumerate(self.data.pools)
     )
@@ -432,24 +455,22 @@ class Experiment:
     """Accuracy and loss of each pool on the test and the held-out set."""
     results = self.evaluator([pool.variables for pool in state.pools])
     return {
-      f"{pool.name}/{name}": value
-      for pool, result in zip(self.pools, results)
+      f"{pool}/{name}": value
+      for pool, result in zip(POOLS, results)
       for name, value in result.items()
     }
 
   def summarize(self, config: dict, state, evaluation) -> dict:
     """What `result.json` says of a finished run."""
     pools = {}
-    for pool, pool_state, clients in zip(
-      self.pools, state.pools, self.data.pools
-    ):
+    for pool, pool_state, clients in zip(POOLS, state.pools, self.data.pools):
       parameters = core.num_parameters(pool_state.params)
-      pools[pool.name] = {
+      pools[pool] = {
         "parameters": parameters,
         "clients": len(clients),
         "examples": int(clients.sizes.sum()),
-        "test_accuracy": evaluation[f"{pool.name}/test_accuracy"],
-        "heldout_accuracy": evaluation[f"{pool.name}/heldout_accuracy"],
+        "test_accuracy": evaluation[f"{pool}/test_accuracy"],
+        "heldout_accuracy": evaluation[f"{pool}/heldout_accuracy"],
         # What a client receives, and again what it sends, in a round.
         "bytes_per_client_round": 4 * parameters,
       }
@@ -462,18 +483,17 @@ class Experiment:
     }
 
 
-def train(experiment: Experiment, config: dict, speed: dict, workdir) -> dict:
+def train(
+  experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
+) -> dict:
   """Runs one algorithm in a folder of its own, or goes on with it."""
   algorithm = experiment.algorithm(config, speed)
-  # Errors in the flags should show before a folder is made.
-  experiment.plan(config, 1)
-  folder = logs.RunFolder(workdir, config, speed)
   result = training.run(
     algorithm._replace(
       step=experiment.engine.compile(algorithm.step, donate=(0,))
     ),
     jax.random.key(config["seed"]),
-    functools.partial(experiment.plan, config),
+    functools.partial(experiment.plan, config, speed),
     experiment.device_data,
     experiment.evaluate,
     rounds=config["rounds"],
@@ -481,7 +501,8 @@ def train(experiment: Experiment, config: dict, speed: dict, workdir) -> dict:
     summarize=functools.partial(experiment.summarize, config),
     eval_every=config["eval_every"],
     checkpoint_every=speed["checkpoint_every"],
-    tensorboard=FLAGS.tensorboard,
+    tensorboard=speed["tensorboard"],
+    stop_on_nonfinite=speed["stop_on_nonfinite"],
   )
   report.curves(
     {config["algorithm"]: logs.read_rows(folder.metrics)},
@@ -489,6 +510,18 @@ def train(experiment: Experiment, config: dict, speed: dict, workdir) -> dict:
     title=config["dataset"],
   )
   return result
+
+
+def open_comparison(workdir: pathlib.Path) -> None:
+  """Checks that a folder is fit to hold one run's folder an algorithm."""
+  allowed = {*ALGORITHMS, "curves.png"}
+  if workdir.is_dir():
+    strange = sorted(p.name for p in workdir.iterdir() if p.name not in allowed)
+    if strange:
+      raise common.UsageError(
+        f"--workdir={workdir} holds {strange[0]}, which no comparison of"
+        " algorithms does. Use another --workdir."
+      )
 
 
 def main() -> None:
@@ -500,14 +533,24 @@ def main() -> None:
         f"--algorithm={name}: choose from {', '.join(ALGORITHMS)}"
       )
   workdir = common.default_workdir("codist", FLAGS.dataset, *names)
-  experiment, results, rows = None, {}, {}
+  several = len(names) > 1
+  paths = {name: workdir / name if several else workdir for name in names}
+  configs = {name: configuration(name, paths[name]) for name in names}
+  experiment = Experiment(*configs[names[0]])
+  # All that can be wrong should show before a folder is made.
+  for config, speed in configs.values():
+    experiment.algorithm(config, speed)
+    experiment.plan(config, speed, 1)
+  if several:
+    open_comparison(workdir)
+  folders = {
+    name: logs.RunFolder(paths[name], *configs[name]) for name in names
+  }
+  results, rows = {}, {}
   for name in names:
-    config, speed = configuration(name)
-    experiment = experiment or Experiment(config, speed)
-    path = pathlib.Path(workdir, name) if len(names) > 1 else workdir
-    results[name] = train(experiment, config, speed, path)
-    rows[name] = logs.read_rows(path / "metrics.jsonl")
-  if len(names) > 1:
+    results[name] = train(experiment, *configs[name], folders[name])
+    rows[name] = logs.read_rows(folders[name].metrics)
+  if several:
     report.curves(rows, workdir / "curves.png", title=FLAGS.dataset)
   print(report.table(results))
   print(f"\nCurves: {workdir / 'curves.png'}")

@@ -1,6 +1,8 @@
 """What the experiments share: flags of every run, errors, and the engine."""
 
 from collections.abc import Callable, Sequence
+import json
+import logging as std_logging
 import os
 import pathlib
 import sys
@@ -21,6 +23,7 @@ SPEED_FLAGS = (
   "eval_batch_size",
   "lanes",
   "microbatch",
+  "stop_on_nonfinite",
   "tensorboard",
   "threads",
 )
@@ -66,6 +69,9 @@ def define_run_flags(default_rounds: str) -> None:
     lower_bound=1,
   )
   flags.DEFINE_bool("tensorboard", True, "Write TensorBoard scalars.")
+  flags.DEFINE_bool(
+    "stop_on_nonfinite", False, "End a run whose loss is not finite."
+  )
   flags.DEFINE_enum(
     "engine",
     "auto",
@@ -120,9 +126,7 @@ def define_run_flags(default_rounds: str) -> None:
 
 def make_engine() -> engine_lib.Engine:
   """The engine that the flags ask for."""
-  if FLAGS.engine == "threads" or (
-    FLAGS.engine == "auto" and jax.default_backend() == "cpu"
-  ):
+  if FLAGS.engine == "threads":
     return engine_lib.Threads(FLAGS.threads)
   if FLAGS.engine == "mesh":
     return engine_lib.Inline(
@@ -130,15 +134,21 @@ def make_engine() -> engine_lib.Engine:
     )
   if FLAGS.engine == "inline":
     return engine_lib.Inline()
-  return engine_lib.default_engine()
+  return engine_lib.default_engine(FLAGS.threads)
 
 
-def resolved_flags(module: str, values: dict) -> tuple[dict, dict]:
+def resolved_flags(
+  module: str, values: dict, speed: dict, workdir: pathlib.Path
+) -> tuple[dict, dict]:
   """Splits the flags of a run by what they change.
 
   Args:
     module: the experiment's module, whose flags and the shared ones count.
     values: values in place of those of the flags, defaults filled in.
+    speed: defaults of flags that change the speed only. A run that goes on
+      keeps those that it began with: other lanes, say, would add the same
+      numbers up in another order.
+    workdir: the run's folder.
 
   Returns:
     Flags that change the result, and those that change its speed.
@@ -147,12 +157,23 @@ def resolved_flags(module: str, values: dict) -> tuple[dict, dict]:
     flag.name
     for m in (module, __name__)
     for flag in FLAGS.get_flags_for_module(m)
+  } - set(PLACE_FLAGS)
+  given = {n: FLAGS[n].value for n in sorted(names)}
+  result = {n: v for n, v in given.items() if n not in SPEED_FLAGS} | values
+  stored = _stored_speed(workdir)
+  chosen = {
+    n: v if FLAGS[n].present else stored.get(n, speed.get(n, v))
+    for n, v in given.items()
+    if n in SPEED_FLAGS
   }
-  names -= set(PLACE_FLAGS)
-  given = {n: FLAGS[n].value for n in sorted(names)} | values
-  speed = {n: v for n, v in given.items() if n in SPEED_FLAGS}
-  result = {n: v for n, v in given.items() if n not in SPEED_FLAGS}
-  return result, speed
+  return result, chosen
+
+
+def _stored_speed(workdir: pathlib.Path) -> dict:
+  try:
+    return dict(json.loads((workdir / "config.json").read_bytes())["speed"])
+  except (OSError, ValueError, KeyError, TypeError):
+    return {}
 
 
 def default_workdir(*parts: str) -> pathlib.Path:
@@ -172,9 +193,6 @@ def run(main: Callable[[], None]) -> None:
       rest = FLAGS(argv)
     except flags.Error as error:
       sys.exit(_one_line(error))
-    if FLAGS.help or FLAGS.helpshort or FLAGS.helpfull:
-      print(FLAGS.main_module_help())
-      sys.exit(0)
     if rest[1:]:
       sys.exit(f"error: {rest[1]!r} is no flag; flags begin with --")
     return rest
@@ -182,12 +200,13 @@ def run(main: Callable[[], None]) -> None:
   def start(_):
     logging.use_absl_handler()
     logging.set_verbosity(max(FLAGS.verbosity, logging.INFO))
+    std_logging.getLogger("jax").setLevel(std_logging.WARNING)
     if FLAGS.cpu_devices:
       jax.config.update("jax_num_cpu_devices", FLAGS.cpu_devices)
     jax.config.update("jax_default_matmul_precision", FLAGS.matmul_precision)
     try:
       main()
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
       if FLAGS.verbosity > 0:
         raise
       sys.exit(_one_line(error))
@@ -197,9 +216,6 @@ def run(main: Callable[[], None]) -> None:
 
 def _one_line(error: Exception) -> str:
   text = " ".join(str(error).split())
-  kind = (
-    ""
-    if isinstance(error, ValueError | flags.Error)
-    else (f"{type(error).__name__}: ")
-  )
-  return f"error: {kind}{text}"
+  if not isinstance(error, ValueError | flags.Error):
+    text = f"{type(error).__name__}: {text}"
+  return f"error: {text}"

@@ -3,49 +3,40 @@
   python experiments/make_flags.py
 
 Each cell of the table is one row of `published/codist_table1_cifar.csv`; what
-the cells share is here, once. A test checks that the files are up to date.
+the cells share is here and in `codist.DEFAULTS`, once. A test checks that the
+files are up to date.
 """
 
 import csv
 import pathlib
 
+import codist
+
+from hetfl import logs
+
 HERE = pathlib.Path(__file__).resolve().parent
 TABLE = HERE / "published" / "codist_table1_cifar.csv"
 
-# The paper's settings, appendix C. They are the defaults too, but a flag file
-# should say what it runs.
-SHARED = {
-  "dataset": "cifar100",
-  "rounds": 1500,
-  "clients_per_round": 20,
-  "client_batch_size": 20,
-  "client_epochs": 1,
-  "server_optimizer": "adam",
+# A flag file says all of these, though they are the defaults too.
+SHARED = (
+  "rounds",
+  "clients_per_round",
+  "client_batch_size",
+  "client_lr",
+  "server_lr",
+)
+DISTILL = ("distill_lr", "distill_steps", "distill_batch_size")
+EXTRA = {
+  "fedavg": (),
+  "periodic": (*DISTILL, "codist_period"),
+  "merged": DISTILL,
 }
-DISTILL = {
-  "periodic": {"codist_period": 200, "distill_steps": 200},
-  "merged": {"distill_steps": 32},
-}
-# The paper tuned these and published none; see BUILD_NOTES.md for our search.
-RATES = {
-  "fedavg": {"client_lr": "0.05", "server_lr": "0.005,0.002"},
-  "periodic": {
-    "client_lr": "0.02",
-    "server_lr": "0.005,0.002",
-    "distill_lr": "0.001,0.001",
-    "distill_batch_size": 128,
-    "teacher_temperature": "1",
-    "student_regularization": "0.01",
-  },
-  "merged": {
-    "client_lr": "0.02",
-    "server_lr": "0.005,0.002",
-    "distill_lr": "0.001,0.001",
-    "distill_batch_size": 128,
-    "teacher_temperature": "1",
-    "student_regularization": "0.01",
-    "merge_alpha": "0.5",
-  },
+# The paper tuned these and published none: see BUILD_NOTES.md.
+TARGETS = {"teacher_temperature": 1, "student_regularization": 0.01}
+TUNED = {
+  "fedavg": {},
+  "periodic": TARGETS,
+  "merged": TARGETS | {"merge_alpha": 0.5},
 }
 MINUTES = {"fedavg": 15, "periodic": 16, "merged": 55}
 
@@ -66,26 +57,27 @@ def flag_files() -> dict[str, str]:
       f"table1_cifar_{row['high_capacity_examples']}_{algorithm}"
       f"{domain[row['distill_data']]}.flags"
     )
+    defaults = codist.DEFAULTS["cifar100"][algorithm]
     flags = {
       "algorithm": algorithm,
-      **SHARED,
+      "dataset": "cifar100",
       # 100 examples a client.
       "high_capacity_clients": int(row["high_capacity_examples"]) // 100,
     }
     if row["distill_data"]:
       flags["distill_data"] = row["distill_data"]
-    flags |= DISTILL.get(algorithm, {}) | RATES[algorithm]
+    flags |= {n: defaults[n] for n in (*SHARED, *EXTRA[algorithm])}
+    flags |= TUNED[algorithm]
     head = [
       f"# Table 1, CIFAR, |P_H| = {row['high_capacity_examples']}:"
       f" {algorithm} {row['distill_data']}".rstrip(),
-      "#   python experiments/codist.py --data_dir=DIR \\",
-      f"#       --flagfile=experiments/flags/{name}",
+      "#   python experiments/codist.py \\",
+      f"#       --flagfile=experiments/flags/{name} --data_dir=DIR",
       f"# About {MINUTES[algorithm]} minutes on two CPU threads of one core.",
       f"# Published: small {row['small']} %, large {row['large']} %.",
       "# What we got: results/README.md.",
     ]
-    lines = head + [f"--{key}={value}" for key, value in flags.items()]
-    files[name] = "\n".join(lines) + "\n"
+    files[name] = "\n".join(head) + "\n" + logs.flags_text(flags) + "\n"
   return files
 
 

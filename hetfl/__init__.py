@@ -3,13 +3,22 @@
 from hetfl.codist import merge_gradients, merged_codist, periodic_codist
 from hetfl.core import Algorithm, Mean, Model, Variables
 from hetfl.distill import Distiller
-from hetfl.engine import Inline, Threads
-from hetfl.fedavg import fedavg, Pool
+from hetfl.engine import default_engine, Inline, Threads
+from hetfl.evaluate import Evaluator
+from hetfl.fedavg import (
+  fedadam_server,
+  fedavg,
+  fedavg_server,
+  fedavgm_server,
+  fedyogi_server,
+  Pool,
+)
 from hetfl.population import (
   ClientPopulation,
   plan_clients,
   plan_distillation,
   RoundPlan,
+  stack_plans,
   Subset,
 )
 
@@ -19,6 +28,7 @@ __all__ = (
   "Algorithm",
   "ClientPopulation",
   "Distiller",
+  "Evaluator",
   "Inline",
   "Mean",
   "Model",
@@ -27,10 +37,16 @@ __all__ = (
   "Subset",
   "Threads",
   "Variables",
+  "default_engine",
+  "fedadam_server",
   "fedavg",
+  "fedavg_server",
+  "fedavgm_server",
+  "fedyogi_server",
   "merge_gradients",
   "merged_codist",
   "periodic_codist",
   "plan_clients",
   "plan_distillation",
+  "stack_plans",
 )

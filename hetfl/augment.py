@@ -38,13 +38,24 @@ def random_crop(key: jax.Array, x: jax.Array, size: int, pad: int) -> jax.Array:
 
 
 def center_crop(x: jax.Array, size: int) -> jax.Array:
-  """Cuts the square of side `size` out of the middle of each image."""
+  """Cuts a square out of the middle of each image.
+
+  Args:
+    x: `[B, H, W, c]`.
+    size: side of the square.
+
+  Returns:
+    `[B, size, size, c]`; of two middles the upper left one.
+
+  >>> center_crop(jnp.arange(16).reshape(1, 4, 4, 1), 2).ravel()
+  Array([ 5,  6,  9, 10], dtype=int32)
+  """
   top, left = (x.shape[1] - size) // 2, (x.shape[2] - size) // 2
   return x[:, top : top + size, left : left + size]
 
 
 def random_flip(key: jax.Array, x: jax.Array, axis: int) -> jax.Array:
-  """Flips each image along an axis with probability one half.
+  """Flips each image along an axis with probability 1/2.
 
   Args:
     key: a random key.

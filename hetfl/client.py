@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from hetfl import core
@@ -208,10 +209,11 @@ def lane_program(client: ClientUpdate) -> Callable[..., ClientSums]:
 
 
 def check_hyper(hyper: Mapping[str, Any], **ranges) -> None:
-  """Checks hyper-parameters that are plain numbers against their ranges.
+  """Checks hyper-parameters against their ranges.
 
   Args:
-    hyper: names and values; arrays under tracing are passed over.
+    hyper: names and values; `None`, schedules and arrays under tracing are
+      passed over.
     **ranges: for some names, the least and the greatest allowed value.
 
   Raises:
@@ -224,5 +226,7 @@ def check_hyper(hyper: Mapping[str, Any], **ranges) -> None:
   """
   for name, (low, high) in ranges.items():
     value = hyper.get(name)
-    if isinstance(value, (int, float)) and not low <= value <= high:
+    if value is None or callable(value) or isinstance(value, jax.core.Tracer):
+      continue
+    if not np.all((low <= np.asarray(value)) & (np.asarray(value) <= high)):
       raise ValueError(f"{name}={value}: must lie between {low} and {high}")

@@ -10,7 +10,6 @@ others.
 """
 
 from collections.abc import Callable, Sequence
-import dataclasses
 from typing import Any
 
 import jax
@@ -64,34 +63,28 @@ def merge_gradients(g: PyTree, delta: PyTree, alpha: jax.Array) -> PyTree:
   )
 
 
-@dataclasses.dataclass(frozen=True)
 class _Exchange:
-  """The jobs of one codistillation round between P pools."""
+  """The jobs of one codistillation between P pools."""
 
-  pools: tuple[Pool, ...]
-  distiller: distill_lib.Distiller
-  engine: engine_lib.Engine
-
-  def __post_init__(self):
-    if len(self.pools) < 2:
-      raise ValueError(f"codistillation needs two pools, not {len(self.pools)}")
-    num_pools = len(self.pools)
-    object.__setattr__(
-      self,
-      "predictors",
-      [self.distiller.predictor(pool.model) for pool in self.pools],
-    )
-    object.__setattr__(
-      self,
-      "students",
-      [
-        self.distiller.student(pool.model, i, num_pools)
-        for i, pool in enumerate(self.pools)
-      ],
-    )
+  def __init__(
+    self,
+    pools: tuple[Pool, ...],
+    distiller: distill_lib.Distiller,
+    engine: engine_lib.Engine,
+  ):
+    num_pools = len(pools)
+    if num_pools < 2:
+      raise ValueError(f"codistillation needs two pools, not {num_pools}")
+    distiller.hyper(num_pools)  # Raises if a value is out of its range.
+    self._engine = engine
+    self._predictors = [distiller.predictor(pool.model) for pool in pools]
+    self._students = [
+      distiller.student(pool.model, i, num_pools)
+      for i, pool in enumerate(pools)
+    ]
 
   def jobs(self, teachers, hyper, key, plan, data, decay, when):
-    """The jobs that distil to each pool's student, teachers run first.
+    """Runs the teachers and gives the jobs that distil to each student.
 
     Args:
       teachers: P `Variables`, the models as they are; students start there.
@@ -110,10 +103,10 @@ class _Exchange:
       raise ValueError("plan.distill is None: codistillation needs batches")
     steps = np.arange(len(rows), dtype=np.int32)
     bank = data["distill"]
-    logits = self.engine.run(
+    logits = self._engine.run(
       *(
         engine_lib.Chunks(predict, (teacher, key, bank), (steps, rows), when)
-        for predict, teacher in zip(self.predictors, teachers)
+        for predict, teacher in zip(self._predictors, teachers)
       )
     )
     return [
@@ -123,8 +116,12 @@ class _Exchange:
         when,
         _unchanged,
       )
-      for student, teacher in zip(self.students, teachers)
+      for student, teacher in zip(self._students, teachers)
     ]
+
+
+def _same(state):
+  return state
 
 
 def _unchanged(variables, *_):
@@ -142,10 +139,13 @@ def periodic_codist(
   distiller: distill_lib.Distiller,
   *,
   period: int,
-  rounds: int,
+  rounds: int | None,
   engine: engine_lib.Engine | None = None,
 ) -> core.Algorithm:
   """PeriodicCodist: every `period` rounds the models teach each other.
+
+  `theta_i <- FedAvg(theta_i)`; if `t % p == 0`, for all i at once,
+  `theta_i <- distil(student=theta_i, teachers={theta_j, j != i})`.
 
   After each codistillation the server optimizers' moments are reset, "as the
   models have departed from their initial parameters" (appendix C.4).
@@ -154,8 +154,10 @@ def periodic_codist(
     pools: P >= 2 pools.
     distiller: how students learn.
     period: p; more than `rounds` gives FedAvg.
-    rounds: T, over which all but the clients' learning rates fall linearly.
-    engine: where the work runs; `Inline()` by default.
+    rounds: T, over which all but the clients' learning rates fall linearly;
+      `None` keeps them constant.
+    engine: where the work runs; `Inline()` by default. With `Threads()` the
+      step dispatches programs itself and must not be traced.
 
   Returns:
     The algorithm. Its `step` takes a `RoundPlan` with distillation batches and
@@ -200,7 +202,7 @@ def periodic_codist(
     ]
     states = engine.run(
       *(
-        engine_lib.Call(pool.reset_server, (s,), due, lambda s: s)
+        engine_lib.Call(pool.reset_server, (s,), due, _same)
         for pool, s in zip(pools, replaced)
       )
     )
@@ -215,10 +217,15 @@ def merged_codist(
   distiller: distill_lib.Distiller,
   *,
   alpha: float | jax.Array | Schedule,
-  rounds: int,
+  rounds: int | None,
   engine: engine_lib.Engine | None = None,
 ) -> core.Algorithm:
   """MergedCodist: clients' and distillation gradients in one server step.
+
+  `delta_i = theta_i - distil(student=theta_i, teachers={theta_j, j != i})`;
+  `theta_i <- server_optimizer(theta_i, alpha g_i + (1 - alpha) delta_i
+  ||g_i|| / ||delta_i||)`. Statistics such as batch normalisation's are the
+  clients' mean; the student's are dropped with it.
 
   Args:
     pools: P >= 2 pools.
@@ -226,8 +233,10 @@ def merged_codist(
     alpha: the merging factor, in [0, 1]: a value, which trials may vary, or a
       schedule `round -> alpha`. Rounds with alpha = 1 are FedAvg's and skip
       the distillation (section 4).
-    rounds: T, over which all but the clients' learning rates fall linearly.
-    engine: where the work runs; `Inline()` by default.
+    rounds: T, over which all but the clients' learning rates fall linearly;
+      `None` keeps them constant.
+    engine: where the work runs; `Inline()` by default. With `Threads()` the
+      step dispatches programs itself and must not be traced.
 
   Returns:
     The algorithm. Its `step` takes a `RoundPlan` with distillation batches and
@@ -241,8 +250,11 @@ def merged_codist(
   pools = tuple(pools)
   engine = engine or engine_lib.Inline()
   exchange = _Exchange(pools, distiller, engine)
-  client_lib.check_hyper({"merge_alpha": alpha}, merge_alpha=(0, 1))
-  merged_steps = [_merged_step(pool) for pool in pools]
+  client_lib.check_hyper(
+    {"merge_alpha": alpha, "rounds": rounds},
+    merge_alpha=(0, 1),
+    rounds=(1, float("inf")),
+  )
 
   def init(key):  # Line 1.
     hyper = distiller.hyper(len(pools))
@@ -268,13 +280,18 @@ def merged_codist(
     clients = client_jobs(pools, state, keys, plan, data)
     results = engine.run(*students, *clients)
     distilled, sums = results[: len(pools)], results[len(pools) :]
-    # Lines 7 to 9.
+    # Lines 7 and 8.
+    merged = engine.run(
+      *(
+        engine_lib.Call(_merge, (pool_state.params, total, student, a))
+        for pool_state, total, (student, _) in zip(state.pools, sums, distilled)
+      )
+    )
+    # Line 9: apply FedAvg with the merged gradient.
     states = engine.run(
       *(
-        engine_lib.Call(merge, (pool_state, total, student, a, decay))
-        for merge, pool_state, total, (student, _) in zip(
-          merged_steps, state.pools, sums, distilled
-        )
+        engine_lib.Call(pool.server_step, (pool_state, *gradient, decay))
+        for pool, pool_state, gradient in zip(pools, state.pools, merged)
       )
     )
     metrics = client_metrics(pools, sums)
@@ -284,13 +301,8 @@ def merged_codist(
   return core.Algorithm(init, step)
 
 
-def _merged_step(pool: Pool):
-  """The program for lines 7 to 9 of algorithm 2."""
-
-  def program(state, sums, student, alpha, decay):
-    g, stats = mean_update(sums)
-    delta = optax.tree.sub(state.params, student.params)  # Line 7.
-    merged = merge_gradients(g, delta, alpha)  # Line 8.
-    return pool.apply_gradient(state, merged, stats, decay)  # Line 9.
-
-  return program
+def _merge(params, sums, student, alpha):
+  """Lines 7 and 8 of algorithm 2: the merged gradient, and the statistics."""
+  g, stats = mean_update(sums)
+  delta = optax.tree.sub(params, student.params)
+  return merge_gradients(g, delta, alpha), stats

@@ -142,7 +142,8 @@ def gather(bank: Batch, index: jax.Array) -> Batch:
   Args:
     bank: arrays with examples on their first axis.
     index: `int32[B]`, positions; -1 marks an empty place, which holds example
-      0 with `mask` 0.
+      0 with `mask` 0. Positions beyond the bank give its last example: a plan
+      is for one bank only.
 
   Returns:
     The batch, with `mask: float32[B]` beside the bank's arrays.
@@ -161,6 +162,13 @@ def gather(bank: Batch, index: jax.Array) -> Batch:
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
   """Mean of the values whose mask is 1; 0 if there are none.
 
+  Args:
+    values: `float[B]`.
+    mask: `float[B]`, ones and zeros.
+
+  Returns:
+    A scalar.
+
   >>> float(masked_mean(jnp.array([1., 2., 9.]), jnp.array([1., 1., 0.])))
   1.5
   """
@@ -169,6 +177,12 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 def num_parameters(params: PyTree) -> int:
   """Number of trained parameters.
+
+  Args:
+    params: a pytree of arrays or shapes.
+
+  Returns:
+    The sum of their sizes.
 
   >>> num_parameters({'kernel': jnp.zeros((3, 2)), 'bias': jnp.zeros(2)})
   8

@@ -136,12 +136,12 @@ def mixup(x: jax.Array, weight: jax.Array) -> jax.Array:
 class Distiller:
   """How students learn from teachers; its configuration.
 
-  Values may be one number for all pools or one for each.
+  The first four values may be one number for all pools or one for each.
 
   Attributes:
     learning_rate: the students' learning rate in the first round.
-    decay: what is left of it at the end: it falls linearly over the rounds
-      from `learning_rate` to `decay * learning_rate`, in [0, 1].
+    final_share: what is left of it at the end, in [0, 1]: it falls linearly
+      over the rounds from `learning_rate` to `final_share * learning_rate`.
     temperature: the softmax temperature of each pool's model as a teacher.
     regularization: r, the weight of the student's own view, in [0, 1].
     label_weight: weight of the true labels in the target, in [0, 1]; 0 is the
@@ -149,12 +149,13 @@ class Distiller:
     transform: what is done to a batch as it lies in the distillation bank.
     mixup_beta: mixes images by weights from Beta(beta, beta); `None`: none.
     optimizer: a learning rate to an optax optimizer, new for each exchange.
-    microbatch: how many examples pass through a student at once; `None` for
-      all. Changes speed and memory only.
+    microbatch: how many examples pass through a model at once, at most; the
+      batch is cut into equal parts. `None` for all. Changes speed and memory
+      only, but for dropout and batch normalisation, which act on the parts.
   """
 
   learning_rate: float | Sequence[float] = 1e-3
-  decay: float | Sequence[float] = 0.0
+  final_share: float | Sequence[float] = 0.0
   temperature: float | Sequence[float] = 1.0
   regularization: float | Sequence[float] = 0.01
   label_weight: float = 0.0
@@ -170,7 +171,7 @@ class Distiller:
       num_pools: P.
 
     Returns:
-      `distill_lr`, `distill_decay`, `temperature`, `regularization`.
+      `distill_lr`, `final_share`, `temperature`, `regularization`.
 
     Raises:
       ValueError: if a value is out of its range or not one for each pool.
@@ -180,10 +181,17 @@ class Distiller:
     """
     values = {
       "distill_lr": (self.learning_rate, 0, float("inf")),
-      "distill_decay": (self.decay, 0, 1),
+      "final_share": (self.final_share, 0, 1),
       "temperature": (self.temperature, 1e-6, float("inf")),
       "regularization": (self.regularization, 0, 1),
     }
+    client_lib.check_hyper(
+      {"label_weight": self.label_weight, "mixup_beta": self.mixup_beta},
+      label_weight=(0, 1),
+      mixup_beta=(1e-6, float("inf")),
+    )
+    if self.microbatch is not None and self.microbatch < 1:
+      raise ValueError(f"microbatch={self.microbatch}: must be at least 1")
     hyper = {}
     for name, (value, low, high) in values.items():
       for v in value if isinstance(value, Sequence) else [value]:
@@ -195,7 +203,17 @@ class Distiller:
     return hyper
 
   def batch(self, key, bank: core.Batch, step, index) -> core.Batch:
-    """Distillation batch number `step`, the same whoever asks."""
+    """Distillation batch number `step`, the same whoever asks.
+
+    Args:
+      key: the exchange's key of the round.
+      bank: the distillation bank.
+      step: the number of the step.
+      index: `int32[B]`, positions in the bank.
+
+    Returns:
+      The batch as models take it, with `mixup: float32[B]` if it was mixed.
+    """
     transform_key, mixup_key = jax.random.split(jax.random.fold_in(key, step))
     batch = core.gather(bank, index)
     if self.transform is not None:
@@ -218,9 +236,11 @@ class Distiller:
     def program(variables, key, bank, rows):
       def predict(row):
         x = self.batch(key, bank, *row)["x"]
-        return self._by_parts(
-          lambda x: model.apply(variables, x, None, False)[0], x
+        logits = jax.lax.map(
+          lambda part: model.apply(variables, part, None, False)[0],
+          _split(x, self._parts(len(x))),
         )
+        return logits.reshape(len(x), *logits.shape[2:])
 
       return jax.lax.map(predict, rows)
 
@@ -244,9 +264,11 @@ class Distiller:
     others = [j for j in range(num_pools) if j != index]
 
     def program(variables, hyper, decay, key, bank, steps, rows, logits):
-      final = hyper["distill_decay"][index]
+      final = hyper["final_share"][index]
       rate = hyper["distill_lr"][index] * (final + (1 - final) * decay)
       optimizer = self.optimizer(rate)
+      # Apart from the batches' keys, and from the other students'.
+      student_key = jax.random.fold_in(key, 2**31 + index)
 
       def step(carry, row):
         student, opt_state = carry
@@ -263,7 +285,7 @@ class Distiller:
           if self.mixup_beta is not None:
             labels = mixup(labels, batch["mixup"])
           target += self.label_weight * (labels - target)
-        model_key = jax.random.fold_in(key, s)
+        model_key = jax.random.fold_in(student_key, s)
         loss, grads, stats = self._gradient(
           model, student, model_key, batch, target
         )
@@ -282,41 +304,36 @@ class Distiller:
   def _gradient(self, model, student, key, batch, target):
     """Mean loss, gradient and statistics over a batch, part by part."""
 
-    def loss(params, stats, x, target, mask):
+    def loss(params, stats, key, x, target, mask):
       logits, stats = model.apply(core.Variables(params, stats), x, key, True)
       return jnp.sum(mask * kl_divergence(target, logits)), stats
 
-    grad = jax.value_and_grad(loss, has_aux=True)
-    data = (batch["x"], target, batch["mask"])
-    count = jnp.maximum(jnp.sum(batch["mask"]), 1)
-    if not self._parts(len(target)):
-      (total, stats), grads = grad(student.params, student.stats, *data)
-    else:
-
-      def part(carry, data):
-        total, grads, stats = carry
-        (value, stats), g = grad(student.params, stats, *data)
-        return (total + value, optax.tree.add(grads, g), stats), None
-
-      (total, grads, stats), _ = jax.lax.scan(
-        part,
-        (jnp.zeros(()), optax.tree.zeros_like(student.params), student.stats),
-        jax.tree.map(self._split, data),
+    def part(carry, data):
+      total, grads, stats = carry
+      (value, stats), g = jax.value_and_grad(loss, has_aux=True)(
+        student.params, stats, *data
       )
+      return (total + value, optax.tree.add(grads, g), stats), None
+
+    parts = self._parts(len(target))
+    data = (batch["x"], target, batch["mask"])
+    (total, grads, stats), _ = jax.lax.scan(
+      part,
+      (jnp.zeros(()), optax.tree.zeros_like(student.params), student.stats),
+      (jax.random.split(key, parts), *(_split(x, parts) for x in data)),
+    )
+    count = jnp.maximum(jnp.sum(batch["mask"]), 1)
     return total / count, optax.tree.scale(1 / count, grads), stats
 
   def _parts(self, batch_size: int) -> int:
-    """How many microbatches a batch is cut into; 0 for none."""
-    size = self.microbatch
-    if not size or size >= batch_size or batch_size % size:
-      return 0
-    return batch_size // size
+    """The least number of equal parts that are no larger than allowed."""
+    return next(
+      n
+      for n in range(1, batch_size + 1)
+      if batch_size % n == 0
+      and batch_size // n <= (self.microbatch or batch_size)
+    )
 
-  def _split(self, x):
-    return x.reshape(self._parts(len(x)), -1, *x.shape[1:])
 
-  def _by_parts(self, fn, x):
-    if not self._parts(len(x)):
-      return fn(x)
-    logits = jax.lax.map(fn, self._split(x))
-    return logits.reshape(len(x), *logits.shape[2:])
+def _split(x, parts):
+  return x.reshape(parts, -1, *x.shape[1:])

@@ -87,7 +87,16 @@ Job = Call | Lanes | Chunks
 
 
 class Engine(Protocol):
-  """Runs jobs that do not depend on each other."""
+  """Runs jobs that do not depend on each other.
+
+  Attributes:
+    num_pieces: how many pieces independent work is best cut into.
+  """
+
+  num_pieces: int
+
+  def num_lanes(self, num_clients: int) -> int:
+    """How many lanes a round's clients are best packed into."""
 
   def run(self, *jobs: Job) -> tuple[PyTree, ...]:
     """Returns the jobs' results, in their order."""
@@ -105,18 +114,37 @@ def _zeros(fn, *args):
 class Inline:
   """Runs jobs within the program being traced; see the module's docstring.
 
+  Calls, such as the students of a codistillation, run on every device alike.
+
   Args:
     mesh: a mesh with one axis, over which lanes and chunks are split; the
       number of lanes must be a multiple of its size. `None`: one device.
+    max_lanes: how many lanes to run side by side on a device; `None`: as many
+      as there are clients, which suits accelerators.
 
   >>> double = Call(lambda x: 2 * x, (jnp.ones(()),))
   >>> [float(y) for y in Inline().run(double, double._replace(when=False))]
   [2.0, 0.0]
   """
 
-  def __init__(self, mesh: jax.sharding.Mesh | None = None):
+  def __init__(
+    self,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    max_lanes: int | None = None,
+  ):
+    if mesh is not None:
+      # With explicit axes, inputs would have to come split already.
+      auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+      mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
     self._mesh = mesh
-    self.num_lanes = mesh.size if mesh else 1
+    self._max_lanes = max_lanes
+    self.num_pieces = mesh.size if mesh else 1
+
+  def num_lanes(self, num_clients: int) -> int:
+    """The clients or `max_lanes` a device, a multiple of the mesh's size."""
+    each = -(-num_clients // self.num_pieces)
+    return self.num_pieces * min(each, self._max_lanes or each)
 
   def run(self, *jobs: Job) -> tuple[PyTree, ...]:
     """Returns the jobs' results, in their order."""
@@ -206,13 +234,17 @@ class Threads:
 
   def __init__(self, num_threads: int | None = None):
     self.num_threads = num_threads or _num_cores()
-    # Twice as many lanes as threads, so that a late thread costs half a lane.
-    self.num_lanes = 2 * self.num_threads
+    # Twice as many as threads, so that a late thread costs half a piece.
+    self.num_pieces = 2 * self.num_threads
     self._pool = futures.ThreadPoolExecutor(self.num_threads, "hetfl")
     self._programs = {}
     self._compiled = {}
     self._seconds = {}
     self._lock = threading.Lock()
+
+  def num_lanes(self, num_clients: int) -> int:
+    """Twice as many as threads, if there are as many clients."""
+    return min(self.num_pieces, num_clients)
 
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
     """Returns the function as it is: its programs are compiled one by one."""
@@ -221,13 +253,15 @@ class Threads:
 
   def run(self, *jobs: Job) -> tuple[PyTree, ...]:
     """Returns the jobs' results, in their order, when all are there."""
+    if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(jobs)):
+      raise TypeError(
+        "Threads() dispatches programs itself: its steps cannot be part of"
+        " jit, vmap or scan; build the algorithm with Inline() for that"
+      )
     tasks = [self._tasks(job) for job in jobs]
     flat = [task for group in tasks for task in group]
-    # Longest first, by what the program took the last time; new ones lead.
-    order = sorted(
-      range(len(flat)),
-      key=lambda i: -self._seconds.get(flat[i][0], math.inf),
-    )
+    # Longest first, by what the program took before; new ones lead.
+    order = sorted(range(len(flat)), key=lambda i: -self._cost(*flat[i]))
     running = {i: self._pool.submit(self._execute, *flat[i]) for i in order}
     results = iter([running[i].result() for i in range(len(flat))])
     return tuple(
@@ -235,29 +269,31 @@ class Threads:
       for job, group in zip(jobs, tasks)
     )
 
-  def _tasks(self, job: Job) -> list[tuple[Callable, tuple]]:
-    """Cuts a job into programs that can run at once."""
+  def _tasks(self, job: Job) -> list[tuple[Callable, tuple, int]]:
+    """Cuts a job into programs that can run at once, each with its size."""
+    part = lambda tree, i: jax.tree.map(lambda a: a[i], tree)
     if isinstance(job, Lanes):
       return [
-        (job.fn, (*job.shared, jax.tree.map(lambda a: a[i], job.lanes), n))  # noqa: B023
+        (job.fn, (*job.shared, part(job.lanes, i), n), int(n))
         for i, n in enumerate(job.steps)
       ]
-    if not job.when:
-      if isinstance(job, Call):
-        return [(job.otherwise, job.args)] if job.otherwise else []
-      return []
     if isinstance(job, Call):
-      return [(job.fn, job.args)]
+      fn = job.fn if job.when else job.otherwise
+      return [(fn, job.args, 1)] if fn else []
+    if not job.when:
+      return []
     # Equal chunks, so that one compiled program serves all of them.
     rows = len(jax.tree.leaves(job.rows)[0])
-    size = rows // math.gcd(rows, 2 * self.num_lanes)
+    size = rows // math.gcd(rows, 2 * self.num_pieces)
     return [
-      (
-        job.fn,
-        (*job.shared, jax.tree.map(lambda a: a[i : i + size], job.rows)),  # noqa: B023
-      )
+      (job.fn, (*job.shared, part(job.rows, slice(i, i + size))), 1)
       for i in range(0, rows, size)
     ]
+
+  def _cost(self, fn: Callable, args: tuple, size: int) -> float:
+    """Seconds that a program may take; infinite if it never ran."""
+    del args
+    return self._seconds.get(fn, math.inf) * max(size, 1)
 
   def _join(self, job: Job, results: list[PyTree]) -> PyTree:
     if not results:
@@ -266,9 +302,9 @@ class Threads:
     if isinstance(job, Call) or len(results) == 1:
       return results[0]
     join = _sum if isinstance(job, Lanes) else _concatenate
-    return self._execute(join, results)
+    return self._execute(join, results, 1)
 
-  def _execute(self, fn: Callable, args: tuple) -> PyTree:
+  def _execute(self, fn: Callable, args: tuple, size: int) -> PyTree:
     """Runs one program to its end; compiles it once for each shape."""
     leaves, tree = jax.tree.flatten(args)
     key = (fn, tree, tuple(jax.typeof(leaf) for leaf in leaves))
@@ -283,7 +319,7 @@ class Threads:
       return result
     start = time.perf_counter()
     result = jax.block_until_ready(program(*args))
-    self._seconds[fn] = time.perf_counter() - start
+    self._seconds[fn] = (time.perf_counter() - start) / max(size, 1)
     return result
 
 
@@ -302,15 +338,18 @@ def _concatenate(*trees):
   return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
 
 
-def default_engine() -> Engine:
+def default_engine(num_threads: int | None = None) -> Engine:
   """The engine for the devices at hand.
+
+  Args:
+    num_threads: how many threads to use on a CPU; by default one a core.
 
   Returns:
     `Threads()` on CPU, `Inline()` for one accelerator, and `Inline(mesh)` over
     all devices for several.
   """
   if jax.default_backend() == "cpu":
-    return Threads()
+    return Threads(num_threads)
   if jax.device_count() == 1:
     return Inline()
   return Inline(jax.make_mesh((jax.device_count(),), (AXIS,)))

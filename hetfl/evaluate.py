@@ -66,7 +66,7 @@ class Evaluator:
     self._engine = engine or engine_lib.Inline()
     self._banks = {name: subset.bank for name, subset in sets.items()}
     self._plans = {
-      name: _lanes(subset.index, batch_size, self._engine.num_lanes)
+      name: _lanes(subset.index, batch_size, self._engine.num_pieces)
       for name, subset in sets.items()
     }
     self._programs = [_program(model, transform, measure) for model in models]

@@ -23,7 +23,8 @@ from hetfl import engine as engine_lib
 PyTree = Any
 
 # Server optimizers: a learning rate to an optax optimizer that takes the
-# clients' mean delta as its gradient (Reddi et al. 2021, algorithm 2).
+# clients' mean delta as its gradient (Reddi et al. 2021, algorithm 2; optax's
+# Adam and Yogi correct their moments' bias, which that algorithm does not).
 fedavg_server = optax.sgd
 fedavgm_server = functools.partial(optax.sgd, momentum=0.9)
 fedadam_server = functools.partial(optax.adam, b1=0.9, b2=0.999, eps=1e-5)
@@ -38,13 +39,13 @@ class Pool:
     name: its name in metrics and results.
     model: the model.
     client_lr: the clients' learning rate, constant.
-    server_lr: the server's learning rate at the start; it falls linearly to
-      zero over the rounds.
+    server_lr: the server's learning rate in the first round; see `rounds` in
+      `hetfl.fedavg`.
     loss: the loss of each example.
     transform: what is done to a training batch as it lies in the bank.
     client_optimizer: a learning rate to an optax optimizer.
     server_optimizer: a learning rate to an optax optimizer.
-    prox_mu: FedProx's weight; 0 for none.
+    prox_mu: FedProx's weight; `None` leaves its term out.
   """
 
   name: str
@@ -55,51 +56,40 @@ class Pool:
   transform: core.Transform | None = None
   client_optimizer: client_lib.Optimizer = optax.sgd
   server_optimizer: client_lib.Optimizer = fedadam_server
-  prox_mu: float | jax.Array = 0.0
+  prox_mu: float | jax.Array | None = None
 
   @functools.cached_property
   def train_lane(self) -> Callable[..., client_lib.ClientSums]:
     """The program that trains a lane of clients."""
-    proximal = not (isinstance(self.prox_mu, float) and self.prox_mu == 0)
     return client_lib.lane_program(
       client_lib.local_sgd(
         self.model,
         loss=self.loss,
         transform=self.transform,
         optimizer=self.client_optimizer,
-        proximal=proximal,
+        proximal=self.prox_mu is not None,
       )
     )
 
   @functools.cached_property
   def server_step(self) -> Callable[..., "PoolState"]:
-    """The program `(state, sums, decay) -> state`: FedAvg's server step."""
-
-    def program(state, sums, decay):
-      return self.apply_gradient(state, *mean_update(sums), decay)
-
-    return program
-
-  def apply_gradient(
-    self, state: "PoolState", gradient: PyTree, stats: PyTree, decay
-  ) -> "PoolState":
     """One step of the server optimizer.
 
-    Args:
-      state: the pool's state.
-      gradient: what the server optimizer takes as its gradient.
-      stats: the model's new statistics.
-      decay: the factor of the server's learning rate in this round.
-
-    Returns:
-      The pool's new state.
+    The program `(state, gradient, stats, decay) -> state`: `gradient` is what
+    the optimizer takes as its gradient, `stats` are the model's new
+    statistics and `decay` is the factor of the server's rate in this round.
+    Algorithms share it, so that equal gradients give equal bits.
     """
-    optimizer = self.server_optimizer(decay * state.hyper["server_lr"])
-    updates, opt_state = optimizer.update(
-      gradient, state.opt_state, state.params
-    )
-    params = optax.apply_updates(state.params, updates)
-    return state.replace(params=params, stats=stats, opt_state=opt_state)
+
+    def program(state, gradient, stats, decay):
+      optimizer = self.server_optimizer(decay * state.hyper["server_lr"])
+      updates, opt_state = optimizer.update(
+        gradient, state.opt_state, state.params
+      )
+      params = optax.apply_updates(state.params, updates)
+      return state.replace(params=params, stats=stats, opt_state=opt_state)
+
+    return program
 
   @functools.cached_property
   def reset_server(self) -> Callable[..., "PoolState"]:
@@ -112,13 +102,21 @@ class Pool:
     return program
 
   def init(self, key: jax.Array) -> "PoolState":
-    """Makes a fresh model and server."""
+    """Makes a fresh model and server.
+
+    Args:
+      key: a random key.
+
+    Returns:
+      The pool's state before the first round.
+    """
     variables = self.model.init(key)
     hyper = {
       "client_lr": jnp.asarray(self.client_lr, jnp.float32),
       "server_lr": jnp.asarray(self.server_lr, jnp.float32),
-      "prox_mu": jnp.asarray(self.prox_mu, jnp.float32),
     }
+    if self.prox_mu is not None:
+      hyper["prox_mu"] = jnp.asarray(self.prox_mu, jnp.float32)
     state = PoolState(variables.params, variables.stats, (), hyper)
     return self.reset_server(state)
 
@@ -129,7 +127,17 @@ class Pool:
     bank: core.Batch,
     plan: population.LanePlan,
   ) -> engine_lib.Lanes:
-    """The job that trains this round's clients."""
+    """The job that trains this round's clients.
+
+    Args:
+      state: the pool's state.
+      key: the pool's key of the round.
+      bank: the examples, on the device.
+      plan: the round's lanes.
+
+    Returns:
+      The job, whose result is `ClientSums`.
+    """
     return engine_lib.Lanes(
       self.train_lane,
       (state.variables, state.hyper, key, bank),
@@ -146,8 +154,8 @@ class PoolState:
     params: the model's parameters.
     stats: the model's mutable collections; `{}` if none.
     opt_state: the server optimizer's state.
-    hyper: `client_lr`, `server_lr`, `prox_mu`: `float32[]` each, so that
-      trials with unlike values are a batch axis.
+    hyper: `client_lr`, `server_lr` and, for FedProx, `prox_mu`: `float32[]`
+      each, so that trials with unlike values are a batch axis.
   """
 
   params: PyTree
@@ -199,12 +207,24 @@ def init_pools(
   )
 
 
-def linear_decay(round: jax.Array, rounds: int) -> jax.Array:
+def linear_decay(round: jax.Array, rounds: int | None) -> jax.Array:
   """`1 - (t - 1) / T`: one in the first round, zero after the last.
+
+  Args:
+    round: t, from 1.
+    rounds: T; `None` for no decay.
+
+  Returns:
+    The factor of a learning rate, a scalar.
+
+  Reference: Lichtarge et al. 2023, appendix C.3 ("linearly decaying", "with a
+  zero final value").
 
   >>> [float(linear_decay(t, 4)) for t in (1, 4, 5)]
   [1.0, 0.25, 0.0]
   """
+  if rounds is None:
+    return jnp.ones(())
   return jnp.maximum(1.0 - (round - 1.0) / rounds, 0.0)
 
 
@@ -221,6 +241,9 @@ def round_keys(
 
   Returns:
     P + 1 keys, `fold_in(fold_in(key, round), i)`.
+
+  >>> len(round_keys(jax.random.key(0), jnp.array(1), 2))
+  3
   """
   round_key = jax.random.fold_in(key, round)
   return tuple(jax.random.fold_in(round_key, i) for i in range(num_pools + 1))
@@ -234,6 +257,15 @@ def mean_update(sums: client_lib.ClientSums) -> tuple[PyTree, PyTree]:
 
   Returns:
     The gradient `g` for the server optimizer, and the mean statistics.
+
+  Reference: McMahan et al. 2017, algorithm 1; Lichtarge et al. 2023, section
+  2.2 ("we treat the combined model difference as a single gradient").
+
+  >>> from hetfl.client import ClientSums
+  >>> from hetfl.core import Mean
+  >>> sums = ClientSums(jnp.array([6., 3.]), {}, jnp.array(3.), Mean(0., 0.))
+  >>> mean_update(sums)
+  (Array([2., 1.], dtype=float32), {})
   """
   mean = lambda x: x / sums.weight
   return jax.tree.map(mean, sums.delta), jax.tree.map(mean, sums.stats)
@@ -275,7 +307,15 @@ def client_jobs(
 def client_metrics(
   pools: Sequence[Pool], sums: Sequence[client_lib.ClientSums]
 ) -> core.Metrics:
-  """The clients' training loss of each pool."""
+  """The clients' training loss of each pool.
+
+  Args:
+    pools: P pools.
+    sums: what the clients of each sent.
+
+  Returns:
+    `NAME/client_loss` of each, a mean over steps, in nats.
+  """
   return {
     f"{pool.name}/client_loss": total.loss for pool, total in zip(pools, sums)
   }
@@ -284,27 +324,37 @@ def client_metrics(
 def fedavg(
   pools: Sequence[Pool],
   *,
-  rounds: int,
+  rounds: int | None,
   engine: engine_lib.Engine | None = None,
 ) -> core.Algorithm:
   """Federated averaging in each of P pools, without exchange.
 
   `w <- server_optimizer(w, sum_k n_k (w - w_k) / sum_k n_k)`
 
+  The server optimizer is each pool's: FedAdam unless it says otherwise. With
+  `server_optimizer=hetfl.fedavg_server, server_lr=1., rounds=None` it is
+  McMahan's FedAvg.
+
   Args:
     pools: P pools.
-    rounds: T, over which the servers' learning rates fall to zero.
-    engine: where the work runs; `Inline()` by default.
+    rounds: T, over which the servers' learning rates fall linearly to zero;
+      `None` keeps them constant.
+    engine: where the work runs; `Inline()` by default. With `Threads()` the
+      step dispatches programs itself and must not be traced.
 
   Returns:
     The algorithm. Its `step` takes a `RoundPlan` and
     `{'pools': (bank, ...)}`, the banks on the device.
+
+  Raises:
+    ValueError: if there are no rounds.
 
   Reference: McMahan et al. 2017, algorithm 1; Reddi et al. 2021, algorithm 2;
   Lichtarge et al. 2023, appendix C.3.
   """
   pools = tuple(pools)
   engine = engine or engine_lib.Inline()
+  client_lib.check_hyper({"rounds": rounds}, rounds=(1, float("inf")))
 
   def init(key):
     return init_pools(pools, key, {})
@@ -313,10 +363,13 @@ def fedavg(
     keys = round_keys(state.key, plan.round, len(pools))
     decay = linear_decay(plan.round, rounds)
     sums = engine.run(*client_jobs(pools, state, keys, plan, data))
+    means = engine.run(
+      *(engine_lib.Call(mean_update, (total,)) for total in sums)
+    )
     states = engine.run(
       *(
-        engine_lib.Call(pool.server_step, (pool_state, total, decay))
-        for pool, pool_state, total in zip(pools, state.pools, sums)
+        engine_lib.Call(pool.server_step, (pool_state, *mean, decay))
+        for pool, pool_state, mean in zip(pools, state.pools, means)
       )
     )
     return state.replace(pools=states), client_metrics(pools, sums)

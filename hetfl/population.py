@@ -40,6 +40,15 @@ class Subset(NamedTuple):
 def num_examples(bank: Bank) -> int:
   """Number of examples of a bank; all its arrays must agree on it.
 
+  Args:
+    bank: arrays with examples on their first axis.
+
+  Returns:
+    N.
+
+  Raises:
+    ValueError: if they do not agree.
+
   >>> num_examples({'x': np.zeros((3, 8)), 'y': np.zeros(3)})
   3
   """
@@ -68,6 +77,8 @@ class ClientPopulation:
 
   def __post_init__(self):
     n = num_examples(self.bank)
+    if len(set(self.ids)) != len(self.ids):
+      raise ValueError("ids: two clients have the same id")
     if len(self.ids) != len(self.offsets) - 1:
       raise ValueError(
         f"ids: {len(self.ids)} ids for {len(self.offsets) - 1} clients"
@@ -135,6 +146,12 @@ class ClientPopulation:
 
   def take(self, clients: Sequence[int]) -> "ClientPopulation":
     """The population of some of the clients, over the same bank.
+
+    Args:
+      clients: their numbers, in the order they are to have.
+
+    Returns:
+      The population.
 
     >>> bank = {'y': np.arange(5)}
     >>> population = ClientPopulation.from_lists(bank, [[0], [1, 2], [3, 4]])
@@ -282,7 +299,7 @@ def plan_clients(
     epochs: passes of a client over its examples.
     max_steps: a limit to the steps of a client; `None` for none.
     uniform_weights: weight clients alike, not by their number of examples.
-    num_lanes: L; at most `clients_per_round` of them are used.
+    num_lanes: L; lanes beyond `clients_per_round` stay empty.
 
   Returns:
     The plan; the same for the same arguments, and the same work in another
@@ -318,9 +335,7 @@ def plan_clients(
     order = np.concatenate([rng.permutation(held) for _ in range(passes)])
     batches.append(order[: steps * batch_size].reshape(steps, batch_size))
     weights.append(1.0 if uniform_weights else len(held))
-  return pack_lanes(
-    batches, chosen, weights, num_lanes=min(num_lanes, clients_per_round)
-  )
+  return pack_lanes(batches, chosen, weights, num_lanes=num_lanes)
 
 
 def plan_distillation(

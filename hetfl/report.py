@@ -81,7 +81,7 @@ def curves(
         linewidth=1.2,
         label=f"{label}, published ({scale * value:.1f})",
       )
-    ax.set_title(f"{pool} models", fontsize=11)
+    ax.set_title(f"{pool} model", fontsize=11)
     ax.set_xlabel("Round")
     ax.set_xlim(left=0)
     ax.grid(True, color="0.9", linewidth=0.8)

@@ -128,10 +128,11 @@ def run(
 
   SIGINT and SIGTERM (where `run` is called from the main thread) end the
   process with status 128 + signal after the round and a checkpoint; a second
-  one ends it at once.
+  one ends it without a checkpoint, when the programs at work are done.
 
   Args:
-    algorithm: the pair `init` and `step`.
+    algorithm: the pair `init` and `step`; `step` is called as it is, so it
+      should be compiled: `engine.compile(algorithm.step, donate=(0,))`.
     key: for `algorithm.init`.
     plan_fn: round -> plan, a pure function; called one round ahead, from
       another thread.

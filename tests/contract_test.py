@@ -196,29 +196,40 @@ def test_threads_compile_nothing_after_the_first_exchange(name):
   assert compiled() == before
 
 
-def test_merged_with_alpha_one_is_fedavg():
-  pools = federation.make_pools()
-  merged = codist.merged_codist(
-    pools, make_distiller(), alpha=1.0, rounds=ROUNDS
-  )
-  scheduled = codist.merged_codist(
-    pools, make_distiller(), alpha=lambda t: jnp.ones(()), rounds=ROUNDS
-  )
-  expected, _ = federation.run(jitted(fedavg(pools, rounds=ROUNDS)), ROUNDS)
-  for algorithm in (merged, scheduled):
-    state, metrics = federation.run(jitted(algorithm), ROUNDS)
+def as_fedavg(pools, runner):
+  """Algorithms that should be FedAvg over so few rounds."""
+  options = dict(rounds=ROUNDS, engine=runner)
+  distiller = make_distiller()
+  return {
+    "merged": codist.merged_codist(pools, distiller, alpha=1.0, **options),
+    "scheduled": codist.merged_codist(
+      pools, distiller, alpha=lambda t: jnp.ones(()), **options
+    ),
+    "periodic": codist.periodic_codist(
+      pools, distiller, period=ROUNDS + 1, **options
+    ),
+  }
+
+
+def test_without_an_exchange_it_is_fedavg_bit_for_bit():
+  pools, runner = federation.make_pools(), engine.Threads(2)
+  plain = fedavg(pools, rounds=ROUNDS, engine=runner)
+  expected, _ = federation.run(plain, ROUNDS, num_lanes=3)
+  for name, algorithm in as_fedavg(pools, runner).items():
+    state, metrics = federation.run(algorithm, ROUNDS, num_lanes=3)
     assert_equal(federation.params(state), federation.params(expected))
-    assert metrics["pool0/distill_loss"].count == 0
+    assert metrics["pool0/distill_loss"].count == 0, name
 
 
-def test_periodic_that_never_comes_due_is_fedavg():
+@pytest.mark.parametrize("name", ["merged", "scheduled", "periodic"])
+def test_without_an_exchange_it_is_fedavg_in_one_program(name):
+  # There XLA may contract the same sums differently.
   pools = federation.make_pools()
-  expected, _ = federation.run(jitted(fedavg(pools, rounds=ROUNDS)), ROUNDS)
-  algorithm = codist.periodic_codist(
-    pools, make_distiller(), period=ROUNDS + 1, rounds=ROUNDS
-  )
-  state, _ = federation.run(jitted(algorithm), ROUNDS)
-  assert_equal(federation.params(state), federation.params(expected))
+  plain = jitted(fedavg(pools, rounds=ROUNDS))
+  expected, _ = federation.run(plain, ROUNDS)
+  algorithm = jitted(as_fedavg(pools, None)[name])
+  state, _ = federation.run(algorithm, ROUNDS)
+  assert_close(federation.params(state), federation.params(expected))
 
 
 def test_proximal_term_of_weight_zero_is_fedavg():
@@ -294,7 +305,7 @@ def test_teachers_and_students_see_the_same_images(threads):
       rounds=1,
       engine=engine.Threads(2) if threads else None,
     )
-    _, metrics = federation.run(algorithm, 1)
+    _, metrics = federation.run(algorithm if threads else jitted(algorithm), 1)
     return metrics["pool1/distill_loss"].total
 
   assert abs(loss_of(1.0)) < 1e-5
@@ -308,11 +319,13 @@ def test_labels_in_distillation_are_mixed_as_the_images_are():
   pools = federation.make_pools()
   states = [
     federation.run(
-      codist.merged_codist(
-        pools,
-        make_distiller(label_weight=weight, mixup_beta=2),
-        alpha=0.0,
-        rounds=1,
+      jitted(
+        codist.merged_codist(
+          pools,
+          make_distiller(label_weight=weight, mixup_beta=2),
+          alpha=0.0,
+          rounds=1,
+        )
       ),
       1,
     )[0]
@@ -320,6 +333,21 @@ def test_labels_in_distillation_are_mixed_as_the_images_are():
   ]
   a, b = (jax.tree.leaves(federation.params(s))[0] for s in states)
   assert not np.allclose(a, b)
+
+
+def test_threads_refuse_to_be_traced():
+  algorithm = fedavg(
+    federation.make_pools(), rounds=1, engine=engine.Threads(1)
+  )
+  with pytest.raises(TypeError, match="Inline"):
+    federation.run(jitted(algorithm), 1)
+
+
+def test_more_lanes_than_clients():
+  algorithm = jitted(build("fedavg"))
+  few, _ = federation.run(algorithm, 1, num_lanes=1)
+  many, _ = federation.run(jitted(build("fedavg")), 1, num_lanes=8)
+  assert_close(federation.params(few), federation.params(many))
 
 
 def test_what_is_out_of_range_is_refused():
@@ -330,6 +358,16 @@ def test_what_is_out_of_range_is_refused():
     codist.periodic_codist(pools, make_distiller(), period=0, rounds=1)
   with pytest.raises(ValueError, match="needs two pools"):
     codist.merged_codist(pools[:1], make_distiller(), alpha=0.5, rounds=1)
+  for alpha in (np.float32(-0.5), jnp.asarray(2.0)):
+    with pytest.raises(ValueError, match="merge_alpha="):
+      codist.merged_codist(pools, make_distiller(), alpha=alpha, rounds=1)
+  with pytest.raises(ValueError, match="rounds=0"):
+    fedavg(pools, rounds=0)
+  with pytest.raises(ValueError, match="temperature=-1.0"):
+    bad = make_distiller(temperature=-1.0)
+    codist.periodic_codist(pools, bad, period=2, rounds=1)
+  with pytest.raises(ValueError, match="label_weight=7"):
+    make_distiller(label_weight=7).hyper(2)
   with pytest.raises(ValueError, match="temperature=.* one or 2 values"):
     make_distiller(temperature=(1.0, 2.0, 3.0)).hyper(2)
   with pytest.raises(ValueError, match="regularization=-1"):

@@ -120,9 +120,11 @@ def test_write_is_all_or_nothing(tmp_path):
   before = path.read_bytes()
   with pytest.raises(FileExistsError, match="overwrite=True"):
     fedjax_source.write_sqlite(_population(20), path)
-  twice = ClientPopulation.from_lists(_population().bank, [[0], [1]], "aa")
+  population = _population()
+  # An id that SQLite cannot hold twice, past what the population checks.
+  object.__setattr__(population, "ids", (population.ids[0],) * len(population))
   with pytest.raises(sqlite3.IntegrityError):  # fails half-way
-    fedjax_source.write_sqlite(twice, path, overwrite=True)
+    fedjax_source.write_sqlite(population, path, overwrite=True)
   assert path.read_bytes() == before
   assert os.listdir(tmp_path) == ["p.sqlite"]
   fedjax_source.write_sqlite(_population().take([1]), path, overwrite=True)

@@ -16,15 +16,15 @@ def resident_megabytes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [False, True])
-def test_memory_is_flat_over_500_rounds(threads):
+@pytest.mark.parametrize("name", ["periodic", "merged"])
+def test_memory_is_flat_over_500_rounds(name, threads):
   runner = engine.Threads(2) if threads else engine.Inline()
-  algorithm = codist.merged_codist(
-    federation.make_pools(),
-    distill.Distiller(),
-    alpha=0.5,
-    rounds=500,
-    engine=runner,
-  )
+  args = (federation.make_pools(), distill.Distiller())
+  options = dict(rounds=500, engine=runner)
+  if name == "periodic":
+    algorithm = codist.periodic_codist(*args, period=3, **options)
+  else:
+    algorithm = codist.merged_codist(*args, alpha=0.5, **options)
   step = runner.compile(algorithm.step, donate=(0,))
   data = federation.make_data()
   state = algorithm.init(jax.random.key(0))

@@ -51,7 +51,7 @@ def start(algorithm, pools, server):
       server,
       server_lr=None,
       client_lr=float(s.hyper["client_lr"]),
-      prox=float(s.hyper["prox_mu"]),
+      prox=float(s.hyper.get("prox_mu", 0.0)),
     )
     for s in state.pools
   ]
@@ -95,7 +95,7 @@ def check(state, pools):
 @pytest.mark.parametrize("server", SERVERS)
 def test_fedavg(server, mu):
   ours, theirs = SERVERS[server]
-  pools = federation.make_pools(server_optimizer=ours, prox_mu=mu)
+  pools = federation.make_pools(server_optimizer=ours, prox_mu=mu or None)
   algorithm = fedavg(pools, rounds=ROUNDS)
   state, expected = start(algorithm, pools, theirs)
   step = jax.jit(algorithm.step)
@@ -119,7 +119,7 @@ def codist_case(num_pools, microbatch):
   )
   distiller = distill.Distiller(
     learning_rate=settings["distill_lr"],
-    decay=0.25,
+    final_share=0.25,
     temperature=settings["temperature"],
     regularization=settings["regularization"],
     microbatch=microbatch,

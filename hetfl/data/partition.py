@@ -317,7 +317,7 @@ class _Multinomial:
 
 
 def _generator(seed: int, *, stream: int) -> np.random.Generator:
-  """A generator of its own for each function, so that none share draws."""
+  """A generator of its own for each function of a seed."""
   return np.random.default_rng([stream, seed])
 
 

@@ -1,1 +1,1 @@
-"""Models of the three papers."""
+"""Models and their layers."""

@@ -51,7 +51,7 @@ class Conv(nn.Module):
     kernel_size: height and width.
     padding: `SAME` or `VALID`.
     form: `patches` or `native`; changes speed only.
-    precision: as in `flax.linen.Conv`.
+    kernel_init: draws the kernel; the bias starts at zero.
 
   >>> x = jnp.ones((1, 4, 4, 2))
   >>> variables = Conv(3, (3, 3)).init(jax.random.key(0), x)
