@@ -64,6 +64,7 @@ _PAPER = dict(
   distill_lr=(1e-3, 1e-3),
   distill_batch_size=128,
   codist_period=200,
+  merge_alpha=0.5,
 )
 _CIFAR = {
   "fedavg": dict(_PAPER, client_lr=0.05, distill_steps=200),
@@ -73,15 +74,16 @@ _CIFAR = {
 _DIGITS = dict(
   recipe="digits8",
   high_capacity_clients=8,
-  rounds=60,
-  eval_every=5,
+  rounds=120,
+  eval_every=10,
   clients_per_round=6,
   client_batch_size=5,
   client_lr=0.05,
   server_lr=(0.01, 0.01),
-  distill_lr=(3e-3, 3e-3),
+  distill_lr=(1e-3, 1e-3),
   distill_batch_size=64,
-  codist_period=10,
+  codist_period=25,
+  merge_alpha=0.8,
 )
 DEFAULTS = {
   "cifar100": _CIFAR,
@@ -95,7 +97,7 @@ DEFAULTS = {
 
 
 def _define_flags() -> None:
-  common.define_run_flags("60 for digits, else the paper's 1,500")
+  common.define_run_flags("120 for digits, else the paper's 1,500")
   flags.DEFINE_list(
     "algorithm",
     list(ALGORITHMS),
@@ -193,7 +195,7 @@ def _define_flags() -> None:
   )
   flags.DEFINE_float(
     "merge_alpha",
-    0.5,
+    None,
     "merged: weight of the clients' gradient.",
     lower_bound=0,
     upper_bound=1,
