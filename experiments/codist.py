@@ -64,7 +64,7 @@ _PAPER = dict(
   distill_lr=(1e-3, 1e-3),
   distill_batch_size=128,
   codist_period=200,
-  merge_alpha=0.5,
+  merge_alpha=0.9,
 )
 _CIFAR = {
   "fedavg": dict(_PAPER, client_lr=0.05, distill_steps=200),
