@@ -1,5 +1,6 @@
 """experiments/codist.py as a user runs it."""
 
+import csv
 import json
 import os
 import pathlib
@@ -312,3 +313,33 @@ def test_the_readme_example_runs():
   with jax.numpy_rank_promotion("allow"):
     exec(compile(code, "README.md", "exec"), names)
   assert names["metrics"]["large/distill_loss"].count == 4
+
+
+def test_reproduce_puts_our_numbers_beside_the_published(environment, tmp_path):
+  command = [sys.executable, str(ROOT / "experiments/reproduce.py")]
+  run = lambda *args: subprocess.run(
+    [*command, *args], env=environment, cwd=ROOT, capture_output=True, text=True
+  )
+  assert "table1_cifar_4700_merged_in" in run("--list").stdout
+  wrong = run("--table=codist_table1_cifar", "--only=4701")
+  assert wrong.returncode == 2 and "no such cell" in wrong.stderr
+  # The cell on digits instead, 4 of its rounds.
+  done = run(
+    "--table=codist_table1_cifar",
+    "--only=3100_fedavg,3100_merged_out",
+    f"--workdir={tmp_path}",
+    "--",
+    *("--dataset=digits", "--recipe=digits8", "--distill_data=in_domain"),
+    *("--rounds=4", "--clients_per_round=4", "--high_capacity_clients=8"),
+    *("--distill_steps=2", "--distill_batch_size=16"),
+  )
+  assert done.returncode == 0, done.stderr
+  with open(tmp_path / "table.csv", encoding="utf-8") as stream:
+    fedavg, merged = csv.DictReader(stream)
+  result = json.loads(
+    (tmp_path / "table1_cifar_3100_fedavg" / "result.json").read_text()
+  )
+  ours = 100 * result["pools"]["small"]["test_accuracy"]
+  assert fedavg["small"] == f"{ours:.2f}"
+  assert fedavg["small, published"] == "31.84"
+  assert merged["small, published"] == "33.02" and merged["rounds"] == "4"
