@@ -253,7 +253,6 @@ def test_every_engine_gives_the_same_rounds():
   data = tree_map(jnp.asarray, dict(bank))
   results = []
   for chunk, runner, lanes in (
-    (None, None, 1),
     (None, None, 5),
     (16, engine.Threads(2), 3),
   ):
