@@ -31,7 +31,8 @@ CONTRACTIONS = tuple(
 )
 _HALVES = {tuple(word.split("'")) for word in CONTRACTIONS}
 _WORD = re.compile(r"\w+|[^\w\s]")
-_STOP = re.compile(r"[.!?]+[\"')\]]*\s+")
+# From the first of a run on, and never back: linear in any text.
+_STOP = re.compile(r"(?<![.!?])[.!?]++[\"')\]]*+\s+")
 _LAST_WORD = re.compile(r"[^\s(]*$")
 _ABBREVIATIONS = frozenset("e.g i.e etc vs cf mr mrs dr no fig approx".split())
 

@@ -9,13 +9,14 @@ import ast
 from collections.abc import Iterator
 import contextlib
 import gzip
-import html.parser
+import html
 import io
 import itertools
 import json
 import os
 import pathlib
 import random
+import re
 import sqlite3
 import sys
 import sysconfig
@@ -226,36 +227,15 @@ def _rows(path: pathlib.Path) -> Iterator[dict[str, str]]:
     raise DataError(f"{path}: cannot be read ({error})") from error
 
 
-class _Text(html.parser.HTMLParser):
-  """Gathers text; forgets what is in code blocks and the like."""
-
-  _DROPPED = frozenset(("pre", "script", "style"))
-  _INLINE = frozenset(
-    "a abbr b big cite code del dfn em i ins kbd q s samp small span strike"
-    " strong sub sup tt u var".split()
-  )
-
-  def __init__(self):
-    super().__init__(convert_charrefs=True)
-    self.parts = []
-    self._dropped = 0  # How deep within dropped elements; no stack is kept.
-
-  def handle_starttag(self, tag, attrs):
-    if tag in self._DROPPED:
-      self._dropped += 1
-    if tag not in self._INLINE:
-      self.parts.append("\n")
-
-  def handle_endtag(self, tag):
-    if tag in self._DROPPED:
-      self._dropped = max(self._dropped - 1, 0)
-    if tag not in self._INLINE:
-      self.parts.append("\n")
-
-  def handle_data(self, data):
-    if not self._dropped:
-      # Lines of a paragraph may be broken anywhere.
-      self.parts.append(" ".join(data.splitlines()))
+# A tag ends at the next angle bracket, so that a scan is linear in any text
+# (`html.parser` is quadratic in "<a <a <a ..."); no stack of tags is kept.
+_TAG = re.compile(r"<(/?)([a-zA-Z][\w-]*+)[^<>]*+>|<[!?/][^<>]*+>")
+_LINE_END = re.compile(r"[\r\n]+")
+_DROPPED = frozenset(("pre", "script", "style"))
+_INLINE = frozenset(
+  "a abbr b big cite code del dfn em i ins kbd q s samp small span strike"
+  " strong sub sup tt u var".split()
+)
 
 
 def strip_html(body: str) -> str:
@@ -273,13 +253,34 @@ def strip_html(body: str) -> str:
   >>> strip_html('<p>Use <code>a&lt;b</code>:</p><pre>x = 1</pre><p>Done')
   '\nUse a<b:\n\n\n\nDone'
   """
-  parser = _Text()
-  try:
-    parser.feed(body)
-    parser.close()
-  except (AssertionError, RecursionError) as error:
-    raise ValueError(f"no HTML: {error}") from error
-  return "".join(parser.parts)
+  parts, dropped, at = [], 0, 0
+
+  def keep(text):
+    if not dropped:
+      # Lines of a paragraph may be broken anywhere.
+      parts.append(_LINE_END.sub(" ", html.unescape(text)))
+
+  body = _without_comments(body)
+  for tag in _TAG.finditer(body):
+    keep(body[at : tag.start()])
+    at, name = tag.end(), (tag[2] or "").lower()
+    if name in _DROPPED:
+      dropped = max(dropped + (-1 if tag[1] else 1), 0)
+    if name not in _INLINE:
+      parts.append("\n")
+  keep(body[at:])
+  return "".join(parts)
+
+
+def _without_comments(body: str) -> str:
+  parts, at = [], 0
+  while (start := body.find("<!--", at)) >= 0:
+    end = body.find("-->", start + 4)
+    if end < 0:  # No end: to the last line, as browsers have it.
+      return "".join(parts) + body[at:start]
+    parts.append(body[at:start])
+    at = end + 3
+  return "".join(parts) + body[at:]
 
 
 def stackoverflow(
