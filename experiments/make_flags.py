@@ -1,16 +1,17 @@
-"""Writes the flag files of the CIFAR half of the codistillation Table 1.
+"""Writes the flag files of the papers' tables.
 
   python experiments/make_flags.py
 
-Each cell of the table is one row of `published/codist_table1_cifar.csv`; what
-the cells share is here and in `codist.DEFAULTS`, once. A test checks that the
-files are up to date.
+Here, the CIFAR half of the codistillation Table 1: each cell of the table is
+one row of `published/codist_table1_cifar.csv`; what the cells share is here and
+in `codist.DEFAULTS`, once. A test checks that the files are up to date.
 """
 
 import csv
 import pathlib
 
 import codist
+import codist_flags
 
 from hetfl import logs
 
@@ -49,7 +50,7 @@ def published() -> list[dict[str, str]]:
 
 def flag_files() -> dict[str, str]:
   """Each flag file's name and text."""
-  files = {}
+  files = codist_flags.flag_files()
   for row in published():
     algorithm = row["algorithm"]
     domain = {"": "", "in_domain": "_in", "cifar10": "_out"}
