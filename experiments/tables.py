@@ -77,7 +77,7 @@ def flag_file(table: Table, cell: Cell) -> str:
     *cell.notes,
   ]
   values = ", ".join(
-    f"{label(path)} {value:g} %"
+    f"{label(path)} {value:.2f} %"
     for path, value in cell.published.items()
     if value is not None
   )

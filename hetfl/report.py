@@ -120,13 +120,17 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
   columns = [["", "algorithm", *results]]
   for pool in pools:
     values = [r.get("pools", {}).get(pool, {}) for r in results.values()]
-    for i, (name, head, form) in enumerate(
-      (
-        ("parameters", "parameters", "{:,d}"),
-        ("test_accuracy", "test %", "{:.2f}"),
-        ("heldout_accuracy", "held-out %", "{:.2f}"),
-      )
-    ):
+    heads = [
+      ("parameters", "parameters", "{:,d}"),
+      ("test_accuracy", "test %", "{:.2f}"),
+    ]
+    heads += [
+      (name, f"{name.removeprefix('test_accuracy_')} %", "{:.2f}")
+      for name in ("test_accuracy_questions", "test_accuracy_answers")
+      if any(name in v for v in values)
+    ]
+    heads.append(("heldout_accuracy", "held-out %", "{:.2f}"))
+    for i, (name, head, form) in enumerate(heads):
       cells = [
         _cell(v.get(name), form, 1 if name == "parameters" else 100)
         for v in values

@@ -303,7 +303,8 @@ def test_flag_files_are_up_to_date():
     for p in (ROOT / "experiments/flags").glob("*.flags")
   }
   assert there == make_flags.flag_files()
-  assert len(there) == 15
+  assert sum("cifar" in name for name in there) == 15
+  assert sum("stackoverflow" in name for name in there) == 15 + 3
 
 
 def test_the_readme_example_runs():
