@@ -113,7 +113,29 @@ def run_cell(
       f"error: {cell.name} ended with status {code}, see above; the same"
       " command goes on there"
     )
-  return json.loads((folder / "result.json").read_bytes())
+  return read_result(folder)
+
+
+def read_result(folder: pathlib.Path) -> dict:
+  """What a finished run says; of several algorithms, by their names.
+
+  Args:
+    folder: the run's folder.
+
+  Returns:
+    What `result.json` holds, or those of the folders in it, with the rounds of
+    one and the seconds of all.
+  """
+  path = folder / "result.json"
+  if path.exists():
+    return json.loads(path.read_bytes())
+  results = {
+    path.parent.name: json.loads(path.read_bytes())
+    for path in sorted(folder.glob("*/result.json"))
+  }
+  rounds = max(result["rounds"] for result in results.values())
+  seconds = sum(result["seconds"] for result in results.values())
+  return {**results, "rounds": rounds, "seconds": seconds}
 
 
 def main(argv: Sequence[str]) -> None:

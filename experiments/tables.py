@@ -21,7 +21,8 @@ class Cell(NamedTuple):
     flags: what the flag file says.
     published: where in `result.json` a number is, such as
       `pools.small.test_accuracy`, to the published one in percent; `None`
-      where the paper draws it only.
+      where the paper draws it only. A cell of several algorithms begins with
+      the algorithm: `fml.global.test_accuracy`.
     notes: further lines for the head of the flag file.
   """
 
@@ -95,23 +96,33 @@ def label(path: str) -> str:
   ('small', 'global')
   >>> label("pools.large.test_accuracy_questions")
   'large questions'
+  >>> label("fml.clients.*.validation_accuracy")
+  'fml clients'
   """
   *middle, last = path.split(".")
-  suffix = last.partition("accuracy")[2].strip("_")
-  words = [*middle[-1:], *([suffix] if suffix else [])]
-  return " ".join(words) or last
+  words = [word for word in middle if word not in ("pools", "*")]
+  suffix = last.partition("test_accuracy")[2].strip("_")
+  return " ".join([*words, suffix]).strip() or last
 
 
-def lookup(result: Mapping[str, Any], path: str) -> Any:
+def lookup(result: Any, path: str) -> Any:
   """A number of `result.json` by its path; `None` if it is not there.
+
+  A star goes over a list, and the mean is taken.
 
   >>> lookup({"pools": {"small": {"test_accuracy": 0.5}}},
   ...        "pools.small.test_accuracy")
   0.5
+  >>> lookup({"clients": [{"accuracy": 0.5}, {"accuracy": 1.0}]},
+  ...        "clients.*.accuracy")
+  0.75
   """
-  value = result
-  for name in path.split("."):
-    if not isinstance(value, Mapping) or name not in value:
-      return None
-    value = value[name]
-  return value
+  name, _, rest = path.partition(".")
+  if name == "*" and isinstance(result, list):
+    values = [lookup(entry, rest) for entry in result]
+    return None if None in values or not values else sum(values) / len(values)
+  if isinstance(result, list) and name.isdigit() and int(name) < len(result):
+    return lookup(result[int(name)], rest) if rest else result[int(name)]
+  if not isinstance(result, Mapping) or name not in result:
+    return None
+  return lookup(result[name], rest) if rest else result[name]

@@ -13,6 +13,15 @@ from hetfl.fedavg import (
   fedyogi_server,
   Pool,
 )
+from hetfl.fml import (
+  fml,
+  independent,
+  momentum_sgd,
+  mutual_loss,
+  MutualClient,
+  MutualPlan,
+  plan_mutual,
+)
 from hetfl.population import (
   ClientPopulation,
   plan_clients,
@@ -32,6 +41,8 @@ __all__ = (
   "Inline",
   "Mean",
   "Model",
+  "MutualClient",
+  "MutualPlan",
   "Pool",
   "RoundPlan",
   "Subset",
@@ -43,10 +54,15 @@ __all__ = (
   "fedavg_server",
   "fedavgm_server",
   "fedyogi_server",
+  "fml",
+  "independent",
   "merge_gradients",
   "merged_codist",
+  "momentum_sgd",
+  "mutual_loss",
   "periodic_codist",
   "plan_clients",
   "plan_distillation",
+  "plan_mutual",
   "stack_plans",
 )

@@ -51,11 +51,16 @@ def curves(
   )
   if not pools:
     raise ValueError(f"metric={metric!r}: no row of {list(runs)} has it")
+  columns = min(len(pools), 3)
+  lines = -(-len(pools) // columns)
   fig = figure.Figure(
-    figsize=(1.0 + 4.2 * len(pools), 3.8), layout="constrained", dpi=150
+    figsize=(1.0 + 4.2 * columns, 3.8 * lines), layout="constrained", dpi=150
   )
   backend_agg.FigureCanvasAgg(fig)
-  axes = fig.subplots(1, len(pools), sharey=True, squeeze=False)[0]
+  grid = fig.subplots(lines, columns, sharey=True, squeeze=False)
+  axes = list(grid.flat)
+  for ax in axes[len(pools) :]:
+    ax.remove()
   colors = {label: _COLORS[i % len(_COLORS)] for i, label in enumerate(runs)}
   for pool, ax in zip(pools, axes):
     for label, rows in runs.items():
@@ -88,7 +93,8 @@ def curves(
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(fontsize=8.5, frameon=False, loc="lower right")
-  axes[0].set_ylabel(ylabel)
+  for ax in grid[:, 0]:
+    ax.set_ylabel(ylabel)
   if title:
     fig.suptitle(title, fontsize=12)
   content = io.BytesIO()
@@ -139,19 +145,41 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
   for name, form in (("rounds", "{:,d}"), ("seconds", "{:,.1f}")):
     cells = [_cell(r.get(name), form, 1) for r in results.values()]
     columns.append(["", name, *cells])
+  return align(
+    columns if pools else [c[1:] for c in columns], 2 if pools else 1
+  )
+
+
+def align(columns: Sequence[Sequence[str]], heads: int = 1) -> str:
+  """Formats columns of cells as a plain-text table.
+
+  Args:
+    columns: each from its heads down; the first is of names.
+    heads: how many lines of heads there are.
+
+  Returns:
+    The table, with a rule below the heads.
+
+  >>> print(align([['algorithm', 'fml'], ['test %', '50.0']]))
+  algorithm  test %
+  ---------  ------
+  fml          50.0
+  """
   widths = [max(map(len, column)) for column in columns]
-  for column, width in zip(columns, widths):
-    column.insert(2, "-" * width)
+  columns = [
+    [*column[:heads], "-" * width, *column[heads:]]
+    for column, width in zip(columns, widths)
+  ]
   lines = []
   for i, cells in enumerate(zip(*columns)):
     # Names to the left, numbers and their heads to the right.
     lines.append(
       "  ".join(
-        cell.ljust(w) if j == 0 or i == 0 else cell.rjust(w)
+        cell.ljust(w) if j == 0 or i < heads - 1 else cell.rjust(w)
         for j, (cell, w) in enumerate(zip(cells, widths))
       ).rstrip()
     )
-  return "\n".join(lines if pools else lines[1:])
+  return "\n".join(lines)
 
 
 def _points(
