@@ -63,10 +63,9 @@ DEFAULTS = {
     _PAPER,
     rounds=40,
     eval_every=2,
-    partition="noniid1",
+    partition="noniid3",
     local_epochs=2,
     batch_size=16,
-    learning_rate=0.02,
     client_models=("mlp", "lenet5", "cnn1", "cnn2", "cnn2"),
   ),
   "mnist": dict(_PAPER, global_model="lenet5", client_models=("lenet5",)),
@@ -277,7 +276,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     "conv": "patches",
     "eval_batch_size": 50 if on_cpu else 2000,
     "lanes": common.make_engine().num_lanes(values["num_clients"]),
-    "microbatch": 32 if on_cpu else 0,
+    "microbatch": 16 if on_cpu else 0,
   }
   values["algorithm"] = algorithm
   return common.resolved_flags(__name__, values, speed, workdir)

@@ -426,19 +426,38 @@ def client_program(
   weights = {"local": "alpha", "meme": "beta"}
   if global_model is not None:
     models["meme"] = splice(global_model, client.adaptor)
+  alike = models.get("meme") == client.model
   # Which models step together, on the same logits.
   turns = [(name,) for name in models] if sequential else [tuple(models)]
 
   def part_loss(params, variables, hyper, batch, key):
     """The sum of the losses of the models in `params`, over a part."""
-    logits, stats, sums = {}, {}, {}
-    for i, (name, model) in enumerate(models.items()):
-      held = variables[name]
-      own = core.Variables(params.get(name, held.params), held.stats)
-      # The meme draws what the model of a FedAvg client would.
-      model_key = key if name == "meme" else jax.random.fold_in(key, i)
-      logits[name], stats[name] = model.apply(own, batch["x"], model_key, True)
-    total = jnp.zeros(())
+    own = {
+      name: variables[name]._replace(params=params.get(name, held.params))
+      for name, held in variables.items()
+    }
+    # The meme draws what the model of a FedAvg client would.
+    keys = {"local": jax.random.fold_in(key, 0), "meme": key}
+    if alike:
+      # Side by side the first layers of both are one matrix product.
+      out = jax.vmap(client.model.apply, (0, None, 0, None))(
+        jax.tree.map(lambda *a: jnp.stack(a), *(own[n] for n in models)),
+        batch["x"],
+        jnp.stack([keys[n] for n in models]),
+        True,
+      )
+      out = {
+        name: jax.tree.map(lambda a, i=i: a[i], out)
+        for i, name in enumerate(models)
+      }
+    else:
+      out = {
+        name: model.apply(own[name], batch["x"], keys[name], True)
+        for name, model in models.items()
+      }
+    logits = {name: out[name][0] for name in models}
+    stats = {name: out[name][1] for name in models}
+    total, sums = jnp.zeros(()), {}
     for name in params:
       losses = client.loss(logits[name], batch)
       kl = jnp.zeros_like(losses)
