@@ -88,11 +88,12 @@ class Evaluator:
       variables: what each model holds.
 
     Returns:
-      For each model a flat dict such as `{'test_accuracy': 0.5}`.
+      For each model a flat dict such as `{'test_accuracy': 0.5}`, without what
+      a set has nothing to measure for.
     """
     sums = self._compiled(tuple(variables), self._banks, self._plans)
     return [
-      {name: float(m.total) / float(m.count) for name, m in model.items()}
+      {n: float(m.total) / float(m.count) for n, m in model.items() if m.count}
       for model in jax.device_get(sums)
     ]
 
