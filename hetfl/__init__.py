@@ -13,6 +13,7 @@ from hetfl.fedavg import (
   fedyogi_server,
   Pool,
 )
+from hetfl.fedmd import fedmd, fit, Party, plan_fedmd, plan_fit
 from hetfl.population import (
   ClientPopulation,
   plan_clients,
@@ -32,6 +33,7 @@ __all__ = (
   "Inline",
   "Mean",
   "Model",
+  "Party",
   "Pool",
   "RoundPlan",
   "Subset",
@@ -42,11 +44,15 @@ __all__ = (
   "fedavg",
   "fedavg_server",
   "fedavgm_server",
+  "fedmd",
   "fedyogi_server",
+  "fit",
   "merge_gradients",
   "merged_codist",
   "periodic_codist",
   "plan_clients",
   "plan_distillation",
+  "plan_fedmd",
+  "plan_fit",
   "stack_plans",
 )

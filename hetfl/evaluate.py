@@ -69,7 +69,9 @@ class Evaluator:
       name: _lanes(subset.index, batch_size, self._engine.num_pieces)
       for name, subset in sets.items()
     }
-    self._programs = [_program(model, transform, measure) for model in models]
+    self._programs = [
+      lane_program(model, transform, measure) for model in models
+    ]
     self._compiled = self._engine.compile(self._evaluate)
 
   def __call__(
@@ -117,8 +119,23 @@ def _lanes(index, batch_size, num_lanes):
   return lanes, (lanes[:, :, 0] >= 0).sum(axis=1).astype(np.int32)
 
 
-def _program(model, transform, measure):
-  """Sums a measure over the batches of a lane."""
+def lane_program(
+  model: core.Model,
+  transform: Callable[[core.Batch], core.Batch],
+  measure: Measure = classification,
+) -> Callable[..., dict[str, core.Mean]]:
+  """Sums a measure over the batches of a lane.
+
+  Args:
+    model: the model.
+    transform: what is done to a batch as it lies in the bank.
+    measure: sums over a batch.
+
+  Returns:
+    The program `(variables, bank, lane [S, B], steps) -> sums`, where `lane`
+    holds positions in the bank, -1 for none, and `steps` says how many of the
+    S batches to take.
+  """
 
   def of_batch(variables, bank, index):
     batch = transform(core.gather(bank, index))

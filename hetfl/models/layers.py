@@ -188,7 +188,7 @@ def avg_pool_2x2(x: jax.Array, stride: int) -> jax.Array:
   end = 1 if stride == 1 else 0
   total = jax.lax.reduce_window(
     x,
-    jnp.zeros((), x.dtype),
+    np.zeros((), x.dtype),  # a constant, or there is no gradient
     jax.lax.add,
     (1, 2, 2, 1),
     (1, stride, stride, 1),
