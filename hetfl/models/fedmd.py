@@ -37,10 +37,9 @@ TABLE_2 = (
 # Not in the paper: for images of 16 x 16.
 SMALL = (
   ((8, 16), 0.2),
-  ((8, 24), 0.2),
-  ((12, 16, 24), 0.2),
-  ((8, 12, 16), 0.2),
+  ((12, 24), 0.2),
   ((16, 16), 0.3),
+  ((8, 12, 16), 0.2),
 )
 TABLES = {"table1": TABLE_1, "table2": TABLE_2, "small": SMALL}
 _HIDDEN = 128
