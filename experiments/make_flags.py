@@ -1,16 +1,18 @@
-"""Writes the flag files of the CIFAR half of the codistillation Table 1.
+"""Writes the flag files of the papers' tables and figures.
 
   python experiments/make_flags.py
 
-Each cell of the table is one row of `published/codist_table1_cifar.csv`; what
-the cells share is here and in `codist.DEFAULTS`, once. A test checks that the
-files are up to date.
+Here are those of the CIFAR half of the codistillation Table 1: each cell of
+the table is one row of `published/codist_table1_cifar.csv`; what the cells
+share is here and in `codist.DEFAULTS`, once. `fml_flags.py` has those of
+Federated Mutual Learning. A test checks that the files are up to date.
 """
 
 import csv
 import pathlib
 
 import codist
+import fml_flags
 
 from hetfl import logs
 
@@ -48,7 +50,12 @@ def published() -> list[dict[str, str]]:
 
 
 def flag_files() -> dict[str, str]:
-  """Each flag file's name and text."""
+  """Each flag file's name and text, of all papers."""
+  return codist_files() | fml_flags.flag_files()
+
+
+def codist_files() -> dict[str, str]:
+  """Each flag file's name and text, of the codistillation paper."""
   files = {}
   for row in published():
     algorithm = row["algorithm"]

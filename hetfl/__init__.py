@@ -14,6 +14,15 @@ from hetfl.fedavg import (
   Pool,
 )
 from hetfl.fedmd import fedmd, fit, Party, plan_fedmd, plan_fit
+from hetfl.fml import (
+  fml,
+  independent,
+  momentum_sgd,
+  mutual_loss,
+  MutualClient,
+  MutualPlan,
+  plan_mutual,
+)
 from hetfl.population import (
   ClientPopulation,
   plan_clients,
@@ -33,6 +42,8 @@ __all__ = (
   "Inline",
   "Mean",
   "Model",
+  "MutualClient",
+  "MutualPlan",
   "Party",
   "Pool",
   "RoundPlan",
@@ -47,12 +58,17 @@ __all__ = (
   "fedmd",
   "fedyogi_server",
   "fit",
+  "fml",
+  "independent",
   "merge_gradients",
   "merged_codist",
+  "momentum_sgd",
+  "mutual_loss",
   "periodic_codist",
   "plan_clients",
   "plan_distillation",
   "plan_fedmd",
   "plan_fit",
+  "plan_mutual",
   "stack_plans",
 )

@@ -153,7 +153,8 @@ class Recipe:
 
   def _distort(self, key, x):
     crop_key, flip_key = jax.random.split(key)
-    x = random_crop(crop_key, x, self.size, self.pad)
+    if self.pad or x.shape[1:3] != (self.size, self.size):
+      x = random_crop(crop_key, x, self.size, self.pad)
     if self.flip:
       x = random_flip(flip_key, x, 2)
     return normalize(x, self.mean, self.deviation)
@@ -169,6 +170,15 @@ _cifar = functools.partial(
 RECIPES = {
   "crop24": _cifar(size=24, pad=0, padding="SAME", pool_after=(0, 1)),
   "pad32": _cifar(size=32, pad=4, padding="VALID", pool_after=(1, 2)),
+  "mnist28": Recipe(
+    size=28,
+    pad=0,
+    flip=False,
+    padding="VALID",
+    pool_after=(0, 1),
+    mean=(0.1307,),
+    deviation=(0.3081,),
+  ),
   "digits8": Recipe(
     size=8,
     pad=1,

@@ -1,6 +1,6 @@
 """Accuracy and loss of a model on a set of examples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,8 @@ class Evaluator:
     measure: sums over a batch.
     engine: where the work runs; `Inline()` by default.
     batch_size: examples at once; changes speed and memory only.
+    only: for each model the names of the sets it is evaluated on; by default
+      all.
   """
 
   def __init__(
@@ -62,6 +64,7 @@ class Evaluator:
     measure: Measure = classification,
     engine: engine_lib.Engine | None = None,
     batch_size: int = 40,
+    only: Sequence[Collection[str]] | None = None,
   ):
     self._engine = engine or engine_lib.Inline()
     self._banks = {name: subset.bank for name, subset in sets.items()}
@@ -69,9 +72,13 @@ class Evaluator:
       name: _lanes(subset.index, batch_size, self._engine.num_pieces)
       for name, subset in sets.items()
     }
-    self._programs = [
-      lane_program(model, transform, measure) for model in models
-    ]
+    # Equal models share a program.
+    programs = {
+      model: lane_program(model, transform, measure) for model in models
+    }
+    self._programs = [programs[model] for model in models]
+    only = only or [sets] * len(models)
+    self._names = [sorted(set(names) & set(sets)) for names in only]
     self._compiled = self._engine.compile(self._evaluate)
 
   def __call__(
@@ -92,10 +99,9 @@ class Evaluator:
     ]
 
   def _evaluate(self, variables, banks, plans):
-    names = sorted(plans)
     jobs = [
       engine_lib.Lanes(program, (v, banks[name]), *plans[name])
-      for program, v in zip(self._programs, variables)
+      for program, v, names in zip(self._programs, variables, self._names)
       for name in names
     ]
     results = iter(self._engine.run(*jobs))
@@ -105,7 +111,7 @@ class Evaluator:
         for name in names
         for key, mean in next(results).items()
       }
-      for _ in variables
+      for names in self._names
     ]
 
 

@@ -54,11 +54,16 @@ def curves(
   )
   if not pools:
     raise ValueError(f"metric={metric!r}: no row of {list(runs)} has it")
+  columns = min(len(pools), 3)
+  lines = -(-len(pools) // columns)
   fig = figure.Figure(
-    figsize=(1.0 + 4.2 * len(pools), 3.8), layout="constrained", dpi=150
+    figsize=(1.0 + 4.2 * columns, 3.8 * lines), layout="constrained", dpi=150
   )
   backend_agg.FigureCanvasAgg(fig)
-  axes = fig.subplots(1, len(pools), sharey=True, squeeze=False)[0]
+  grid = fig.subplots(lines, columns, sharey=True, squeeze=False)
+  axes = list(grid.flat)
+  for ax in axes[len(pools) :]:
+    ax.remove()
   colors = {label: _COLORS[i % len(_COLORS)] for i, label in enumerate(runs)}
   for pool, ax in zip(pools, axes):
     for label, rows in runs.items():
@@ -91,7 +96,8 @@ def curves(
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(fontsize=8.5, frameon=False, loc="lower right")
-  axes[0].set_ylabel(ylabel)
+  for ax in grid[:, 0]:
+    ax.set_ylabel(ylabel)
   if title:
     fig.suptitle(title, fontsize=12)
   _save(fig, path)
@@ -194,7 +200,7 @@ def parties_table(parties: Sequence[Mapping[str, Any]]) -> str:
     values.append(sum(values) / len(values))
     cells = [_cell(value, "{:.2f}", 100) for value in values]
     columns.append([f"{name} %", *cells])
-  return "\n".join(_lines(columns, heads=1, names=2))
+  return align(columns, names=2)
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -235,38 +241,44 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
   for name, form in (("rounds", "{:,d}"), ("seconds", "{:,.1f}")):
     cells = [_cell(r.get(name), form, 1) for r in results.values()]
     columns.append(["", name, *cells])
-  lines = _lines(columns, heads=2, names=1)
-  return "\n".join(lines if pools else lines[1:])
+  return align(
+    columns if pools else [c[1:] for c in columns], 2 if pools else 1
+  )
 
 
-def _lines(
-  columns: Sequence[list[str]], *, heads: int, names: int
-) -> list[str]:
-  """Lays columns out, with a line of dashes after the heads.
+def align(
+  columns: Sequence[Sequence[str]], heads: int = 1, names: int = 1
+) -> str:
+  """Formats columns of cells as a plain-text table.
 
   Args:
-    columns: cells from top to bottom.
-    heads: lines of heads; all but the last of them are set to the left.
-    names: columns of names, to the left; numbers and their heads are set to
-      the right.
+    columns: each from its heads down.
+    heads: how many lines of heads there are.
+    names: how many of the columns, the first ones, are of names.
 
   Returns:
-    The lines.
+    The table, with a rule below the heads.
+
+  >>> print(align([['algorithm', 'fml'], ['test %', '50.0']]))
+  algorithm  test %
+  ---------  ------
+  fml          50.0
   """
   widths = [max(map(len, column)) for column in columns]
-  lines = []
   columns = [
     [*column[:heads], "-" * width, *column[heads:]]
     for column, width in zip(columns, widths)
   ]
+  lines = []
   for i, cells in enumerate(zip(*columns)):
+    # Names to the left, numbers and their heads to the right.
     lines.append(
       "  ".join(
         cell.ljust(w) if j < names or i < heads - 1 else cell.rjust(w)
         for j, (cell, w) in enumerate(zip(cells, widths))
       ).rstrip()
     )
-  return lines
+  return "\n".join(lines)
 
 
 def _points(

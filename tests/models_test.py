@@ -98,7 +98,7 @@ def test_padding_is_zero_and_flips_are_fair():
 @pytest.mark.parametrize("name", augment.RECIPES)
 def test_recipes(name):
   recipe = augment.RECIPES[name]
-  side, channels = (8, 1) if name == "digits8" else (32, 3)
+  side, channels = {"digits8": (8, 1), "mnist28": (28, 1)}.get(name, (32, 3))
   batch = {
     "x": jnp.full((5, side, side, channels), 255, jnp.uint8),
     "y": jnp.arange(5),
