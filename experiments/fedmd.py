@@ -87,6 +87,7 @@ DEFAULTS = {
     heldout_examples=100,
     public_batch_size=32,
     public_patience=20,
+    transfer_batch_size=6,
     transfer_patience=25,
     public_subset=300,
     digest_batch_size=32,

@@ -5,13 +5,15 @@
 Here are those of the CIFAR half of the codistillation Table 1: each cell of
 the table is one row of `published/codist_table1_cifar.csv`; what the cells
 share is here and in `codist.DEFAULTS`, once. `fml_flags.py` has those of
-Federated Mutual Learning. A test checks that the files are up to date.
+Federated Mutual Learning, `fedmd_flags.py` FedMD's. A test checks that the
+files are up to date.
 """
 
 import csv
 import pathlib
 
 import codist
+import fedmd_flags
 import fml_flags
 
 from hetfl import logs
@@ -51,7 +53,7 @@ def published() -> list[dict[str, str]]:
 
 def flag_files() -> dict[str, str]:
   """Each flag file's name and text, of all papers."""
-  return codist_files() | fml_flags.flag_files()
+  return codist_files() | fml_flags.flag_files() | fedmd_flags.flag_files()
 
 
 def codist_files() -> dict[str, str]:
