@@ -7,6 +7,7 @@ to the published numbers. A test checks that the files are up to date.
 """
 
 import codist_flags
+import fedmd_flags
 import fml_flags
 import tables
 
@@ -15,7 +16,7 @@ from hetfl import logs
 
 def tables_of_the_papers() -> dict[str, tables.Table]:
   """All tables and figures, by the name that `reproduce.py` knows them by."""
-  return codist_flags.tables() | fml_flags.tables()
+  return codist_flags.tables() | fml_flags.tables() | fedmd_flags.tables()
 
 
 def flag_files() -> dict[str, str]:

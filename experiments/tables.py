@@ -98,10 +98,14 @@ def label(path: str) -> str:
   'large questions'
   >>> label("fml.clients.*.validation_accuracy")
   'fml clients'
+  >>> label("parties.*.final_accuracy")
+  'parties final'
   """
   *middle, last = path.split(".")
   words = [word for word in middle if word not in ("pools", "*")]
   suffix = last.partition("test_accuracy")[2].strip("_")
+  if "test_accuracy" not in last and "*" in middle and len(middle) == 2:
+    suffix = last.removesuffix("_accuracy")
   return " ".join([*words, suffix]).strip() or last
 
 

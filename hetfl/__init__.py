@@ -13,6 +13,7 @@ from hetfl.fedavg import (
   fedyogi_server,
   Pool,
 )
+from hetfl.fedmd import fedmd, fit, Party, plan_fedmd, plan_fit
 from hetfl.fml import (
   fml,
   independent,
@@ -43,6 +44,7 @@ __all__ = (
   "Model",
   "MutualClient",
   "MutualPlan",
+  "Party",
   "Pool",
   "RoundPlan",
   "Subset",
@@ -53,7 +55,9 @@ __all__ = (
   "fedavg",
   "fedavg_server",
   "fedavgm_server",
+  "fedmd",
   "fedyogi_server",
+  "fit",
   "fml",
   "independent",
   "merge_gradients",
@@ -63,6 +67,8 @@ __all__ = (
   "periodic_codist",
   "plan_clients",
   "plan_distillation",
+  "plan_fedmd",
+  "plan_fit",
   "plan_mutual",
   "stack_plans",
 )

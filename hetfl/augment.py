@@ -91,6 +91,26 @@ def normalize(
   return (x.astype(jnp.float32) / 255 - mean) / deviation
 
 
+def center(batch: core.Batch, mean: jax.Array) -> core.Batch:
+  """`x / 255 - mean`, pixel by pixel.
+
+  Args:
+    batch: holds `x: uint8[B, H, W, c]`.
+    mean: `float[H, W, c]`, the mean image, in [0, 1].
+
+  Returns:
+    The batch with `x: float32[B, H, W, c]`.
+
+  Reference: the released code of Li & Wang 2019.
+
+  >>> x = jnp.array([[[[255]]]], jnp.uint8)
+  >>> center({'x': x}, jnp.full((1, 1, 1), 0.25))['x'].item()
+  0.75
+  """
+  x = batch["x"].astype(jnp.float32) / 255
+  return {**batch, "x": x - jnp.asarray(mean, jnp.float32)[None]}
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
   """One way of preparing images, and the network shape that goes with it.

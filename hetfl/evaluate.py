@@ -73,7 +73,9 @@ class Evaluator:
       for name, subset in sets.items()
     }
     # Equal models share a program.
-    programs = {model: _program(model, transform, measure) for model in models}
+    programs = {
+      model: lane_program(model, transform, measure) for model in models
+    }
     self._programs = [programs[model] for model in models]
     only = only or [sets] * len(models)
     self._names = [sorted(set(names) & set(sets)) for names in only]
@@ -124,8 +126,23 @@ def _lanes(index, batch_size, num_lanes):
   return lanes, (lanes[:, :, 0] >= 0).sum(axis=1).astype(np.int32)
 
 
-def _program(model, transform, measure):
-  """Sums a measure over the batches of a lane."""
+def lane_program(
+  model: core.Model,
+  transform: Callable[[core.Batch], core.Batch],
+  measure: Measure = classification,
+) -> Callable[..., dict[str, core.Mean]]:
+  """Sums a measure over the batches of a lane.
+
+  Args:
+    model: the model.
+    transform: what is done to a batch as it lies in the bank.
+    measure: sums over a batch.
+
+  Returns:
+    The program `(variables, bank, lane [S, B], steps) -> sums`, where `lane`
+    holds positions in the bank, -1 for none, and `steps` says how many of the
+    S batches to take.
+  """
 
   def of_batch(variables, bank, index):
     batch = transform(core.gather(bank, index))
