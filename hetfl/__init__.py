@@ -13,6 +13,12 @@ from hetfl.fedavg import (
   fedyogi_server,
   Pool,
 )
+from hetfl.next_word import (
+  next_word_metrics,
+  sentence_loss,
+  token_divergence,
+  token_weights,
+)
 from hetfl.population import (
   ClientPopulation,
   plan_clients,
@@ -45,8 +51,12 @@ __all__ = (
   "fedyogi_server",
   "merge_gradients",
   "merged_codist",
+  "next_word_metrics",
   "periodic_codist",
   "plan_clients",
   "plan_distillation",
+  "sentence_loss",
   "stack_plans",
+  "token_divergence",
+  "token_weights",
 )
