@@ -23,6 +23,12 @@ from hetfl.fml import (
   MutualPlan,
   plan_mutual,
 )
+from hetfl.next_word import (
+  next_word_metrics,
+  sentence_loss,
+  token_divergence,
+  token_weights,
+)
 from hetfl.population import (
   ClientPopulation,
   plan_clients,
@@ -64,11 +70,15 @@ __all__ = (
   "merged_codist",
   "momentum_sgd",
   "mutual_loss",
+  "next_word_metrics",
   "periodic_codist",
   "plan_clients",
   "plan_distillation",
   "plan_fedmd",
   "plan_fit",
   "plan_mutual",
+  "sentence_loss",
   "stack_plans",
+  "token_divergence",
+  "token_weights",
 )
