@@ -181,15 +181,22 @@ def default_workdir(*parts: str) -> pathlib.Path:
   return pathlib.Path(FLAGS.workdir or pathlib.Path("runs", "-".join(parts)))
 
 
-def run(main: Callable[[], None]) -> None:
+def run(
+  main: Callable[[], None], define: Callable[[], None] | None = None
+) -> None:
   """Parses flags, runs an experiment and turns its errors into one line.
 
   Args:
     main: the experiment; reads `FLAGS`.
+    define: defines the flags that depend on the values of others.
   """
 
   def parse(argv: Sequence[str]) -> Sequence[str]:
     try:
+      if define:
+        argv = [arg for arg in argv if arg != "--"]
+        FLAGS(argv, known_only=True)
+        define()
       rest = FLAGS(argv)
     except flags.Error as error:
       sys.exit(_one_line(error))

@@ -1,6 +1,7 @@
 """Accuracy and loss of a model on a set of examples."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 from hetfl import core, population
 from hetfl import engine as engine_lib
 
+PyTree = Any
 Measure = Callable[[jax.Array, core.Batch], dict[str, core.Mean]]
 
 
@@ -88,6 +90,27 @@ class Evaluator:
       {name: float(m.total) / float(m.count) for name, m in model.items()}
       for model in jax.device_get(sums)
     ]
+
+  def data(self, *names: str) -> PyTree:
+    """What `sums` needs of some of the sets."""
+    return tuple(
+      {name: tree[name] for name in names}
+      for tree in (self._banks, self._plans)
+    )
+
+  def sums(
+    self, variables: Sequence[core.Variables], data: PyTree
+  ) -> list[core.Metrics]:
+    """The sums over the sets of `data`, as open to tracing as the engine.
+
+    Args:
+      variables: what each model holds.
+      data: of some sets, from `data`.
+
+    Returns:
+      For each model a flat dict such as `{'test_accuracy': Mean}`.
+    """
+    return self._evaluate(variables, *data)
 
   def _evaluate(self, variables, banks, plans):
     names = sorted(plans)
