@@ -182,7 +182,7 @@ def run(
   with contextlib.ExitStack() as stack:
     signals = stack.enter_context(_signals())
     # As one program, and not as hundreds of small ones.
-    state = _strong(jax.jit(algorithm.init)(key))
+    state = core.strong(jax.jit(algorithm.init)(key))
     done, extra = 0, {}
     found = checkpoints.latest(like=state)
     if found is not None:
@@ -227,7 +227,7 @@ def run(
     while done < rounds and not signals:
       plan = next(plans)
       state, metrics = algorithm.step(state, plan, data)
-      state = _strong(state)
+      state = core.strong(state)
       done += 1
       last = fetcher.add(done, metrics)
       if done % eval_every == 0 or done == rounds:
@@ -314,21 +314,6 @@ def _row(
   if clash:
     raise ValueError(f"evaluate, step: both name a metric {sorted(clash)[0]!r}")
   return {"round": round, **evaluation, **means, "seconds": seconds}
-
-
-def _strong(state: Any) -> Any:
-  """The state without weak types, which a checkpoint does not keep.
-
-  Otherwise a state that was restored could promote otherwise than one that
-  was not; and a step would compile twice.
-  """
-
-  def strong(leaf):
-    if getattr(leaf, "weak_type", False):
-      return jax.lax.convert_element_type(leaf, leaf.dtype)
-    return leaf
-
-  return jax.tree.map(strong, state)
 
 
 def _ahead(

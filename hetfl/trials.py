@@ -26,7 +26,7 @@ class Problem(NamedTuple):
   """An experiment as a search sees it.
 
   Attributes:
-    init: `(values, seed) -> state`; traceable in the values.
+    init: `(values, seed) -> state`; traceable.
     step: `(state, plan, data) -> (state, metrics)`, one round.
     plan: `(seed, round) -> plan`, the same for all trials.
     data: handed to each step as it is.
@@ -116,7 +116,7 @@ class SideBySide:
     self.seeds = tuple(seeds)
     self._problem = problem
     self._at_once = at_once
-    self._init = jax.jit(problem.init, static_argnums=1)
+    self._init = jax.jit(lambda v, seed: core.strong(problem.init(v, seed)))
     self._finite = jax.jit(all_finite)
     self._plans = {}
     self._lock = threading.Lock()
@@ -212,7 +212,9 @@ class Vmapped:
     self.seeds = tuple(seeds)
     self._problem = problem
     self._devices = len(devices or [0])
-    self._init = jax.jit(self._start, static_argnums=1)
+    self._init = jax.jit(
+      jax.vmap(lambda v, seed: core.strong(problem.init(v, seed)), (0, None))
+    )
     step = jax.vmap(self._guarded, in_axes=(0, 0, None, None))
     # One trial after another: side by side, evaluation would need more memory
     # than training.
@@ -239,10 +241,7 @@ class Vmapped:
     stacked = {
       name: jnp.asarray([v[name] for v in values]) for name in values[0]
     }
-    init = jax.jit(
-      jax.vmap(self._problem.init, in_axes=(0, None)), static_argnums=1
-    )
-    return tuple(init(stacked, seed) for seed in self.seeds)
+    return tuple(self._init(stacked, seed) for seed in self.seeds)
 
   def advance(
     self, states: PyTree, alive: np.ndarray, first: int, last: int
@@ -277,9 +276,6 @@ class Vmapped:
     """The states of some of the trials."""
     index = np.asarray(trials)
     return jax.tree.map(lambda a: a[index], states)
-
-  def _start(self, values, seed):
-    return jax.vmap(lambda v: self._problem.init(v, seed))(values)
 
   def _guarded(self, state, done, plan, data):
     """A step that leaves a diverged trial as it last was.

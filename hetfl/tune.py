@@ -341,6 +341,7 @@ def search(
     if value < low:
       raise ValueError(f"--{name}={value}: must be at least {low}")
   folder = pathlib.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
   log = TrialLog(folder / "trials.jsonl")
   while len(log.rows) < trials:
     first = len(log.rows)
