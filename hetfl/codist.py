@@ -115,6 +115,7 @@ class _Exchange:
         (teacher, hyper, decay, key, bank, steps, rows, logits),
         when,
         _unchanged,
+        shared=True,
       )
       for student, teacher in zip(self._students, teachers)
     ]

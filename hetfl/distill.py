@@ -259,11 +259,15 @@ class Distiller:
     Returns:
       `(variables, hyper, decay, key, bank, steps [S], index [S, B], logits)
       -> (student, loss)`, where `logits` holds each pool's `float[S, B, C]`
-      at the start. The loss is the mean KL to the target.
+      at the start. The loss is the mean KL to the target. With `shard`, an
+      `engine.Shard`, each device takes its share of every batch, and gradients
+      are added up.
     """
     others = [j for j in range(num_pools) if j != index]
 
-    def program(variables, hyper, decay, key, bank, steps, rows, logits):
+    def program(
+      variables, hyper, decay, key, bank, steps, rows, logits, shard=None
+    ):
       final = hyper["final_share"][index]
       rate = hyper["distill_lr"][index] * (final + (1 - final) * decay)
       optimizer = self.optimizer(rate)
@@ -287,7 +291,7 @@ class Distiller:
           target += self.label_weight * (labels - target)
         model_key = jax.random.fold_in(student_key, s)
         loss, grads, stats = self._gradient(
-          model, student, model_key, batch, target
+          model, student, model_key, batch, target, shard
         )
         updates, opt_state = optimizer.update(grads, opt_state, student.params)
         params = optax.apply_updates(student.params, updates)
@@ -301,7 +305,7 @@ class Distiller:
 
     return program
 
-  def _gradient(self, model, student, key, batch, target):
+  def _gradient(self, model, student, key, batch, target, shard):
     """Mean loss, gradient and statistics over a batch, part by part."""
 
     def loss(params, stats, key, x, target, mask):
@@ -315,21 +319,31 @@ class Distiller:
       )
       return (total + value, optax.tree.add(grads, g), stats), None
 
-    parts = self._parts(len(target))
-    data = (batch["x"], target, batch["mask"])
-    (total, grads, stats), _ = jax.lax.scan(
+    # A batch that the devices cannot share equally is for each of them.
+    if shard is not None and len(target) % shard.count:
+      shard = None
+    parts = self._parts(len(target), shard.count if shard else 1)
+    data = (
+      jax.random.split(key, parts),
+      *(_split(x, parts) for x in (batch["x"], target, batch["mask"])),
+    )
+    sums, _ = jax.lax.scan(
       part,
       (jnp.zeros(()), optax.tree.zeros_like(student.params), student.stats),
-      (jax.random.split(key, parts), *(_split(x, parts) for x in data)),
+      shard.take(data) if shard else data,
     )
+    total, grads, stats = sums
+    if shard:
+      total, grads, stats = shard.sum(sums)
+      stats = optax.tree.scale(1 / shard.count, stats)
     count = jnp.maximum(jnp.sum(batch["mask"]), 1)
     return total / count, optax.tree.scale(1 / count, grads), stats
 
-  def _parts(self, batch_size: int) -> int:
+  def _parts(self, batch_size: int, multiple: int = 1) -> int:
     """The least number of equal parts that are no larger than allowed."""
     return next(
       n
-      for n in range(1, batch_size + 1)
+      for n in range(multiple, batch_size + 1, multiple)
       if batch_size % n == 0
       and batch_size // n <= (self.microbatch or batch_size)
     )
