@@ -47,7 +47,7 @@ class Shard(NamedTuple):
   count: int
 
   def take(self, tree: PyTree) -> PyTree:
-    """This device's rows of arrays whose rows all devices have."""
+    """Its rows of arrays whose rows all devices have."""
 
     def part(x):
       size = len(x) // self.count
