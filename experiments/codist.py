@@ -479,10 +479,9 @@ def train(
   """Runs one algorithm in a folder of its own, or goes on with it."""
   keep_files(folder, experiment.task.files)
   algorithm = experiment.algorithm(config, speed)
+  compile = functools.partial(experiment.engine.compile, donate=(0,))
   result = training.run(
-    algorithm._replace(
-      step=experiment.engine.compile(algorithm.step, donate=(0,))
-    ),
+    algorithm._replace(step=compile(algorithm.step)),
     jax.random.key(config["seed"]),
     functools.partial(experiment.plan, config, speed),
     experiment.device_data,
@@ -494,6 +493,8 @@ def train(
     checkpoint_every=speed["checkpoint_every"],
     tensorboard=speed["tensorboard"],
     stop_on_nonfinite=speed["stop_on_nonfinite"],
+    rounds_per_dispatch=speed["rounds_per_dispatch"],
+    scanned_step=compile(training.scanned(algorithm.step)),
   )
   rows = {config["algorithm"]: logs.read_rows(folder.metrics)}
   curves(rows, folder.path, experiment.task)
@@ -526,6 +527,11 @@ def main() -> None:
   paths = {name: workdir / name if several else workdir for name in names}
   engine = common.make_engine()
   configs = {name: configuration(name, paths[name], engine) for name in names}
+  if FLAGS.autotune:
+    configs = {
+      name: (config, common.autotune(Experiment, config, speed, paths[name]))
+      for name, (config, speed) in configs.items()
+    }
   experiment = Experiment(*configs[names[0]], engine)
   # All that can be wrong should show before a folder is made.
   for config, speed in configs.values():

@@ -118,6 +118,7 @@ class _Exchange:
         (teacher, hyper, decay, key, bank, steps, rows, views),
         when,
         _unchanged,
+        shared=True,
       )
       for student, teacher in zip(self._students, teachers)
     ]

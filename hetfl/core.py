@@ -191,3 +191,27 @@ def num_parameters(params: PyTree) -> int:
   8
   """
   return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def strong(tree: PyTree) -> PyTree:
+  """The same without weak types, which a checkpoint does not keep.
+
+  Otherwise a state that was restored could promote otherwise than one that
+  was not; and a step would compile twice.
+
+  Args:
+    tree: a pytree of arrays and other leaves.
+
+  Returns:
+    The pytree.
+
+  >>> jnp.asarray(1.0).weak_type, strong(jnp.asarray(1.0)).weak_type
+  (True, False)
+  """
+
+  def leaf(x):
+    if getattr(x, "weak_type", False):
+      return jax.lax.convert_element_type(x, x.dtype)
+    return x
+
+  return jax.tree.map(leaf, tree)

@@ -280,10 +280,14 @@ class Distiller:
       -> (student, loss)`, where `views` are each pool's logits at the start,
       `float[S, B, C]`, or with a `divergence` of one's own each pool's
       `Variables`. The loss is the mean KL to the target.
+      With `shard`, an `engine.Shard`, each device takes its share of every
+      batch, and gradients are added up.
     """
     others = [j for j in range(len(models)) if j != index]
 
-    def program(variables, hyper, decay, key, bank, steps, rows, views):
+    def program(
+      variables, hyper, decay, key, bank, steps, rows, views, shard=None
+    ):
       final = hyper["final_share"][index]
       rate = hyper["distill_lr"][index] * (final + (1 - final) * decay)
       optimizer = self.optimizer(rate)
@@ -330,6 +334,7 @@ class Distiller:
           jax.random.fold_in(student_key, s),
           divergence,
           (batch["x"], target, self.weights(batch)),
+          shard,
         )
         updates, opt_state = optimizer.update(grads, opt_state, student.params)
         params = optax.apply_updates(student.params, updates)
@@ -344,7 +349,7 @@ class Distiller:
 
     return program
 
-  def _gradient(self, model, student, key, divergence, data):
+  def _gradient(self, model, student, key, divergence, data, shard):
     """Mean loss, gradient and statistics over a batch, part by part."""
 
     def loss(params, stats, key, data):
@@ -361,23 +366,31 @@ class Distiller:
       return (total + value, optax.tree.add(grads, g), stats), None
 
     x, _, weights = data
-    parts = self._parts(len(x))
-    (total, grads, stats), _ = jax.lax.scan(
+    # A batch that the devices cannot share equally is for each of them.
+    if shard is not None and len(x) % shard.count:
+      shard = None
+    parts = self._parts(len(x), shard.count if shard else 1)
+    rows = (
+      jax.random.split(key, parts),
+      jax.tree.map(lambda a: _split(a, parts), data),
+    )
+    sums, _ = jax.lax.scan(
       part,
       (jnp.zeros(()), optax.tree.zeros_like(student.params), student.stats),
-      (
-        jax.random.split(key, parts),
-        jax.tree.map(lambda a: _split(a, parts), data),
-      ),
+      shard.take(rows) if shard else rows,
     )
+    total, grads, stats = sums
+    if shard:
+      total, grads, stats = shard.sum(sums)
+      stats = optax.tree.scale(1 / shard.count, stats)
     count = jnp.maximum(jnp.sum(weights), 1)
     return total / count, optax.tree.scale(1 / count, grads), stats
 
-  def _parts(self, batch_size: int) -> int:
+  def _parts(self, batch_size: int, multiple: int = 1) -> int:
     """The least number of equal parts that are no larger than allowed."""
     return next(
       n
-      for n in range(1, batch_size + 1)
+      for n in range(multiple, batch_size + 1, multiple)
       if batch_size % n == 0
       and batch_size // n <= (self.microbatch or batch_size)
     )
