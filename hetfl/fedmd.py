@@ -492,9 +492,9 @@ def fedmd(
   Raises:
     ValueError: if a value is out of its range.
 
-  Reference: Li & Wang 2019, algorithm 1. Departures: none known; the paper
-  gives neither loss, nor epochs, nor batch sizes, which are the released
-  code's.
+  Reference: Li & Wang 2019, algorithm 1; the paper gives neither the loss, nor
+  epochs, nor batch sizes: those of `plan_fedmd` are the released code's.
+  Departures: see `shuffled_epochs` and `Party.optimizer`.
   """
   parties = _checked(parties)
   engine = engine or engine_lib.Inline()

@@ -374,6 +374,20 @@ def test_going_on_is_going_on_and_nothing_compiles_again(reference):
   assert algorithm.step._cache_size() == 1
 
 
+def test_threads_compile_nothing_after_the_first_round():
+  events = []
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: events.append(event)
+  )
+  compiled = lambda: sum("backend_compile" in event for event in events)
+  algorithm = build(runner=engine.Threads(2))
+  state, _ = run(algorithm, 1)
+  before = compiled()
+  assert before > 0
+  run(algorithm, 2, state=state, first=2)
+  assert compiled() == before
+
+
 def uploads(variables, plan):
   """What each party sends."""
   return [
