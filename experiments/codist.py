@@ -166,8 +166,9 @@ def _define_flags() -> None:
   )
   flags.DEFINE_integer(
     "merge_every",
-    1,
-    "merged: distil in every so many rounds only; alpha is 1 in the others.",
+    None,
+    "merged: distil in every so many rounds only; alpha is 1 in the others. 4"
+    " for pydoc and stackexchange, else 1 as in the paper.",
     lower_bound=1,
   )
   flags.DEFINE_list(

@@ -26,6 +26,7 @@ _CIFAR = dict(
   distill_batch_size=128,
   codist_period=200,
   merge_alpha=0.9,
+  merge_every=1,
 )
 _CIFARS = {
   "fedavg": _CIFAR,
@@ -46,6 +47,7 @@ _DIGITS = dict(
   distill_batch_size=64,
   codist_period=25,
   merge_alpha=0.8,
+  merge_every=1,
 )
 DEFAULTS = {
   "cifar100": _CIFARS,
