@@ -250,6 +250,8 @@ def run(
 
     def save() -> None:
       fetcher.fetch()
+      if jax.process_index():
+        return  # The first process's is enough for all.
       checkpoints.save(
         done,
         _local(state),
