@@ -15,13 +15,12 @@ from hetfl.fedavg import (
 )
 from hetfl.fml import (
   fml,
+  group_clients,
   independent,
-  momentum_sgd,
-  mutual_loss,
-  MutualClient,
   MutualPlan,
   plan_mutual,
 )
+from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient
 from hetfl.population import (
   ClientPopulation,
   plan_clients,
@@ -55,6 +54,7 @@ __all__ = (
   "fedavgm_server",
   "fedyogi_server",
   "fml",
+  "group_clients",
   "independent",
   "merge_gradients",
   "merged_codist",
