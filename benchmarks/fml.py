@@ -20,14 +20,9 @@ import numpy as np
 
 from benchmarks import compare
 from hetfl import augment, core, engine
-from hetfl.fml import (
-  fml,
-  group_clients,
-  independent,
-  MutualClient,
-  plan_mutual,
-)
+from hetfl.fml import fml, group_clients, independent, plan_mutual
 from hetfl.models import fml as nets
+from hetfl.mutual import MutualClient
 
 NUM_CLIENTS = 5
 EXAMPLES = 10_000

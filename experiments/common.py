@@ -336,6 +336,18 @@ def default_workdir(*parts: str) -> pathlib.Path:
   return pathlib.Path(FLAGS.workdir or pathlib.Path("runs", "-".join(parts)))
 
 
+def open_comparison(workdir: pathlib.Path, algorithms: Sequence[str]) -> None:
+  """Checks that a folder is fit to hold one run's folder an algorithm."""
+  allowed = {*algorithms, "curves.png"}
+  if workdir.is_dir():
+    strange = sorted(p.name for p in workdir.iterdir() if p.name not in allowed)
+    if strange:
+      raise UsageError(
+        f"--workdir={workdir} holds {strange[0]}, which no comparison of"
+        " algorithms does. Use another --workdir."
+      )
+
+
 def run(
   main: Callable[[], None], define: Callable[[], None] | None = None
 ) -> None:

@@ -16,13 +16,12 @@ from hetfl.fedavg import (
 from hetfl.fedmd import fedmd, fit, Party, plan_fedmd, plan_fit
 from hetfl.fml import (
   fml,
+  group_clients,
   independent,
-  momentum_sgd,
-  mutual_loss,
-  MutualClient,
   MutualPlan,
   plan_mutual,
 )
+from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient
 from hetfl.next_word import (
   next_word_metrics,
   sentence_loss,
@@ -65,6 +64,7 @@ __all__ = (
   "fedyogi_server",
   "fit",
   "fml",
+  "group_clients",
   "independent",
   "merge_gradients",
   "merged_codist",
