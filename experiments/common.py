@@ -284,8 +284,11 @@ def autotune(
     "lanes": [lanes, -(-lanes // 2), 2 * lanes if on_cpu else -(-lanes // 4)],
     "microbatch": [16, 32, 64, 0] if on_cpu else [0, 32],
     "conv": ["patches"] if on_cpu else ["patches", "native"],
-    "rounds_per_dispatch": [1, 4, 16],
+    "rounds_per_dispatch": [1, 8],
   }
+  first = experiment.plan(config, speed, 1)
+  if not np.any(getattr(first, "distill", None)):
+    del candidates["microbatch"]  # Round 1 does not distil: all are alike.
   if isinstance(experiment.engine, engine_lib.Threads):
     candidates["rounds_per_dispatch"] = [1]
   clients = config.get("clients_per_round", lanes)
@@ -314,9 +317,7 @@ def autotune(
     )
     return seconds / number
 
-  key = autotune_lib.key_of(
-    algorithm, experiment.plan(config, speed, 1), experiment.device_data
-  )
+  key = autotune_lib.key_of(algorithm, first, experiment.device_data)
   key += f", {type(experiment.engine).__name__} {experiment.engine.num_pieces}"
   key += f", {json.dumps(candidates)}"
   choice = autotune_lib.choose(round_seconds, candidates, key=key)
