@@ -13,6 +13,22 @@ from hetfl.fedavg import (
   fedyogi_server,
   Pool,
 )
+from hetfl.fedmd import fedmd, fit, Party, plan_fedmd, plan_fit
+from hetfl.fml import (
+  fml,
+  independent,
+  momentum_sgd,
+  mutual_loss,
+  MutualClient,
+  MutualPlan,
+  plan_mutual,
+)
+from hetfl.next_word import (
+  next_word_metrics,
+  sentence_loss,
+  token_divergence,
+  token_weights,
+)
 from hetfl.population import (
   ClientPopulation,
   plan_clients,
@@ -32,6 +48,9 @@ __all__ = (
   "Inline",
   "Mean",
   "Model",
+  "MutualClient",
+  "MutualPlan",
+  "Party",
   "Pool",
   "RoundPlan",
   "Subset",
@@ -42,11 +61,24 @@ __all__ = (
   "fedavg",
   "fedavg_server",
   "fedavgm_server",
+  "fedmd",
   "fedyogi_server",
+  "fit",
+  "fml",
+  "independent",
   "merge_gradients",
   "merged_codist",
+  "momentum_sgd",
+  "mutual_loss",
+  "next_word_metrics",
   "periodic_codist",
   "plan_clients",
   "plan_distillation",
+  "plan_fedmd",
+  "plan_fit",
+  "plan_mutual",
+  "sentence_loss",
   "stack_plans",
+  "token_divergence",
+  "token_weights",
 )

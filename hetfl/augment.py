@@ -91,6 +91,26 @@ def normalize(
   return (x.astype(jnp.float32) / 255 - mean) / deviation
 
 
+def center(batch: core.Batch, mean: jax.Array) -> core.Batch:
+  """`x / 255 - mean`, pixel by pixel.
+
+  Args:
+    batch: holds `x: uint8[B, H, W, c]`.
+    mean: `float[H, W, c]`, the mean image, in [0, 1].
+
+  Returns:
+    The batch with `x: float32[B, H, W, c]`.
+
+  Reference: the released code of Li & Wang 2019.
+
+  >>> x = jnp.array([[[[255]]]], jnp.uint8)
+  >>> center({'x': x}, jnp.full((1, 1, 1), 0.25))['x'].item()
+  0.75
+  """
+  x = batch["x"].astype(jnp.float32) / 255
+  return {**batch, "x": x - jnp.asarray(mean, jnp.float32)[None]}
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
   """One way of preparing images, and the network shape that goes with it.
@@ -133,7 +153,8 @@ class Recipe:
 
   def _distort(self, key, x):
     crop_key, flip_key = jax.random.split(key)
-    x = random_crop(crop_key, x, self.size, self.pad)
+    if self.pad or x.shape[1:3] != (self.size, self.size):
+      x = random_crop(crop_key, x, self.size, self.pad)
     if self.flip:
       x = random_flip(flip_key, x, 2)
     return normalize(x, self.mean, self.deviation)
@@ -149,6 +170,15 @@ _cifar = functools.partial(
 RECIPES = {
   "crop24": _cifar(size=24, pad=0, padding="SAME", pool_after=(0, 1)),
   "pad32": _cifar(size=32, pad=4, padding="VALID", pool_after=(1, 2)),
+  "mnist28": Recipe(
+    size=28,
+    pad=0,
+    flip=False,
+    padding="VALID",
+    pool_after=(0, 1),
+    mean=(0.1307,),
+    deviation=(0.3081,),
+  ),
   "digits8": Recipe(
     size=8,
     pad=1,

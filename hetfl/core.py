@@ -15,7 +15,8 @@ import optax
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
-# (logits [B, C], batch) -> losses [B]
+# (logits [B, C], batch) -> losses [B]; or a scalar, the mean over those
+# examples whose mask is 1
 Loss = Callable[[jax.Array, Batch], jax.Array]
 # (key, batch as it lies in the bank) -> batch as the model takes it
 Transform = Callable[[jax.Array, Batch], Batch]
@@ -40,7 +41,9 @@ class Model(NamedTuple):
     init: `key -> Variables`.
     apply: `(variables, x, key, train) -> (logits, stats)`, where `key` feeds
       dropout and the like and `train` is a Python bool. Models without
-      mutable collections return `variables.stats` unchanged.
+      mutable collections return `variables.stats` unchanged. Logits are
+      `float[B, C]`, or whatever the pool's loss and the evaluator's measure
+      take, such as `models.language.TokenLogits`.
   """
 
   init: Callable[[jax.Array], Variables]

@@ -7,9 +7,9 @@ devices. Three engines give the same results to rounding:
 * `Inline()`: every job becomes part of the program being traced, lanes as a
   `jax.vmap`. The step stays a pure function, for `jax.jit`, `jax.vmap` over
   trials and `jax.lax.scan` over rounds. The choice for one accelerator.
-* `Inline(mesh)`: the same, with lanes and chunks split over a mesh axis by
-  `jax.shard_map`. The choice for several accelerators.
-* `Threads()`: for CPUs. Each lane and each call is a program of its own, run
+* `Inline(mesh)`: the same, with lanes, chunks and rows split over a mesh axis
+  by `jax.shard_map`. The choice for several accelerators.
+* `Threads()`: for CPUs. Each lane, row and call is a program of its own, run
   by a pool of threads, the longest first. XLA uses one core well in a program
   of small matrix products and several badly, so this is the fast way to use
   all cores; it also keeps collectives out of programs, which can starve XLA's
@@ -114,7 +114,24 @@ class Chunks(NamedTuple):
   when: jax.Array | bool = True
 
 
-Job = Call | Lanes | Chunks
+class Each(NamedTuple):
+  """Applies `fn(*shared, row)` to each row of `rows` and stacks the results.
+
+  For clients that keep a state of their own: each is a program of its own on
+  threads, and one of a `jax.vmap` elsewhere.
+
+  Attributes:
+    fn: a pure function of one row.
+    shared: arguments that all rows see.
+    rows: a pytree of arrays with N rows.
+  """
+
+  fn: Callable[..., PyTree]
+  shared: tuple[PyTree, ...]
+  rows: PyTree
+
+
+Job = Call | Lanes | Chunks | Each
 
 
 class Engine(Protocol):
@@ -182,7 +199,12 @@ class Inline:
 
   def run(self, *jobs: Job) -> tuple[PyTree, ...]:
     """Returns the jobs' results, in their order."""
-    run = {Call: self._call, Lanes: self._lanes, Chunks: self._chunks}
+    run = {
+      Call: self._call,
+      Lanes: self._lanes,
+      Chunks: self._chunks,
+      Each: self._each,
+    }
     return tuple(run[type(job)](job) for job in jobs)
 
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
@@ -312,9 +334,34 @@ class Inline:
     )
     return self._call(Call(fn, (job.shared, job.rows), job.when))
 
+  def _each(self, job: Each):
+    def run(shared, rows):
+      one = lambda row: job.fn(*shared, row)
+      if self._max_lanes is None:
+        return jax.vmap(one)(rows)
+      return jax.lax.map(one, rows, batch_size=self._max_lanes)
+
+    if self._mesh is None:
+      return run(job.shared, job.rows)
+    rows = len(jax.tree.leaves(job.rows)[0])
+    # The last row again and again, up to as many for each device.
+    taken = np.minimum(
+      np.arange(-(-rows // self._mesh.size) * self._mesh.size), rows - 1
+    )
+    axis = self._mesh.axis_names[0]
+    spec = jax.sharding.PartitionSpec
+    results = jax.shard_map(
+      run,
+      mesh=self._mesh,
+      in_specs=(spec(), spec(axis)),
+      out_specs=spec(axis),
+      check_vma=False,
+    )(job.shared, jax.tree.map(lambda a: jnp.asarray(a)[taken], job.rows))
+    return jax.tree.map(lambda a: a[:rows], results)
+
 
 class Threads:
-  """Runs each lane, chunk and call as a program of its own, on CPU threads.
+  """Runs lanes, chunks, rows and calls as programs of their own, on threads.
 
   Which thread runs what never changes a result: every program is the same
   wherever it runs, and sums are taken in the order of the lanes. JAX's context
@@ -377,6 +424,11 @@ class Threads:
     if isinstance(job, Call):
       fn = job.fn if job.when else job.otherwise
       return [(fn, job.args, 1)] if fn else []
+    if isinstance(job, Each):
+      rows = len(jax.tree.leaves(job.rows)[0])
+      return [
+        (job.fn, (*job.shared, part(job.rows, i)), 1) for i in range(rows)
+      ]
     if not job.when:
       return []
     # Equal chunks, so that one compiled program serves all of them.
@@ -396,6 +448,8 @@ class Threads:
     if not results:
       args = job.args if isinstance(job, Call) else (*job.shared, job.rows)
       return _zeros(job.fn, *args)
+    if isinstance(job, Each):
+      return self._execute(_stack, results, 1)
     if isinstance(job, Call) or len(results) == 1:
       return results[0]
     join = _sum if isinstance(job, Lanes) else _concatenate
@@ -433,6 +487,10 @@ def _sum(*trees):
 
 def _concatenate(*trees):
   return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
+
+
+def _stack(*trees):
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def from_first(value: PyTree) -> PyTree:

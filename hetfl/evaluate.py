@@ -1,6 +1,6 @@
 """Accuracy and loss of a model on a set of examples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +53,8 @@ class Evaluator:
     measure: sums over a batch.
     engine: where the work runs; `Inline()` by default.
     batch_size: examples at once; changes speed and memory only.
+    only: for each model the names of the sets it is evaluated on; by default
+      all.
   """
 
   def __init__(
@@ -64,6 +66,7 @@ class Evaluator:
     measure: Measure = classification,
     engine: engine_lib.Engine | None = None,
     batch_size: int = 40,
+    only: Sequence[Collection[str]] | None = None,
   ):
     self._engine = engine or engine_lib.Inline()
     self._banks = {name: subset.bank for name, subset in sets.items()}
@@ -71,7 +74,13 @@ class Evaluator:
       name: _lanes(subset.index, batch_size, self._engine.num_pieces)
       for name, subset in sets.items()
     }
-    self._programs = [_program(model, transform, measure) for model in models]
+    # Equal models share a program.
+    programs = {
+      model: lane_program(model, transform, measure) for model in models
+    }
+    self._programs = [programs[model] for model in models]
+    only = only or [sets] * len(models)
+    self._names = [sorted(set(names) & set(sets)) for names in only]
     self._compiled = self._engine.compile(self._evaluate)
 
   def __call__(
@@ -83,11 +92,12 @@ class Evaluator:
       variables: what each model holds.
 
     Returns:
-      For each model a flat dict such as `{'test_accuracy': 0.5}`.
+      For each model a flat dict such as `{'test_accuracy': 0.5}`, without what
+      a set has nothing to measure for.
     """
     sums = self._compiled(tuple(variables), self._banks, self._plans)
     return [
-      {name: float(m.total) / float(m.count) for name, m in model.items()}
+      {n: float(m.total) / float(m.count) for n, m in model.items() if m.count}
       for model in jax.device_get(sums)
     ]
 
@@ -113,10 +123,10 @@ class Evaluator:
     return self._evaluate(variables, *data)
 
   def _evaluate(self, variables, banks, plans):
-    names = sorted(plans)
+    all_names = [[n for n in names if n in plans] for names in self._names]
     jobs = [
       engine_lib.Lanes(program, (v, banks[name]), *plans[name])
-      for program, v in zip(self._programs, variables)
+      for program, v, names in zip(self._programs, variables, all_names)
       for name in names
     ]
     results = iter(self._engine.run(*jobs))
@@ -126,7 +136,7 @@ class Evaluator:
         for name in names
         for key, mean in next(results).items()
       }
-      for _ in variables
+      for names in all_names
     ]
 
 
@@ -140,8 +150,23 @@ def _lanes(index, batch_size, num_lanes):
   return lanes, (lanes[:, :, 0] >= 0).sum(axis=1).astype(np.int32)
 
 
-def _program(model, transform, measure):
-  """Sums a measure over the batches of a lane."""
+def lane_program(
+  model: core.Model,
+  transform: Callable[[core.Batch], core.Batch],
+  measure: Measure = classification,
+) -> Callable[..., dict[str, core.Mean]]:
+  """Sums a measure over the batches of a lane.
+
+  Args:
+    model: the model.
+    transform: what is done to a batch as it lies in the bank.
+    measure: sums over a batch.
+
+  Returns:
+    The program `(variables, bank, lane [S, B], steps) -> sums`, where `lane`
+    holds positions in the bank, -1 for none, and `steps` says how many of the
+    S batches to take.
+  """
 
   def of_batch(variables, bank, index):
     batch = transform(core.gather(bank, index))

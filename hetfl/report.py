@@ -14,6 +14,9 @@ from hetfl import logs
 
 # Okabe and Ito's colours, to be told apart by (nearly) everyone, on white.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Tol's muted scheme and grey, for ten lines in one panel.
+_MANY_COLORS = ("#332288", "#CC6677", "#117733", "#DDCC77", "#88CCEE")
+_MANY_COLORS += ("#882255", "#44AA99", "#999933", "#AA4499", "#777777")
 
 
 def curves(
@@ -52,11 +55,16 @@ def curves(
   )
   if not pools:
     raise ValueError(f"metric={metric!r}: no row of {list(runs)} has it")
+  columns = min(len(pools), 3)
+  lines = -(-len(pools) // columns)
   fig = figure.Figure(
-    figsize=(1.0 + 4.2 * len(pools), 3.8), layout="constrained", dpi=150
+    figsize=(1.0 + 4.2 * columns, 3.8 * lines), layout="constrained", dpi=150
   )
   backend_agg.FigureCanvasAgg(fig)
-  axes = fig.subplots(1, len(pools), sharey=True, squeeze=False)[0]
+  grid = fig.subplots(lines, columns, sharey=True, squeeze=False)
+  axes = list(grid.flat)
+  for ax in axes[len(pools) :]:
+    ax.remove()
   colors = {label: _COLORS[i % len(_COLORS)] for i, label in enumerate(runs)}
   for pool, ax in zip(pools, axes):
     for label, rows in runs.items():
@@ -89,13 +97,111 @@ def curves(
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(fontsize=8.5, frameon=False, loc="lower right")
-  axes[0].set_ylabel(ylabel)
+  for ax in grid[:, 0]:
+    ax.set_ylabel(ylabel)
   if title:
     fig.suptitle(title, fontsize=12)
+  _save(fig, path)
+
+
+def _save(fig: figure.Figure, path: str | os.PathLike[str]) -> None:
   content = io.BytesIO()
   # Without the version of matplotlib, equal curves are equal files.
   fig.savefig(content, format="png", metadata={"Software": None})
   logs.write_bytes(path, content.getvalue())
+
+
+def collaboration(
+  rows: Sequence[Mapping[str, Any]],
+  path: str | os.PathLike[str],
+  *,
+  parties: Mapping[str, str],
+  bounds: Mapping[str, float],
+  metric: str = "test_accuracy",
+  title: str | None = None,
+) -> None:
+  """Draws all parties' accuracy over the rounds in one panel, to a PNG.
+
+  A dashed line at the left is where a party starts, the first of its rows; a
+  dash-dotted one at the right is its upper bound.
+
+  Args:
+    rows: rows of metrics, as `logs.read_rows` reads them; round 0 first.
+    path: the PNG; replaced atomically.
+    parties: a party's name in the rows -> what to call it.
+    bounds: a party's name -> its upper bound, from 0 to 1.
+    metric: what to draw of each party: the rows' `'party/metric'`.
+    title: above the panel.
+
+  Raises:
+    ValueError: no row has the metric of a party.
+
+  Reference: Li & Wang 2019, figure 2.
+  """
+  fig = figure.Figure(figsize=(8.6, 4.8), layout="constrained", dpi=150)
+  backend_agg.FigureCanvasAgg(fig)
+  ax = fig.subplots()
+  last = max((row["round"] for row in rows), default=0)
+  margin = max(0.12 * last, 0.5)
+  for i, (party, label) in enumerate(parties.items()):
+    points = _points(rows, f"{party}/{metric}", 100.0)
+    if not points:
+      raise ValueError(f"metric={metric!r}: no row has it of {party}")
+    x, y = zip(*points)
+    style = dict(color=_MANY_COLORS[i % len(_MANY_COLORS)], linewidth=1.4)
+    ax.plot(x, y, label=f"{label} ({y[-1]:.1f})", **style)
+    ax.hlines(y[0], x[0] - margin, x[0], linestyle="--", **style)
+    if party in bounds:
+      ax.hlines(
+        100 * bounds[party], last, last + margin, linestyle="-.", **style
+      )
+  ax.set_xlim(-margin, last + margin)
+  ax.set_xlabel(
+    "Round (dashed: transfer learning alone; dash-dotted: pooled data)"
+  )
+  ax.set_ylabel("Test accuracy (%)")
+  ax.grid(True, color="0.9", linewidth=0.8)
+  ax.set_axisbelow(True)
+  ax.spines[["top", "right"]].set_visible(False)
+  fig.legend(fontsize=8.5, frameon=False, loc="outside right center")
+  if title:
+    fig.suptitle(title, fontsize=12)
+  _save(fig, path)
+
+
+def parties_table(parties: Sequence[Mapping[str, Any]]) -> str:
+  """Formats what became of each party as a plain-text table.
+
+  Args:
+    parties: dicts of `name`, `model`, `parameters`, and accuracies from 0 to
+      1: `public_accuracy`, `transfer_accuracy`, `final_accuracy`,
+      `pooled_accuracy`.
+
+  Returns:
+    The table, with the mean accuracies in its last line.
+
+  >>> print(parties_table([
+  ...     dict(name='a', model='mlp(9)', parameters=5, public_accuracy=.5,
+  ...          transfer_accuracy=.25, final_accuracy=.5, pooled_accuracy=1.),
+  ...     dict(name='b', model='mlp(3)', parameters=2, public_accuracy=.25,
+  ...          transfer_accuracy=.25, final_accuracy=.5, pooled_accuracy=.5)]))
+  party  model   parameters  public %  transfer %  final %  pooled %
+  -----  ------  ----------  --------  ----------  -------  --------
+  a      mlp(9)           5     50.00       25.00    50.00    100.00
+  b      mlp(3)           2     25.00       25.00    50.00     50.00
+  mean                          37.50       25.00    50.00     75.00
+  """
+  columns = [
+    ["party", *(p["name"] for p in parties), "mean"],
+    ["model", *(p["model"] for p in parties), ""],
+    ["parameters", *(_cell(p["parameters"], "{:,d}", 1) for p in parties), ""],
+  ]
+  for name in ("public", "transfer", "final", "pooled"):
+    values = [p[f"{name}_accuracy"] for p in parties]
+    values.append(sum(values) / len(values))
+    cells = [_cell(value, "{:.2f}", 100) for value in values]
+    columns.append([f"{name} %", *cells])
+  return align(columns, names=2)
 
 
 def parallel_coordinates(
@@ -197,13 +303,17 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
   columns = [["", "algorithm", *results]]
   for pool in pools:
     values = [r.get("pools", {}).get(pool, {}) for r in results.values()]
-    for i, (name, head, form) in enumerate(
-      (
-        ("parameters", "parameters", "{:,d}"),
-        ("test_accuracy", "test %", "{:.2f}"),
-        ("heldout_accuracy", "held-out %", "{:.2f}"),
-      )
-    ):
+    heads = [
+      ("parameters", "parameters", "{:,d}"),
+      ("test_accuracy", "test %", "{:.2f}"),
+    ]
+    heads += [
+      (name, f"{name.removeprefix('test_accuracy_')} %", "{:.2f}")
+      for name in ("test_accuracy_questions", "test_accuracy_answers")
+      if any(name in v for v in values)
+    ]
+    heads.append(("heldout_accuracy", "held-out %", "{:.2f}"))
+    for i, (name, head, form) in enumerate(heads):
       cells = [
         _cell(v.get(name), form, 1 if name == "parameters" else 100)
         for v in values
@@ -212,19 +322,44 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
   for name, form in (("rounds", "{:,d}"), ("seconds", "{:,.1f}")):
     cells = [_cell(r.get(name), form, 1) for r in results.values()]
     columns.append(["", name, *cells])
+  return align(
+    columns if pools else [c[1:] for c in columns], 2 if pools else 1
+  )
+
+
+def align(
+  columns: Sequence[Sequence[str]], heads: int = 1, names: int = 1
+) -> str:
+  """Formats columns of cells as a plain-text table.
+
+  Args:
+    columns: each from its heads down.
+    heads: how many lines of heads there are.
+    names: how many of the columns, the first ones, are of names.
+
+  Returns:
+    The table, with a rule below the heads.
+
+  >>> print(align([['algorithm', 'fml'], ['test %', '50.0']]))
+  algorithm  test %
+  ---------  ------
+  fml          50.0
+  """
   widths = [max(map(len, column)) for column in columns]
-  for column, width in zip(columns, widths):
-    column.insert(2, "-" * width)
+  columns = [
+    [*column[:heads], "-" * width, *column[heads:]]
+    for column, width in zip(columns, widths)
+  ]
   lines = []
   for i, cells in enumerate(zip(*columns)):
     # Names to the left, numbers and their heads to the right.
     lines.append(
       "  ".join(
-        cell.ljust(w) if j == 0 or i == 0 else cell.rjust(w)
+        cell.ljust(w) if j < names or i < heads - 1 else cell.rjust(w)
         for j, (cell, w) in enumerate(zip(cells, widths))
       ).rstrip()
     )
-  return "\n".join(lines if pools else lines[1:])
+  return "\n".join(lines)
 
 
 def _points(

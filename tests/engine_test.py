@@ -68,3 +68,23 @@ def test_many_threads_compile_a_program_once():
   jobs = [engine.Call(program, (jnp.ones(()) * i,)) for i in range(8)]
   assert [float(r) for r in runner.run(*jobs)] == list(range(1, 9))
   assert len(traced) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_each_row_by_itself(rows):
+  def total(a, row):
+    assert row["v"].shape == (3,)  # One row, whatever the engine.
+    return a * jnp.sum(row["v"]), row["n"]
+
+  v = np.arange(3.0 * rows, dtype=np.float32).reshape(rows, 3)
+  job = engine.Each(total, (jnp.full((), 2.0),), {"v": v, "n": np.arange(rows)})
+  mesh = jax.make_mesh((4,), (engine.AXIS,))
+  for runner in (
+    engine.Threads(2),
+    engine.Inline(),
+    engine.Inline(max_lanes=2),
+    engine.Inline(mesh),
+  ):
+    ((sums, numbers),) = runner.run(job)
+    np.testing.assert_array_equal(sums, 2 * v.sum(axis=1))
+    np.testing.assert_array_equal(numbers, np.arange(rows))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hetfl import augment, core
-from hetfl.models import layers, vision
+from hetfl.models import fedmd, fml, layers, vision
 
 COUNTS = {vision.small_cnn: 109_348, vision.large_cnn: 410_084}
 
@@ -52,9 +52,80 @@ def test_conv_is_flaxs_conv(form, padding):
   )
 
 
+FML_COUNTS = {
+  # MNIST, CIFAR-10, CIFAR-100
+  "mlp": (199_210, 656_810, 674_900),
+  "lenet5": (61_706, 62_006, 69_656),
+  "cnn1": (50_270, 71_498, 82_388),
+  "cnn2": (297_738, 303_882, 350_052),
+}
+
+
+@pytest.mark.parametrize("name", fml.NAMES)
+def test_fmls_networks(name):
+  sets = ((10, (28, 28, 1)), (10, (32, 32, 3)), (100, (32, 32, 3)))
+  for (classes, shape), count in zip(sets, FML_COUNTS[name]):
+    x = jnp.zeros((1, *shape))
+    shapes = jax.eval_shape(
+      fml.net(name, classes, shape).init, jax.random.key(0), x
+    )
+    assert core.num_parameters(shapes["params"]) == count
+  # Both forms are one function of the same parameters.
+  x = jax.random.normal(jax.random.key(0), (3, 28, 28, 1))
+  nets = [fml.net(name, 10, (28, 28, 1), conv=c) for c in ("patches", "native")]
+  variables = nets[0].init(jax.random.key(1), x)
+  a, b = (net.apply(variables, x) for net in nets)
+  np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+  with pytest.raises(ValueError, match="choose from mlp"):
+    fml.net("resnet", 10, (32, 32, 3))
+
+
+def test_convolutions_alone_have_no_classes():
+  shape = (32, 32, 3)
+  net = fml.net("cnn2", None, shape)
+  features, variables = jax.eval_shape(
+    net.init_with_output, jax.random.key(0), jnp.zeros((2, *shape))
+  )
+  assert features.shape == (2, 2 * 2 * 128)
+  assert set(variables["params"]) == {"Conv_0", "Conv_1", "Conv_2"}
+  with pytest.raises(ValueError, match="no convolutions"):
+    fml.net("mlp", None, shape)
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_conv_in_planes_is_flaxs_conv(padding):
+  ours = layers.PlanesConv(5, (3, 3), padding)
+  theirs = nn.Conv(5, (3, 3), padding=padding)
+  x = jax.random.normal(jax.random.key(0), (2, 7, 6, 4))
+  variables = jax.vmap(theirs.init, (0, None))(
+    jax.random.split(jax.random.key(1), 3), x
+  )
+  weights = jax.random.normal(jax.random.key(2), (2, 1, 1, 5))
+
+  def value_and_grads(apply):
+    # The same images for three kernels, as for a meme and a local model.
+    loss = lambda variables, x: jnp.sum(jnp.sin(apply(variables, x)) * weights)
+    grad = jax.value_and_grad(loss, (0, 1))
+    with jax.numpy_rank_promotion("allow"):
+      return jax.vmap(grad, (0, None))(variables, x)
+
+  planes = lambda v, x: ours.apply(v, x.transpose(3, 1, 2, 0)).transpose(
+    3, 1, 2, 0
+  )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
+    value_and_grads(planes),
+    value_and_grads(theirs.apply),
+  )
+
+
 @pytest.mark.parametrize("shape", [(2, 6, 8, 3), (1, 5, 7, 2)])
 def test_max_pool_is_flaxs(shape):
   x = jax.random.normal(jax.random.key(0), shape)
+  planes = layers.max_pool_planes(x.transpose(3, 1, 2, 0))
+  np.testing.assert_array_equal(
+    planes.transpose(3, 1, 2, 0), layers.max_pool_2x2(x)
+  )
   theirs = lambda x: nn.max_pool(x, (2, 2), (2, 2))
   np.testing.assert_array_equal(layers.max_pool_2x2(x), theirs(x))
   grad = lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
@@ -98,7 +169,7 @@ def test_padding_is_zero_and_flips_are_fair():
 @pytest.mark.parametrize("name", augment.RECIPES)
 def test_recipes(name):
   recipe = augment.RECIPES[name]
-  side, channels = (8, 1) if name == "digits8" else (32, 3)
+  side, channels = {"digits8": (8, 1), "mnist28": (28, 1)}.get(name, (32, 3))
   batch = {
     "x": jnp.full((5, side, side, channels), 255, jnp.uint8),
     "y": jnp.arange(5),
@@ -117,3 +188,76 @@ def test_recipes(name):
     assert np.isclose(np.asarray(out["x"]).min(), min(white + black)) or (
       recipe.pad == 0
     )
+
+
+@pytest.mark.parametrize("form", ["patches", "native"])
+@pytest.mark.parametrize(
+  "kernel,strides,padding",
+  [
+    ((3, 3), (2, 2), "VALID"),
+    ((2, 2), (2, 2), "VALID"),
+    ((3, 2), (2, 1), "SAME"),
+    ((4, 5), (3, 2), "SAME"),
+  ],
+)
+def test_strided_conv_is_flaxs_conv(form, kernel, strides, padding):
+  x = jax.random.normal(jax.random.key(0), (2, 9, 8, 3))
+  ours = layers.Conv(5, kernel, padding, form, strides=strides)
+  theirs = nn.Conv(5, kernel, strides, padding)
+  variables = theirs.init(jax.random.key(1), x)
+  grad = lambda module: jax.grad(
+    lambda v, x: jnp.sum(jnp.sin(module.apply(v, x))), (0, 1)
+  )(variables, x)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
+    (ours.apply(variables, x), grad(ours)),
+    (theirs.apply(variables, x), grad(theirs)),
+  )
+
+
+@pytest.mark.parametrize("stride,padding", [(1, "SAME"), (2, "VALID")])
+def test_avg_pool_leaves_padding_out(stride, padding):
+  x = jax.random.normal(jax.random.key(0), (2, 7, 6, 3))
+  ours = lambda x: layers.avg_pool_2x2(x, stride)
+  theirs = lambda x: nn.avg_pool(
+    x, (2, 2), (stride, stride), padding, count_include_pad=False
+  )
+  np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-6, atol=1e-7)
+  grad = lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
+  np.testing.assert_allclose(grad(ours), grad(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_is_fair_and_independent():
+  x = jnp.ones((64, 8, 8, 16))
+  drop = lambda seed, rate=0.25: np.asarray(
+    layers.Dropout(rate).apply(
+      {}, x, True, rngs={"dropout": jax.random.key(seed)}
+    )
+  )
+  first, second = drop(0) > 0, drop(1) > 0
+  np.testing.assert_array_equal(first, drop(0) > 0)
+  n = x.size
+  # Binomial: three deviations of a share p over n draws are 3 sqrt(pq / n).
+  near = lambda share, p, n: abs(share - p) < 3 * (p * (1 - p) / n) ** 0.5
+  assert near(first.mean(), 0.75, n) and near(second.mean(), 0.75, n)
+  assert near((first & second).mean(), 0.75**2, n)
+  # Neighbours along every axis, and the same place in one key's next block.
+  for axis in range(4):
+    pairs = first & np.roll(first, 1, axis)
+    assert near(pairs.mean(), 0.75**2, n), axis
+  np.testing.assert_array_equal(np.unique(drop(2, 0.5)), [0, 2])
+  assert layers.Dropout(0.5).apply({}, x, False) is x
+
+
+def test_fedmd_models_of_table_2_and_their_maps():
+  x = jnp.zeros((1, 32, 32, 3))
+  counts = {}
+  for name, module in fedmd.party_models("table2", 10, 16):
+    shapes = jax.eval_shape(module.init, jax.random.key(0), x)
+    counts[name] = core.num_parameters(shapes["params"])
+    assert shapes["params"]["head"]["kernel"].shape[1] == 16
+  # conv (9*3+1)*64, (4*64+1)*64, (9*64+1)*64 twice, BN 4 * 2*64, head 64*16
+  assert counts["cnn(64,64,64,64)"] == 1792 + 16448 + 2 * 36928 + 512 + 1024
+  # As in the released code, whose table 1 has these too.
+  assert counts["cnn(128,256)"] == 1_221_120
+  assert counts["cnn(64,128,192)"] == 284_480

@@ -9,27 +9,20 @@ same partition whichever it was. Nothing is ever unpickled.
 
 from collections.abc import Iterator
 import contextlib
-import glob
 import hashlib
-import http.client
-import json
-import logging
 import os
 import tarfile
-import tempfile
 from typing import NamedTuple
-import urllib.request
 import zlib
 
 import numpy as np
 
+from hetfl.data import files as files_lib
 from hetfl.data.errors import DataError
 from hetfl.population import Bank
 
 _PIXELS = 32 * 32 * 3
-_BLOCK = 1 << 20
 _PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
-_TIMEOUT_SECONDS = 10
 # scikit-learn's digits have no official test images: these 20% are ours.
 _DIGITS_TEST = 360
 _DIGITS_SPLIT_SEED = 0
@@ -209,7 +202,7 @@ def _load_cifar(
       archive = None
   prepared, unreadable = None, []
   if folder is None and archive is None:
-    prepared, unreadable = _prepared_tfds(cifar, data_dir)
+    prepared, unreadable = files_lib.prepared_tfds(cifar.name, data_dir)
   if folder is None and archive is None and prepared is None:
     if not download:
       raise DataError(_not_found(cifar, data_dir, unreadable))
@@ -218,15 +211,18 @@ def _load_cifar(
         f"{cifar.name}: download without a place to write to: "
         "give --data_dir=DIRECTORY"
       )
-    archive = _download(cifar, data_dir)
+    archive = os.path.join(data_dir, cifar.archive)
+    files_lib.download(cifar.url, archive, cifar.md5, _PAGE)
 
   if folder is not None:
     train, test = _read_files(cifar, _files_of_folder(cifar, folder))
     where = folder
   elif archive is not None:
-    _check_md5(cifar, archive, f"delete it and get it again from {cifar.url}")
-    with contextlib.closing(_files_of_archive(cifar, archive)) as files:
-      train, test = _read_files(cifar, files)
+    files_lib.check_md5(
+      archive, cifar.md5, f"delete it and get it again from {cifar.url}"
+    )
+    with contextlib.closing(_files_of_archive(cifar, archive)) as members:
+      train, test = _read_files(cifar, members)
     where = archive
   else:
     train, test = _read_tfds(cifar, prepared)
@@ -282,7 +278,7 @@ def _files_of_archive(
         yield file, path, data
   except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
     raise DataError(
-      f"{archive}: cannot be read ({_one_line(error)}): delete it and "
+      f"{archive}: cannot be read ({files_lib.one_line(error)}): delete it and "
       f"get it again from {cifar.url}"
     ) from error
   if wanted:
@@ -358,42 +354,6 @@ def _check_labels(cifar: _Cifar, where: str, bank: Bank):
       )
 
 
-def _tfds_roots(data_dir: str | None) -> list[str]:
-  default = os.environ.get(
-    "TFDS_DATA_DIR", os.path.join("~", "tensorflow_datasets")
-  )
-  roots = [] if data_dir is None else [data_dir]
-  return roots + [os.path.expanduser(default)]
-
-
-def _prepared_tfds(
-  cifar: _Cifar, data_dir: str | None
-) -> tuple[str | None, list[str]]:
-  """A set prepared by TFDS as array_record, and those in another format.
-
-  Looks at the files only: TFDS, asked for a set that is not there, would try
-  the network for minutes.
-  """
-  unreadable = []
-  for root in _tfds_roots(data_dir):
-    pattern = os.path.join(
-      glob.escape(root), cifar.name, "*", "dataset_info.json"
-    )
-    for path in sorted(glob.glob(pattern), reverse=True):  # newest first
-      try:
-        with open(path, encoding="utf-8") as stream:
-          file_format = json.load(stream).get("fileFormat")
-      except (OSError, ValueError, AttributeError) as error:
-        raise DataError(
-          f"{path}: cannot be read ({_one_line(error)}): delete its "
-          f"folder and prepare {cifar.name} with TFDS again"
-        ) from error
-      if file_format == "array_record":
-        return os.path.dirname(path), []
-      unreadable.append(os.path.dirname(path))
-  return None, unreadable
-
-
 def _read_tfds(cifar: _Cifar, folder: str) -> tuple[Bank, Bank]:
   """Reads a prepared set back into the official order."""
   try:
@@ -422,8 +382,8 @@ def _read_tfds(cifar: _Cifar, folder: str) -> tuple[Bank, Bank]:
     except Exception as error:  # TFDS, array_record and PIL raise many kinds
       raise DataError(
         f"{folder}: its {split} part cannot be read "
-        f"({_one_line(error)}): delete it and prepare {cifar.name} with TFDS "
-        "again (version 3.0.2 or newer, array_record)"
+        f"({files_lib.one_line(error)}): delete it and prepare {cifar.name} "
+        "with TFDS again (version 3.0.2 or newer, array_record)"
       ) from error
     if not seen.all():
       raise DataError(
@@ -432,42 +392,6 @@ def _read_tfds(cifar: _Cifar, folder: str) -> tuple[Bank, Bank]:
       )
     banks.append(bank)
   return banks[0], banks[1]
-
-
-def _download(cifar: _Cifar, data_dir: str) -> str:
-  """Downloads the official archive; it appears whole and checked, or not."""
-  path = os.path.join(data_dir, cifar.archive)
-  logging.getLogger(__name__).info("downloading %s to %s", cifar.url, path)
-  os.makedirs(data_dir, exist_ok=True)
-  with tempfile.TemporaryDirectory(dir=data_dir, prefix=".download-") as folder:
-    part = os.path.join(folder, cifar.archive)
-    try:
-      with (
-        urllib.request.urlopen(cifar.url, timeout=_TIMEOUT_SECONDS) as source,
-        open(part, "wb") as target,
-      ):
-        while block := source.read(_BLOCK):
-          target.write(block)
-    except (OSError, http.client.HTTPException) as error:
-      raise DataError(
-        f"{cifar.url}: download failed ({_one_line(error)}): download it "
-        f"elsewhere and put it into --data_dir={data_dir}"
-      ) from error
-    _check_md5(cifar, part, f"try again, or see {_PAGE}")
-    os.replace(part, path)
-  return path
-
-
-def _check_md5(cifar: _Cifar, path: str, remedy: str):
-  digest = hashlib.md5(usedforsecurity=False)
-  with open(path, "rb") as stream:
-    while block := stream.read(_BLOCK):
-      digest.update(block)
-  if digest.hexdigest() != cifar.md5:
-    raise DataError(
-      f"{path}: damaged or cut short, its md5 is {digest.hexdigest()} and "
-      f"not {cifar.md5}: {remedy}"
-    )
 
 
 def _not_found(
@@ -482,7 +406,7 @@ def _not_found(
       f"{files}, no {os.path.join(data_dir, cifar.archive)}"
     )
   tfds = " or ".join(
-    os.path.join(root, cifar.name) for root in _tfds_roots(data_dir)
+    os.path.join(root, cifar.name) for root in files_lib.tfds_roots(data_dir)
   )
   other = ""
   if unreadable:
@@ -493,7 +417,3 @@ def _not_found(
     f"give --data_dir=DIRECTORY, where DIRECTORY/{cifar.folder}/ holds "
     f"{files}, or give --download too"
   )
-
-
-def _one_line(error: BaseException) -> str:
-  return " ".join(str(error).split()) or type(error).__name__

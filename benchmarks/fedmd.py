@@ -1,0 +1,221 @@
+"""Times a FedMD round of the ten parties against a PyTorch loop.
+
+  python -m benchmarks.fedmd [--width=W] [--table=NAME] [--json=FILE]
+
+The work is a round's Digest and Revisit, and Communicate before them: scores
+on 5,000 public images, an epoch towards their mean in batches of 256, two
+epochs on 18 private images in batches of 5; 28 x 28 x 1, sixteen outputs. Both
+sides in one process and in turn, as in `benchmarks.compare`.
+"""
+
+import argparse
+from collections.abc import Callable
+import json
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import compare
+from hetfl import core, engine, population
+from hetfl.fedmd import fedmd, Party, plan_fedmd
+from hetfl.models import fedmd as models
+
+PARTIES, CLASSES, SIDE = 10, 16, 28
+PUBLIC, PRIVATE = 5000, 18
+BATCH, OWN_BATCH, OWN_EPOCHS = 256, 5, 2
+LEARNING_RATE, L2 = 1e-3, 1e-3
+
+
+def synthetic(n: int, seed: int) -> dict[str, np.ndarray]:
+  """Random images and labels, the same for both sides."""
+  rng = np.random.default_rng(seed)
+  return {
+    "x": rng.integers(0, 256, (n, SIDE, SIDE, 1), dtype=np.uint8),
+    "y": rng.integers(0, CLASSES, n).astype(np.int32),
+  }
+
+
+def scaled(batch):
+  """Pixels around zero, as the peer has them."""
+  return {**batch, "x": batch["x"].astype(jnp.float32) / 255 - 0.5}
+
+
+def ours(table: str, width: float, conv: str) -> Callable[[], None]:
+  """Our round, one call each."""
+  runner = engine.default_engine()
+  example = jnp.zeros((1, SIDE, SIDE, 1))
+  named = models.party_models(table, PARTIES, CLASSES, width=width, conv=conv)
+  parties = [
+    Party(
+      f"party{k}",
+      core.Model.from_flax(module, example),
+      LEARNING_RATE,
+      L2,
+      models.head_penalty,
+    )
+    for k, (_, module) in enumerate(named)
+  ]
+  public, private = synthetic(PUBLIC, 0), synthetic(PRIVATE, 1)
+  data = {
+    "public": jax.device_put(public),
+    "private": (jax.device_put(private),) * PARTIES,
+  }
+
+  def plan(round):
+    return plan_fedmd(
+      population.Subset.whole(public),
+      [np.arange(PRIVATE)] * PARTIES,
+      seed=0,
+      round=round,
+      subset=PUBLIC,
+      digest_batch_size=BATCH,
+      revisit_batch_size=OWN_BATCH,
+      revisit_epochs=OWN_EPOCHS,
+    )
+
+  algorithm = fedmd(
+    parties,
+    public_transform=scaled,
+    private_transform=scaled,
+    engine=runner,
+  )
+  return compare.looped(algorithm, runner, plan, data)
+
+
+def parameter_counts(table: str, width: float) -> list[int]:
+  """Parameters of each of our parties."""
+  example = jnp.zeros((1, SIDE, SIDE, 1))
+  return [
+    core.num_parameters(
+      jax.eval_shape(module.init, jax.random.key(0), example)["params"]
+    )
+    for _, module in models.party_models(table, PARTIES, CLASSES, width=width)
+  ]
+
+
+def torch_model(filters, dropout: float):
+  """A party's network, layer by layer as ours."""
+  from torch import nn
+
+  layers: list[nn.Module] = []
+  channels, side = 1, SIDE
+  for block in models.blocks_of(filters):
+    pad = block.kernel // 2 if block.padding == "SAME" else 0
+    layers += [
+      nn.Conv2d(channels, block.filters, block.kernel, block.stride, pad),
+      nn.BatchNorm2d(block.filters, eps=1e-3, momentum=0.01),
+      nn.ReLU(),
+      nn.Dropout(dropout),
+    ]
+    side = (side + 2 * pad - block.kernel) // block.stride + 1
+    if block.pool == 1:
+      # A mean with the last row repeated is one over what lies inside.
+      layers += [nn.ReplicationPad2d((0, 1, 0, 1)), nn.AvgPool2d(2, 1)]
+    elif block.pool == 2:
+      layers.append(nn.AvgPool2d(2))
+      side //= 2
+    channels = block.filters
+  layers.append(nn.Flatten())
+  layers.append(nn.Linear(channels * side * side, CLASSES, bias=False))
+  return nn.Sequential(*layers)
+
+
+def peer(table: str, width: float, channels_last: bool) -> Callable[[], None]:
+  """The same round as a plain PyTorch loop over the parties."""
+  import torch
+  from torch.nn import functional
+
+  torch.manual_seed(0)
+  layout = torch.channels_last if channels_last else torch.contiguous_format
+  counts = parameter_counts(table, width)
+  nets, digests, revisits = [], [], []
+  for k in range(PARTIES):
+    filters, dropout = models.TABLES[table][k]
+    scaled_filters = [max(1, round(width * n)) for n in filters]
+    net = torch_model(scaled_filters, dropout)
+    count = sum(p.numel() for p in net.parameters())
+    if count != counts[k]:
+      raise RuntimeError(f"party {k}: {count} parameters, ours {counts[k]}")
+    nets.append(net.to(memory_format=layout))
+    adam = lambda net=net: torch.optim.Adam(
+      net.parameters(), LEARNING_RATE, eps=1e-7
+    )
+    digests.append(adam())
+    revisits.append(adam())
+
+  def images(bank):
+    x = torch.from_numpy(bank["x"]).permute(0, 3, 1, 2)
+    x = x.float().div_(255).sub_(0.5)
+    return x.contiguous(memory_format=layout), torch.from_numpy(
+      bank["y"]
+    ).long()
+
+  (x, _), (own_x, own_y) = (
+    images(synthetic(PUBLIC, 0)),
+    images(synthetic(PRIVATE, 1)),
+  )
+
+  def train(net, optimizer, x, target, batch, loss):
+    net.train()
+    for index in torch.randperm(len(x)).split(batch):
+      optimizer.zero_grad()
+      value = loss(net(x[index]), target[index])
+      (value + L2 * net[-1].weight.square().sum()).backward()
+      optimizer.step()
+
+  def run():
+    with torch.no_grad():
+      consensus = 0
+      for net in nets:
+        net.eval()
+        # Batches that fit into the cache; 40 is what ours takes too.
+        scores = torch.cat([net(part) for part in x.split(40)])
+        consensus = consensus + scores / PARTIES
+    for net, digest, revisit in zip(nets, digests, revisits):
+      train(net, digest, x, consensus, BATCH, functional.l1_loss)
+      for _ in range(OWN_EPOCHS):
+        train(net, revisit, own_x, own_y, OWN_BATCH, functional.cross_entropy)
+
+  run()
+  return run
+
+
+def main() -> None:
+  """Runs the benchmark, prints a table and writes JSON."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--json", help="file for the rows")
+  parser.add_argument("--runs", type=int, default=3, help="rounds of each")
+  parser.add_argument("--width", type=float, default=0.125)
+  parser.add_argument("--table", default="table1", choices=models.TABLES)
+  args = parser.parse_args()
+  conv = "patches" if jax.default_backend() == "cpu" else "native"
+  rows = []
+  print(f"{'peer':34} {'ours s':>8} {'peer s':>8} {'ratio':>6}")
+  start = time.perf_counter()
+  round = ours(args.table, args.width, conv)
+  compile_s = time.perf_counter() - start
+  for channels_last in (False, True):
+    name = "PyTorch loop" + (", channels last" if channels_last else "")
+    row = {"peer": name, "width": args.width, "table": args.table}
+    row |= {"first_two_rounds_s": compile_s}
+    row |= compare.take_turns(
+      round, peer(args.table, args.width, channels_last), args.runs
+    )
+    rows.append(row)
+    print(
+      f"{name:34} {row['ours_s']:8.3f} {row['peer_s']:8.3f}"
+      f" {row['ratio']:6.2f}",
+      flush=True,
+    )
+  print(f"ours, first two rounds with compilation: {compile_s:.1f} s")
+  print(f"median ratio: {statistics.median(r['ratio'] for r in rows):.2f}")
+  if args.json:
+    with open(args.json, "w", encoding="utf-8") as f:
+      json.dump(rows, f, indent=2)
+
+
+if __name__ == "__main__":
+  main()

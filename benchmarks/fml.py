@@ -1,0 +1,230 @@
+"""Times rounds of Federated Mutual Learning against a plain PyTorch loop.
+
+  python -m benchmarks.fml [--json=FILE] [--runs=N] [--examples=N]
+
+One epoch of the round of the paper's Table 1, CNN1 on images of CIFAR-10's
+shape: five clients of 10,000 images each, batches of 128, SGD with momentum
+and weight decay, random crops and flips. In one process; ours and the peer
+take turns, as in `benchmarks.compare`.
+"""
+
+import argparse
+from collections.abc import Callable
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import compare
+from hetfl import augment, core, engine
+from hetfl.fml import (
+  fml,
+  group_clients,
+  independent,
+  MutualClient,
+  plan_mutual,
+)
+from hetfl.models import fml as nets
+
+NUM_CLIENTS = 5
+EXAMPLES = 10_000
+BATCH_SIZE = 128
+SHAPE = (32, 32, 3)
+MICROBATCH = 16
+NORMAL = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+
+
+def synthetic(examples: int) -> dict[str, np.ndarray]:
+  """Random images and labels of all clients, the same for both peers."""
+  rng = np.random.default_rng(0)
+  n = NUM_CLIENTS * examples
+  return {
+    "x": rng.integers(0, 256, (n, *SHAPE), dtype=np.uint8),
+    "y": rng.integers(0, 10, n).astype(np.int32),
+  }
+
+
+def ours_round(examples: int, mutual: bool = True) -> compare.Round:
+  """Our round; without `mutual`, the clients' own models learn alone."""
+  runner = engine.default_engine()
+  bank = jax.device_put(synthetic(examples))
+  model = core.Model.from_flax(
+    nets.net("cnn1", 10, SHAPE), jnp.zeros((1, *SHAPE))
+  )
+  client = MutualClient(model, augment.RECIPES["pad32"].train)
+  clients = [client] * NUM_CLIENTS
+  options = dict(microbatch=MICROBATCH, engine=runner)
+  if mutual:
+    algorithm = fml(clients, global_model=model, **options)
+  else:
+    algorithm = independent(clients, **options)
+  held = np.split(np.arange(NUM_CLIENTS * examples), NUM_CLIENTS)
+
+  def plan(round):
+    return plan_mutual(
+      held,
+      group_clients(clients),
+      seed=0,
+      round=round,
+      batch_size=BATCH_SIZE,
+      epochs=1,
+    )
+
+  return compare.looped(algorithm, runner, plan, {"train": bank})
+
+
+def torch_round(
+  examples: int, mutual: bool = True, channels_last: bool = False
+) -> compare.Round:
+  """A plain PyTorch loop over the clients, written with care.
+
+  The images stay uint8 in memory; a batch is cropped and flipped by one
+  gather, and normalised after it. The threads are left to PyTorch.
+  """
+  import torch
+  from torch import nn
+  from torch.nn import functional
+
+  torch.manual_seed(0)
+  layout = torch.channels_last if channels_last else torch.contiguous_format
+
+  def cnn1():
+    return nn.Sequential(
+      nn.Conv2d(3, 6, 3),
+      nn.MaxPool2d(2),
+      nn.ReLU(),
+      nn.Conv2d(6, 16, 3),
+      nn.MaxPool2d(2),
+      nn.ReLU(),
+      nn.Flatten(),
+      nn.Linear(576, 120),
+      nn.ReLU(),
+      nn.Linear(120, 10),
+    ).to(memory_format=layout)
+
+  bank = synthetic(examples)
+  # Padded once, as the crops of a loop over a loaded data set would be.
+  x = functional.pad(
+    torch.from_numpy(bank["x"]).permute(0, 3, 1, 2), (4, 4, 4, 4)
+  ).contiguous(memory_format=layout)
+  y = torch.from_numpy(bank["y"]).long()
+  mean, deviation = (torch.tensor(v).view(1, 3, 1, 1) for v in NORMAL)
+  optimizer = functools.partial(
+    torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-4
+  )
+  server = cnn1()
+  locals_ = [cnn1() for _ in range(NUM_CLIENTS)]
+  optimizers = [optimizer(model.parameters()) for model in locals_]
+  meme = cnn1()
+  span = torch.arange(32)
+
+  def batch(index):
+    top, left = torch.randint(0, 9, (2, len(index), 1))
+    columns = left + torch.where(
+      torch.rand(len(index), 1) < 0.5, span, span.flip(0)
+    )
+    rows = top + span
+    if channels_last:
+      images = x.permute(0, 2, 3, 1)[
+        index[:, None, None], rows[:, :, None], columns[:, None, :]
+      ].permute(0, 3, 1, 2)
+    else:
+      images = x[
+        index[:, None, None, None],
+        torch.arange(3)[None, :, None, None],
+        rows[:, None, :, None],
+        columns[:, None, None, :],
+      ]
+    return images.float().div_(255).sub_(mean).div_(deviation), y[index]
+
+  def kl(student, teacher):
+    return functional.kl_div(
+      functional.log_softmax(student, 1),
+      functional.softmax(teacher.detach(), 1),
+      reduction="batchmean",
+    )
+
+  def client(k):
+    meme.load_state_dict(server.state_dict())
+    meme_optimizer = optimizer(meme.parameters())
+    order = torch.randperm(examples) + k * examples
+    for index in order.split(BATCH_SIZE):
+      images, labels = batch(index)
+      own = locals_[k](images)
+      optimizers[k].zero_grad()
+      if mutual:
+        theirs = meme(images)
+        meme_optimizer.zero_grad()
+        loss = 0.5 * functional.cross_entropy(own, labels)
+        loss = loss + 0.5 * kl(own, theirs)
+        loss = loss + 0.5 * functional.cross_entropy(theirs, labels)
+        loss = loss + 0.5 * kl(theirs, own)
+        loss.backward()
+        meme_optimizer.step()
+      else:
+        functional.cross_entropy(own, labels).backward()
+      optimizers[k].step()
+
+  def run():
+    sums = None
+    for k in range(NUM_CLIENTS):
+      client(k)
+      state = {n: a.clone() for n, a in meme.state_dict().items()}
+      sums = state if sums is None else {n: sums[n] + state[n] for n in sums}
+    server.load_state_dict({n: a / NUM_CLIENTS for n, a in sums.items()})
+
+  run()
+  return run
+
+
+def benchmarks(examples: int) -> dict[str, tuple[Callable, str, Callable]]:
+  """Name -> (ours, the peer's name, the peer), each makes a round."""
+  rows = {}
+  for name, mutual in (("fml", True), ("independent", False)):
+    for channels_last in (False, True):
+      layout = "channels_last" if channels_last else "default"
+      rows[f"{name}_cnn1_torch_{layout}"] = (
+        functools.partial(ours_round, examples, mutual),
+        f"PyTorch loop, {layout.replace('_', ' ')}",
+        functools.partial(torch_round, examples, mutual, channels_last),
+      )
+  return rows
+
+
+def main() -> None:
+  """Runs the benchmarks, prints a table and writes JSON."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--json", help="file for the rows")
+  parser.add_argument("--only", help="names, with commas")
+  parser.add_argument("--runs", type=int, default=5, help="rounds of each")
+  parser.add_argument(
+    "--examples", type=int, default=EXAMPLES, help="images of each client"
+  )
+  args = parser.parse_args()
+  every = benchmarks(args.examples)
+  names = args.only.split(",") if args.only else list(every)
+  for name in names:
+    if name not in every:
+      sys.exit(f"error: --only={name}: choose from {', '.join(every)}")
+  rows = []
+  print(f"{'name':34} {'ours s':>8} {'peer s':>8} {'ratio':>6}  peer")
+  for name in names:
+    ours, label, peer = every[name]
+    row = {"name": name, "peer": label, "examples": args.examples}
+    row |= compare.take_turns(ours(), peer(), args.runs)
+    rows.append(row)
+    print(
+      f"{name:34} {row['ours_s']:8.3f} {row['peer_s']:8.3f}"
+      f" {row['ratio']:6.2f}  {label}",
+      flush=True,
+    )
+    if args.json:
+      with open(args.json, "w", encoding="utf-8") as f:
+        json.dump(rows, f, indent=2)
+
+
+if __name__ == "__main__":
+  main()

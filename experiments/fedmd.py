@@ -1,0 +1,683 @@
+r"""FedMD: parties with models of their own learn from each other's scores.
+
+Without flags: the quick start, five small networks on the embedded `digits`.
+The paper's runs are in `experiments/flags`:
+
+  python experiments/fedmd.py --flagfile=experiments/flags/fedmd_NAME.flags \
+      --data_dir=DIR
+
+A flag file comes first: flags after it win, those before it lose.
+
+A run has four phases, each in a folder of its own: training on public data
+(`public/`), then on each party's own (`transfer/`), the upper bound on all
+private data pooled (`pooled/`), and the collaboration, in the run's folder.
+"""
+
+from collections.abc import Sequence
+import functools
+import pathlib
+
+from absl import flags, logging
+import common
+import jax
+import jax.numpy as jnp
+
+from hetfl import (
+  augment,
+  checkpoint,
+  core,
+  evaluate,
+  logs,
+  population,
+  report,
+  training,
+)
+from hetfl.data import fedmd_images
+from hetfl.fedmd import (
+  bytes_per_round,
+  fedmd,
+  FedMDPlan,
+  fit,
+  FitPlan,
+  Party,
+  plan_fedmd,
+  plan_fit,
+  Trained,
+  TRANSLATORS,
+)
+from hetfl.models import fedmd as models
+
+FLAGS = flags.FLAGS
+
+# What a flag that was not given means: the paper's values where it says, the
+# released code's where it does not.
+_PAPER = dict(
+  models="table1",
+  num_parties=10,
+  weak_parties=0,
+  learning_rate=1e-3,
+  rounds=20,
+  eval_every=1,
+  examples_per_class=3,
+  heldout_examples=2000,
+  public_epochs=20,
+  public_batch_size=128,
+  public_min_delta=0.001,
+  public_patience=3,
+  transfer_epochs=25,
+  transfer_batch_size=32,
+  transfer_min_delta=0.001,
+  transfer_patience=10,
+  pooled_epochs=50,
+  public_subset=5000,
+  digest_batch_size=256,
+  digest_epochs=1,
+  revisit_batch_size=5,
+  revisit_epochs=2,
+)
+_CIFAR = dict(_PAPER, models="table2", public_min_delta=0.005, revisit_epochs=4)
+DEFAULTS = {
+  "digits": dict(
+    _PAPER,
+    models="small",
+    num_parties=5,
+    weak_parties=1,
+    learning_rate=3e-3,
+    rounds=12,
+    heldout_examples=100,
+    public_batch_size=32,
+    public_patience=20,
+    transfer_batch_size=6,
+    transfer_patience=25,
+    public_subset=300,
+    digest_batch_size=32,
+  ),
+  "mnist_letters_iid": _PAPER,
+  "mnist_letters_by_writer": dict(_PAPER, revisit_epochs=4),
+  "cifar_iid": _CIFAR,
+  "cifar_noniid": dict(
+    _CIFAR,
+    rounds=13,
+    examples_per_class=20,
+    digest_batch_size=128,
+    revisit_batch_size=10,
+    revisit_epochs=10,
+  ),
+}
+# Flags that say nothing about the phases before the collaboration: runs that
+# differ in these only can share those phases (--pretrained).
+_COLLABORATION = {
+  "rounds",
+  "eval_every",
+  "public_subset",
+  "consensus_weights",
+  "digest_loss",
+  "temperature",
+  "digest_batch_size",
+  "digest_epochs",
+  "revisit_batch_size",
+  "revisit_epochs",
+}
+_OF_PHASE = {
+  "public": {"public_epochs", "public_batch_size", "public_min_delta"}
+  | {"public_patience"},
+  "transfer": {"transfer_epochs", "transfer_batch_size"}
+  | {"transfer_min_delta", "transfer_patience"},
+  "pooled": {"pooled_epochs", "transfer_batch_size"}
+  | {"transfer_min_delta", "transfer_patience"},
+}
+PHASES = tuple(_OF_PHASE)
+
+
+def _define_flags() -> None:
+  common.define_run_flags(
+    "12 for digits, 13 for cifar_noniid, else the paper's 20"
+  )
+  flags.DEFINE_enum(
+    "environment",
+    "digits",
+    list(fedmd_images.ENVIRONMENTS),
+    "Public data and the parties' own.",
+  )
+  _define_integers(
+    num_parties="Parties; 10 in the paper.",
+    examples_per_class="Images of each private class of a party.",
+    public_subset="Public examples that a round's scores are of.",
+    public_epochs="Epochs on public data, at most.",
+    public_batch_size="Examples of a step on public data.",
+    public_patience="Epochs without progress that end it.",
+    transfer_epochs="Epochs on a party's own data, at most.",
+    transfer_batch_size="Examples of a step on own, and on pooled, data.",
+    transfer_patience="Epochs without progress that end it.",
+    pooled_epochs="Epochs on pooled private data, at most.",
+    digest_batch_size="Examples of a step of Digest.",
+    digest_epochs="Epochs of Digest over the round's public examples.",
+    revisit_batch_size="Examples of a step of Revisit.",
+    revisit_epochs="Epochs of Revisit over a party's own examples.",
+    heldout_examples="Examples of --stopping_set=heldout, at most.",
+    public_examples="Public training examples to keep; by default all.",
+  )
+  flags.DEFINE_integer(
+    "min_writer_examples",
+    18,
+    "mnist_letters_by_writer: letters a to f of a writer, at least.",
+    lower_bound=1,
+  )
+  flags.DEFINE_enum(
+    "superclasses",
+    "paper",
+    sorted(fedmd_images.SUPERCLASSES),
+    "cifar_noniid: the paper's list, 0 to 5, or the released code's.",
+  )
+  flags.DEFINE_integer(
+    "partition_seed", 0, "Seed of the parties' shares.", lower_bound=0
+  )
+  flags.DEFINE_enum(
+    "models",
+    None,
+    sorted(models.TABLES),
+    "The parties' networks: the paper's table 1 (letters; the released code has"
+    " it for CIFAR too) or 2 (CIFAR), or small ones.",
+  )
+  flags.DEFINE_float(
+    "width",
+    1.0,
+    "Factor on all numbers of filters; 1 is the paper's.",
+    lower_bound=1e-6,
+  )
+  flags.DEFINE_integer(
+    "weak_parties",
+    None,
+    "The last so many parties have two fully connected layers instead.",
+    lower_bound=0,
+  )
+  flags.DEFINE_float(
+    "learning_rate", None, "Of all of the parties' Adams.", lower_bound=0
+  )
+  flags.DEFINE_float(
+    "l2", 1e-3, "Weight of the head's sum of squares.", lower_bound=0
+  )
+  flags.DEFINE_enum(
+    "stopping_set",
+    "heldout",
+    ["heldout", "test", "none"],
+    "What says when training before the collaboration has converged: training"
+    " images that no party trains on; the test images, as in the released"
+    " code; or nothing: all epochs are run.",
+  )
+  for name in ("public_min_delta", "transfer_min_delta"):
+    flags.DEFINE_float(
+      name, None, "What is progress, as a share.", lower_bound=0, upper_bound=1
+    )
+  flags.DEFINE_list(
+    "consensus_weights",
+    None,
+    "A weight for each party, of which only the ratios count; by default"
+    " equal.",
+  )
+  flags.DEFINE_enum(
+    "digest_loss",
+    "mae",
+    sorted(TRANSLATORS),
+    "mae or mse between logits, or kl from the mean tempered softmax.",
+  )
+  flags.DEFINE_float("temperature", 1.0, "Of kl's softmaxes.", lower_bound=1e-6)
+  flags.DEFINE_string(
+    "pretrained",
+    None,
+    "Folder of a run whose phases before the collaboration are taken, or gone"
+    " on with; its flags for them must be the same.",
+  )
+
+
+def _define_integers(**helps) -> None:
+  for name, text in helps.items():
+    flags.DEFINE_integer(name, None, text, lower_bound=1)
+
+
+def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
+  """The run's flags with defaults filled in.
+
+  Args:
+    workdir: the run's folder.
+
+  Returns:
+    Values of flags that change the result, and of those that do not.
+
+  Raises:
+    UsageError: if a value is out of its range.
+  """
+  values = {
+    name: default if FLAGS[name].value is None else FLAGS[name].value
+    for name, default in DEFAULTS[FLAGS.environment].items()
+  }
+  values["consensus_weights"] = _weights(values["num_parties"])
+  if values["weak_parties"] > values["num_parties"]:
+    raise common.UsageError(
+      f"--weak_parties={values['weak_parties']}: there are"
+      f" {values['num_parties']} parties"
+    )
+  for name in ("lanes", "microbatch"):
+    if FLAGS[name].present:
+      raise common.UsageError(
+        f"--{name}={FLAGS[name].value}: FedMD has none; leave the flag out"
+      )
+  on_cpu = jax.default_backend() == "cpu"
+  speed = {
+    "checkpoint_every": values["eval_every"],
+    # No party's kernels are a batch axis here, so accelerators' own form.
+    "conv": "patches" if on_cpu else "native",
+    "eval_batch_size": 40 if on_cpu else 1000,
+  }
+  config, speed = common.resolved_flags(__name__, values, speed, workdir)
+  del config["pretrained"]  # It says where things are.
+  return config, speed
+
+
+def _weights(num_parties: int) -> list[float] | None:
+  """`--consensus_weights`, checked."""
+  given = FLAGS.consensus_weights
+  if not given:
+    return None
+  shown = f"--consensus_weights={','.join(given)}"
+  try:
+    weights = [float(v) for v in given]
+  except ValueError as error:
+    raise common.UsageError(f"{shown}: not a number") from error
+  if len(weights) != num_parties:
+    raise common.UsageError(
+      f"{shown}: {len(weights)} values, want {num_parties}, one a party"
+    )
+  if not (all(w >= 0 for w in weights) and 0 < sum(weights) < float("inf")):
+    raise common.UsageError(f"{shown}: must not be negative, nor all zero")
+  return weights
+
+
+class Experiment:
+  """Data, models and engine of a run."""
+
+  def __init__(self, config: dict, speed: dict):
+    heldout = config["stopping_set"] == "heldout"
+    self.data = fedmd_images.load_fedmd_images(
+      config["environment"],
+      data_dir=FLAGS.data_dir,
+      num_parties=config["num_parties"],
+      examples_per_class=config["examples_per_class"],
+      min_writer_examples=config["min_writer_examples"],
+      superclasses=config["superclasses"],
+      heldout_examples=config["heldout_examples"] if heldout else 0,
+      public_examples=config["public_examples"],
+      partition_seed=config["partition_seed"],
+      download=FLAGS.download,
+    )
+    self.config, self.speed = config, speed
+    self.engine = common.make_engine()
+    self.model_names, modules = zip(
+      *models.party_models(
+        config["models"],
+        config["num_parties"],
+        self.data.num_classes,
+        width=config["width"],
+        weak_parties=config["weak_parties"],
+        conv=speed["conv"],
+      )
+    )
+    example = jnp.zeros((1, *self.data.image_shape))
+    self.parties = [
+      Party(
+        name=f"party{k}",
+        model=core.Model.from_flax(module, example),
+        learning_rate=config["learning_rate"],
+        l2=config["l2"],
+        penalty=models.head_penalty,
+      )
+      for k, module in enumerate(modules)
+    ]
+    self.transforms = {
+      "public": functools.partial(augment.center, mean=self.data.public_mean),
+      "private": functools.partial(augment.center, mean=self.data.private_mean),
+    }
+    banks = {}
+
+    def put(subset):
+      """Puts a set's bank on the device, once for all sets that share it."""
+      if subset is None:
+        return None
+      bank = subset.bank
+      if id(bank) not in banks:
+        banks[id(bank)] = jax.device_put(dict(bank))
+      return population.Subset(banks[id(bank)], subset.index)
+
+    data = self.data
+    self.train = {
+      "public": put(data.public),
+      "private": put(data.private.examples()),
+    }
+    test = {"public": put(data.public_test), "private": put(data.private_test)}
+    self.stopping = {
+      "heldout": {
+        "public": put(data.public_stopping),
+        "private": put(data.private_stopping),
+      },
+      "test": test,
+      "none": {"public": None, "private": None},
+    }[config["stopping_set"]]
+    self.evaluators = {
+      of: evaluate.Evaluator(
+        [party.model for party in self.parties],
+        {"test": test[of]},
+        transform=self.transforms[of],
+        engine=self.engine,
+        batch_size=speed["eval_batch_size"],
+      )
+      for of in test
+    }
+
+  def examples(self) -> list:
+    """Each party's positions in the private bank."""
+    return [
+      self.data.private.positions(k) for k in range(len(self.data.private))
+    ]
+
+  def compiled(self, algorithm: core.Algorithm) -> core.Algorithm:
+    """The algorithm for the loop; `init` takes its arguments as a tuple."""
+    return core.Algorithm(
+      lambda args: algorithm.init(*args),
+      self.engine.compile(algorithm.step, donate=(0,)),
+    )
+
+  def key(self, phase: int) -> jax.Array:
+    """The key of a phase: public, transfer, pooled, collaboration."""
+    return jax.random.fold_in(jax.random.key(self.config["seed"]), phase)
+
+  def options(self, folder: logs.RunFolder) -> dict:
+    """What all calls of `training.run` share."""
+    return dict(
+      folder=folder,
+      checkpoint_every=self.speed["checkpoint_every"],
+      tensorboard=self.speed["tensorboard"],
+      stop_on_nonfinite=self.speed["stop_on_nonfinite"],
+    )
+
+  def fit_algorithm(self, phase: str) -> core.Algorithm:
+    """The training of one phase before the collaboration."""
+    of = "public" if phase == "public" else "private"
+    settings = "public" if phase == "public" else "transfer"
+    return fit(
+      self.parties,
+      transform=self.transforms[of],
+      patience=self.config[f"{settings}_patience"],
+      min_delta=self.config[f"{settings}_min_delta"],
+      eval_batch_size=self.speed["eval_batch_size"],
+      engine=self.engine,
+    )
+
+  def fit_plan(self, phase: str, round: int) -> FitPlan:
+    """An epoch's plan; a pure function of it."""
+    if phase == "public":
+      examples = [self.data.public.index] * len(self.parties)
+    elif phase == "transfer":
+      examples = self.examples()
+    else:
+      examples = [self.data.private.members] * len(self.parties)
+    settings = "public" if phase == "public" else "transfer"
+    return plan_fit(
+      examples,
+      seed=self.config["seed"],
+      phase=PHASES.index(phase),
+      round=round,
+      batch_size=self.config[f"{settings}_batch_size"],
+    )
+
+  def phase_folder(self, phase: str, workdir: pathlib.Path) -> logs.RunFolder:
+    """The folder of a phase; its config is what the phase depends on."""
+    others = set().union(*_OF_PHASE.values()) - _OF_PHASE[phase]
+    config = {
+      name: value
+      for name, value in self.config.items()
+      if name not in _COLLABORATION | others
+    }
+    return logs.RunFolder(
+      pathlib.Path(FLAGS.pretrained or workdir) / phase, config, self.speed
+    )
+
+  def fit(
+    self,
+    phase: str,
+    workdir: pathlib.Path,
+    variables: Sequence[core.Variables] | None = None,
+  ) -> tuple[list[Trained], list[dict]]:
+    """Runs a phase before the collaboration, or takes what it gave.
+
+    Args:
+      phase: 'public', 'transfer' or 'pooled'.
+      workdir: the run's folder.
+      variables: the models that it starts from; new ones by default.
+
+    Returns:
+      What each party is then, and each party's part of the phase's result.
+    """
+    of = "public" if phase == "public" else "private"
+    folder = self.phase_folder(phase, workdir)
+    start = (self.key(PHASES.index(phase)), variables)
+    algorithm = self.compiled(self.fit_algorithm(phase))
+    bank = self.train[of].bank
+    logging.info("Phase %s, in %s", phase, folder.path)
+
+    def watch(state):
+      return {
+        f"{party.name}/{name}": value
+        for party, learner in zip(self.parties, jax.device_get(state.parties))
+        for name, value in (
+          ("epochs", learner.epochs),
+          ("stopping_accuracy", learner.accuracy),
+        )
+        if name == "epochs" or self.stopping[of] is not None
+      }
+
+    def summarize(state, evaluation):
+      del evaluation
+      trained = [learner.trained.variables for learner in state.parties]
+      return {
+        "phase": phase,
+        "environment": self.config["environment"],
+        "seed": self.config["seed"],
+        "parties": [
+          {
+            "name": party.name,
+            "model": model,
+            "epochs": int(learner.epochs),
+            **result,
+          }
+          for party, model, learner, result in zip(
+            self.parties,
+            self.model_names,
+            state.parties,
+            self.evaluators[of](trained),
+          )
+        ],
+      }
+
+    result = training.run(
+      algorithm,
+      start,
+      functools.partial(self.fit_plan, phase),
+      {"train": (bank,) * len(self.parties), "stopping": self.stopping[of]},
+      watch,
+      rounds=self.config[f"{phase}_epochs"],
+      summarize=summarize,
+      eval_every=1,
+      **self.options(folder),
+    )
+    found = checkpoint.Checkpoints(folder.checkpoints).latest(
+      like=jax.eval_shape(algorithm.init, start)
+    )
+    if found is None or found[0] != result["rounds"]:
+      raise ValueError(
+        f"{folder.path}: finished, but its last checkpoint is gone; delete"
+        " the folder, and the same command runs the phase again"
+      )
+    return [learner.trained for learner in found[1].parties], result["parties"]
+
+  def algorithm(self) -> core.Algorithm:
+    """The collaboration."""
+    return fedmd(
+      self.parties,
+      digest_loss=self.config["digest_loss"],
+      consensus_weights=self.config["consensus_weights"],
+      temperature=self.config["temperature"],
+      public_transform=self.transforms["public"],
+      private_transform=self.transforms["private"],
+      eval_batch_size=self.speed["eval_batch_size"],
+      engine=self.engine,
+    )
+
+  def plan(self, round: int) -> FedMDPlan:
+    """A round's plan; a pure function of it."""
+    if self.config["public_subset"] > len(self.data.public.index):
+      raise common.UsageError(
+        f"--public_subset={self.config['public_subset']}: there are"
+        f" {len(self.data.public.index)} public training images"
+      )
+    return plan_fedmd(
+      self.data.public,
+      self.examples(),
+      seed=self.config["seed"],
+      round=round,
+      subset=self.config["public_subset"],
+      digest_batch_size=self.config["digest_batch_size"],
+      digest_epochs=self.config["digest_epochs"],
+      revisit_batch_size=self.config["revisit_batch_size"],
+      revisit_epochs=self.config["revisit_epochs"],
+    )
+
+  def evaluate(self, state) -> dict[str, float]:
+    """Each party's accuracy and loss on the private task's test images."""
+    results = self.evaluators["private"](
+      [party.variables for party in state.parties]
+    )
+    return {
+      f"{party.name}/{name}": value
+      for party, result in zip(self.parties, results)
+      for name, value in result.items()
+    }
+
+  def summarize(self, phases: dict, state, evaluation) -> dict:
+    """What `result.json` says of a finished run."""
+    config = self.config
+    parties = []
+    for k, (party, model) in enumerate(zip(self.parties, self.model_names)):
+      parameters = core.num_parameters(state.parties[k].variables.params)
+      sizes = bytes_per_round(
+        config["public_subset"], self.data.num_classes, parameters
+      )
+      entry = {
+        "name": party.name,
+        "model": model,
+        "parameters": parameters,
+        "examples": int(self.data.private.sizes[k]),
+        "public_accuracy": phases["public"][k]["test_accuracy"],
+        "transfer_accuracy": phases["transfer"][k]["test_accuracy"],
+        "final_accuracy": evaluation[f"{party.name}/test_accuracy"],
+        "pooled_accuracy": phases["pooled"][k]["test_accuracy"],
+      }
+      entry |= {
+        f"{phase}_epochs": phases[phase][k]["epochs"] for phase in phases
+      }
+      # What sending the parameters, and what receiving them, would take.
+      entry |= {f"bytes_{name}_per_round": n for name, n in sizes.items()}
+      parties.append(entry)
+    return {
+      "environment": config["environment"],
+      "private_source": self.data.source,
+      "models": config["models"],
+      # 1 is the paper's; the filters are in the models' names.
+      "width": config["width"],
+      "seed": config["seed"],
+      "consensus_weights": config["consensus_weights"] or "equal",
+      "stopping_set": {
+        name: config["stopping_set"] if subset else "none"
+        for name, subset in self.stopping.items()
+      },
+      "test_examples": len(self.data.private_test.index),
+      "parties": parties,
+      "mean": {
+        name: sum(p[name] for p in parties) / len(parties)
+        for name in parties[0]
+        if name.endswith("_accuracy")
+      },
+    }
+
+  def collaborate(
+    self, folder: logs.RunFolder, trained: list[Trained], phases: dict
+  ) -> dict:
+    """Runs the collaboration, or goes on with it."""
+    algorithm = self.compiled(self.algorithm())
+    start = (self.key(len(PHASES)), trained)
+    if not logs.read_rows(folder.metrics):
+      # Round 0: what the parties can do before they say a word.
+      with logs.MetricsLog(
+        folder, tensorboard=self.speed["tensorboard"]
+      ) as log:
+        state = jax.jit(algorithm.init)(start)
+        log.write({"round": 0, **self.evaluate(state), "seconds": 0.0})
+    logging.info("Collaboration, in %s", folder.path)
+    result = training.run(
+      algorithm,
+      start,
+      self.plan,
+      {
+        "public": self.train["public"].bank,
+        "private": (self.train["private"].bank,) * len(self.parties),
+      },
+      self.evaluate,
+      rounds=self.config["rounds"],
+      summarize=functools.partial(self.summarize, phases),
+      eval_every=self.config["eval_every"],
+      **self.options(folder),
+    )
+    report.collaboration(
+      logs.read_rows(folder.metrics),
+      folder.path / "curves.png",
+      parties={
+        p["name"]: f"{p['name'].removeprefix('party')} {p['model']}"
+        for p in result["parties"]
+      },
+      bounds={p["name"]: p["pooled_accuracy"] for p in result["parties"]},
+      title=self.config["environment"],
+    )
+    return result
+
+
+def main() -> None:
+  """Runs the four phases, then prints a table."""
+  workdir = common.default_workdir("fedmd", FLAGS.environment)
+  config, speed = configuration(workdir)
+  experiment = Experiment(config, speed)
+  # All that can be wrong should show before a folder is made.
+  experiment.algorithm()
+  experiment.plan(1)
+  for phase in PHASES:
+    experiment.fit_algorithm(phase)
+  folder = logs.RunFolder(workdir, config, speed)
+  for of, subset in experiment.stopping.items():
+    if subset is None and config["stopping_set"] != "none":
+      logging.warning(
+        "--stopping_set=%s: every %s training image is in use: all epochs are"
+        " run.",
+        config["stopping_set"],
+        of,
+      )
+  models_, phases = {}, {}
+  models_["public"], phases["public"] = experiment.fit("public", workdir)
+  variables = [t.variables for t in models_["public"]]
+  for phase in ("transfer", "pooled"):
+    models_[phase], phases[phase] = experiment.fit(phase, workdir, variables)
+  result = experiment.collaborate(folder, models_["transfer"], phases)
+  print(report.parties_table(result["parties"]))
+  print(f"\nCurves: {workdir / 'curves.png'}")
+
+
+if __name__ == "__main__":
+  _define_flags()
+  common.run(main)

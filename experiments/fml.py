@@ -1,0 +1,657 @@
+r"""Federated Mutual Learning, and the baselines it is compared with.
+
+Without flags: the quick start, FedAvg, FedProx, FML and independent training
+side by side on the embedded `digits`, five clients with unlike models. The
+paper's runs are in `experiments/flags`:
+
+  python experiments/fml.py --flagfile=experiments/flags/NAME.flags \
+      --data_dir=DIR
+
+A flag file comes first: flags after it win, those before it lose.
+"""
+
+from collections.abc import Sequence
+import functools
+import pathlib
+
+from absl import flags
+import common
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetfl import augment, core, evaluate, logs, population, report, training
+from hetfl.data import fml_images
+from hetfl.fedavg import fedavg, fedavg_server, Pool
+from hetfl.fml import (
+  as_lanes,
+  fml,
+  group_clients,
+  independent,
+  momentum_sgd,
+  MutualClient,
+  plan_mutual,
+  splice,
+)
+from hetfl.models import fml as nets
+
+FLAGS = flags.FLAGS
+ALGORITHMS = ("fedavg", "fedprox", "fml", "independent")
+TRUNKS = ("lenet5_conv", "cnn1_conv", "cnn2_conv")
+RECIPES = {
+  "digits": "digits8",
+  "mnist": "mnist28",
+  "cifar10": "pad32",
+  "cifar100": "pad32",
+}
+
+# What a flag that was not given means: the paper's section 5.1 where it says,
+# the released code's learning rate where it does not.
+_PAPER = dict(
+  rounds=200,
+  eval_every=1,
+  partition="iid",
+  local_epochs=5,
+  batch_size=128,
+  learning_rate=0.01,
+  global_model="cnn1",
+  client_models=("cnn1",),
+)
+DEFAULTS = {
+  "digits": dict(
+    _PAPER,
+    rounds=40,
+    eval_every=2,
+    partition="noniid3",
+    local_epochs=2,
+    batch_size=16,
+    client_models=("mlp", "lenet5", "cnn1", "cnn2", "cnn2"),
+  ),
+  "mnist": dict(_PAPER, global_model="lenet5", client_models=("lenet5",)),
+  "cifar10": _PAPER,
+  "cifar100": _PAPER,
+}
+
+
+def _define_flags() -> None:
+  common.define_run_flags("40 for digits, else the paper's 200")
+  flags.DEFINE_list(
+    "algorithm",
+    list(ALGORITHMS),
+    "fedavg, fedprox, fml, independent, or several of them with commas, to be"
+    " run one after another and compared.",
+  )
+  flags.DEFINE_list(
+    "dataset",
+    ["digits"],
+    f"Data set, of {', '.join(DEFAULTS)}; or one for each client, with commas:"
+    " clients of the same one share it.",
+  )
+  flags.DEFINE_enum(
+    "partition",
+    None,
+    fml_images.PARTITIONS,
+    "How clients share the images: evenly, or 6, 4 or 2 shards of one class"
+    " each for a client (of 10 classes; 60, 40, 20 of 100).",
+  )
+  flags.DEFINE_integer(
+    "partition_seed", 0, "Seed of the clients' shares.", lower_bound=0
+  )
+  flags.DEFINE_integer(
+    "num_clients",
+    None,
+    "Clients; by default the paper's 5, or as many as data sets are given.",
+    lower_bound=1,
+  )
+  flags.DEFINE_enum(
+    "global_model",
+    None,
+    [*nets.NAMES, *TRUNKS],
+    "The global model. Those in _conv are convolutions alone, on which each"
+    " client has an adaptor layer of its own; fml and independent only.",
+  )
+  flags.DEFINE_list(
+    "client_models",
+    None,
+    "The clients' own models, one or one for each client, of"
+    f" {', '.join(nets.NAMES)}; fml and independent only.",
+  )
+  flags.DEFINE_list(
+    "alpha",
+    ["0.5"],
+    "fml: weight of the labels for the clients' models; FIRST,LAST to change"
+    " linearly over the rounds.",
+  )
+  flags.DEFINE_list(
+    "beta",
+    ["0.5"],
+    "fml: weight of the labels for the memes; FIRST,LAST to change linearly"
+    " over the rounds.",
+  )
+  flags.DEFINE_float(
+    "temperature",
+    1.0,
+    "fml: softmax temperature of both in the divergences; the paper has none.",
+    lower_bound=1e-6,
+  )
+  flags.DEFINE_bool(
+    "sequential_updates",
+    False,
+    "fml: the client's model steps first, and the meme learns from it then.",
+  )
+  flags.DEFINE_float(
+    "prox_mu", 0.01, "fedprox: weight of its term.", lower_bound=0
+  )
+  flags.DEFINE_integer(
+    "local_epochs",
+    None,
+    "A client's passes over its examples in a round.",
+    lower_bound=1,
+  )
+  flags.DEFINE_integer(
+    "batch_size", None, "Examples of a client's step.", lower_bound=1
+  )
+  flags.DEFINE_float(
+    "learning_rate", None, "Clients' learning rate.", lower_bound=1e-12
+  )
+  flags.DEFINE_float(
+    "momentum", 0.9, "Clients' momentum.", lower_bound=0, upper_bound=1
+  )
+  flags.DEFINE_float(
+    "weight_decay", 5e-4, "Clients' weight decay.", lower_bound=0
+  )
+  flags.DEFINE_float(
+    "clip_norm",
+    None,
+    "Scale larger gradients down to this norm; by default none.",
+    lower_bound=1e-6,
+  )
+  flags.DEFINE_enum(
+    "merge_weights",
+    "uniform",
+    ["uniform", "examples"],
+    "What a client counts in the mean.",
+  )
+  flags.DEFINE_list(
+    "bad_clients",
+    [],
+    "Numbers of clients, from 0, that train on wrong labels (section 6).",
+  )
+  flags.DEFINE_float(
+    "bad_label_share",
+    1.0,
+    "Share of their labels that is replaced by draws of any class.",
+    lower_bound=0,
+    upper_bound=1,
+  )
+
+
+def numbers(name: str, kind: type, low: float, high: float) -> list:
+  """Reads a flag of numbers with commas.
+
+  Args:
+    name: the flag.
+    kind: int or float.
+    low: the least allowed value.
+    high: the greatest allowed value.
+
+  Returns:
+    The numbers.
+
+  Raises:
+    UsageError: naming the flag, the value and what is allowed.
+  """
+  values = FLAGS[name].value
+  shown = ",".join(values)
+  try:
+    read = [kind(value) for value in values]
+  except ValueError as error:
+    raise common.UsageError(f"--{name}={shown}: not a number") from error
+  for value in read:
+    if not low <= value <= high:
+      raise common.UsageError(
+        f"--{name}={shown}: {value:g} must lie between {low:g} and {high:g}"
+      )
+  return read
+
+
+def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
+  """The run's flags with defaults filled in.
+
+  Args:
+    algorithm: which of --algorithm.
+    workdir: the run's folder.
+
+  Returns:
+    Values of flags that change the result, and of those that do not.
+
+  Raises:
+    UsageError: if a value is out of its range.
+  """
+  datasets = FLAGS.dataset
+  for dataset in datasets:
+    if dataset not in DEFAULTS:
+      raise common.UsageError(
+        f"--dataset={dataset}: choose from {', '.join(DEFAULTS)}"
+      )
+  values = {
+    name: default if FLAGS[name].value is None else FLAGS[name].value
+    for name, default in DEFAULTS[datasets[0]].items()
+  }
+  several = len(datasets) > 1
+  default_clients = len(datasets) if several else 5
+  values["num_clients"] = FLAGS.num_clients or default_clients
+  for name in ("alpha", "beta"):
+    values[name] = numbers(name, float, 0, 1)
+    if len(values[name]) > 2:
+      raise common.UsageError(
+        f"--{name}={','.join(FLAGS[name].value)}: give one value, or FIRST,LAST"
+      )
+  values["bad_clients"] = numbers(
+    "bad_clients", int, 0, values["num_clients"] - 1
+  )
+  models = list(values["client_models"])
+  for name in models:
+    if name not in nets.NAMES:
+      raise common.UsageError(
+        f"--client_models={name}: choose from {', '.join(nets.NAMES)}"
+      )
+  if len(models) == 1 or FLAGS.client_models is None:
+    models = [models[k % len(models)] for k in range(values["num_clients"])]
+  if len(models) != values["num_clients"]:
+    raise common.UsageError(
+      f"--client_models={','.join(models)}: {len(models)} models for"
+      f" {values['num_clients']} clients; give one, or one for each client"
+    )
+  values["client_models"] = models
+  if values["global_model"] in TRUNKS and algorithm in ("fedavg", "fedprox"):
+    raise common.UsageError(
+      f"--global_model={values['global_model']} has no classes:"
+      f" --algorithm={algorithm} wants a whole model"
+    )
+  on_cpu = jax.default_backend() == "cpu"
+  speed = {
+    "checkpoint_every": 10,
+    "conv": "patches",
+    "eval_batch_size": 50 if on_cpu else 2000,
+    "lanes": common.make_engine().num_lanes(values["num_clients"]),
+    "microbatch": 16 if on_cpu else 0,
+  }
+  values["algorithm"] = algorithm
+  return common.resolved_flags(__name__, values, speed, workdir)
+
+
+def linear(values: Sequence[float], rounds: int):
+  """A value, or a schedule from the first value to the last."""
+  if len(values) == 1:
+    return values[0]
+  first, last = values
+  return lambda t: first + (last - first) * (t - 1) / max(rounds - 1, 1)
+
+
+class Experiment:
+  """Data, models and engine of one federation, shared by its algorithms."""
+
+  def __init__(self, config: dict, speed: dict):
+    self.data = fml_images.load_fml_images(
+      config["dataset"],
+      num_clients=config["num_clients"],
+      split=config["partition"],
+      data_dir=FLAGS.data_dir,
+      partition_seed=config["partition_seed"],
+      bad_clients=config["bad_clients"],
+      bad_label_share=config["bad_label_share"],
+      download=FLAGS.download,
+    )
+    self.engine = common.make_engine()
+    shape = self.data.image_shape
+    classes = self.data.num_classes
+    trunk = config["global_model"] in TRUNKS
+    if len(set(classes.values())) > 1 and not trunk:
+      raise common.UsageError(
+        f"--dataset={','.join(config['dataset'])}: clients with unlike classes"
+        f" share no --global_model={config['global_model']}; take one of"
+        f" {', '.join(TRUNKS)}"
+      )
+    self.recipe = augment.RECIPES[RECIPES[config["dataset"][0]]]
+    example = jnp.zeros((1, *shape))
+
+    @functools.cache
+    def model(name, num_classes):
+      """A network, one object however many have it."""
+      module = nets.net(name, num_classes, shape, conv=speed["conv"])
+      return core.Model.from_flax(module, example)
+
+    @functools.cache
+    def adaptor(num_classes):
+      features = jax.eval_shape(
+        lambda key: self.global_model.apply(
+          self.global_model.init(key), example, None, False
+        )[0],
+        jax.random.key(0),
+      )
+      return core.Model.from_flax(
+        nn.Dense(num_classes, kernel_init=nets.torch_init),
+        jnp.zeros(features.shape),
+      )
+
+    self.global_model = model(
+      config["global_model"].removesuffix("_conv"),
+      None if trunk else next(iter(classes.values())),
+    )
+    train = self.recipe.train
+    self.clients = [
+      MutualClient(
+        model=model(name, classes[held.dataset]),
+        transform=train,
+        bank=held.dataset,
+        adaptor=adaptor(classes[held.dataset]) if trunk else None,
+      )
+      for name, held in zip(config["client_models"], self.data.clients)
+    ]
+    # What a meme is as a whole, for each client.
+    self.memes = [splice(self.global_model, c.adaptor) for c in self.clients]
+    banks = {}
+
+    def put(bank):
+      """Puts a bank on the device, once for all sets that share it."""
+      if id(bank) not in banks:
+        banks[id(bank)] = jax.device_put(dict(bank))
+      return banks[id(bank)]
+
+    self.banks = {c.dataset: put(c.train.bank) for c in self.data.clients}
+    sets = {
+      f"client{k}": held.validation for k, held in enumerate(self.data.clients)
+    }
+    if not trunk:
+      # Clients of one data set share its test images, and so its bank.
+      sets["test"] = next(iter(self.data.test.values()))
+    names = [{f"client{k}"} for k in range(len(self.clients))]
+    options = dict(
+      sets={
+        name: population.Subset(put(subset.bank), subset.index)
+        for name, subset in sets.items()
+      },
+      transform=self.recipe.evaluate,
+      engine=self.engine,
+      batch_size=speed["eval_batch_size"],
+    )
+    self.local_evaluator = evaluate.Evaluator(
+      [c.model for c in self.clients], only=names, **options
+    )
+    if trunk:
+      self.meme_evaluator = evaluate.Evaluator(
+        self.memes, only=names, **options
+      )
+    else:
+      self.global_evaluator = evaluate.Evaluator([self.global_model], **options)
+
+  def algorithm(self, config: dict, speed: dict) -> core.Algorithm:
+    """Builds one of the four algorithms."""
+    optimizer = functools.partial(
+      momentum_sgd,
+      momentum=config["momentum"],
+      weight_decay=config["weight_decay"],
+      clip_norm=config["clip_norm"],
+    )
+    options = dict(
+      learning_rate=config["learning_rate"],
+      optimizer=optimizer,
+      microbatch=speed["microbatch"] or None,
+      engine=self.engine,
+    )
+    if config["algorithm"] == "independent":
+      return independent(self.clients, **options)
+    if config["algorithm"] == "fml":
+      return fml(
+        self.clients,
+        global_model=self.global_model,
+        alpha=linear(config["alpha"], config["rounds"]),
+        beta=linear(config["beta"], config["rounds"]),
+        temperature=config["temperature"],
+        sequential=config["sequential_updates"],
+        **options,
+      )
+    # The mean of the clients' models is one step of rate 1.
+    pool = Pool(
+      name="global",
+      model=self.global_model,
+      client_lr=config["learning_rate"],
+      server_lr=1.0,
+      transform=self.recipe.train,
+      client_optimizer=optimizer,
+      server_optimizer=fedavg_server,
+      prox_mu=config["prox_mu"] if config["algorithm"] == "fedprox" else None,
+    )
+    return fedavg([pool], rounds=None, engine=self.engine)
+
+  def device_data(self, config: dict) -> dict:
+    """The banks, as the algorithm takes them."""
+    if config["algorithm"] in ("fml", "independent"):
+      return self.banks
+    return {"pools": tuple(self.banks.values())}
+
+  def plan(self, config: dict, speed: dict, round: int):
+    """The plan of a round; a pure function of it, and alike for all."""
+    plan = plan_mutual(
+      [held.train.index for held in self.data.clients],
+      group_clients(self.clients),
+      seed=config["seed"],
+      round=round,
+      batch_size=config["batch_size"],
+      epochs=config["local_epochs"],
+      weighted=config["merge_weights"] == "examples",
+    )
+    if config["algorithm"] in ("fml", "independent"):
+      return plan
+    lanes = as_lanes(plan, num_lanes=speed["lanes"])
+    return population.RoundPlan(np.int32(round), (lanes,), None)
+
+  def evaluate(self, config: dict, state) -> dict[str, float]:
+    """Accuracies and losses of the global model and of the clients' products.
+
+    A client's product is its own model, with FedAvg and FedProx the global
+    one (the paper's Figure 4).
+    """
+    row, clients = {}, range(len(self.clients))
+    mutual = config["algorithm"] == "fml"
+    if config["algorithm"] in ("fedavg", "fedprox"):
+      server = state.pools[0].variables
+    else:
+      server = state.server
+      locals_ = [state.local(k) for k in clients]
+      for k, values in zip(clients, self.local_evaluator(locals_)):
+        for name in ("accuracy", "loss"):
+          row[f"client{k}/validation_{name}"] = values[f"client{k}_{name}"]
+    if server is not None and self.clients[0].adaptor is None:
+      (values,) = self.global_evaluator([server])
+      for name in ("accuracy", "loss"):
+        row[f"global/test_{name}"] = values[f"test_{name}"]
+      for k in clients:
+        for name in ("accuracy", "loss"):
+          kind = "global_validation" if mutual else "validation"
+          row[f"client{k}/{kind}_{name}"] = values[f"client{k}_{name}"]
+    elif server is not None:
+      memes = [state.meme(k) for k in clients]
+      for k, values in zip(clients, self.meme_evaluator(memes)):
+        for name in ("accuracy", "loss"):
+          row[f"client{k}/global_validation_{name}"] = values[
+            f"client{k}_{name}"
+          ]
+    row["clients/validation_accuracy"] = float(
+      np.mean([row[f"client{k}/validation_accuracy"] for k in clients])
+    )
+    return row
+
+  def summarize(
+    self, config: dict, folder: logs.RunFolder, state, evaluation
+  ) -> dict:
+    """What `result.json` says of a finished run: last values and best ones."""
+    rows = logs.read_rows(folder.metrics)
+
+    def last_and_best(prefix, name):
+      known = [r[f"{prefix}/{name}"] for r in rows if f"{prefix}/{name}" in r]
+      return {
+        name: evaluation.get(f"{prefix}/{name}"),
+        f"best_{name}": max(known, default=None),
+      }
+
+    alone = config["algorithm"] == "independent"
+    personal = alone or config["algorithm"] == "fml"
+    init = lambda model: jax.eval_shape(model.init, jax.random.key(0)).params
+    parameters = core.num_parameters(init(self.global_model))
+    clients = []
+    for k, (client, held) in enumerate(zip(self.clients, self.data.clients)):
+      own = client.model if personal else self.global_model
+      name = config["client_models"][k] if personal else config["global_model"]
+      entry = {
+        "model": name,
+        "parameters": core.num_parameters(init(own)),
+        "dataset": held.dataset,
+        "examples": len(held.train.index),
+        "validation_examples": len(held.validation.index),
+        **last_and_best(f"client{k}", "validation_accuracy"),
+        # What it receives, and again what it sends, in a round.
+        "bytes_per_round": 0 if alone else 4 * parameters,
+      }
+      if config["algorithm"] == "fml":
+        entry |= last_and_best(f"client{k}", "global_validation_accuracy")
+      clients.append(entry)
+    return {
+      "algorithm": config["algorithm"],
+      "dataset": ",".join(config["dataset"]),
+      "partition": config["partition"],
+      "seed": config["seed"],
+      "global": {
+        "model": None if alone else config["global_model"],
+        "parameters": None if alone else parameters,
+        **last_and_best("global", "test_accuracy"),
+      },
+      "clients": clients,
+    }
+
+
+def curve_rows(config: dict, rows: Sequence[dict]) -> list[dict]:
+  """Rows with the one number of each model that is drawn."""
+  models = config["client_models"]
+  names = {"global/test_accuracy": "global/accuracy"}
+  for k, model in enumerate(models):
+    names[f"client{k}/validation_accuracy"] = f"client {k}'s {model}/accuracy"
+  return [
+    {"round": row["round"]} | {names[n]: row[n] for n in names if n in row}
+    for row in rows
+  ]
+
+
+def draw(
+  runs: dict[str, list[dict]], config: dict, workdir: pathlib.Path
+) -> None:
+  """Draws the curves of one or more runs of a federation."""
+  report.curves(
+    {name: curve_rows(config, rows) for name, rows in runs.items()},
+    workdir / "curves.png",
+    metric="accuracy",
+    ylabel="Test or validation accuracy (%)",
+    title=f"{','.join(config['dataset'])}, {config['partition']}",
+  )
+
+
+def table(results: dict[str, dict]) -> str:
+  """A plain-text table of results, a line an algorithm."""
+  percent = lambda x: "-" if x is None else f"{100 * x:.2f}"
+  columns = [
+    ["", "algorithm", *results],
+    ["global", "test %"],
+    ["", "best %"],
+    ["clients", "mean %"],
+  ]
+  for result in results.values():
+    accuracies = [c["validation_accuracy"] for c in result["clients"]]
+    columns[1].append(percent(result["global"]["test_accuracy"]))
+    columns[2].append(percent(result["global"]["best_test_accuracy"]))
+    columns[3].append(percent(float(np.mean(accuracies))))
+  for k in range(max(len(r["clients"]) for r in results.values())):
+    clients = [r["clients"][k] for r in results.values()]
+    accuracies = [percent(c["validation_accuracy"]) for c in clients]
+    columns.append(["", f"{k}: {clients[-1]['model']}", *accuracies])
+  for name, form in (("rounds", "{:,d}"), ("seconds", "{:,.1f}")):
+    columns.append(
+      ["", name, *(form.format(r[name]) for r in results.values())]
+    )
+  return report.align(columns, heads=2)
+
+
+def train(
+  experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
+) -> dict:
+  """Runs one algorithm in a folder of its own, or goes on with it."""
+  algorithm = experiment.algorithm(config, speed)
+  result = training.run(
+    algorithm._replace(
+      step=experiment.engine.compile(algorithm.step, donate=(0,))
+    ),
+    jax.random.key(config["seed"]),
+    functools.partial(experiment.plan, config, speed),
+    experiment.device_data(config),
+    functools.partial(experiment.evaluate, config),
+    rounds=config["rounds"],
+    folder=folder,
+    summarize=functools.partial(experiment.summarize, config, folder),
+    eval_every=config["eval_every"],
+    checkpoint_every=speed["checkpoint_every"],
+    tensorboard=speed["tensorboard"],
+    stop_on_nonfinite=speed["stop_on_nonfinite"],
+  )
+  rows = logs.read_rows(folder.metrics)
+  draw({config["algorithm"]: rows}, config, folder.path)
+  return result
+
+
+def open_comparison(workdir: pathlib.Path) -> None:
+  """Checks that a folder is fit to hold one run's folder an algorithm."""
+  allowed = {*ALGORITHMS, "curves.png"}
+  if workdir.is_dir():
+    strange = sorted(p.name for p in workdir.iterdir() if p.name not in allowed)
+    if strange:
+      raise common.UsageError(
+        f"--workdir={workdir} holds {strange[0]}, which no comparison of"
+        " algorithms does. Use another --workdir."
+      )
+
+
+def main() -> None:
+  """Runs what --algorithm names, then prints a table."""
+  names = FLAGS.algorithm
+  for name in names:
+    if name not in ALGORITHMS:
+      raise common.UsageError(
+        f"--algorithm={name}: choose from {', '.join(ALGORITHMS)}"
+      )
+  workdir = common.default_workdir("fml", *FLAGS.dataset, *names)
+  several = len(names) > 1
+  paths = {name: workdir / name if several else workdir for name in names}
+  configs = {name: configuration(name, paths[name]) for name in names}
+  experiment = Experiment(*configs[names[0]])
+  # All that can be wrong should show before a folder is made.
+  for config, speed in configs.values():
+    experiment.algorithm(config, speed)
+    experiment.plan(config, speed, 1)
+  if several:
+    open_comparison(workdir)
+  folders = {
+    name: logs.RunFolder(paths[name], *configs[name]) for name in names
+  }
+  results, rows = {}, {}
+  for name in names:
+    results[name] = train(experiment, *configs[name], folders[name])
+    rows[name] = logs.read_rows(folders[name].metrics)
+  if several:
+    draw(rows, configs[names[0]][0], workdir)
+  print(table(results))
+  print(f"\nCurves: {workdir / 'curves.png'}")
+
+
+if __name__ == "__main__":
+  _define_flags()
+  common.run(main)

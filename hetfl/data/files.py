@@ -1,0 +1,111 @@
+"""Files of data sets: downloads, hashes, and sets that TFDS has prepared."""
+
+import glob
+import hashlib
+import http.client
+import json
+import logging
+import os
+import tempfile
+import urllib.request
+
+from hetfl.data.errors import DataError
+
+_BLOCK = 1 << 20
+_TIMEOUT_SECONDS = 10
+
+
+def tfds_roots(data_dir: str | None) -> list[str]:
+  """The folders in which sets that TFDS prepared may lie."""
+  default = os.environ.get(
+    "TFDS_DATA_DIR", os.path.join("~", "tensorflow_datasets")
+  )
+  roots = [] if data_dir is None else [data_dir]
+  return roots + [os.path.expanduser(default)]
+
+
+def prepared_tfds(
+  name: str, data_dir: str | None
+) -> tuple[str | None, list[str]]:
+  """A set prepared by TFDS as array_record, and those in another format.
+
+  Looks at the files only: TFDS, asked for a set that is not there, would try
+  the network for minutes.
+
+  Args:
+    name: the set's name in TFDS.
+    data_dir: a folder to look in beside TFDS's own.
+
+  Returns:
+    The newest version's folder or `None`, and folders of other formats.
+
+  Raises:
+    DataError: a set's description cannot be read.
+  """
+  unreadable = []
+  for root in tfds_roots(data_dir):
+    pattern = os.path.join(glob.escape(root), name, "*", "dataset_info.json")
+    for path in sorted(glob.glob(pattern), reverse=True):  # newest first
+      try:
+        with open(path, encoding="utf-8") as stream:
+          file_format = json.load(stream).get("fileFormat")
+      except (OSError, ValueError, AttributeError) as error:
+        raise DataError(
+          f"{path}: cannot be read ({one_line(error)}): delete its "
+          f"folder and prepare {name} with TFDS again"
+        ) from error
+      if file_format == "array_record":
+        return os.path.dirname(path), []
+      unreadable.append(os.path.dirname(path))
+  return None, unreadable
+
+
+def download(url: str, path: str, md5: str, page: str) -> None:
+  """Downloads a file; it appears whole and checked, or not at all.
+
+  Args:
+    url: where it is.
+    path: where it goes.
+    md5: what it must be.
+    page: where its publication is described.
+
+  Raises:
+    DataError: the download failed or gave another file.
+  """
+  logging.getLogger(__name__).info("downloading %s to %s", url, path)
+  data_dir, name = os.path.split(path)
+  os.makedirs(data_dir, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=data_dir, prefix=".download-") as folder:
+    part = os.path.join(folder, name)
+    try:
+      with (
+        urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as source,
+        open(part, "wb") as target,
+      ):
+        while block := source.read(_BLOCK):
+          target.write(block)
+    except (OSError, http.client.HTTPException) as error:
+      raise DataError(
+        f"{url}: download failed ({one_line(error)}): download it "
+        f"elsewhere and put it into --data_dir={data_dir}"
+      ) from error
+    check_md5(part, md5, f"try again, or see {page}")
+    os.replace(part, path)
+
+
+def check_md5(path: str, md5: str, remedy: str) -> None:
+  """Raises `DataError` if a file is not the one that has this hash."""
+  digest = hashlib.md5(usedforsecurity=False)
+  with open(path, "rb") as stream:
+    while block := stream.read(_BLOCK):
+      digest.update(block)
+  if digest.hexdigest() != md5:
+    raise DataError(
+      f"{path}: damaged or cut short, its md5 is {digest.hexdigest()} and "
+      f"not {md5}: {remedy}"
+    )
+
+
+def one_line(error: BaseException) -> str:
+  """What an error says, on one line."""
+  return " ".join(str(error).split()) or type(error).__name__

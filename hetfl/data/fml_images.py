@@ -1,0 +1,172 @@
+"""The federations of images that Federated Mutual Learning is tried on.
+
+A federation is cut once, by `partition_seed`, and not by the seed of a run:
+runs that differ in their seed see the same clients.
+"""
+
+from collections.abc import Sequence
+import os
+from typing import NamedTuple
+
+import numpy as np
+
+from hetfl.data import mnist, partition, vision
+from hetfl.population import Subset
+
+PARTITIONS = ("iid", "noniid1", "noniid2", "noniid3")
+# Shards of a client, as a share of the classes: 6, 4 and 2 of 10.
+_SHARDS = {"noniid1": 0.6, "noniid2": 0.4, "noniid3": 0.2}
+_LOADERS = {
+  "digits": lambda data_dir, download: vision.load_digits(),
+  "mnist": mnist.load_mnist,
+  "cifar10": vision.load_cifar10,
+  "cifar100": vision.load_cifar100,
+}
+DATASETS = tuple(_LOADERS)
+
+
+class ClientData(NamedTuple):
+  """What one client holds.
+
+  Attributes:
+    dataset: the name of its data set.
+    train: its private training examples.
+    validation: its private validation examples, a part of the test images in
+      which classes have the same pattern.
+  """
+
+  dataset: str
+  train: Subset
+  validation: Subset
+
+
+class FmlImages(NamedTuple):
+  """The clients and the data sets they share.
+
+  Banks have `x` `uint8[N, H, W, C]` and `y` `int32[N]`; clients of one data
+  set share one bank object.
+
+  Attributes:
+    clients: K clients.
+    test: for each data set, all its test images.
+    num_classes: for each data set.
+    image_shape: (height, width, channels), the same for all.
+  """
+
+  clients: tuple[ClientData, ...]
+  test: dict[str, Subset]
+  num_classes: dict[str, int]
+  image_shape: tuple[int, int, int]
+
+
+def load_fml_images(
+  datasets: Sequence[str],
+  *,
+  num_clients: int = 5,
+  split: str = "iid",
+  data_dir: str | os.PathLike | None = None,
+  partition_seed: int = 0,
+  bad_clients: Sequence[int] = (),
+  bad_label_share: float = 1.0,
+  download: bool = False,
+) -> FmlImages:
+  """Clients that share out the images of one or more data sets.
+
+  All training images are shared out, and the test images in the same pattern
+  as the clients' validation examples; all test images together test the
+  global model.
+
+  - `iid`: shuffled and dealt out evenly.
+  - `noniid1`, `noniid2`, `noniid3`: 6, 4, 2 shards of one class each for a
+    client (60, 40, 20 for CIFAR-100); see `hetfl.data.partition.shards`.
+
+  Args:
+    datasets: one data set, or one for each client; clients of the same one
+      share it.
+    num_clients: K.
+    split: one of the above.
+    data_dir: where data sets lie, see `hetfl.data.vision` and
+      `hetfl.data.mnist`.
+    partition_seed: makes the clients.
+    bad_clients: the numbers of clients with wrong training labels.
+    bad_label_share: the share of their labels that is replaced by uniform
+      draws of a class.
+    download: download a data set that is not there into `data_dir`.
+
+  Returns:
+    The federation.
+
+  Raises:
+    DataError: the data is missing or damaged.
+    ValueError: an argument out of its range.
+
+  >>> images = load_fml_images(['digits'], split='noniid3')
+  >>> [len(np.unique(c.train.bank['y'][c.train.index])) for c in images.clients]
+  [2, 2, 2, 2, 2]
+  >>> sum(len(c.validation.index) for c in images.clients)
+  360
+
+  Reference: Shen et al. 2020, section 5.1. The released code makes the
+    clients' validation parts and then overwrites them by the whole test set;
+    here they are kept apart, as in the paper's text.
+  """
+  for dataset in datasets:
+    if dataset not in _LOADERS:
+      raise ValueError(
+        f"--dataset={dataset}: choose from {', '.join(DATASETS)}"
+      )
+  if split not in PARTITIONS:
+    raise ValueError(f"--partition={split}: choose from {PARTITIONS}")
+  if len(datasets) not in (1, num_clients):
+    raise ValueError(
+      f"--dataset={','.join(datasets)}: {len(datasets)} data sets for"
+      f" {num_clients} clients; give one, or one for each client"
+    )
+  for k in bad_clients:
+    if not 0 <= k < num_clients:
+      raise ValueError(
+        f"--bad_clients={k}: clients are numbered 0 to {num_clients - 1}"
+      )
+  of = list(datasets) * (num_clients if len(datasets) == 1 else 1)
+  clients: list[ClientData | None] = [None] * num_clients
+  test, num_classes, shapes = {}, {}, {}
+  for dataset in dict.fromkeys(of):
+    images = _LOADERS[dataset](data_dir, download)
+    members = [k for k in range(num_clients) if of[k] == dataset]
+    parts = _parts(images, members, split, partition_seed)
+    bank = {"x": images.train["x"], "y": images.train["y"].copy()}
+    test_bank = {"x": images.test["x"], "y": images.test["y"]}
+    for k, train, validation in zip(members, *parts):
+      if k in bad_clients:
+        rng = np.random.default_rng([7, partition_seed, k])
+        wrong = train[rng.random(len(train)) < bad_label_share]
+        bank["y"][wrong] = rng.integers(0, images.num_classes, len(wrong))
+      clients[k] = ClientData(
+        dataset, Subset(bank, train), Subset(test_bank, validation)
+      )
+    test[dataset] = Subset.whole(test_bank)
+    num_classes[dataset] = images.num_classes
+    shapes[dataset] = bank["x"].shape[1:]
+  if len(set(shapes.values())) > 1:
+    raise ValueError(
+      f"--dataset={','.join(datasets)}: images of unlike shapes"
+      f" {sorted(set(shapes.values()))}; one global model cannot see them all"
+    )
+  return FmlImages(tuple(clients), test, num_classes, shapes[of[0]])
+
+
+def _parts(
+  images: vision.VisionDataset, members: list[int], split: str, seed: int
+) -> list[list[np.ndarray]]:
+  """Each member's training and validation positions."""
+  labels = [images.train["y"], images.test["y"]]
+  if split == "iid":
+    return [
+      partition.iid(len(y), num_clients=len(members), seed=seed) for y in labels
+    ]
+  return partition.shards(
+    *labels,
+    num_clients=len(members),
+    shards_per_client=round(_SHARDS[split] * images.num_classes),
+    seed=seed,
+  )

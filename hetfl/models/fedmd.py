@@ -1,0 +1,251 @@
+"""The models of FedMD's parties: CNNs of unlike depth, width and dropout."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from hetfl.models import layers
+
+# Filters of each convolution, and dropout.
+TABLE_1 = (
+  ((128, 256), 0.2),
+  ((128, 384), 0.2),
+  ((128, 512), 0.2),
+  ((256, 256), 0.3),
+  ((256, 512), 0.4),
+  ((64, 128, 256), 0.2),
+  ((64, 128, 192), 0.2),
+  ((128, 192, 256), 0.2),
+  ((128, 128, 128), 0.3),
+  ((128, 128, 192), 0.3),
+)
+TABLE_2 = (
+  ((128, 256), 0.2),
+  ((128, 128, 192), 0.2),
+  ((64, 64, 64), 0.2),
+  ((128, 64, 64), 0.3),
+  ((64, 64, 128), 0.4),
+  ((64, 128, 256), 0.2),
+  ((64, 128, 192), 0.2),
+  ((128, 192, 256), 0.2),
+  ((128, 128, 128), 0.3),
+  ((64, 64, 64, 64), 0.2),
+)
+# Not in the paper: for images of 16 x 16.
+SMALL = (
+  ((8, 16), 0.2),
+  ((12, 24), 0.2),
+  ((16, 16), 0.3),
+  ((8, 12, 16), 0.2),
+)
+TABLES = {"table1": TABLE_1, "table2": TABLE_2, "small": SMALL}
+_HIDDEN = 128
+
+
+class Block(NamedTuple):
+  """Convolution, batch normalisation, ReLU, dropout and average pooling.
+
+  Attributes:
+    filters: channels.
+    kernel: height and width of the kernel.
+    stride: of the convolution.
+    padding: `SAME` or `VALID`.
+    pool: stride of the 2x2 average pooling; 0 for none.
+  """
+
+  filters: int
+  kernel: int
+  stride: int
+  padding: Literal["SAME", "VALID"]
+  pool: int
+
+
+def blocks_of(filters: Sequence[int]) -> tuple[Block, ...]:
+  """The blocks that go with two, three or four numbers of filters.
+
+  Args:
+    filters: n_1 to n_2, n_3 or n_4.
+
+  Returns:
+    The blocks.
+
+  Raises:
+    ValueError: another number of convolutions.
+
+  Reference: strides, padding and pooling of two and three convolutions are
+  the released code's; the paper does not give them. It has no code for the
+  fourth convolution of table 2's model 9, which here is one more like the
+  third.
+
+  >>> [block.pool for block in blocks_of((64, 128, 256))]
+  [1, 2, 0]
+  """
+  if not 2 <= len(filters) <= 4:
+    raise ValueError(f"filters={filters}: want two, three or four numbers")
+  first, *middle, last = filters
+  blocks = [Block(first, 3, 1, "SAME", 1)]
+  if middle:
+    blocks.append(Block(middle[0], 2, 2, "VALID", 2))
+  blocks += [Block(n, 3, 2, "VALID", 0) for n in middle[1:]]
+  return (*blocks, Block(last, 3, 2, "VALID", 0))
+
+
+class PartyCNN(nn.Module):
+  """Convolutional blocks and a linear head without bias.
+
+  Weights are Glorot-uniform, biases zero; batch normalisation has momentum
+  0.99 and epsilon 1e-3; dropout is of single elements; all as in Keras.
+
+  Attributes:
+    blocks: the blocks, first to last.
+    dropout: share of elements that each block drops in training.
+    num_classes: C.
+    conv: form of the convolutions; changes speed only.
+
+  Reference: Li & Wang 2019, tables 1 and 2, for filters and dropout; the rest
+  is the released code's. Departure: the running variance is that of the batch,
+  which Keras's fused layer scales by n / (n - 1), n = B H W.
+
+  >>> from hetfl import core
+  >>> def count(table, shape):
+  ...   shapes = [jax.eval_shape(module.init, jax.random.key(0),
+  ...                            jnp.zeros((1, *shape)))
+  ...             for _, module in party_models(table, 10, 16)]
+  ...   return [core.num_parameters(s['params']) for s in shapes]
+  >>> count('table1', (28, 28, 1))
+  [989440, 1483392, 1977344, 1285888, 2568704,
+   366464, 283328, 580416, 233728, 316864]
+  >>> count('table1', (32, 32, 3))
+  [1221120, 1829760, 2438400, 1519872, 3032064,
+   367616, 284480, 582720, 236032, 319168]
+  """
+
+  blocks: Sequence[Block]
+  dropout: float
+  num_classes: int
+  conv: layers.ConvForm = "patches"
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    """Maps images `float[B, H, W, c]` to logits `float[B, C]`."""
+    for block in self.blocks:
+      x = layers.Conv(
+        block.filters,
+        (block.kernel, block.kernel),
+        block.padding,
+        self.conv,
+        nn.initializers.glorot_uniform(),
+        (block.stride, block.stride),
+      )(x)
+      x = nn.relu(nn.BatchNorm(not train, momentum=0.99, epsilon=1e-3)(x))
+      x = layers.Dropout(self.dropout)(x, train)
+      if block.pool:
+        x = layers.avg_pool_2x2(x, block.pool)
+    return _head(self.num_classes)(x.reshape(x.shape[0], -1))
+
+
+class PartyMLP(nn.Module):
+  """A weak party: two fully connected layers.
+
+  Attributes:
+    hidden: width of the first.
+    num_classes: C.
+
+  Reference: Li & Wang 2019, supplement, results 3, which gives no width.
+  """
+
+  hidden: int
+  num_classes: int
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps images `float[B, H, W, c]` to logits `float[B, C]`."""
+    x = nn.relu(
+      nn.Dense(self.hidden, kernel_init=nn.initializers.glorot_uniform())(
+        x.reshape(x.shape[0], -1)
+      )
+    )
+    return _head(self.num_classes)(x)
+
+
+def _head(num_classes):
+  return nn.Dense(
+    num_classes,
+    use_bias=False,
+    kernel_init=nn.initializers.glorot_uniform(),
+    name="head",
+  )
+
+
+def head_penalty(params) -> jax.Array:
+  """`sum(w^2)` over the head's weights, the only ones that decay.
+
+  Args:
+    params: a party model's parameters.
+
+  Returns:
+    A scalar.
+
+  Reference: the released code's `kernel_regularizer=l2(1e-3)`.
+
+  >>> float(head_penalty({'head': {'kernel': jnp.array([[1., 2.]])}}))
+  5.0
+  """
+  return jnp.sum(params["head"]["kernel"] ** 2)
+
+
+def party_models(
+  table: str,
+  num_parties: int,
+  num_classes: int,
+  *,
+  width: float = 1.0,
+  weak_parties: int = 0,
+  conv: layers.ConvForm = "patches",
+) -> list[tuple[str, nn.Module]]:
+  """The parties' models, by name.
+
+  Args:
+    table: 'table1', 'table2' or 'small'.
+    num_parties: P; beyond the table's end it begins again.
+    num_classes: C.
+    width: factor on all numbers of filters, which are rounded and at least 1.
+    weak_parties: how many of the parties, the last ones, are `PartyMLP`s.
+    conv: form of the convolutions; changes speed only.
+
+  Returns:
+    P names, such as `cnn(128,256)`, and modules.
+
+  Raises:
+    ValueError: an argument out of its range.
+
+  >>> models = party_models('table2', 10, 16, width=0.125, weak_parties=2)
+  >>> [name for name, _ in models[:2] + models[8:]]
+  ['cnn(16,32)', 'cnn(16,16,24)', 'mlp(16)', 'mlp(16)']
+  """
+  if table not in TABLES:
+    raise ValueError(f"models={table}: choose from {', '.join(TABLES)}")
+  if num_parties < 1:
+    raise ValueError(f"num_parties={num_parties}: must be at least 1")
+  if not width > 0:
+    raise ValueError(f"width={width}: must be more than zero")
+  if not 0 <= weak_parties <= num_parties:
+    raise ValueError(
+      f"weak_parties={weak_parties}: must lie between 0 and {num_parties}"
+    )
+  scaled = lambda n: max(1, round(width * n))
+  models = []
+  for k in range(num_parties):
+    if k >= num_parties - weak_parties:
+      hidden = scaled(_HIDDEN)
+      models.append((f"mlp({hidden})", PartyMLP(hidden, num_classes)))
+      continue
+    filters, dropout = TABLES[table][k % len(TABLES[table])]
+    filters = tuple(map(scaled, filters))
+    name = f"cnn({','.join(map(str, filters))})"
+    blocks = blocks_of(filters)
+    models.append((name, PartyCNN(blocks, dropout, num_classes, conv)))
+  return models

@@ -1,0 +1,145 @@
+"""The four networks of Federated Mutual Learning."""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from hetfl.models import layers
+
+# PyTorch's default weights: uniform between -1 and 1 over sqrt(fan_in).
+torch_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+NAMES = ("mlp", "lenet5", "cnn1", "cnn2")
+
+
+class Net(nn.Module):
+  """Convolutions, each followed by 2x2 max pooling and ReLU; dense layers.
+
+  Attributes:
+    filters: channels of the convolutions; none for a multi-layer perceptron.
+    kernel: side of their kernels.
+    dense: widths of the hidden dense layers, each followed by ReLU.
+    num_classes: C; `None` gives the features before the first dense layer, as
+      one row an image, for a global model that is the convolutions alone.
+    padding: `SAME` or `VALID`.
+    border: rows and columns by which the edges of an image are repeated first.
+    conv: the form of the convolutions; changes speed only.
+
+  >>> import jax
+  >>> net = Net((4,), 3, (), num_classes=None)
+  >>> features, _ = net.init_with_output(
+  ...     jax.random.key(0), jnp.zeros((2, 8, 8, 1)))
+  >>> features.shape
+  (2, 36)
+  """
+
+  filters: Sequence[int]
+  kernel: int
+  dense: Sequence[int]
+  num_classes: int | None
+  padding: str = "VALID"
+  border: int = 0
+  conv: layers.ConvForm = "patches"
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps images `float[B, H, W, c]` to logits `float[B, C]` or features."""
+    if self.border:
+      side = (self.border, self.border)
+      x = jnp.pad(x, ((0, 0), side, side, (0, 0)), mode="edge")
+    planes = self.conv == "patches"
+    if planes:
+      x = x.transpose(3, 1, 2, 0)
+    for i, features in enumerate(self.filters):
+      size, name = (self.kernel, self.kernel), f"Conv_{i}"
+      # Pooling before the ReLU: the same value and gradient, on a quarter.
+      if planes:
+        x = layers.PlanesConv(
+          features, size, self.padding, torch_init, name=name
+        )(x)
+        x = nn.relu(layers.max_pool_planes(x))
+      else:
+        x = layers.Conv(
+          features, size, self.padding, self.conv, torch_init, name=name
+        )(x)
+        x = nn.relu(layers.max_pool_2x2(x))
+    if planes:
+      x = x.transpose(3, 1, 2, 0)
+    x = x.reshape(x.shape[0], -1)
+    if self.num_classes is None:
+      return x
+    for width in self.dense:
+      x = nn.relu(nn.Dense(width, kernel_init=torch_init)(x))
+    return nn.Dense(self.num_classes, kernel_init=torch_init)(x)
+
+
+def net(
+  name: str,
+  num_classes: int | None,
+  image_shape: tuple[int, int, int],
+  *,
+  conv: layers.ConvForm = "patches",
+) -> Net:
+  """One of the paper's networks, for images of a data set.
+
+  | | layers | MNIST | CIFAR-10 | CIFAR-100 |
+  |---|---|---|---|---|
+  | mlp | dense 200, 200, C | 199,210 | 656,810 | 674,900 |
+  | lenet5 | 5x5 6, 16; dense 120, 84, C | 61,706 | 62,006 | 69,656 |
+  | cnn1 | 3x3 6, 16; dense 120, C | 50,270 | 71,498 | 82,388 |
+  | cnn2 | 3x3 128, 128, 128; dense C | 297,738 | 303,882 | 350,052 |
+
+  Every convolution is without padding, followed by 2x2 max pooling and ReLU,
+  as in the networks that the authors released. LeNet5 sees MNIST's images
+  with their edges repeated to 32x32, as the released code has it.
+
+  For images smaller than 28x28 (digits) the convolutions are padded and the
+  networks narrower, so that the names stand for nets of like rank: dense
+  layers of 32 and, in cnn2, 32 channels.
+
+  Args:
+    name: 'mlp', 'lenet5', 'cnn1' or 'cnn2'.
+    num_classes: C; `None` gives the convolutions alone.
+    image_shape: height, width, channels.
+    conv: the form of the convolutions; changes speed only.
+
+  Returns:
+    The network.
+
+  Raises:
+    ValueError: there is no such network, or it has no convolutions though
+      they are all that is asked for.
+
+  Reference: Shen et al. 2020, section 5.1; McMahan et al. 2017 for the
+    multi-layer perceptron; LeCun et al. 1998 for LeNet5, with maximum pooling
+    and ReLU. The paper gives neither padding nor the width of CNN1's hidden
+    dense layer; 120 and no padding are those of PyTorch's tutorial network,
+    which has CNN1's convolutions.
+
+  >>> net('cnn1', 10, (32, 32, 3)).dense
+  (120,)
+  """
+  if name not in NAMES:
+    raise ValueError(f"model {name!r}: choose from {', '.join(NAMES)}")
+  if name == "mlp" and num_classes is None:
+    raise ValueError("model 'mlp' has no convolutions to share")
+  small = min(image_shape[:2]) < 28
+  filters, kernel, dense = {
+    "mlp": ((), 0, (200, 200)),
+    "lenet5": ((6, 16), 5, (120, 84)),
+    "cnn1": ((6, 16), 3, (120,)),
+    "cnn2": ((128, 128, 128), 3, ()),
+  }[name]
+  if small:
+    filters = tuple(min(width, 32) for width in filters)
+    dense = (32,) * len(dense)
+  return Net(
+    filters,
+    kernel,
+    dense,
+    num_classes,
+    padding="SAME" if small else "VALID",
+    border=2 if name == "lenet5" and image_shape[:2] == (28, 28) else 0,
+    conv=conv,
+  )

@@ -1,0 +1,144 @@
+"""FedMD's partitions and environments."""
+
+import os
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from hetfl.data import fedmd_images, partition
+
+REAL = os.environ.get("HETFL_DATA_DIR")
+needs_real_data = pytest.mark.skipif(
+  not REAL, reason="HETFL_DATA_DIR is unset: no real images to read"
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+  st.lists(st.integers(1, 30), min_size=1, max_size=6),
+  st.integers(0, 1000),
+  st.data(),
+)
+def test_stratified_keeps_the_shares(counts, seed, data):
+  labels = np.repeat(np.arange(len(counts)), counts)
+  size = data.draw(st.integers(1, len(labels)))
+  drawn = partition.stratified(labels, size=size, seed=seed)
+  assert len(set(drawn.tolist())) == size
+  taken = np.bincount(labels[drawn], minlength=len(counts))
+  # The whole part of its share, or one more.
+  share = np.array(counts) * size / len(labels)
+  assert (taken >= np.floor(share)).all() and (taken <= np.ceil(share)).all()
+  np.testing.assert_array_equal(
+    drawn, partition.stratified(labels, size=size, seed=seed)
+  )
+
+
+def test_equal_classes_are_disjoint_and_exact():
+  labels = np.random.default_rng(0).permutation(np.arange(300) % 6)
+  parts = partition.equal_classes(
+    labels, classes=(1, 4), num_clients=10, examples_per_class=3, seed=0
+  )
+  assert len(set(np.concatenate(parts).tolist())) == 10 * 2 * 3
+  for part in parts:
+    assert np.bincount(labels[part]).tolist() == [0, 3, 0, 0, 3]
+  with pytest.raises(ValueError, match="want 60 examples of class 1, there ar"):
+    partition.equal_classes(
+      labels, classes=(1,), num_clients=20, examples_per_class=3, seed=0
+    )
+
+
+def test_one_writer_each():
+  writers = np.repeat(np.arange(8), np.arange(1, 9))
+  labels = np.arange(len(writers)) % 2
+  parts = partition.one_writer(
+    labels, writers, classes=(0, 1), num_clients=3, min_examples=5, seed=1
+  )
+  seen = [set(writers[part].tolist()) for part in parts]
+  assert all(len(s) == 1 for s in seen) and len(set().union(*seen)) == 3
+  # Writer w wrote w + 1: all of it, and at least five.
+  assert all(len(p) == s.pop() + 1 >= 5 for p, s in zip(parts, seen))
+  with pytest.raises(ValueError, match="4 writers have so many, want 5"):
+    partition.one_writer(
+      labels, writers, classes=(0, 1), num_clients=5, min_examples=5, seed=1
+    )
+
+
+def test_one_subclass_each():
+  # Three coarse classes, the last of which counts for nothing here, of five
+  # fine ones with ten examples each.
+  fine = np.repeat(np.arange(15), 10)
+  coarse = fine // 5
+  parts = partition.one_subclass(
+    coarse, fine, classes=(0, 1), num_clients=7, examples_per_class=4, seed=0
+  )
+  for k, part in enumerate(parts):
+    assert len(set(part.tolist())) == 8
+    assert set(fine[part]) == {k % 5, 5 + k % 5}
+  assert set(parts[0]) != set(parts[5])  # each its own draw
+
+
+def test_digits():
+  images = fedmd_images.load_fedmd_images(
+    "digits", num_parties=5, heldout_examples=50
+  )
+  y = images.private.bank["y"]
+  held = [set(images.private.positions(k)) for k in range(5)]
+  assert all(len(a & b) == 0 for a in held for b in held if a is not b)
+  for k in range(5):
+    assert np.bincount(y[images.private.positions(k)]).tolist() == (
+      [0] * 6 + [3] * 4
+    )
+  stopping = set(images.private_stopping.index)
+  assert len(stopping) == 50 and not stopping & set().union(*held)
+  assert set(images.public_test.bank["y"]) == set(range(6))
+  assert set(images.private_test.bank["y"]) == {6, 7, 8, 9}
+  public, out = set(images.public.index), set(images.public_stopping.index)
+  assert not public & out and len(public | out) == len(images.public.bank["y"])
+  # Pixels are doubled, and the mean is of the whole training set.
+  x = images.public.bank["x"]
+  np.testing.assert_array_equal(x[:, ::2, ::2], x[:, 1::2, 1::2])
+  np.testing.assert_allclose(images.public_mean, x.mean(0) / 255, rtol=1e-5)
+
+
+def test_what_is_out_of_range_is_refused():
+  for settings_, message in [
+    (dict(environment="mnist"), "--environment=mnist: choose from digits"),
+    (dict(num_parties=0), "--num_parties=0"),
+    (dict(examples_per_class=99), "examples_per_class=99"),
+    (dict(heldout_examples=871), "--heldout_examples=871: there are 871"),
+    (dict(public_examples=900), "--public_examples=900: there are 871"),
+    (dict(superclasses="both"), "--superclasses=both"),
+  ]:
+    with pytest.raises(ValueError, match=message):
+      fedmd_images.load_fedmd_images(**{"environment": "digits", **settings_})
+
+
+@needs_real_data
+@pytest.mark.parametrize("superclasses", ["paper", "code"])
+def test_cifar_by_subclasses(superclasses):
+  images = fedmd_images.load_fedmd_images(
+    "cifar_noniid", data_dir=REAL, superclasses=superclasses
+  )
+  assert images.num_classes == 16 and images.image_shape == (32, 32, 3)
+  assert images.private.sizes.tolist() == [120] * 10
+  # All 3,000 test images of the six superclasses, five subclasses each.
+  assert np.bincount(images.private_test.bank["y"]).tolist() == (
+    [0] * 10 + [500] * 6
+  )
+
+
+@needs_real_data
+def test_cifar_and_letters():
+  images = fedmd_images.load_fedmd_images("cifar_iid", data_dir=REAL)
+  assert images.private.sizes.tolist() == [18] * 10
+  assert len(images.private_test.index) == 600
+  written = fedmd_images.load_fedmd_images(
+    "mnist_letters_by_writer", data_dir=REAL, min_writer_examples=6
+  )
+  assert written.image_shape == (28, 28, 1) and written.num_classes == 16
+  assert len(written.public.index) == 60_000
+  for k in range(10):
+    y = written.private.bank["y"][written.private.positions(k)]
+    assert sorted(set(y)) == [10, 11, 12, 13, 14, 15]

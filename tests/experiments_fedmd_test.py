@@ -1,0 +1,218 @@
+"""experiments/fedmd.py as a user runs it."""
+
+import random
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hetfl import logs
+from tests import experiments_test
+from tests.experiments_test import environment as environment
+from tests.experiments_test import manifest, outcome, ROOT
+
+PHASES = ("public", "transfer", "pooled")
+# Two parties, one of them dense, and a few epochs and rounds.
+TINY = (
+  "--num_parties=2",
+  "--weak_parties=1",
+  "--public_epochs=3",
+  "--transfer_epochs=3",
+  "--pooled_epochs=3",
+  "--public_subset=96",
+  "--rounds=4",
+)
+
+
+@pytest.fixture
+def fedmd(environment):
+  """Runs the experiment to its end."""
+
+  def run(*args):
+    return subprocess.run(
+      [sys.executable, str(ROOT / "experiments/fedmd.py"), *map(str, args)],
+      env=environment,
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=300,
+    )
+
+  return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(environment, tmp_path_factory):
+  """The folder of a finished run, and what it printed."""
+  path = tmp_path_factory.mktemp("fedmd") / "run"
+  done = subprocess.run(
+    [
+      sys.executable,
+      str(ROOT / "experiments/fedmd.py"),
+      *TINY,
+      f"--workdir={path}",
+    ],
+    env=environment,
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.returncode == 0, done.stderr
+  return path, done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_says_what_became_of_each_party(undisturbed):
+  path, printed = undisturbed
+  result, rows = outcome(path)
+  assert re.search(r"^party0 +cnn\(8,16\) +9,136 ", printed, re.MULTILINE)
+  assert re.search(r"^mean  ", printed, re.MULTILINE)
+  assert result["environment"] == "digits" and result["width"] == 1
+  assert result["stopping_set"] == {"public": "heldout", "private": "heldout"}
+  assert [row["round"] for row in rows] == [0, 1, 2, 3, 4]
+  parts = {phase: outcome(path / phase)[0]["parties"] for phase in PHASES}
+  for k, party in enumerate(result["parties"]):
+    for phase in PHASES:
+      assert party[f"{phase}_accuracy"] == parts[phase][k]["test_accuracy"]
+      assert 0 <= party[f"{phase}_accuracy"] <= 1
+      assert party[f"{phase}_epochs"] == 3
+    # Round 0 is where transfer learning ends.
+    name = f"party{k}/test_accuracy"
+    assert rows[0][name] == party["transfer_accuracy"]
+    assert rows[-1][name] == party["final_accuracy"]
+    # 96 examples, 10 outputs, 4 bytes; and where the examples are.
+    assert party["bytes_sent_per_round"] == 96 * 10 * 4
+    assert party["bytes_received_per_round"] == 96 * 10 * 4 + 96 * 4
+    assert party["bytes_weights_per_round"] == 4 * party["parameters"]
+  for name, value in result["mean"].items():
+    both = [party[name] for party in result["parties"]]
+    assert value == pytest.approx(sum(both) / 2)
+  assert "party1/digest_loss" in rows[1]
+  assert (path / "curves.png").read_bytes().startswith(b"\x89PNG")
+  assert list((path / "tensorboard").iterdir())
+
+
+@pytest.mark.slow
+def test_sigkill_in_every_phase(environment, undisturbed, fedmd, tmp_path):
+  killed = tmp_path / "killed"
+  run = (*TINY, f"--workdir={killed}")
+  draw = random.Random(0)
+  seen = set()
+  for folder in (*PHASES, "."):
+    process = subprocess.Popen(
+      [sys.executable, str(ROOT / "experiments/fedmd.py"), *run],
+      env=environment,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while (
+      not experiments_test._checkpoints(killed / folder)
+      and process.poll() is None
+      and time.monotonic() < deadline
+    ):
+      time.sleep(0.005)
+    time.sleep(draw.uniform(0, 0.1))
+    process.kill()
+    process.wait()
+    seen |= {p for p in PHASES if (killed / p / "result.json").exists()}
+    assert not (killed / "result.json").exists()
+  assert seen == set(PHASES)
+  done = fedmd(*run)
+  assert done.returncode == 0, done.stderr
+  for folder in (".", *PHASES):
+    ours, theirs = killed / folder, undisturbed[0] / folder
+    assert outcome(ours) == outcome(theirs)
+    assert manifest(ours) == manifest(theirs)
+
+
+@pytest.mark.slow
+def test_runs_share_what_comes_before(undisturbed, fedmd, tmp_path):
+  path, _ = undisturbed
+  before = {p: p.stat().st_mtime_ns for p in path.rglob("checkpoints/*")}
+  done = fedmd(
+    *TINY,
+    f"--pretrained={path}",
+    "--consensus_weights=1,0",
+    "--digest_loss=kl",
+    "--engine=inline",
+    f"--workdir={tmp_path}/other",
+  )
+  assert done.returncode == 0, done.stderr
+  result, rows = outcome(tmp_path / "other")
+  theirs, _ = outcome(path)
+  assert result["consensus_weights"] == [1, 0]
+  for ours, other in zip(result["parties"], theirs["parties"]):
+    for phase in PHASES:
+      name = f"{phase}_accuracy"
+      assert ours[name] == other[name]
+    assert rows[0]
+  assert not (tmp_path / "other/public").exists()
+  after = {p: p.stat().st_mtime_ns for p in path.rglob("checkpoints/*")}
+  assert after == before
+  # Other flags for those phases: no.
+  done = fedmd(
+    *TINY,
+    "--seed=1",
+    f"--pretrained={path}",
+    f"--workdir={tmp_path}/third",
+  )
+  assert done.returncode != 0
+  assert "seed: there 0, here 1" in done.stderr
+
+
+@pytest.mark.slow
+def test_engines_agree(undisturbed, fedmd, tmp_path):
+  done = fedmd(
+    *TINY,
+    "--engine=inline",
+    "--conv=native",
+    "--eval_batch_size=500",
+    f"--workdir={tmp_path}/inline",
+  )
+  assert done.returncode == 0, done.stderr
+  rows = [
+    logs.read_rows(folder / "public/metrics.jsonl")
+    for folder in (tmp_path / "inline", undisturbed[0])
+  ]
+  for ours, theirs in zip(*rows):
+    for k in range(2):
+      name = f"party{k}/loss"
+      # Adam blows up the rounding of gradients that are next to nothing.
+      assert ours[name] == pytest.approx(theirs[name], rel=2e-2)
+
+
+@pytest.mark.slow
+def test_bad_input_is_one_line_and_overwrites_nothing(
+  undisturbed, fedmd, tmp_path
+):
+  fresh = f"--workdir={tmp_path}/fresh"
+  letters = "--environment=mnist_letters_iid"
+  cases = [
+    (("--environment=mnist",), "environment"),
+    (("--rounds=0",), "rounds"),
+    (("--consensus_weights=1,2",), "2 values, want 5, one a party"),
+    (("--consensus_weights=1,x,1,1,1",), "1,x,1,1,1: not a number"),
+    (("--consensus_weights=1,1,1,1,-1",), "must not be negative"),
+    (("--num_parties=2", "--weak_parties=3"), "--weak_parties=3: there are 2"),
+    (("--public_subset=9999",), "--public_subset=9999: there are 771"),
+    (("--examples_per_class=99",), "examples_per_class=99: 5 parties want"),
+    (("--heldout_examples=5000",), "--heldout_examples=5000: there are 871"),
+    (("--digest_loss=l1",), "digest_loss"),
+    (("--lanes=3",), "--lanes=3: FedMD has none"),
+    ((letters, f"--data_dir={tmp_path}"), "mnist not found"),
+  ]
+  for flags, message in cases:
+    done = fedmd(fresh, *flags)
+    (line,) = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
+    assert done.returncode != 0 and message in line, (flags, done.stderr)
+    assert "Traceback" not in done.stderr, flags
+    assert not (tmp_path / "fresh").exists(), flags
+  path, _ = undisturbed
+  before = outcome(path), manifest(path)
+  done = fedmd(*TINY[:-1], "--rounds=5", f"--workdir={path}")
+  assert done.returncode != 0 and "rounds: there 4, here 5" in done.stderr
+  assert (outcome(path), manifest(path)) == before

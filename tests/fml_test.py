@@ -1,0 +1,455 @@
+"""Federated Mutual Learning against its oracle, its limits and its engines."""
+
+from absl import logging
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hetfl import core, engine, population
+from hetfl.fedavg import fedavg, fedavg_server, Pool
+from hetfl.fml import (
+  as_lanes,
+  fml,
+  group_clients,
+  independent,
+  momentum_sgd,
+  mutual_loss,
+  MutualClient,
+  plan_mutual,
+)
+from hetfl.models import fml as nets
+from tests import federation
+from tests.oracles import codist
+from tests.oracles import fml as oracle
+
+SIZES = (3, 7, 4, 9, 5)
+POPULATION = federation.make_population(SIZES)
+ROUNDS = 3
+# The same numbers in another order of addition, in float32.
+TOLERANCE = dict(rtol=2e-4, atol=2e-6)
+
+
+def model(module):
+  return core.Model.from_flax(module, jnp.zeros(federation.EXAMPLE.shape))
+
+
+MLP, CNN, WIDE = map(model, federation.MODELS)
+TRUNK = model(nets.Net((2, 3), 3, (), None, padding="SAME"))
+HEAD = core.Model.from_flax(nn.Dense(federation.CLASSES), jnp.zeros((1, 3)))
+ALIKE = [MutualClient(MLP)] * 5
+UNLIKE = [MutualClient(m) for m in (MLP, WIDE, MLP, MLP, WIDE)]
+SPLICED = [c._replace(adaptor=HEAD) for c in UNLIKE]
+# Partial global model and adaptors that compile fast.
+DENSE_TRUNK = model(
+  nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(3)])
+)
+
+
+def noisy(key, batch):
+  """A transform that shows which key it was given."""
+  return {**batch, "x": batch["x"] + jax.random.uniform(key, batch["x"].shape)}
+
+
+NOISY = [c._replace(transform=noisy) for c in SPLICED]
+
+
+def held():
+  return [POPULATION.positions(k) for k in range(len(SIZES))]
+
+
+def make_plan(round, clients=UNLIKE, **settings):
+  # Batches of four leave a last one that is not full.
+  return plan_mutual(
+    held(),
+    group_clients(clients),
+    **{**dict(seed=0, round=round, batch_size=4, epochs=2), **settings},
+  )
+
+
+def make_data():
+  return {"train": jax.tree.map(jnp.asarray, dict(POPULATION.bank))}
+
+
+def run(algorithm, rounds=ROUNDS, *, state=None, first=1, **settings):
+  state = algorithm.init(jax.random.key(0)) if state is None else state
+  for round in range(first, first + rounds):
+    state, metrics = algorithm.step(
+      state, make_plan(round, **settings), make_data()
+    )
+  return state, metrics
+
+
+def build(clients=UNLIKE, runner=None, jit=True, **settings):
+  options = dict(global_model=MLP, alpha=0.75, beta=0.25, learning_rate=0.125)
+  algorithm = fml(clients, **{**options, **settings}, engine=runner)
+  return algorithm._replace(step=jax.jit(algorithm.step)) if jit else algorithm
+
+
+def arrays(state):
+  return state.replace(key=None)
+
+
+def assert_close(a, b, **tolerance):
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, **(tolerance or TOLERANCE)),
+    a,
+    b,
+  )
+
+
+def assert_equal(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# --- The paper's update -----------------------------------------------------
+
+CASES = {
+  "alike": dict(clients=ALIKE, global_model=MLP),
+  "unlike": dict(clients=UNLIKE, global_model=CNN),
+  "microbatch": dict(clients=UNLIKE, microbatch=2),
+  "partial": dict(clients=SPLICED, global_model=TRUNK),
+  "tempered": dict(clients=UNLIKE, temperature=2.0),
+  "sequential": dict(clients=UNLIKE, sequential=True),
+}
+
+
+def plain(params):
+  return jax.tree.map(np.asarray, params)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rounds_are_the_oracles(name):
+  case = CASES[name]
+  clients, weighted = case["clients"], name == "unlike"
+  with jax.enable_x64(True):
+    algorithm = build(**case)
+    state = algorithm.init(jax.random.key(3))
+    state = jax.tree.map(
+      lambda a: jnp.asarray(a, jnp.float64), state.replace(key=None)
+    ).replace(key=state.key)
+    server = plain(state.server.params)
+    theirs = []
+    for k in range(len(clients)):
+      local = plain(state.local(k).params)
+      head = {}
+      if name == "partial":
+        head = {"Dense_0": plain(state.meme(k).params["adaptor"])}
+      zeros = codist.tree_map(np.zeros_like, local)
+      theirs.append(oracle.Client(local, zeros, (), head))
+    settings = oracle.Settings(
+      0.75,
+      0.25,
+      0.125,
+      temperature=case.get("temperature", 1.0),
+      sequential=case.get("sequential", False),
+    )
+    for round in range(1, ROUNDS + 1):
+      plan = make_plan(round, clients, weighted=weighted)
+      state, metrics = algorithm.step(state, plan, make_data())
+      for group in plan.groups:
+        for k, index, steps in zip(group.client, group.index, group.steps):
+          theirs[k].batches = [
+            (
+              POPULATION.bank["x"][i[i >= 0]].astype(np.float64),
+              POPULATION.bank["y"][i[i >= 0]],
+            )
+            for i in index[:steps]
+          ]
+          theirs[k].weight = SIZES[k] if weighted else 1.0
+      server, theirs = oracle.fml_round(server, theirs, settings)
+      tolerance = dict(rtol=1e-6, atol=1e-8)
+      assert_close(plain(state.server.params), server, **tolerance)
+      for k, client in enumerate(theirs):
+        assert_close(plain(state.local(k).params), client.local, **tolerance)
+        if client.adaptor:
+          ours = plain(state.meme(k).params["adaptor"])
+          assert_close(ours, client.adaptor["Dense_0"], **tolerance)
+      # The local model's momentum persists.
+      for group in state.groups:
+        trace = optax.tree.get(group.opt_state, "trace")
+        for row, k in enumerate(group.clients):
+          ours = jax.tree.map(lambda a, row=row: np.asarray(a[row]), trace)
+          assert_close(ours, theirs[k].velocity, **tolerance)
+  # Two epochs, each example once an epoch.
+  assert metrics["meme_loss"].count == 2 * sum(SIZES)
+
+
+def test_losses_by_hand():
+  # p = (3/4, 1/4), q = (1/2, 1/2), label 0.
+  z, w = jnp.log(jnp.array([[0.75, 0.25]])), jnp.zeros((1, 2))
+  # KL(q || p) = 1/2 log(2/3) + 1/2 log 2 = 0.1438410
+  loss, kl = mutual_loss(z, w, -jnp.log(jnp.array([0.75])), 0.25)
+  np.testing.assert_allclose(kl, [0.1438410], rtol=1e-5)
+  np.testing.assert_allclose(loss, [0.25 * 0.2876821 + 0.75 * 0.1438410])
+  # KL(p || q) = 3/4 log(3/2) + 1/4 log(1/2) = 0.1308120
+  _, kl = mutual_loss(w, z, jnp.zeros(1), 0.25)
+  np.testing.assert_allclose(kl, [0.1308120], rtol=1e-5)
+  # Nothing is learnt through the partner.
+  grad = jax.grad(lambda w: mutual_loss(z, w, jnp.zeros(1), 0.5)[0].sum())
+  assert not np.asarray(grad(w)).any()
+
+
+def test_clipping_comes_before_weight_decay():
+  sgd = momentum_sgd(1.0, weight_decay=0.5, clip_norm=1.0)
+  w, g = jnp.array([2.0, 0.0]), jnp.array([3.0, 4.0])
+  # -(0.6 + 0.5 * 2), -(0.8 + 0)
+  np.testing.assert_allclose(sgd.update(g, sgd.init(w), w)[0], [-1.6, -0.8])
+
+
+# --- Its limits -------------------------------------------------------------
+
+
+def test_with_beta_one_the_global_model_is_fedavgs():
+  """Another program, other plans, the same keys: FedAvg's own."""
+  clients = [c._replace(transform=noisy) for c in UNLIKE]
+  state, _ = run(build(clients, beta=1.0))
+  pool = Pool(
+    name="global",
+    model=MLP,
+    client_lr=0.125,
+    server_lr=1.0,
+    transform=noisy,
+    client_optimizer=momentum_sgd,
+    server_optimizer=fedavg_server,
+  )
+  algorithm = fedavg([pool], rounds=None)
+  expected = algorithm.init(jax.random.key(0))
+  for round in range(1, ROUNDS + 1):
+    lanes = as_lanes(make_plan(round, clients), num_lanes=2)
+    plan = population.RoundPlan(np.int32(round), (lanes,), None)
+    expected, _ = jax.jit(algorithm.step)(
+      expected, plan, {"pools": (make_data()["train"],)}
+    )
+  assert_close(state.server.params, expected.pools[0].params)
+  # And it is not FedAvg's otherwise.
+  other, _ = run(build(clients, beta=0.5))
+  with pytest.raises(AssertionError):
+    assert_close(other.server.params, expected.pools[0].params)
+
+
+def test_with_alpha_one_clients_learn_alone():
+  clients = [c._replace(transform=noisy) for c in UNLIKE]
+  mutual, _ = run(build(clients, alpha=1.0))
+  alone = independent(clients, learning_rate=0.125)
+  alone = alone._replace(step=jax.jit(alone.step))
+  state, metrics = run(alone)
+  assert state.server is None
+  assert set(metrics) == {"local_loss", "local_kl"}
+  assert_close(mutual.groups, state.groups)
+  other, _ = run(build(clients, alpha=0.5))
+  with pytest.raises(AssertionError):
+    assert_close(other.groups, state.groups)
+
+
+class Recording(engine.Inline):
+  """Remembers the results of the clients' programs."""
+
+  def run(self, *jobs):
+    results = super().run(*jobs)
+    if isinstance(jobs[0], engine.Each):
+      self.results = results
+    return results
+
+
+def test_no_example_reaches_another_client_in_a_round():
+  """One client's bank is poisoned: only its own upload changes."""
+  runner = Recording()
+  algorithm = build(UNLIKE, runner, jit=False)
+  state = algorithm.init(jax.random.key(0))
+  uploads = []
+  for poison in (0.0, 1e3):
+    data = make_data()
+    bad = POPULATION.positions(2)
+    data["train"]["x"] = data["train"]["x"].at[bad].add(poison)
+    after, _ = algorithm.step(state, make_plan(1), data)
+    uploads.append(
+      {
+        k: (
+          jax.tree.map(lambda a, row=row: np.asarray(a[row]), memes),
+          after.local(k),
+        )
+        for group, (_, memes, _) in zip(after.groups, runner.results)
+        for row, k in enumerate(group.clients)
+      }
+    )
+  clean, poisoned = uploads
+  for k in range(len(SIZES)):
+    if k != 2:
+      assert_equal(clean[k], poisoned[k])
+      continue
+    for before, now in zip(clean[k], poisoned[k]):
+      assert not np.allclose(*(jax.tree.leaves(t)[0] for t in (before, now)))
+
+
+def test_clients_start_unlike_and_persist():
+  state = build(ALIKE, global_model=MLP).init(jax.random.key(0))
+  first = [np.asarray(jax.tree.leaves(state.local(k))[1]) for k in range(5)]
+  first.append(np.asarray(jax.tree.leaves(state.server)[1]))
+  for i in range(6):
+    for j in range(i):
+      assert not np.allclose(first[i], first[j])
+
+
+# --- Its engines ------------------------------------------------------------
+
+
+def mesh(size):
+  return jax.make_mesh((size,), (engine.AXIS,), devices=jax.devices()[:size])
+
+
+@pytest.fixture(scope="module")
+def reference():
+  return run(build(NOISY, global_model=DENSE_TRUNK))
+
+
+RUNNERS = {
+  "some": lambda: engine.Inline(max_lanes=2),
+  "mesh1": lambda: engine.Inline(mesh(1)),
+  "mesh4": lambda: engine.Inline(mesh(4)),
+  "threads": lambda: engine.Threads(2),
+}
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_engines_agree(reference, name):
+  expected, expected_metrics = reference
+  runner = RUNNERS[name]()
+  threads = isinstance(runner, engine.Threads)
+  algorithm = build(NOISY, runner, not threads, global_model=DENSE_TRUNK)
+  state, metrics = run(algorithm)
+  assert_close(arrays(state), arrays(expected))
+  assert_close(metrics, expected_metrics)
+  if threads:
+    assert_equal(arrays(run(algorithm)[0]), arrays(state))
+
+
+def test_rounds_in_one_scan(reference):
+  expected, _ = reference
+  algorithm = build(NOISY, jit=False, global_model=DENSE_TRUNK)
+  plans = [make_plan(round) for round in range(1, ROUNDS + 1)]
+  plans = jax.tree.map(lambda *a: np.stack(a), *plans)
+  data = make_data()
+  state, _ = jax.jit(
+    lambda state: jax.lax.scan(
+      lambda state, plan: algorithm.step(state, plan, data), state, plans
+    )
+  )(algorithm.init(jax.random.key(0)))
+  assert_close(arrays(state), arrays(expected))
+
+
+def test_trials_are_a_batch_axis():
+  algorithm = build(jit=False)
+  state = algorithm.init(jax.random.key(0))
+  trials = [
+    state.replace(hyper=jax.tree.map(lambda x, i=i: x * 0.8**i, state.hyper))
+    for i in range(3)
+  ]
+  stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(arrays, trials)).replace(
+    key=jnp.broadcast_to(state.key, (3,))
+  )
+  many = jax.jit(jax.vmap(algorithm.step, in_axes=(0, None, None)))
+  together, _ = run(algorithm._replace(step=many), 2, state=stacked)
+  ends = [run(build(), 2, state=trial)[0] for trial in trials]
+  for i, end in enumerate(ends):
+    ours = jax.tree.map(lambda x, i=i: x[i], arrays(together))
+    assert_close(ours, arrays(end))
+  with pytest.raises(AssertionError):
+    assert_close(ends[0].server, ends[1].server)
+
+
+def test_going_on_leaks_and_compilations(reference):
+  expected, _ = reference
+  algorithm = build(NOISY, jit=False, global_model=DENSE_TRUNK)
+  with jax.checking_leaks():
+    step = jax.jit(algorithm.step)
+    state, _ = run(algorithm._replace(step=step), 1)
+  host = jax.tree.map(np.asarray, arrays(state))
+  state = jax.tree.map(jnp.asarray, host).replace(key=state.key)
+  state, _ = run(algorithm._replace(step=step), 2, state=state, first=2)
+  assert step._cache_size() == 1
+  assert_equal(arrays(state), arrays(expected))
+
+
+def test_threads_compile_nothing_after_the_first_round():
+  events = []
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: events.append(event)
+  )
+  compiled = lambda: sum("backend_compile" in event for event in events)
+  algorithm = build(runner=engine.Threads(2), jit=False)
+  state, _ = run(algorithm, 2)
+  before = compiled()
+  assert before > 0
+  run(algorithm, 3, state=state, first=3)
+  assert compiled() == before
+
+
+# --- Options ----------------------------------------------------------------
+
+
+def test_schedules_are_functions_of_the_round():
+  falling = build(
+    alpha=lambda t: 1 - 0.25 * t,
+    beta=lambda t: 0.25 * t,
+    learning_rate=lambda t: 0.125 / t,
+  )
+  state, _ = run(falling, 2)
+  assert not state.hyper
+  expected = None
+  for t in (1, 2):
+    constant = build(alpha=1 - 0.25 * t, beta=0.25 * t, learning_rate=0.125 / t)
+    start = constant.init(jax.random.key(0))
+    if expected is not None:
+      start = expected.replace(hyper=start.hyper)
+    expected, _ = run(constant, 1, state=start, first=t)
+  assert_equal(state.server, expected.server)
+
+
+def test_plans_are_epochs():
+  plan = make_plan(2, epochs=3)
+  for group in plan.groups:
+    for k, index, steps in zip(group.client, group.index, group.steps):
+      assert steps == 3 * -(-SIZES[k] // 4)
+      assert (index[steps:] == -1).all()
+      for epoch in np.split(index[:steps], 3):
+        np.testing.assert_array_equal(
+          np.sort(epoch[epoch >= 0]), np.sort(POPULATION.positions(k))
+        )
+  # A client's order depends on nothing but seed, round and the client.
+  alone = make_plan(2, ALIKE, epochs=3).groups[0]
+  np.testing.assert_array_equal(
+    alone.index[1][: alone.steps[1]],
+    plan.groups[1].index[0][: plan.groups[1].steps[0]],
+  )
+  assert (make_plan(3).groups[0].index != make_plan(2).groups[0].index).any()
+
+
+def test_mutual_learning_switched_off_is_said(caplog):
+  logging.use_absl_handler()
+  with caplog.at_level("WARNING"):
+    build(alpha=0.5, beta=0.5)
+    assert not caplog.text
+    build(alpha=1, beta=1.0)
+  assert "alpha=1 switches mutual learning off" in caplog.text
+  assert "beta=1 switches mutual learning off" in caplog.text
+
+
+def test_what_is_out_of_range_is_refused():
+  for name, value in (
+    ("alpha", 1.5),
+    ("beta", -0.1),
+    ("learning_rate", 0.0),
+    ("temperature", 0.0),
+    ("microbatch", 0),
+  ):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+      build(**{name: value})
+  with pytest.raises(ValueError, match="there are none"):
+    build([])
+  with pytest.raises(ValueError, match="2 groups of clients, but a plan for 1"):
+    run(build(), clients=ALIKE)
+  with pytest.raises(ValueError, match="client 7"):
+    build().init(jax.random.key(0)).local(7)
