@@ -248,12 +248,8 @@ def _stored_speed(workdir: pathlib.Path) -> dict:
     content = (workdir / "config.json").read_bytes()
   except OSError:
     content = b""
-  if jax.process_count() > 1:
-    size = int(engine_lib.from_first(np.int32(len(content))))
-    padded = np.frombuffer(content.ljust(size, b" ")[:size], np.uint8)
-    content = engine_lib.from_first(padded).tobytes()
   try:
-    return dict(json.loads(content)["speed"])
+    return dict(json.loads(engine_lib.bytes_from_first(content))["speed"])
   except (ValueError, KeyError, TypeError):
     return {}
 
@@ -322,6 +318,21 @@ def autotune(
   key += f", {json.dumps(candidates)}"
   choice = autotune_lib.choose(round_seconds, candidates, key=key)
   return speed | choice
+
+
+def refuse(reason: str, *names: str) -> None:
+  """Refuses flags that every experiment has and one cannot follow.
+
+  Args:
+    reason: why.
+    *names: the flags.
+
+  Raises:
+    UsageError: naming the first of them that was given.
+  """
+  for name in names:
+    if FLAGS[name].present:
+      raise UsageError(f"--{name}={FLAGS[name].value}: {reason}")
 
 
 def default_workdir(*parts: str) -> pathlib.Path:
