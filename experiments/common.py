@@ -248,12 +248,8 @@ def _stored_speed(workdir: pathlib.Path) -> dict:
     content = (workdir / "config.json").read_bytes()
   except OSError:
     content = b""
-  if jax.process_count() > 1:
-    size = int(engine_lib.from_first(np.int32(len(content))))
-    padded = np.frombuffer(content.ljust(size, b" ")[:size], np.uint8)
-    content = engine_lib.from_first(padded).tobytes()
   try:
-    return dict(json.loads(content)["speed"])
+    return dict(json.loads(engine_lib.bytes_from_first(content))["speed"])
   except (ValueError, KeyError, TypeError):
     return {}
 
@@ -284,8 +280,11 @@ def autotune(
     "lanes": [lanes, -(-lanes // 2), 2 * lanes if on_cpu else -(-lanes // 4)],
     "microbatch": [16, 32, 64, 0] if on_cpu else [0, 32],
     "conv": ["patches"] if on_cpu else ["patches", "native"],
-    "rounds_per_dispatch": [1, 4, 16],
+    "rounds_per_dispatch": [1, 8],
   }
+  first = experiment.plan(config, speed, 1)
+  if not np.any(getattr(first, "distill", None)):
+    del candidates["microbatch"]  # Round 1 does not distil: all are alike.
   if isinstance(experiment.engine, engine_lib.Threads):
     candidates["rounds_per_dispatch"] = [1]
   clients = config.get("clients_per_round", lanes)
@@ -314,13 +313,26 @@ def autotune(
     )
     return seconds / number
 
-  key = autotune_lib.key_of(
-    algorithm, experiment.plan(config, speed, 1), experiment.device_data
-  )
+  key = autotune_lib.key_of(algorithm, first, experiment.device_data)
   key += f", {type(experiment.engine).__name__} {experiment.engine.num_pieces}"
   key += f", {json.dumps(candidates)}"
   choice = autotune_lib.choose(round_seconds, candidates, key=key)
   return speed | choice
+
+
+def refuse(reason: str, *names: str) -> None:
+  """Refuses flags that every experiment has and one cannot follow.
+
+  Args:
+    reason: why.
+    *names: the flags.
+
+  Raises:
+    UsageError: naming the first of them that was given.
+  """
+  for name in names:
+    if FLAGS[name].present:
+      raise UsageError(f"--{name}={FLAGS[name].value}: {reason}")
 
 
 def default_workdir(*parts: str) -> pathlib.Path:

@@ -530,10 +530,9 @@ def train(
 ) -> dict:
   """Runs one algorithm in a folder of its own, or goes on with it."""
   algorithm = experiment.algorithm(config, speed)
+  compile = functools.partial(experiment.engine.compile, donate=(0,))
   result = training.run(
-    algorithm._replace(
-      step=experiment.engine.compile(algorithm.step, donate=(0,))
-    ),
+    algorithm._replace(step=compile(algorithm.step)),
     jax.random.key(config["seed"]),
     functools.partial(experiment.plan, config, speed),
     experiment.device_data(config),
@@ -545,6 +544,10 @@ def train(
     checkpoint_every=speed["checkpoint_every"],
     tensorboard=speed["tensorboard"],
     stop_on_nonfinite=speed["stop_on_nonfinite"],
+    rounds_per_dispatch=speed["rounds_per_dispatch"],
+    scanned_step=compile(training.scanned(algorithm.step)),
+    # All rounds have one shape.
+    stack_plans=lambda plans: jax.tree.map(lambda *a: np.stack(a), *plans),
   )
   rows = logs.read_rows(folder.metrics)
   fml_report.draw({config["algorithm"]: rows}, config, folder.path)
@@ -559,6 +562,7 @@ def main() -> None:
       raise common.UsageError(
         f"--algorithm={name}: choose from {', '.join(ALGORITHMS)}"
       )
+  common.refuse("FML's speed choices are not measured", "autotune")
   workdir = common.default_workdir("fml", *FLAGS.dataset, *names)
   several = len(names) > 1
   paths = {name: workdir / name if several else workdir for name in names}

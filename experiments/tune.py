@@ -346,6 +346,12 @@ def read_seeds() -> tuple[int, ...]:
 
 def main() -> None:
   """Runs the search, then writes and prints what came out."""
+  common.refuse("a search decides itself how its rounds run", "autotune")
+  common.refuse(
+    "a search is one process's, over all its devices",
+    "distributed_coordinator",
+  )
+  common.refuse("trials run round by round", "rounds_per_dispatch")
   tunable = EXPERIMENTS[FLAGS.experiment]
   module = importlib.import_module(tunable.module)
   names = FLAGS.algorithm

@@ -511,6 +511,22 @@ def from_first(value: PyTree) -> PyTree:
   return multihost_utils.broadcast_one_to_all(value)
 
 
+def bytes_from_first(content: bytes) -> bytes:
+  """What the first process has read, in every process.
+
+  Args:
+    content: the bytes; those of the other processes do not count.
+
+  Returns:
+    The first process's bytes.
+  """
+  if jax.process_count() == 1:
+    return content
+  size = int(from_first(np.int32(len(content))))
+  padded = np.frombuffer(content[:size].ljust(size), np.uint8)
+  return np.asarray(from_first(padded)).tobytes()
+
+
 def default_engine(num_threads: int | None = None) -> Engine:
   """The engine for the devices at hand.
 

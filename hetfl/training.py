@@ -209,7 +209,7 @@ def run(
       " take another folder.",
       folder.path,
     )
-    return stored
+    return _shared(folder)
 
   started = time.monotonic()
   commit = git_commit()  # That of the code at work, not of a later checkout.
@@ -308,7 +308,7 @@ def run(
       "Finished" if done == rounds else "Saved; the same command goes on",
     )
     raise SystemExit(128 + (signals or [signal.SIGTERM])[0])
-  return folder.result()
+  return _shared(folder)
 
 
 def scanned(step: Callable) -> Callable:
@@ -415,6 +415,17 @@ def _latest(
     ],
   )
   return int(done), state, extra
+
+
+def _shared(folder: logs.RunFolder) -> dict[str, Any]:
+  """The first process's result, and its files in the others' folders too."""
+  if jax.process_count() > 1:
+    for path in (folder.metrics, folder.path / "result.json"):
+      first = jax.process_index() == 0
+      content = engine.bytes_from_first(path.read_bytes() if first else b"")
+      if not first:
+        logs.write_bytes(path, content)
+  return folder.result()
 
 
 def _local(state: Any) -> Any:

@@ -112,7 +112,12 @@ def test_speed_flags_change_nothing_but_rounding(codist, tmp_path):
   run = ("--algorithm=merged", "--rounds=3", "--eval_every=3")
   cases = {
     "threads": (),
-    "inline": ("--engine=inline", "--conv=native", "--microbatch=0"),
+    "inline": (
+      "--engine=inline",
+      "--conv=native",
+      "--microbatch=0",
+      "--rounds_per_dispatch=3",
+    ),
     "mesh": ("--engine=mesh", "--cpu_devices=2", "--lanes=4"),
   }
   results = {}

@@ -364,7 +364,9 @@ def test_rounds_in_one_dispatch(undisturbed, tmp_path, size):
   result, rows = outcome(tmp_path)
   expected, expected_rows = undisturbed
   for ours, theirs in zip(rows, expected_rows, strict=True):
-    assert ours == pytest.approx(theirs, rel=1e-5, nan_ok=True)
+    assert ours.pop("small/gap") is theirs["small/gap"] is None
+    numbers = {k: v for k, v in theirs.items() if v is not None}
+    assert ours == pytest.approx(numbers, rel=1e-5)
   assert result["rounds"] == expected["rounds"]
 
 
