@@ -502,19 +502,6 @@ def train(
   return result
 
 
-def open_comparison(workdir: pathlib.Path) -> None:
-  """Checks that a folder is fit to hold one run's folder an algorithm."""
-  domains = ("", "_questions", "_answers")
-  allowed = {*ALGORITHMS, *(f"curves{domain}.png" for domain in domains)}
-  if workdir.is_dir():
-    strange = sorted(p.name for p in workdir.iterdir() if p.name not in allowed)
-    if strange:
-      raise common.UsageError(
-        f"--workdir={workdir} holds {strange[0]}, which no comparison of"
-        " algorithms does. Use another --workdir."
-      )
-
-
 def main() -> None:
   """Runs what --algorithm names, then prints a table."""
   names = FLAGS.algorithm
@@ -539,7 +526,7 @@ def main() -> None:
     experiment.algorithm(config, speed)
     experiment.plan(config, speed, 1)
   if several:
-    open_comparison(workdir)
+    common.open_comparison(workdir, ALGORITHMS)
   folders = {
     name: logs.RunFolder(paths[name], *configs[name]) for name in names
   }

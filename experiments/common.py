@@ -350,7 +350,8 @@ def default_workdir(*parts: str) -> pathlib.Path:
 
 def open_comparison(workdir: pathlib.Path, algorithms: Sequence[str]) -> None:
   """Checks that a folder is fit to hold one run's folder an algorithm."""
-  allowed = {*algorithms, "curves.png"}
+  domains = ("", "_questions", "_answers")
+  allowed = {*algorithms, *(f"curves{domain}.png" for domain in domains)}
   if workdir.is_dir():
     strange = sorted(p.name for p in workdir.iterdir() if p.name not in allowed)
     if strange:
