@@ -23,6 +23,7 @@ setuptools.setup(
     "importlib_resources",  # tensorflow-datasets needs it and forgot it
     "jax>=0.10",
     "matplotlib>=3.8",
+    "msgpack>=1",
     "numpy>=2",
     "optax>=0.2.8",
     "orbax-checkpoint>=0.11",
@@ -33,8 +34,16 @@ setuptools.setup(
     "tqdm>=4.66",
   ],
   extras_require={
-    "test": ["hypothesis>=6", "pytest-xdist>=3", "ruff>=0.14"],
+    "test": [
+      "hypothesis>=6",
+      "optuna>=4",
+      "pytest-xdist>=3",
+      "ruff>=0.14",
+      "tokenizers>=0.20",
+    ],
     "bench": ["torch"],
+    "language": ["nltk>=3.9"],
+    "tune": ["optuna>=4"],
     "tfds": ["tensorflow>=2.16", "array_record"],
     "cuda": ["jax[cuda13]>=0.10"],
     "tpu": ["jax[tpu]>=0.10"],
