@@ -1,17 +1,21 @@
 """Times rounds of hetfl against FedJAX, PyTorch and itself, side by side.
 
-  python -m benchmarks.compare --json=FILE [--only=NAME,...] [--runs=N]
+  python benchmarks/compare.py --json=FILE [--only=NAME,...] [--runs=N]
 
 In one process; ours and the peer take turns, so that a machine whose speed
 drifts slows both. The table gives medians; `ratio` is the median of the
-ratios peer / ours turn by turn: above one, ours is faster.
+ratios peer / ours turn by turn: above one, ours is faster. `ceiling_share` is
+how much of the speed of large matrix products, measured beside, the matrix
+products of our round come to.
 """
 
 import argparse
 from collections.abc import Callable
 import functools
 import json
+import math
 import os
+import pathlib
 import statistics
 import sys
 import time
@@ -20,10 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import peers
-from hetfl import augment, codist, core, distill, engine, population
-from hetfl.fedavg import fedavg, Pool
-from hetfl.models import vision
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # As a script, not with -m.
+  sys.path.insert(0, str(ROOT))
+
+from benchmarks import peers  # noqa: E402
+from hetfl import augment, codist, core, distill, engine, population  # noqa: E402
+from hetfl.fedavg import fedavg, Pool  # noqa: E402
+from hetfl.models import vision  # noqa: E402
 
 CNNS = {"small": vision.small_cnn, "large": vision.large_cnn}
 Round = Callable[[], None]
@@ -139,6 +147,71 @@ def merged_round(conv: str, runner, num_lanes: int, microbatch) -> Round:
   )
 
 
+def product_flops(jaxpr) -> float:
+  """FLOPs of the matrix products of a traced function without loops."""
+  total = 0.0
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == "dot_general":
+      (contracted, _), _ = equation.params["dimension_numbers"]
+      left = equation.invars[0].aval.shape
+      depth = math.prod(left[axis] for axis in contracted)
+      total += 2.0 * depth * math.prod(equation.outvars[0].aval.shape)
+    for value in equation.params.values():
+      inner = getattr(value, "jaxpr", value)
+      if hasattr(inner, "eqns"):
+        total += product_flops(inner)
+  return total
+
+
+@functools.cache
+def image_flops(size: str, train: bool) -> float:
+  """FLOPs of the matrix products of one image, trained on or predicted."""
+  model = pool_of(size).model
+  params = model.init(jax.random.key(0)).params
+  batch = peers.BATCH_SIZE
+  x = jnp.zeros((batch, peers.SIDE, peers.SIDE, 3))
+
+  def loss(params):
+    return model.apply(core.Variables(params, {}), x, None, True)[0].sum()
+
+  fn = jax.grad(loss) if train else loss
+  return product_flops(jax.make_jaxpr(fn)(params).jaxpr) / batch
+
+
+def round_flops(name: str) -> float:
+  """FLOPs of the matrix products of our round of a benchmark."""
+  if name.startswith("merged"):
+    images, distilled = peers.COHORT * peers.EXAMPLES, 32 * 128
+    return sum(
+      (images + distilled) * image_flops(size, True)
+      + distilled * image_flops(size, False)
+      for size in CNNS
+    )
+  sizes = [peers.EXAMPLES] * peers.COHORT
+  if name.endswith("ragged"):
+    sizes = ragged_sizes()[0]
+  return sum(sizes) * image_flops(name.split("_")[1], True)
+
+
+def ceiling(side: int = 1024, products: int = 8) -> Round:
+  """A callable that multiplies large matrices on all cores or the device."""
+
+  def multiply(a):
+    return jax.lax.fori_loop(0, products, lambda _, b: a @ b, a)
+
+  runner = engine.default_engine()
+  number = getattr(runner, "num_threads", 1)
+  if number == 1:
+    multiply = jax.jit(multiply)
+  # Orthogonal, so that powers neither grow nor vanish.
+  q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(side, side)))
+  jobs = [engine.Call(multiply, (jnp.asarray(q, jnp.float32),))] * number
+  run = lambda: jax.block_until_ready(runner.run(*jobs))
+  run()
+  run.flops = 2.0 * side**3 * products * number
+  return run
+
+
 def ragged_sizes() -> tuple[list[int], list[int]]:
   """20 clients of 1 to 64 batches, lognormal, and as many of equal size."""
   draw = np.random.default_rng(1).lognormal(2.0, 1.0, peers.COHORT)
@@ -182,17 +255,19 @@ def benchmarks() -> dict[str, tuple[Callable, str, Callable]]:
   return rows
 
 
-def take_turns(ours: Round, peer: Round, runs: int) -> dict[str, float]:
-  """Seconds of a round of both, in turn."""
+def take_turns(
+  ours: Round, peer: Round, products: Round, runs: int
+) -> dict[str, float]:
+  """Seconds of a round of both, and of the products, in turn."""
   seconds = []
   for _ in range(runs):
     pair = []
-    for run in (ours, peer):
+    for run in (ours, peer, products):
       start = time.perf_counter()
       run()
       pair.append(time.perf_counter() - start)
     seconds.append(pair)
-  a, b = zip(*seconds)
+  a, b, c = zip(*seconds)
   return {
     "ours_s": statistics.median(a),
     "ours_min_s": min(a),
@@ -200,7 +275,8 @@ def take_turns(ours: Round, peer: Round, runs: int) -> dict[str, float]:
     "peer_s": statistics.median(b),
     "peer_min_s": min(b),
     "peer_max_s": max(b),
-    "ratio": statistics.median(y / x for x, y in seconds),
+    "ratio": statistics.median(y / x for x, y, _ in seconds),
+    "ceiling_gflop_s": products.flops / statistics.median(c) / 1e9,
   }
 
 
@@ -220,16 +296,20 @@ def main() -> None:
     if name not in every:
       sys.exit(f"error: --only={name}: choose from {', '.join(every)}")
   rows = []
-  print(f"{'name':34} {'ours s':>8} {'peer s':>8} {'ratio':>6}  peer")
+  products = ceiling()
+  print(
+    f"{'name':34} {'ours s':>8} {'peer s':>8} {'ratio':>6} {'ceiling':>8}  peer"
+  )
   for name in names:
     ours, label, peer = every[name]
     row = {"name": name, "peer": label}
-    row |= take_turns(ours(), peer(), args.runs)
-    row["ceiling_share"] = None  # not measured by this benchmark
+    row |= take_turns(ours(), peer(), products, args.runs)
+    speed = round_flops(name) / row["ours_s"] / 1e9
+    row["ceiling_share"] = speed / row["ceiling_gflop_s"]
     rows.append(row)
     print(
       f"{name:34} {row['ours_s']:8.3f} {row['peer_s']:8.3f}"
-      f" {row['ratio']:6.2f}  {label}",
+      f" {row['ratio']:6.2f} {100 * row['ceiling_share']:6.1f} %  {label}",
       flush=True,
     )
     if args.json:

@@ -20,20 +20,15 @@ import numpy as np
 
 from benchmarks import compare
 from hetfl import augment, core, engine
-from hetfl.fml import (
-  fml,
-  group_clients,
-  independent,
-  MutualClient,
-  plan_mutual,
-)
+from hetfl.fml import fml, group_clients, independent, plan_mutual
 from hetfl.models import fml as nets
+from hetfl.mutual import MutualClient
 
 NUM_CLIENTS = 5
 EXAMPLES = 10_000
 BATCH_SIZE = 128
 SHAPE = (32, 32, 3)
-MICROBATCH = 32
+MICROBATCH = 16
 NORMAL = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
 

@@ -13,6 +13,8 @@ import functools
 import pathlib
 
 from absl import flags
+import codist_images
+import codist_language
 import common
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,6 @@ import numpy as np
 import optax
 
 from hetfl import (
-  augment,
   codist,
   core,
   distill,
@@ -30,7 +31,7 @@ from hetfl import (
   report,
   training,
 )
-from hetfl.data import codist_images
+from hetfl import engine as engine_lib
 from hetfl.fedavg import (
   fedadam_server,
   fedavg,
@@ -39,7 +40,6 @@ from hetfl.fedavg import (
   fedyogi_server,
   Pool,
 )
-from hetfl.models import vision
 
 FLAGS = flags.FLAGS
 ALGORITHMS = ("fedavg", "periodic", "merged")
@@ -51,53 +51,22 @@ SERVERS = {
   "sgd": fedavg_server,
 }
 
-# What a flag that was not given means: for CIFAR the paper's appendix C where
-# it says, our own search (BUILD_NOTES.md) where it does not.
-_PAPER = dict(
-  recipe="crop24",
-  high_capacity_clients=47,
-  rounds=1500,
-  eval_every=50,
-  clients_per_round=20,
-  client_batch_size=20,
-  server_lr=(0.005, 0.002),
-  distill_lr=(1e-3, 1e-3),
-  distill_batch_size=128,
-  codist_period=200,
-  merge_alpha=0.9,
-)
-_CIFAR = {
-  "fedavg": dict(_PAPER, client_lr=0.05, distill_steps=200),
-  "periodic": dict(_PAPER, client_lr=0.02, distill_steps=200),
-  "merged": dict(_PAPER, client_lr=0.05, distill_steps=32),
+TASKS = {
+  dataset: task
+  for task in (codist_images, codist_language)
+  for dataset in task.DEFAULTS
 }
-_DIGITS = dict(
-  recipe="digits8",
-  high_capacity_clients=8,
-  rounds=120,
-  eval_every=10,
-  clients_per_round=6,
-  client_batch_size=5,
-  client_lr=0.05,
-  server_lr=(0.01, 0.01),
-  distill_lr=(1e-3, 1e-3),
-  distill_batch_size=64,
-  codist_period=25,
-  merge_alpha=0.8,
-)
-DEFAULTS = {
-  "cifar100": _CIFAR,
-  "cifar10": _CIFAR,
-  "digits": {
-    "fedavg": dict(_DIGITS, distill_steps=30),
-    "periodic": dict(_DIGITS, distill_steps=30),
-    "merged": dict(_DIGITS, distill_steps=8),
-  },
-}
+# What a flag that was not given means, for each data set and algorithm.
+DEFAULTS = {dataset: task.DEFAULTS[dataset] for dataset, task in TASKS.items()}
 
 
 def _define_flags() -> None:
-  common.define_run_flags("120 for digits, else the paper's 1,500")
+  common.define_run_flags(
+    "120 for digits, 60 for pydoc, 300 for stackexchange, else the paper's"
+    " 1,500"
+  )
+  codist_images.define_flags()
+  codist_language.define_flags()
   flags.DEFINE_list(
     "algorithm",
     list(ALGORITHMS),
@@ -108,8 +77,8 @@ def _define_flags() -> None:
   flags.DEFINE_enum(
     "distill_data",
     "in_domain",
-    ["in_domain", "cifar10", "cifar100"],
-    "What the models teach each other on.",
+    ["in_domain", "cifar10", "cifar100", "c4"],
+    "What the models teach each other on; c4 wants --c4_path.",
   )
   flags.DEFINE_integer(
     "distill_examples",
@@ -120,17 +89,12 @@ def _define_flags() -> None:
   flags.DEFINE_integer(
     "high_capacity_clients",
     None,
-    "Clients that train the large model; 31, 47 or 63 in the paper.",
+    "Clients that train the large model; 31, 47 or 63 in the paper's CIFAR,"
+    " 330, 684 or 1,411 in its Stack Overflow.",
     lower_bound=1,
   )
   flags.DEFINE_integer(
     "partition_seed", 0, "Seed of the clients' shares.", lower_bound=0
-  )
-  flags.DEFINE_enum(
-    "recipe",
-    None,
-    sorted(augment.RECIPES),
-    "Image size, cropping and padding; by default crop24 for the CIFARs.",
   )
   flags.DEFINE_integer(
     "clients_per_round",
@@ -202,8 +166,9 @@ def _define_flags() -> None:
   )
   flags.DEFINE_integer(
     "merge_every",
-    1,
-    "merged: distil in every so many rounds only; alpha is 1 in the others.",
+    None,
+    "merged: distil in every so many rounds only; alpha is 1 in the others. 4"
+    " for pydoc and stackexchange, else 1 as in the paper.",
     lower_bound=1,
   )
   flags.DEFINE_list(
@@ -222,12 +187,6 @@ def _define_flags() -> None:
     "Weight of true labels in distillation; the paper uses none.",
     lower_bound=0,
     upper_bound=1,
-  )
-  flags.DEFINE_float(
-    "mixup_beta",
-    2.0,
-    "Mixup of distillation images by Beta(b, b); 0 for none.",
-    lower_bound=0,
   )
 
 
@@ -264,12 +223,17 @@ def per_pool(name: str, value, low: float, high: float) -> tuple[float, float]:
   return numbers if len(numbers) == len(POOLS) else numbers * len(POOLS)
 
 
-def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
+def configuration(
+  algorithm: str,
+  workdir: pathlib.Path,
+  engine: engine_lib.Engine | None = None,
+) -> tuple[dict, dict]:
   """The run's flags with defaults filled in.
 
   Args:
     algorithm: which of --algorithm.
     workdir: the run's folder.
+    engine: the engine of the run; by default the one that the flags ask for.
 
   Returns:
     Values of flags that change the result, and of those that do not.
@@ -277,10 +241,23 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   Raises:
     UsageError: if a value is out of its range.
   """
-  values = {
+  task = TASKS[FLAGS.dataset]
+  values = {}
+  for other in set(TASKS.values()):
+    for flag in FLAGS.get_flags_for_module(other.__name__):
+      if other is task:
+        values[flag.name] = flag.value
+      elif flag.present:
+        raise common.UsageError(
+          f"--{flag.name}={flag.value}: not for --dataset={FLAGS.dataset}"
+        )
+  values |= {
     name: default if FLAGS[name].value is None else FLAGS[name].value
     for name, default in DEFAULTS[FLAGS.dataset][algorithm].items()
   }
+  if values.get("pools") == "domain":
+    # By domain there is no such number; one that was given is refused later.
+    values["high_capacity_clients"] = FLAGS.high_capacity_clients
   positive = (1e-6, float("inf"))
   ranges = {
     "client_lr": positive,
@@ -299,55 +276,35 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
       f" --distill_data={FLAGS.distill_data} are those of another data set;"
       " use 0, or in_domain"
     )
-  on_cpu = jax.default_backend() == "cpu"
-  speed = {
+  engine = engine or common.make_engine()
+  speed = task.speed() | {
     "checkpoint_every": values["eval_every"],
-    "conv": "patches",
-    "eval_batch_size": 40 if on_cpu else 1000,
-    "lanes": common.make_engine().num_lanes(values["clients_per_round"]),
-    "microbatch": 16 if on_cpu else 0,
+    "lanes": engine.num_lanes(values["clients_per_round"]),
   }
   values["algorithm"] = algorithm
-  return common.resolved_flags(__name__, values, speed, workdir)
+  config, speed = common.resolved_flags(__name__, values, speed, workdir)
+  return dict(sorted(config.items())), speed
 
 
 class Experiment:
   """Data, models and engine of one data set, shared by its algorithms."""
 
-  def __init__(self, config: dict, speed: dict):
-    self.data = codist_images.load_codist_images(
-      config["dataset"],
-      data_dir=FLAGS.data_dir,
-      high_capacity_clients=config["high_capacity_clients"],
-      distill_data=config["distill_data"],
-      distill_examples=config["distill_examples"],
-      seed=config["seed"],
-      partition_seed=config["partition_seed"],
-      download=FLAGS.download,
-    )
-    self.engine = common.make_engine()
-    self.recipe = augment.RECIPES[config["recipe"]]
-    size = self.recipe.size
-    example = jnp.zeros((1, size, size, self.data.image_shape[-1]))
-    self.models = [
-      core.Model.from_flax(
-        cnn(
-          self.data.num_classes,
-          padding=self.recipe.padding,
-          pool_after=self.recipe.pool_after,
-          conv=speed["conv"],
-        ),
-        example,
-      )
-      for cnn in (vision.small_cnn, vision.large_cnn)
-    ]
+  def __init__(
+    self,
+    config: dict,
+    speed: dict,
+    engine: engine_lib.Engine | None = None,
+  ):
+    self.engine = engine or common.make_engine()
+    self.task = TASKS[config["dataset"]].Task(config, speed, self.engine)
+    self.data, self.models = self.task.data, self.task.models
     self._pools = {}
     banks = {}
 
     def put(bank):
       """Puts a bank on the device, once for all sets that share it."""
       if id(bank) not in banks:
-        banks[id(bank)] = jax.device_put({"x": bank["x"], "y": bank["y"]})
+        banks[id(bank)] = jax.device_put(dict(bank))
       return banks[id(bank)]
 
     self.device_data = {
@@ -363,9 +320,9 @@ class Experiment:
           ("heldout", self.data.heldout),
         )
       },
-      transform=self.recipe.evaluate,
       engine=self.engine,
       batch_size=speed["eval_batch_size"],
+      **self.task.evaluator_options,
     )
 
   def pools(self, config: dict) -> list[Pool]:
@@ -384,10 +341,10 @@ class Experiment:
           model=model,
           client_lr=config["client_lr"][i],
           server_lr=config["server_lr"][i],
-          transform=self.recipe.train,
           client_optimizer=client_optimizer,
           server_optimizer=SERVERS[config["server_optimizer"]],
           prox_mu=config["prox_mu"] or None,
+          **self.task.pool_options,
         )
         for i, (name, model) in enumerate(zip(POOLS, self.models))
       ]
@@ -405,9 +362,8 @@ class Experiment:
       temperature=config["teacher_temperature"],
       regularization=config["student_regularization"],
       label_weight=config["label_weight"],
-      transform=self.recipe.distill,
-      mixup_beta=config["mixup_beta"] or None,
       microbatch=speed["microbatch"] or None,
+      **self.task.distiller_options(config),
     )
     if config["algorithm"] == "periodic":
       return codist.periodic_codist(
@@ -459,7 +415,7 @@ class Experiment:
     return {
       f"{pool}/{name}": value
       for pool, result in zip(POOLS, results)
-      for name, value in result.items()
+      for name, value in self.task.finish(result).items()
     }
 
   def summarize(self, config: dict, state, evaluation) -> dict:
@@ -471,7 +427,11 @@ class Experiment:
         "parameters": parameters,
         "clients": len(clients),
         "examples": int(clients.sizes.sum()),
-        "test_accuracy": evaluation[f"{pool}/test_accuracy"],
+        **{
+          name: evaluation[f"{pool}/{name}"]
+          for name in self.task.metrics
+          if f"{pool}/{name}" in evaluation
+        },
         "heldout_accuracy": evaluation[f"{pool}/heldout_accuracy"],
         # What a client receives, and again what it sends, in a round.
         "bytes_per_client_round": 4 * parameters,
@@ -479,21 +439,50 @@ class Experiment:
     return {
       "algorithm": config["algorithm"],
       "dataset": config["dataset"],
-      "partition": self.data.partition,
+      **self.task.record(),
       "seed": config["seed"],
       "pools": pools,
     }
+
+
+def curves(runs: dict, folder: pathlib.Path, task) -> None:
+  """Draws the accuracies of some runs over the rounds."""
+  for metric in task.metrics:
+    kind, _, domain = metric.partition("accuracy")
+    if kind != "test_" or domain == "_no_eos":
+      continue
+    if any(
+      name.endswith(metric) for rows in runs.values() for name in rows[-1]
+    ):
+      report.curves(
+        runs,
+        folder / f"curves{domain}.png",
+        metric=metric,
+        title=FLAGS.dataset + domain.replace("_", ", "),
+      )
+
+
+def keep_files(folder: logs.RunFolder, files: dict[str, bytes]) -> None:
+  """Keeps files with a run; those of a run that goes on must be the same."""
+  for name, content in files.items():
+    path = folder.path / name
+    if path.exists() and path.read_bytes() != content:
+      raise common.UsageError(
+        f"{path} is not what --data_dir gives now: the data has changed. Use"
+        " another --workdir."
+      )
+    logs.write_bytes(path, content)
 
 
 def train(
   experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
 ) -> dict:
   """Runs one algorithm in a folder of its own, or goes on with it."""
+  keep_files(folder, experiment.task.files)
   algorithm = experiment.algorithm(config, speed)
+  compile = functools.partial(experiment.engine.compile, donate=(0,))
   result = training.run(
-    algorithm._replace(
-      step=experiment.engine.compile(algorithm.step, donate=(0,))
-    ),
+    algorithm._replace(step=compile(algorithm.step)),
     jax.random.key(config["seed"]),
     functools.partial(experiment.plan, config, speed),
     experiment.device_data,
@@ -505,25 +494,12 @@ def train(
     checkpoint_every=speed["checkpoint_every"],
     tensorboard=speed["tensorboard"],
     stop_on_nonfinite=speed["stop_on_nonfinite"],
+    rounds_per_dispatch=speed["rounds_per_dispatch"],
+    scanned_step=compile(training.scanned(algorithm.step)),
   )
-  report.curves(
-    {config["algorithm"]: logs.read_rows(folder.metrics)},
-    folder.path / "curves.png",
-    title=config["dataset"],
-  )
+  rows = {config["algorithm"]: logs.read_rows(folder.metrics)}
+  curves(rows, folder.path, experiment.task)
   return result
-
-
-def open_comparison(workdir: pathlib.Path) -> None:
-  """Checks that a folder is fit to hold one run's folder an algorithm."""
-  allowed = {*ALGORITHMS, "curves.png"}
-  if workdir.is_dir():
-    strange = sorted(p.name for p in workdir.iterdir() if p.name not in allowed)
-    if strange:
-      raise common.UsageError(
-        f"--workdir={workdir} holds {strange[0]}, which no comparison of"
-        " algorithms does. Use another --workdir."
-      )
 
 
 def main() -> None:
@@ -537,14 +513,20 @@ def main() -> None:
   workdir = common.default_workdir("codist", FLAGS.dataset, *names)
   several = len(names) > 1
   paths = {name: workdir / name if several else workdir for name in names}
-  configs = {name: configuration(name, paths[name]) for name in names}
-  experiment = Experiment(*configs[names[0]])
+  engine = common.make_engine()
+  configs = {name: configuration(name, paths[name], engine) for name in names}
+  if FLAGS.autotune:
+    configs = {
+      name: (config, common.autotune(Experiment, config, speed, paths[name]))
+      for name, (config, speed) in configs.items()
+    }
+  experiment = Experiment(*configs[names[0]], engine)
   # All that can be wrong should show before a folder is made.
   for config, speed in configs.values():
     experiment.algorithm(config, speed)
     experiment.plan(config, speed, 1)
   if several:
-    open_comparison(workdir)
+    common.open_comparison(workdir, ALGORITHMS)
   folders = {
     name: logs.RunFolder(paths[name], *configs[name]) for name in names
   }
@@ -553,7 +535,7 @@ def main() -> None:
     results[name] = train(experiment, *configs[name], folders[name])
     rows[name] = logs.read_rows(folders[name].metrics)
   if several:
-    report.curves(rows, workdir / "curves.png", title=FLAGS.dataset)
+    curves(rows, workdir, experiment.task)
   print(report.table(results))
   print(f"\nCurves: {workdir / 'curves.png'}")
 

@@ -1,21 +1,28 @@
 """What the experiments share: flags of every run, errors, and the engine."""
 
+import atexit
 from collections.abc import Callable, Sequence
 import json
 import logging as std_logging
 import os
 import pathlib
+import shutil
 import sys
+import tempfile
 
 from absl import app, flags, logging
 import jax
+import numpy as np
 
+from hetfl import autotune as autotune_lib
 from hetfl import engine as engine_lib
+from hetfl import population, training
 
 FLAGS = flags.FLAGS
 
 # Flags that change the speed of a run and not its result.
 SPEED_FLAGS = (
+  "autotune",
   "cpu_devices",
   "checkpoint_every",
   "conv",
@@ -23,12 +30,20 @@ SPEED_FLAGS = (
   "eval_batch_size",
   "lanes",
   "microbatch",
+  "rounds_per_dispatch",
   "stop_on_nonfinite",
   "tensorboard",
   "threads",
 )
 # Flags that say where things are.
-PLACE_FLAGS = ("data_dir", "download", "workdir")
+PLACE_FLAGS = (
+  "data_dir",
+  "distributed_coordinator",
+  "distributed_process_id",
+  "distributed_processes",
+  "download",
+  "workdir",
+)
 
 
 class UsageError(ValueError):
@@ -116,6 +131,44 @@ def define_run_flags(default_rounds: str) -> None:
     " Changes speed only.",
     lower_bound=0,
   )
+  flags.DEFINE_integer(
+    "rounds_per_dispatch",
+    None,
+    "Rounds that are one program, between evaluations and checkpoints; by"
+    " default 1. Not for --engine=threads. Changes speed only.",
+    lower_bound=1,
+  )
+  flags.DEFINE_bool(
+    "autotune",
+    False,
+    "Measure which lanes, microbatch, form of convolution and rounds per"
+    " dispatch are fastest here, before the first round. The choice is kept in"
+    " the user's cache folder and, for a run that goes on, in the run's; flags"
+    " that are given stand. Changes speed only.",
+  )
+  flags.DEFINE_string(
+    "distributed_coordinator",
+    None,
+    "HOST:PORT of the first of several processes, each with devices of its"
+    " own, which train as one over all devices. The same in all processes, as"
+    " are all other flags but --distributed_process_id. Only the first process"
+    " writes. 'auto' where JAX finds the processes itself: on TPU pods, and"
+    " under SLURM (srun python experiments/...) and Open MPI.",
+  )
+  flags.DEFINE_integer(
+    "distributed_processes",
+    None,
+    "How many processes; on SLURM $SLURM_NTASKS. Not with"
+    " --distributed_coordinator=auto.",
+    lower_bound=1,
+  )
+  flags.DEFINE_integer(
+    "distributed_process_id",
+    None,
+    "The number of this process, from 0; on SLURM $SLURM_PROCID. Not with"
+    " --distributed_coordinator=auto.",
+    lower_bound=0,
+  )
   flags.DEFINE_enum(
     "matmul_precision",
     "float32",
@@ -125,16 +178,33 @@ def define_run_flags(default_rounds: str) -> None:
 
 
 def make_engine() -> engine_lib.Engine:
-  """The engine that the flags ask for."""
+  """The engine that the flags ask for.
+
+  Raises:
+    UsageError: if flags ask for what the engine cannot do.
+  """
+  if FLAGS.engine in ("threads", "inline") and jax.process_count() > 1:
+    raise UsageError(
+      f"--engine={FLAGS.engine}: {jax.process_count()} processes need"
+      " --engine=mesh, the default"
+    )
   if FLAGS.engine == "threads":
-    return engine_lib.Threads(FLAGS.threads)
-  if FLAGS.engine == "mesh":
-    return engine_lib.Inline(
+    engine = engine_lib.Threads(FLAGS.threads)
+  elif FLAGS.engine == "mesh":
+    engine = engine_lib.Inline(
       jax.make_mesh((jax.device_count(),), (engine_lib.AXIS,))
     )
-  if FLAGS.engine == "inline":
-    return engine_lib.Inline()
-  return engine_lib.default_engine(FLAGS.threads)
+  elif FLAGS.engine == "inline":
+    engine = engine_lib.Inline()
+  else:
+    engine = engine_lib.default_engine(FLAGS.threads)
+  rounds = FLAGS.rounds_per_dispatch or 1
+  if rounds > 1 and isinstance(engine, engine_lib.Threads):
+    raise UsageError(
+      f"--rounds_per_dispatch={rounds}: CPU threads run each round's programs"
+      " one by one; use --engine=inline or mesh, or leave it out"
+    )
+  return engine
 
 
 def resolved_flags(
@@ -161,35 +231,152 @@ def resolved_flags(
   given = {n: FLAGS[n].value for n in sorted(names)}
   result = {n: v for n, v in given.items() if n not in SPEED_FLAGS} | values
   stored = _stored_speed(workdir)
+  speed = {"rounds_per_dispatch": 1} | speed
   chosen = {
     n: v if FLAGS[n].present else stored.get(n, speed.get(n, v))
     for n, v in given.items()
     if n in SPEED_FLAGS
   }
+  if isinstance(make_engine(), engine_lib.Threads):
+    chosen["rounds_per_dispatch"] = 1  # Also if it ran elsewhere before.
   return result, chosen
 
 
 def _stored_speed(workdir: pathlib.Path) -> dict:
+  """The speed flags that a run began with, the same in all processes."""
   try:
-    return dict(json.loads((workdir / "config.json").read_bytes())["speed"])
-  except (OSError, ValueError, KeyError, TypeError):
+    content = (workdir / "config.json").read_bytes()
+  except OSError:
+    content = b""
+  try:
+    return dict(json.loads(engine_lib.bytes_from_first(content))["speed"])
+  except (ValueError, KeyError, TypeError):
     return {}
 
 
+def autotune(
+  experiment_class: Callable, config: dict, speed: dict, workdir: pathlib.Path
+) -> dict:
+  """Measures speed flags that were not given, unless the run has some already.
+
+  Args:
+    experiment_class: `(config, speed) ->` an experiment with `algorithm`,
+      `plan`, `device_data` and `engine`.
+    config: flags that change the result.
+    speed: flags that do not.
+    workdir: the run's folder.
+
+  Returns:
+    The speed flags with what was found fastest.
+  """
+  if jax.process_count() > 1:
+    raise UsageError("--autotune: of one process only; tune there first")
+  if _stored_speed(workdir):
+    return speed
+  experiment = experiment_class(config, speed)
+  algorithm = experiment.algorithm(config, speed)
+  lanes, on_cpu = speed["lanes"], jax.default_backend() == "cpu"
+  candidates = {
+    "lanes": [lanes, -(-lanes // 2), 2 * lanes if on_cpu else -(-lanes // 4)],
+    "microbatch": [16, 32, 64, 0] if on_cpu else [0, 32],
+    "conv": ["patches"] if on_cpu else ["patches", "native"],
+    "rounds_per_dispatch": [1, 8],
+  }
+  first = experiment.plan(config, speed, 1)
+  if not np.any(getattr(first, "distill", None)):
+    del candidates["microbatch"]  # Round 1 does not distil: all are alike.
+  if isinstance(experiment.engine, engine_lib.Threads):
+    candidates["rounds_per_dispatch"] = [1]
+  clients = config.get("clients_per_round", lanes)
+  candidates["lanes"] = [n for n in candidates["lanes"] if n <= clients]
+  candidates = {
+    name: [speed[name], *(v for v in values if v != speed[name])]
+    for name, values in candidates.items()
+    if name in speed and not FLAGS[name].present
+  }
+
+  def round_seconds(choice: dict) -> float:
+    tried = speed | choice
+    # Of the forms of convolution, models are made; all else is read later.
+    one = experiment if choice.get("conv") == speed.get("conv") else None
+    one = one or experiment_class(config, tried)
+    algorithm = one.algorithm(config, tried)
+    number = tried["rounds_per_dispatch"]
+    step, plan = algorithm.step, one.plan(config, tried, 1)
+    if number > 1:
+      step = training.scanned(step)
+      plan = population.stack_plans(
+        [one.plan(config, tried, t) for t in range(1, number + 1)]
+      )
+    seconds = autotune_lib.seconds_of(
+      one.engine.compile(step), algorithm.init, plan, one.device_data
+    )
+    return seconds / number
+
+  key = autotune_lib.key_of(algorithm, first, experiment.device_data)
+  key += f", {type(experiment.engine).__name__} {experiment.engine.num_pieces}"
+  key += f", {json.dumps(candidates)}"
+  choice = autotune_lib.choose(round_seconds, candidates, key=key)
+  return speed | choice
+
+
+def refuse(reason: str, *names: str) -> None:
+  """Refuses flags that every experiment has and one cannot follow.
+
+  Args:
+    reason: why.
+    *names: the flags.
+
+  Raises:
+    UsageError: naming the first of them that was given.
+  """
+  for name in names:
+    if FLAGS[name].present:
+      raise UsageError(f"--{name}={FLAGS[name].value}: {reason}")
+
+
 def default_workdir(*parts: str) -> pathlib.Path:
-  """`--workdir`, or a folder under `runs/` named after the run."""
+  """`--workdir`, or a folder under `runs/` named after the run.
+
+  Of several processes only the first writes there; the others get a folder
+  that is thrown away when they end.
+  """
+  if jax.process_index() > 0:
+    scratch = tempfile.mkdtemp(prefix="hetfl-")
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    return pathlib.Path(scratch, "run")
   return pathlib.Path(FLAGS.workdir or pathlib.Path("runs", "-".join(parts)))
 
 
-def run(main: Callable[[], None]) -> None:
+def open_comparison(workdir: pathlib.Path, algorithms: Sequence[str]) -> None:
+  """Checks that a folder is fit to hold one run's folder an algorithm."""
+  domains = ("", "_questions", "_answers")
+  allowed = {*algorithms, *(f"curves{domain}.png" for domain in domains)}
+  if workdir.is_dir():
+    strange = sorted(p.name for p in workdir.iterdir() if p.name not in allowed)
+    if strange:
+      raise UsageError(
+        f"--workdir={workdir} holds {strange[0]}, which no comparison of"
+        " algorithms does. Use another --workdir."
+      )
+
+
+def run(
+  main: Callable[[], None], define: Callable[[], None] | None = None
+) -> None:
   """Parses flags, runs an experiment and turns its errors into one line.
 
   Args:
     main: the experiment; reads `FLAGS`.
+    define: defines the flags that depend on the values of others.
   """
 
   def parse(argv: Sequence[str]) -> Sequence[str]:
     try:
+      if define:
+        argv = [arg for arg in argv if arg != "--"]
+        FLAGS(argv, known_only=True)
+        define()
       rest = FLAGS(argv)
     except flags.Error as error:
       sys.exit(_one_line(error))
@@ -205,6 +392,7 @@ def run(main: Callable[[], None]) -> None:
       jax.config.update("jax_num_cpu_devices", FLAGS.cpu_devices)
     jax.config.update("jax_default_matmul_precision", FLAGS.matmul_precision)
     try:
+      _join_processes()
       main()
     except (ValueError, OSError, FloatingPointError, ImportError) as error:
       if FLAGS.verbosity > 0:
@@ -212,6 +400,41 @@ def run(main: Callable[[], None]) -> None:
       sys.exit(_one_line(error))
 
   app.run(start, flags_parser=parse)
+
+
+def _join_processes() -> None:
+  """Makes this process one of several, if the flags say so."""
+  names = ("coordinator", "processes", "process_id")
+  given = {n: FLAGS[f"distributed_{n}"].value for n in names}
+  if all(value is None for value in given.values()):
+    return
+  coordinator, processes, process = given.values()
+  if coordinator == "auto":
+    processes = process = coordinator = None
+  elif None in given.values():
+    missing = next(n for n in names if given[n] is None)
+    raise UsageError(
+      f"--distributed_{missing}: missing; give --distributed_coordinator,"
+      " --distributed_processes and --distributed_process_id, all three, or"
+      " --distributed_coordinator=auto alone"
+    )
+  elif process >= processes:
+    raise UsageError(
+      f"--distributed_process_id={process}: must be less than"
+      f" --distributed_processes={processes}"
+    )
+  # Among CPUs; other devices have their own.
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  try:
+    jax.distributed.initialize(coordinator, processes, process)
+  except (RuntimeError, ValueError) as error:
+    raise UsageError(
+      f"--distributed_coordinator={FLAGS.distributed_coordinator}: the"
+      f" processes did not find each other: {error}"
+    ) from error
+  if jax.process_index() > 0:  # The first one speaks for all.
+    logging.set_verbosity(logging.WARNING)
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
 
 def _one_line(error: Exception) -> str:

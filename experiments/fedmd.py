@@ -651,6 +651,14 @@ class Experiment:
 
 def main() -> None:
   """Runs the four phases, then prints a table."""
+  common.refuse(
+    "not for FedMD, whose rounds are long", "autotune", "rounds_per_dispatch"
+  )
+  common.refuse(
+    "FedMD's phases hand their models on in one process; its devices are used"
+    " by --engine=mesh",
+    "distributed_coordinator",
+  )
   workdir = common.default_workdir("fedmd", FLAGS.environment)
   config, speed = configuration(workdir)
   experiment = Experiment(config, speed)

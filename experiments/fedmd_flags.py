@@ -1,27 +1,22 @@
-"""The flag files of FedMD's four environments and its weak parties.
+"""The cells of FedMD's Figure 2 and Table 4, and of its weak parties.
 
-`make_flags.py` writes them. What the runs share is here and in
-`fedmd.DEFAULTS`, once; published numbers are in `published/fedmd.csv`.
+What the runs share is here and in `fedmd.DEFAULTS`, once.
 """
 
-import csv
-import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import fedmd
+import tables as tables_lib
 
-from hetfl import logs
-
-TABLE = pathlib.Path(__file__).resolve().parent / "published/fedmd.csv"
-
-TITLES = {
+_TITLES = {
   "mnist_letters_iid": "MNIST / FEMNIST i.i.d.",
   "mnist_letters_by_writer": "MNIST / FEMNIST non-i.i.d.",
   "cifar_iid": "CIFAR i.i.d.",
   "cifar_noniid": "CIFAR non-i.i.d.",
 }
 # A flag file says all of these, though they are the defaults too.
-SHARED = (
+_SHARED = (
   "models",
   "num_parties",
   "rounds",
@@ -39,77 +34,94 @@ SHARED = (
 )
 # Supplement, results 3: two fully connected parties, heard as much as the
 # others or less; how much less is not said there.
-WEAK = {"equal": [1.0] * 10, "suppressed": [1.0] * 8 + [0.1] * 2}
+_WEAK = {"equal": [1.0] * 10, "suppressed": [1.0] * 8 + [0.1] * 2}
 
 
-def published() -> list[dict[str, str]]:
-  """The rows of the published numbers."""
-  lines = TABLE.read_text(encoding="utf-8").splitlines()
-  return list(csv.DictReader(line for line in lines if line[0] != "#"))
+def tables() -> dict[str, tables_lib.Table]:
+  """The tables and figures of Li & Wang 2019."""
+  return {
+    "fedmd_fig2": tables_lib.Table(
+      "Li & Wang 2019, Figure 2 and Table 4", "fedmd.py", _figure2()
+    ),
+    "fedmd_weak": tables_lib.Table(
+      "Li & Wang 2019, supplement, weak parties", "fedmd.py", _weak()
+    ),
+  }
 
 
-def _bounds(environment: str) -> str:
-  (row,) = (
-    row
-    for row in published()
-    if (row["quantity"], row["environment"]) == ("pooled", environment)
-  )
-  values = [row[str(k)] for k in range(10)]
-  return f"{min(values)} to {max(values)} %"
-
-
-def _file(
-  name: str, about: list[str], environment: str, more: dict[str, Any]
-) -> tuple[str, str]:
-  """One flag file's name and text."""
+def _cell(
+  name: str,
+  title: str,
+  environment: str,
+  more: Mapping[str, Any],
+  notes: tuple[str, ...] = (),
+) -> tables_lib.Cell:
+  defaults = fedmd.DEFAULTS[environment]
   flags = {"environment": environment}
-  flags |= {n: fedmd.DEFAULTS[environment][n] for n in SHARED}
+  flags |= {n: defaults[n] for n in _SHARED}
   if environment == "mnist_letters_by_writer":
     flags["min_writer_examples"] = 18
   else:
-    flags["examples_per_class"] = fedmd.DEFAULTS[environment][
-      "examples_per_class"
-    ]
+    flags["examples_per_class"] = defaults["examples_per_class"]
   if environment == "cifar_noniid":
     flags["superclasses"] = "paper"
-  flags |= more
-  head = [
-    *(f"# {line}" for line in about),
-    "#   python experiments/fedmd.py \\",
-    f"#       --flagfile=experiments/flags/{name} --data_dir=DIR",
-    "# Hours on a CPU; --width=0.125 --public_epochs=5 for a first look.",
-    f"# Published upper bound, pooled data: {_bounds(environment)}.",
-    "# Not said in the paper, from its code: epochs, batches, loss, layers.",
-  ]
-  return name, "\n".join(head) + "\n" + logs.flags_text(flags) + "\n"
+  return tables_lib.Cell(
+    name,
+    title,
+    flags | dict(more),
+    _published(environment),
+    (
+      *notes,
+      "Hours on a CPU; --width=0.125 --public_epochs=5 for a first look.",
+      "Not said in the paper, from its code: epochs, batches, loss, layers.",
+    ),
+  )
 
 
-def flag_files() -> dict[str, str]:
-  """Each flag file's name and text."""
-  files = [
-    _file(f"fedmd_{environment}.flags", [f"FedMD, {title}"], environment, {})
-    for environment, title in TITLES.items()
+def _published(environment: str) -> dict[str, float | None]:
+  """Means over the ten parties; what FedMD gave is drawn only."""
+  numbers = {"transfer": None, "final": None, "pooled": None}
+  for row in tables_lib.read_published("fedmd.csv"):
+    if row["environment"] == environment and row["quantity"] in (
+      "public",
+      "pooled",
+    ):
+      values = [float(row[str(k)]) for k in range(10)]
+      numbers[row["quantity"]] = sum(values) / len(values)
+  return {
+    f"parties.*.{quantity}_accuracy": value
+    for quantity, value in numbers.items()
+  }
+
+
+def _figure2() -> list[tables_lib.Cell]:
+  cells = [
+    _cell(f"fedmd_{environment}", title, environment, {})
+    for environment, title in _TITLES.items()
   ]
-  files.append(
-    _file(
-      "fedmd_cifar_noniid_code.flags",
-      ["FedMD, CIFAR non-i.i.d. as in the released code: table 1's models, and"]
-      + ["superclasses 0, 1, 7, 9, 12, 18"],
+  cells.append(
+    _cell(
+      "fedmd_cifar_noniid_code",
+      "CIFAR non-i.i.d. as in the released code",
       "cifar_noniid",
       {"models": "table1", "superclasses": "code"},
+      ("Table 1's models, and superclasses 0, 1, 7, 9, 12, 18.",),
     )
   )
-  for name, weights in WEAK.items():
-    files.append(
-      _file(
-        f"fedmd_weak_{name}.flags",
-        [
-          f"FedMD with two weak parties, weights {name}; to share the training",
-          "before the collaboration with the other such run:",
-          "--pretrained=FOLDER_OF_THE_OTHER_RUN",
-        ],
-        "cifar_iid",
-        {"weak_parties": 2, "consensus_weights": weights},
-      )
+  return cells
+
+
+def _weak() -> list[tables_lib.Cell]:
+  return [
+    _cell(
+      f"fedmd_weak_{name}",
+      f"two weak parties, weights {name}",
+      "cifar_iid",
+      {"weak_parties": 2, "consensus_weights": weights},
+      (
+        "To share the training before the collaboration with the other run:",
+        "--pretrained=FOLDER_OF_THE_OTHER_RUN",
+      ),
     )
-  return dict(files)
+    for name, weights in _WEAK.items()
+  ]

@@ -17,24 +17,17 @@ import pathlib
 from absl import flags
 import common
 import flax.linen as nn
+import fml_report
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import augment, core, evaluate, logs, population, report, training
+from hetfl import augment, core, evaluate, logs, population, training
 from hetfl.data import fml_images
 from hetfl.fedavg import fedavg, fedavg_server, Pool
-from hetfl.fml import (
-  as_lanes,
-  fml,
-  group_clients,
-  independent,
-  momentum_sgd,
-  MutualClient,
-  plan_mutual,
-  splice,
-)
+from hetfl.fml import as_lanes, fml, group_clients, independent, plan_mutual
 from hetfl.models import fml as nets
+from hetfl.mutual import momentum_sgd, MutualClient, splice
 
 FLAGS = flags.FLAGS
 ALGORITHMS = ("fedavg", "fedprox", "fml", "independent")
@@ -63,10 +56,9 @@ DEFAULTS = {
     _PAPER,
     rounds=40,
     eval_every=2,
-    partition="noniid1",
+    partition="noniid3",
     local_epochs=2,
     batch_size=16,
-    learning_rate=0.02,
     client_models=("mlp", "lenet5", "cnn1", "cnn2", "cnn2"),
   ),
   "mnist": dict(_PAPER, global_model="lenet5", client_models=("lenet5",)),
@@ -277,7 +269,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     "conv": "patches",
     "eval_batch_size": 50 if on_cpu else 2000,
     "lanes": common.make_engine().num_lanes(values["num_clients"]),
-    "microbatch": 32 if on_cpu else 0,
+    "microbatch": 16 if on_cpu else 0,
   }
   values["algorithm"] = algorithm
   return common.resolved_flags(__name__, values, speed, workdir)
@@ -533,65 +525,14 @@ class Experiment:
     }
 
 
-def curve_rows(config: dict, rows: Sequence[dict]) -> list[dict]:
-  """Rows with the one number of each model that is drawn."""
-  models = config["client_models"]
-  names = {"global/test_accuracy": "global/accuracy"}
-  for k, model in enumerate(models):
-    names[f"client{k}/validation_accuracy"] = f"client {k}'s {model}/accuracy"
-  return [
-    {"round": row["round"]} | {names[n]: row[n] for n in names if n in row}
-    for row in rows
-  ]
-
-
-def draw(
-  runs: dict[str, list[dict]], config: dict, workdir: pathlib.Path
-) -> None:
-  """Draws the curves of one or more runs of a federation."""
-  report.curves(
-    {name: curve_rows(config, rows) for name, rows in runs.items()},
-    workdir / "curves.png",
-    metric="accuracy",
-    ylabel="Test or validation accuracy (%)",
-    title=f"{','.join(config['dataset'])}, {config['partition']}",
-  )
-
-
-def table(results: dict[str, dict]) -> str:
-  """A plain-text table of results, a line an algorithm."""
-  percent = lambda x: "-" if x is None else f"{100 * x:.2f}"
-  columns = [
-    ["", "algorithm", *results],
-    ["global", "test %"],
-    ["", "best %"],
-    ["clients", "mean %"],
-  ]
-  for result in results.values():
-    accuracies = [c["validation_accuracy"] for c in result["clients"]]
-    columns[1].append(percent(result["global"]["test_accuracy"]))
-    columns[2].append(percent(result["global"]["best_test_accuracy"]))
-    columns[3].append(percent(float(np.mean(accuracies))))
-  for k in range(max(len(r["clients"]) for r in results.values())):
-    clients = [r["clients"][k] for r in results.values()]
-    accuracies = [percent(c["validation_accuracy"]) for c in clients]
-    columns.append(["", f"{k}: {clients[-1]['model']}", *accuracies])
-  for name, form in (("rounds", "{:,d}"), ("seconds", "{:,.1f}")):
-    columns.append(
-      ["", name, *(form.format(r[name]) for r in results.values())]
-    )
-  return report.align(columns, heads=2)
-
-
 def train(
   experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
 ) -> dict:
   """Runs one algorithm in a folder of its own, or goes on with it."""
   algorithm = experiment.algorithm(config, speed)
+  compile = functools.partial(experiment.engine.compile, donate=(0,))
   result = training.run(
-    algorithm._replace(
-      step=experiment.engine.compile(algorithm.step, donate=(0,))
-    ),
+    algorithm._replace(step=compile(algorithm.step)),
     jax.random.key(config["seed"]),
     functools.partial(experiment.plan, config, speed),
     experiment.device_data(config),
@@ -603,22 +544,14 @@ def train(
     checkpoint_every=speed["checkpoint_every"],
     tensorboard=speed["tensorboard"],
     stop_on_nonfinite=speed["stop_on_nonfinite"],
+    rounds_per_dispatch=speed["rounds_per_dispatch"],
+    scanned_step=compile(training.scanned(algorithm.step)),
+    # All rounds have one shape.
+    stack_plans=lambda plans: jax.tree.map(lambda *a: np.stack(a), *plans),
   )
   rows = logs.read_rows(folder.metrics)
-  draw({config["algorithm"]: rows}, config, folder.path)
+  fml_report.draw({config["algorithm"]: rows}, config, folder.path)
   return result
-
-
-def open_comparison(workdir: pathlib.Path) -> None:
-  """Checks that a folder is fit to hold one run's folder an algorithm."""
-  allowed = {*ALGORITHMS, "curves.png"}
-  if workdir.is_dir():
-    strange = sorted(p.name for p in workdir.iterdir() if p.name not in allowed)
-    if strange:
-      raise common.UsageError(
-        f"--workdir={workdir} holds {strange[0]}, which no comparison of"
-        " algorithms does. Use another --workdir."
-      )
 
 
 def main() -> None:
@@ -629,6 +562,7 @@ def main() -> None:
       raise common.UsageError(
         f"--algorithm={name}: choose from {', '.join(ALGORITHMS)}"
       )
+  common.refuse("FML's speed choices are not measured", "autotune")
   workdir = common.default_workdir("fml", *FLAGS.dataset, *names)
   several = len(names) > 1
   paths = {name: workdir / name if several else workdir for name in names}
@@ -639,7 +573,7 @@ def main() -> None:
     experiment.algorithm(config, speed)
     experiment.plan(config, speed, 1)
   if several:
-    open_comparison(workdir)
+    common.open_comparison(workdir, ALGORITHMS)
   folders = {
     name: logs.RunFolder(paths[name], *configs[name]) for name in names
   }
@@ -648,8 +582,8 @@ def main() -> None:
     results[name] = train(experiment, *configs[name], folders[name])
     rows[name] = logs.read_rows(folders[name].metrics)
   if several:
-    draw(rows, configs[names[0]][0], workdir)
-  print(table(results))
+    fml_report.draw(rows, configs[names[0]][0], workdir)
+  print(fml_report.table(results))
   print(f"\nCurves: {workdir / 'curves.png'}")
 
 

@@ -16,12 +16,17 @@ from hetfl.fedavg import (
 from hetfl.fedmd import fedmd, fit, Party, plan_fedmd, plan_fit
 from hetfl.fml import (
   fml,
+  group_clients,
   independent,
-  momentum_sgd,
-  mutual_loss,
-  MutualClient,
   MutualPlan,
   plan_mutual,
+)
+from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient
+from hetfl.next_word import (
+  next_word_metrics,
+  sentence_loss,
+  token_divergence,
+  token_weights,
 )
 from hetfl.population import (
   ClientPopulation,
@@ -59,16 +64,21 @@ __all__ = (
   "fedyogi_server",
   "fit",
   "fml",
+  "group_clients",
   "independent",
   "merge_gradients",
   "merged_codist",
   "momentum_sgd",
   "mutual_loss",
+  "next_word_metrics",
   "periodic_codist",
   "plan_clients",
   "plan_distillation",
   "plan_fedmd",
   "plan_fit",
   "plan_mutual",
+  "sentence_loss",
   "stack_plans",
+  "token_divergence",
+  "token_weights",
 )

@@ -361,7 +361,9 @@ def _sync(folder: pathlib.Path) -> None:
 def _orbax() -> Iterator[ocp.Checkpointer]:
   """Orbax's plain checkpointer: a save is done when it returns.
 
-  Its dozens of lines a save are kept out of absl's log meanwhile.
+  It is told that this process is alone, since what it is given is NumPy's:
+  otherwise it would wait for the processes that do not write. Its dozens of
+  lines a save are kept out of absl's log meanwhile.
   """
 
   def keep(record: std_logging.LogRecord) -> bool:
@@ -370,7 +372,15 @@ def _orbax() -> Iterator[ocp.Checkpointer]:
   logger = logging.get_absl_logger()
   logger.addFilter(keep)
   try:
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+    alone = ocp.options.MultiprocessingOptions(
+      primary_host=jax.process_index(),
+      active_processes={jax.process_index()},
+      barrier_sync_key_prefix=f"process{jax.process_index()}",
+    )
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+    with ocp.Checkpointer(
+      handler, multiprocessing_options=alone
+    ) as checkpointer:
       yield checkpointer
   finally:
     logger.removeFilter(keep)

@@ -88,7 +88,7 @@ def local_sgd(
 
   Args:
     model: the model.
-    loss: the loss of each example.
+    loss: the loss of each example, or a batch's mean; see `core.Loss`.
     transform: what is done to a training batch as it lies in the bank.
     optimizer: a learning rate to an optax optimizer; its state is new in each
       round.
@@ -127,7 +127,9 @@ def local_sgd(
     def objective(params):
       variables = core.Variables(params, client.variables.stats)
       logits, stats = model.apply(variables, batch["x"], model_key, True)
-      value = core.masked_mean(loss(logits, batch), batch["mask"])
+      value = loss(logits, batch)
+      if value.ndim:
+        value = core.masked_mean(value, batch["mask"])
       total = value
       if proximal:
         total += proximal_term(params, server.params, hyper["prox_mu"])

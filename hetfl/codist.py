@@ -77,14 +77,15 @@ class _Exchange:
       raise ValueError(f"codistillation needs two pools, not {num_pools}")
     distiller.hyper(num_pools)  # Raises if a value is out of its range.
     self._engine = engine
-    self._predictors = [distiller.predictor(pool.model) for pool in pools]
-    self._students = [
-      distiller.student(pool.model, i, num_pools)
-      for i, pool in enumerate(pools)
-    ]
+    self._stores = distiller.divergence is None
+    models = [pool.model for pool in pools]
+    self._predictors = [distiller.predictor(model) for model in models]
+    self._students = [distiller.student(models, i) for i in range(num_pools)]
 
   def jobs(self, teachers, hyper, key, plan, data, decay, when):
     """Runs the teachers and gives the jobs that distil to each student.
+
+    Students whose distiller stores no logits run the teachers themselves.
 
     Args:
       teachers: P `Variables`, the models as they are; students start there.
@@ -103,18 +104,21 @@ class _Exchange:
       raise ValueError("plan.distill is None: codistillation needs batches")
     steps = np.arange(len(rows), dtype=np.int32)
     bank = data["distill"]
-    logits = self._engine.run(
-      *(
-        engine_lib.Chunks(predict, (teacher, key, bank), (steps, rows), when)
-        for predict, teacher in zip(self._predictors, teachers)
+    views = tuple(teachers)
+    if self._stores:
+      views = self._engine.run(
+        *(
+          engine_lib.Chunks(predict, (teacher, key, bank), (steps, rows), when)
+          for predict, teacher in zip(self._predictors, teachers)
+        )
       )
-    )
     return [
       engine_lib.Call(
         student,
-        (teacher, hyper, decay, key, bank, steps, rows, logits),
+        (teacher, hyper, decay, key, bank, steps, rows, views),
         when,
         _unchanged,
+        shared=True,
       )
       for student, teacher in zip(self._students, teachers)
     ]

@@ -15,7 +15,8 @@ import optax
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
-# (logits [B, C], batch) -> losses [B]
+# (logits [B, C], batch) -> losses [B]; or a scalar, the mean over those
+# examples whose mask is 1
 Loss = Callable[[jax.Array, Batch], jax.Array]
 # (key, batch as it lies in the bank) -> batch as the model takes it
 Transform = Callable[[jax.Array, Batch], Batch]
@@ -40,7 +41,9 @@ class Model(NamedTuple):
     init: `key -> Variables`.
     apply: `(variables, x, key, train) -> (logits, stats)`, where `key` feeds
       dropout and the like and `train` is a Python bool. Models without
-      mutable collections return `variables.stats` unchanged.
+      mutable collections return `variables.stats` unchanged. Logits are
+      `float[B, C]`, or whatever the pool's loss and the evaluator's measure
+      take, such as `models.language.TokenLogits`.
   """
 
   init: Callable[[jax.Array], Variables]
@@ -188,3 +191,27 @@ def num_parameters(params: PyTree) -> int:
   8
   """
   return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def strong(tree: PyTree) -> PyTree:
+  """The same without weak types, which a checkpoint does not keep.
+
+  Otherwise a state that was restored could promote otherwise than one that
+  was not; and a step would compile twice.
+
+  Args:
+    tree: a pytree of arrays and other leaves.
+
+  Returns:
+    The pytree.
+
+  >>> jnp.asarray(1.0).weak_type, strong(jnp.asarray(1.0)).weak_type
+  (True, False)
+  """
+
+  def leaf(x):
+    if getattr(x, "weak_type", False):
+      return jax.lax.convert_element_type(x, x.dtype)
+    return x
+
+  return jax.tree.map(leaf, tree)

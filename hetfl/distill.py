@@ -12,6 +12,9 @@ from hetfl import client as client_lib
 from hetfl import core
 
 PyTree = Any
+# (student's logits, teachers' logits, own logits, teachers' temperatures,
+#  regularization, label weight, batch, weights) -> sum over the batch
+Divergence = Callable[..., jax.Array]
 
 
 def tempered_softmax(logits: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -132,6 +135,11 @@ def mixup(x: jax.Array, weight: jax.Array) -> jax.Array:
   return weight * x + (1 - weight) * jnp.roll(x, -1, axis=0)
 
 
+def example_weights(batch: core.Batch) -> jax.Array:
+  """What counts in a distillation batch: the examples whose mask is 1."""
+  return batch["mask"]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Distiller:
   """How students learn from teachers; its configuration.
@@ -152,6 +160,12 @@ class Distiller:
     microbatch: how many examples pass through a model at once, at most; the
       batch is cut into equal parts. `None` for all. Changes speed and memory
       only, but for dropout and batch normalisation, which act on the parts.
+    weights: a batch to what its examples `[B]`, or their positions `[B, T]`,
+      count in the mean.
+    divergence: `None` for `kl_divergence` from `codist_target`, with the
+      logits of all the steps computed ahead, once for all students. Else a
+      function such as `next_word.token_divergence`, for logits that are too
+      many to keep: the teachers are then part of each student's step.
   """
 
   learning_rate: float | Sequence[float] = 1e-3
@@ -163,6 +177,8 @@ class Distiller:
   mixup_beta: float | None = None
   optimizer: client_lib.Optimizer = optax.adam
   microbatch: int | None = None
+  weights: Callable[[core.Batch], jax.Array] = example_weights
+  divergence: Divergence | None = None
 
   def hyper(self, num_pools: int) -> dict[str, jax.Array]:
     """The values that trials may vary, as `float32[P]` each.
@@ -192,6 +208,10 @@ class Distiller:
     )
     if self.microbatch is not None and self.microbatch < 1:
       raise ValueError(f"microbatch={self.microbatch}: must be at least 1")
+    if self.divergence and self.mixup_beta is not None:
+      raise ValueError(
+        f"mixup_beta={self.mixup_beta}: a divergence of one's own takes none"
+      )
     hyper = {}
     for name, (value, low, high) in values.items():
       for v in value if isinstance(value, Sequence) else [value]:
@@ -247,53 +267,81 @@ class Distiller:
     return program
 
   def student(
-    self, model: core.Model, index: int, num_pools: int
+    self, models: Sequence[core.Model], index: int
   ) -> Callable[..., tuple[core.Variables, core.Mean]]:
     """The program that teaches one pool's model: `s` optimizer steps.
 
     Args:
-      model: the student's model.
+      models: each pool's model.
       index: the student's pool, i.
-      num_pools: P.
 
     Returns:
-      `(variables, hyper, decay, key, bank, steps [S], index [S, B], logits)
-      -> (student, loss)`, where `logits` holds each pool's `float[S, B, C]`
-      at the start. The loss is the mean KL to the target.
+      `(variables, hyper, decay, key, bank, steps [S], index [S, B], views)
+      -> (student, loss)`, where `views` are each pool's logits at the start,
+      `float[S, B, C]`, or with a `divergence` of one's own each pool's
+      `Variables`. The loss is the mean KL to the target.
+      With `shard`, an `engine.Shard`, each device takes its share of every
+      batch, and gradients are added up.
     """
-    others = [j for j in range(num_pools) if j != index]
+    others = [j for j in range(len(models)) if j != index]
 
-    def program(variables, hyper, decay, key, bank, steps, rows, logits):
+    def program(
+      variables, hyper, decay, key, bank, steps, rows, views, shard=None
+    ):
       final = hyper["final_share"][index]
       rate = hyper["distill_lr"][index] * (final + (1 - final) * decay)
       optimizer = self.optimizer(rate)
       # Apart from the batches' keys, and from the other students'.
       student_key = jax.random.fold_in(key, 2**31 + index)
+      mix = (
+        [hyper["temperature"][j] for j in others],
+        hyper["regularization"][index],
+      )
+
+      def stored(logits, data):
+        _, target, weights = data
+        return jnp.sum(weights * kl_divergence(target, logits))
+
+      def recomputed(logits, data):
+        _, batch, weights = data
+        own, *teachers = [
+          models[j].apply(views[j], batch["x"], None, False)[0]
+          for j in (index, *others)
+        ]
+        return self.divergence(
+          logits, teachers, own, *mix, self.label_weight, batch, weights
+        )
 
       def step(carry, row):
         student, opt_state = carry
-        s, positions, *views = row
+        s, positions, *logits = row
         batch = self.batch(key, bank, s, positions)
-        target = codist_target(
-          [views[j] for j in others],
-          views[index],
-          [hyper["temperature"][j] for j in others],
-          hyper["regularization"][index],
-        )
-        if self.label_weight:
-          labels = jax.nn.one_hot(batch["y"], target.shape[-1])
-          if self.mixup_beta is not None:
-            labels = mixup(labels, batch["mixup"])
-          target += self.label_weight * (labels - target)
-        model_key = jax.random.fold_in(student_key, s)
+        if self.divergence is None:
+          divergence = stored
+          target = codist_target(
+            [logits[j] for j in others], logits[index], *mix
+          )
+          if self.label_weight:
+            labels = jax.nn.one_hot(batch["y"], target.shape[-1])
+            if self.mixup_beta is not None:
+              labels = mixup(labels, batch["mixup"])
+            target += self.label_weight * (labels - target)
+        else:
+          divergence, target = recomputed, batch
         loss, grads, stats = self._gradient(
-          model, student, model_key, batch, target
+          models[index],
+          student,
+          jax.random.fold_in(student_key, s),
+          divergence,
+          (batch["x"], target, self.weights(batch)),
+          shard,
         )
         updates, opt_state = optimizer.update(grads, opt_state, student.params)
         params = optax.apply_updates(student.params, updates)
         return (core.Variables(params, stats), opt_state), loss
 
       start = (variables, optimizer.init(variables.params))
+      logits = views if self.divergence is None else ()
       (student, _), losses = jax.lax.scan(step, start, (steps, rows, *logits))
       return student, core.Mean(
         jnp.sum(losses), jnp.asarray(len(losses), jnp.float32)
@@ -301,35 +349,48 @@ class Distiller:
 
     return program
 
-  def _gradient(self, model, student, key, batch, target):
+  def _gradient(self, model, student, key, divergence, data, shard):
     """Mean loss, gradient and statistics over a batch, part by part."""
 
-    def loss(params, stats, key, x, target, mask):
-      logits, stats = model.apply(core.Variables(params, stats), x, key, True)
-      return jnp.sum(mask * kl_divergence(target, logits)), stats
+    def loss(params, stats, key, data):
+      logits, stats = model.apply(
+        core.Variables(params, stats), data[0], key, True
+      )
+      return divergence(logits, data), stats
 
-    def part(carry, data):
+    def part(carry, row):
       total, grads, stats = carry
       (value, stats), g = jax.value_and_grad(loss, has_aux=True)(
-        student.params, stats, *data
+        student.params, stats, *row
       )
       return (total + value, optax.tree.add(grads, g), stats), None
 
-    parts = self._parts(len(target))
-    data = (batch["x"], target, batch["mask"])
-    (total, grads, stats), _ = jax.lax.scan(
+    x, _, weights = data
+    # A batch that the devices cannot share equally is for each of them.
+    if shard is not None and len(x) % shard.count:
+      shard = None
+    parts = self._parts(len(x), shard.count if shard else 1)
+    rows = (
+      jax.random.split(key, parts),
+      jax.tree.map(lambda a: _split(a, parts), data),
+    )
+    sums, _ = jax.lax.scan(
       part,
       (jnp.zeros(()), optax.tree.zeros_like(student.params), student.stats),
-      (jax.random.split(key, parts), *(_split(x, parts) for x in data)),
+      shard.take(rows) if shard else rows,
     )
-    count = jnp.maximum(jnp.sum(batch["mask"]), 1)
+    total, grads, stats = sums
+    if shard:
+      total, grads, stats = shard.sum(sums)
+      stats = optax.tree.scale(1 / shard.count, stats)
+    count = jnp.maximum(jnp.sum(weights), 1)
     return total / count, optax.tree.scale(1 / count, grads), stats
 
-  def _parts(self, batch_size: int) -> int:
+  def _parts(self, batch_size: int, multiple: int = 1) -> int:
     """The least number of equal parts that are no larger than allowed."""
     return next(
       n
-      for n in range(1, batch_size + 1)
+      for n in range(multiple, batch_size + 1, multiple)
       if batch_size % n == 0
       and batch_size // n <= (self.microbatch or batch_size)
     )

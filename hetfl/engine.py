@@ -19,6 +19,7 @@ devices. Three engines give the same results to rounding:
 
 from collections.abc import Callable
 from concurrent import futures
+import functools
 import math
 import os
 import threading
@@ -26,11 +27,38 @@ import time
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
 PyTree = Any
 AXIS = "lanes"
+
+
+class Shard(NamedTuple):
+  """A device's share of a batch, within a program that all devices run.
+
+  Attributes:
+    axis: the mesh axis.
+    count: how many devices share.
+  """
+
+  axis: str
+  count: int
+
+  def take(self, tree: PyTree) -> PyTree:
+    """Its rows of arrays whose rows all devices have."""
+
+    def part(x):
+      size = len(x) // self.count
+      start = jax.lax.axis_index(self.axis) * size
+      return jax.lax.dynamic_slice_in_dim(x, start, size)
+
+    return jax.tree.map(part, tree)
+
+  def sum(self, tree: PyTree) -> PyTree:
+    """The sum over the devices."""
+    return jax.lax.psum(tree, self.axis)
 
 
 class Call(NamedTuple):
@@ -42,12 +70,15 @@ class Call(NamedTuple):
     when: whether to run it; if not, the result is that of `otherwise`.
     otherwise: a cheap function of the same arguments with results of the same
       shapes; by default zeros.
+    shared: whether devices may share the work: where there are several, `fn`
+      is called with `shard`, a `Shard`, and must give all the same result.
   """
 
   fn: Callable[..., PyTree]
   args: tuple[PyTree, ...]
   when: jax.Array | bool = True
   otherwise: Callable[..., PyTree] | None = None
+  shared: bool = False
 
 
 class Lanes(NamedTuple):
@@ -131,11 +162,13 @@ def _zeros(fn, *args):
 class Inline:
   """Runs jobs within the program being traced; see the module's docstring.
 
-  Calls, such as the students of a codistillation, run on every device alike.
+  Calls run on every device alike, but for those that share their work, such as
+  the students of a codistillation.
 
   Args:
-    mesh: a mesh with one axis, over which lanes and chunks are split; the
-      number of lanes must be a multiple of its size. `None`: one device.
+    mesh: a mesh with one axis, over which lanes and chunks are split. It may
+      span processes, all of which then call the same functions with the same
+      arguments. `None`: one device.
     max_lanes: how many lanes to run side by side on a device; `None`: as many
       as there are clients, which suits accelerators.
 
@@ -157,6 +190,7 @@ class Inline:
     self._mesh = mesh
     self._max_lanes = max_lanes
     self.num_pieces = mesh.size if mesh else 1
+    self._placed = {}
 
   def num_lanes(self, num_clients: int) -> int:
     """The clients or `max_lanes` a device, a multiple of the mesh's size."""
@@ -175,9 +209,60 @@ class Inline:
 
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
     """Jits the function; arguments `donate` are given up to it."""
-    return jax.jit(fn, donate_argnums=donate)
+    program = jax.jit(fn, donate_argnums=donate)
+    if self._mesh is None or not self._mesh.is_multi_process:
+      return program
+
+    def run(*args):
+      return program(
+        *(self._place(arg, i not in donate) for i, arg in enumerate(args))
+      )
+
+    return run
+
+  def _place(self, tree: PyTree, keep: bool) -> PyTree:
+    """Makes arrays of this process arrays of the whole mesh.
+
+    Args:
+      tree: arrays, the same in every process.
+      keep: whether to remember them, as for a bank that comes every round.
+    """
+
+    def place(leaf):
+      if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
+        return leaf  # NumPy's count as everywhere, the others are.
+      if id(leaf) in self._placed:
+        return self._placed[id(leaf)][1]
+      everywhere = jax.sharding.NamedSharding(
+        self._mesh, jax.sharding.PartitionSpec()
+      )
+      if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jax.make_array_from_process_local_data(
+          everywhere, np.asarray(jax.random.key_data(leaf))
+        )
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+      placed = jax.make_array_from_process_local_data(
+        everywhere, np.asarray(leaf)
+      )
+      if keep:
+        # With the leaf itself, so that no other can take its id.
+        self._placed[id(leaf)] = (leaf, placed)
+      return placed
+
+    return jax.tree.map(place, tree)
 
   def _call(self, job: Call):
+    if job.shared and self._mesh is not None:
+      shard = Shard(self._mesh.axis_names[0], self._mesh.size)
+      same = jax.sharding.PartitionSpec()
+      fn = jax.shard_map(
+        functools.partial(job.fn, shard=shard),
+        mesh=self._mesh,
+        in_specs=same,
+        out_specs=same,
+        check_vma=False,
+      )
+      job = job._replace(fn=fn, shared=False)
     if job.when is True:
       return job.fn(*job.args)
 
@@ -206,11 +291,23 @@ class Inline:
 
     if self._mesh is None:
       return run(job.shared, job.lanes, job.steps)
-    if num_lanes % self._mesh.size:
-      raise ValueError(
-        f"{num_lanes} lanes over {self._mesh.size} devices: the number of"
-        " lanes must be a multiple of the number of devices"
+    missing = -num_lanes % self._mesh.size
+    if missing:
+      # Lanes of another number of devices: filled up with ones that count not.
+      fn, counts = job.fn, np.arange(num_lanes + missing) < num_lanes
+
+      def counted(*args):
+        *shared, (lane, count), steps = args
+        return jax.tree.map(
+          lambda a: jnp.where(count, a, jnp.zeros_like(a)),
+          fn(*shared, lane, steps),
+        )
+
+      lanes, steps = jax.tree.map(
+        lambda a: jnp.concatenate([a, jnp.repeat(a[:1], missing, axis=0)]),
+        (job.lanes, job.steps),
       )
+      job = job._replace(fn=counted, lanes=(lanes, counts), steps=steps)
     axis = self._mesh.axis_names[0]
     spec = jax.sharding.PartitionSpec
     return jax.shard_map(
@@ -396,6 +493,40 @@ def _stack(*trees):
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
+def from_first(value: PyTree) -> PyTree:
+  """What the first process holds, in every process.
+
+  Args:
+    value: a pytree of arrays and numbers, alike in structure, shape and dtype
+      in every process.
+
+  Returns:
+    Its first process's leaves, as NumPy arrays.
+
+  >>> from_first({'round': 3})
+  {'round': 3}
+  """
+  if jax.process_count() == 1:
+    return value
+  return multihost_utils.broadcast_one_to_all(value)
+
+
+def bytes_from_first(content: bytes) -> bytes:
+  """What the first process has read, in every process.
+
+  Args:
+    content: the bytes; those of the other processes do not count.
+
+  Returns:
+    The first process's bytes.
+  """
+  if jax.process_count() == 1:
+    return content
+  size = int(from_first(np.int32(len(content))))
+  padded = np.frombuffer(content[:size].ljust(size), np.uint8)
+  return np.asarray(from_first(padded)).tobytes()
+
+
 def default_engine(num_threads: int | None = None) -> Engine:
   """The engine for the devices at hand.
 
@@ -404,9 +535,9 @@ def default_engine(num_threads: int | None = None) -> Engine:
 
   Returns:
     `Threads()` on CPU, `Inline()` for one accelerator, and `Inline(mesh)` over
-    all devices for several.
+    all devices, of all processes, for several.
   """
-  if jax.default_backend() == "cpu":
+  if jax.default_backend() == "cpu" and jax.process_count() == 1:
     return Threads(num_threads)
   if jax.device_count() == 1:
     return Inline()

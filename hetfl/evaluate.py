@@ -1,6 +1,7 @@
 """Accuracy and loss of a model on a set of examples."""
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 from hetfl import core, population
 from hetfl import engine as engine_lib
 
+PyTree = Any
 Measure = Callable[[jax.Array, core.Batch], dict[str, core.Mean]]
 
 
@@ -90,18 +92,41 @@ class Evaluator:
       variables: what each model holds.
 
     Returns:
-      For each model a flat dict such as `{'test_accuracy': 0.5}`.
+      For each model a flat dict such as `{'test_accuracy': 0.5}`, without what
+      a set has nothing to measure for.
     """
     sums = self._compiled(tuple(variables), self._banks, self._plans)
     return [
-      {name: float(m.total) / float(m.count) for name, m in model.items()}
+      {n: float(m.total) / float(m.count) for n, m in model.items() if m.count}
       for model in jax.device_get(sums)
     ]
 
+  def data(self, *names: str) -> PyTree:
+    """What `sums` needs of some of the sets."""
+    return tuple(
+      {name: tree[name] for name in names}
+      for tree in (self._banks, self._plans)
+    )
+
+  def sums(
+    self, variables: Sequence[core.Variables], data: PyTree
+  ) -> list[core.Metrics]:
+    """The sums over the sets of `data`, as open to tracing as the engine.
+
+    Args:
+      variables: what each model holds.
+      data: of some sets, from `data`.
+
+    Returns:
+      For each model a flat dict such as `{'test_accuracy': Mean}`.
+    """
+    return self._evaluate(variables, *data)
+
   def _evaluate(self, variables, banks, plans):
+    all_names = [[n for n in names if n in plans] for names in self._names]
     jobs = [
       engine_lib.Lanes(program, (v, banks[name]), *plans[name])
-      for program, v, names in zip(self._programs, variables, self._names)
+      for program, v, names in zip(self._programs, variables, all_names)
       for name in names
     ]
     results = iter(self._engine.run(*jobs))
@@ -111,7 +136,7 @@ class Evaluator:
         for name in names
         for key, mean in next(results).items()
       }
-      for names in self._names
+      for names in all_names
     ]
 
 

@@ -41,7 +41,7 @@ class Pool:
     client_lr: the clients' learning rate, constant.
     server_lr: the server's learning rate in the first round; see `rounds` in
       `hetfl.fedavg`.
-    loss: the loss of each example.
+    loss: the loss of each example, or a batch's mean; see `core.Loss`.
     transform: what is done to a training batch as it lies in the bank.
     client_optimizer: a learning rate to an optax optimizer.
     server_optimizer: a learning rate to an optax optimizer.

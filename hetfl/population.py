@@ -360,11 +360,16 @@ def plan_distillation(
   """
   # 2**32 - 1 keeps these draws apart from those of any pool.
   rng = np.random.default_rng([seed, round, 2**32 - 1])
-  passes = -(-steps * batch_size // len(examples.index))
+  number = steps * batch_size
+  if len(examples.index) > 50 * number:
+    # Shuffling millions of examples for a few takes longer than a round.
+    chosen = rng.choice(len(examples.index), number, replace=False)
+    return examples.index[chosen].reshape(steps, batch_size).astype(np.int32)
+  passes = -(-number // len(examples.index))
   order = np.concatenate(
     [rng.permutation(examples.index) for _ in range(passes)]
   )
-  return order[: steps * batch_size].reshape(steps, batch_size).astype(np.int32)
+  return order[:number].reshape(steps, batch_size).astype(np.int32)
 
 
 def stack_plans(plans: Sequence[RoundPlan]) -> RoundPlan:

@@ -6,6 +6,7 @@ import math
 import os
 from typing import Any
 
+import matplotlib
 from matplotlib import figure
 from matplotlib.backends import backend_agg
 
@@ -203,6 +204,82 @@ def parties_table(parties: Sequence[Mapping[str, Any]]) -> str:
   return align(columns, names=2)
 
 
+def parallel_coordinates(
+  axes: Mapping[str, Sequence[float]],
+  scores: Sequence[float | None],
+  path: str | os.PathLike[str],
+  *,
+  log: Mapping[str, bool],
+  label: str = "objective",
+  scale: float = 100.0,
+  title: str | None = None,
+) -> None:
+  """Draws trials as lines across one axis a hyper-parameter, to a PNG.
+
+  Args:
+    axes: hyper-parameter -> each trial's value.
+    scores: each trial's score, the axis at the right and the line's colour;
+      None, such as a diverged trial's, is a dotted line that ends before it.
+    path: the PNG; replaced atomically.
+    log: hyper-parameter -> whether its axis is logarithmic.
+    label: what the score is called.
+    scale: factor from the scores' unit to that of the axis.
+    title: above the axes.
+  """
+  columns = {**axes, label: [s and scale * s for s in scores]}
+  shares, ticks = [], []
+  for name, values in columns.items():
+    share, labels = _axis(values, log.get(name, False))
+    shares.append(share)
+    ticks.append(labels)
+  fig = figure.Figure(
+    figsize=(1.5 + 1.25 * len(columns), 4.6), layout="constrained", dpi=150
+  )
+  backend_agg.FigureCanvasAgg(fig)
+  ax = fig.subplots()
+  colors = matplotlib.colormaps["viridis"]
+  # The best last, on top of the others.
+  for i in sorted(range(len(scores)), key=lambda i: scores[i] or -math.inf):
+    line = [share[i] for share in shares]
+    known = line[-1] is not None
+    ax.plot(
+      range(len(line) - (not known)),
+      line if known else line[:-1],
+      color=colors(line[-1]) if known else "0.6",
+      linestyle="-" if known else ":",
+      linewidth=0.8 + 1.4 * (line[-1] if known else 0),
+      alpha=0.85,
+    )
+  for x, labels in enumerate(ticks):
+    ax.axvline(x, color="0.3", linewidth=0.8)
+    for y, text in labels:
+      ax.text(x + 0.04, y, text, fontsize=7.5, va="center")
+  ax.set_xticks(range(len(columns)), list(columns), rotation=20, ha="right")
+  ax.set_xlim(-0.1, len(columns) - 0.55)
+  ax.set_ylim(-0.04, 1.04)
+  ax.set_yticks([])
+  ax.spines[:].set_visible(False)
+  if title:
+    fig.suptitle(title, fontsize=12)
+  content = io.BytesIO()
+  fig.savefig(content, format="png", metadata={"Software": None})
+  logs.write_bytes(path, content.getvalue())
+
+
+def _axis(
+  values: Sequence[float | None], log: bool
+) -> tuple[list[float | None], list[tuple[float, str]]]:
+  """Each value's place on an axis from 0 to 1, and the axis' marks."""
+  move = math.log if log else float
+  back = math.exp if log else float
+  known = [move(v) for v in values if v is not None] or [0.0]
+  low, high = min(known), max(known)
+  width = (high - low) or 1.0
+  places = [None if v is None else (move(v) - low) / width for v in values]
+  marks = (0, 0.25, 0.5, 0.75, 1) if high > low else (0,)
+  return places, [(m, f"{back(low + m * width):.3g}") for m in marks]
+
+
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
   """Formats results as a plain-text table, a line a run.
 
@@ -226,13 +303,17 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
   columns = [["", "algorithm", *results]]
   for pool in pools:
     values = [r.get("pools", {}).get(pool, {}) for r in results.values()]
-    for i, (name, head, form) in enumerate(
-      (
-        ("parameters", "parameters", "{:,d}"),
-        ("test_accuracy", "test %", "{:.2f}"),
-        ("heldout_accuracy", "held-out %", "{:.2f}"),
-      )
-    ):
+    heads = [
+      ("parameters", "parameters", "{:,d}"),
+      ("test_accuracy", "test %", "{:.2f}"),
+    ]
+    heads += [
+      (name, f"{name.removeprefix('test_accuracy_')} %", "{:.2f}")
+      for name in ("test_accuracy_questions", "test_accuracy_answers")
+      if any(name in v for v in values)
+    ]
+    heads.append(("heldout_accuracy", "held-out %", "{:.2f}"))
+    for i, (name, head, form) in enumerate(heads):
       cells = [
         _cell(v.get(name), form, 1 if name == "parameters" else 100)
         for v in values

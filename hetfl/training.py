@@ -6,7 +6,7 @@ metrics since the last evaluation and the last evaluation itself are in the
 checkpoint, and because a round's plan is a pure function of the round.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -22,8 +22,9 @@ from typing import Any
 
 from absl import logging
 import jax
+import numpy as np
 
-from hetfl import checkpoint, core, logs
+from hetfl import checkpoint, core, engine, logs, population
 
 # Metrics of this many rounds are fetched at once, when as many more rounds
 # have been dispatched: the device need not wait for Python.
@@ -67,11 +68,21 @@ class _Fetcher:
     self._means = means
     self._stop = stop_on_nonfinite
     self._warned = False
-    self._pending: list[tuple[int, core.Metrics]] = []
+    self._pending: list[tuple[range, core.Metrics]] = []
 
-  def add(self, round: int, metrics: core.Metrics) -> dict[str, float] | None:
-    """Takes a round's metrics; fetches a batch when it is time to."""
-    self._pending.append((round, metrics))
+  def add(
+    self, rounds: range, metrics: core.Metrics
+  ) -> dict[str, float] | None:
+    """Takes a dispatch's metrics; fetches a batch when it is time to.
+
+    Args:
+      rounds: the rounds of the dispatch.
+      metrics: theirs, with an axis of rounds if they are several.
+
+    Returns:
+      The last of the values that were fetched, if any were.
+    """
+    self._pending.append((rounds, metrics))
     return self.fetch(_BATCH) if len(self._pending) >= 2 * _BATCH else None
 
   def fetch(self, number: int | None = None) -> dict[str, float] | None:
@@ -79,10 +90,14 @@ class _Fetcher:
     number = len(self._pending) if number is None else number
     batch, self._pending = self._pending[:number], self._pending[number:]
     values = None
-    for round, metrics in jax.device_get(batch):
-      values = _values(metrics)
-      self._check(round, values)
-      self._means.add(metrics)
+    for rounds, several in jax.device_get(batch):
+      for i, round in enumerate(rounds):
+        metrics = several
+        if len(rounds) > 1:
+          metrics = jax.tree.map(lambda a, i=i: a[i], several)
+        values = _values(metrics)
+        self._check(round, values)
+        self._means.add(metrics)
     return values
 
   def _check(self, round: int, values: Mapping[str, float]) -> None:
@@ -119,6 +134,9 @@ def run(
   keep: int = 3,
   tensorboard: bool = True,
   stop_on_nonfinite: bool = False,
+  rounds_per_dispatch: int = 1,
+  scanned_step: Callable | None = None,
+  stack_plans: Callable[[Sequence[Any]], Any] = population.stack_plans,
 ) -> dict[str, Any]:
   """Trains, or goes on training, to the last round.
 
@@ -130,11 +148,16 @@ def run(
   process with status 128 + signal after the round and a checkpoint; a second
   one ends it without a checkpoint, when the programs at work are done.
 
+  Where several processes run one program (`jax.distributed`), all call this
+  with the same arguments and a folder each. The first one's counts: its
+  checkpoint is where all go on, and the others' may be thrown away. A signal
+  then acts after the next evaluation or checkpoint.
+
   Args:
     algorithm: the pair `init` and `step`; `step` is called as it is, so it
       should be compiled: `engine.compile(algorithm.step, donate=(0,))`.
     key: for `algorithm.init`.
-    plan_fn: round -> plan, a pure function; called one round ahead, from
+    plan_fn: round -> plan, a pure function; called one dispatch ahead, from
       another thread.
     data: handed to each `step` as it is.
     evaluate: state -> numbers by name; must not change anything.
@@ -149,6 +172,12 @@ def run(
     tensorboard: whether to write `tensorboard/`.
     stop_on_nonfinite: whether to end the run when a metric whose name ends in
       "loss" is not finite, instead of warning once.
+    rounds_per_dispatch: how many rounds are one program, where neither an
+      evaluation nor a checkpoint falls between them; the others are dispatched
+      one by one. Changes nothing but rounding.
+    scanned_step: that program, for more than one:
+      `engine.compile(scanned(step), donate=(0,))`.
+    stack_plans: puts plans of several rounds on one axis.
 
   Returns:
     What `result.json` holds: what `summarize` returned, `rounds`, `seconds`
@@ -164,17 +193,23 @@ def run(
     ("rounds", rounds),
     ("eval_every", eval_every),
     ("checkpoint_every", checkpoint_every),
+    ("rounds_per_dispatch", rounds_per_dispatch),
   ]:
     if value < 1:
       raise ValueError(f"{name}={value}: must be at least 1")
+  if rounds_per_dispatch > 1 and scanned_step is None:
+    raise ValueError(
+      f"rounds_per_dispatch={rounds_per_dispatch}: give scanned_step too"
+    )
   stored = folder.result()
-  if stored is not None and stored.get("rounds") == rounds:
+  finished = stored is not None and stored.get("rounds") == rounds
+  if engine.from_first(finished):
     logging.info(
       "%s: the run is finished; this is its result.json. For another run,"
       " take another folder.",
       folder.path,
     )
-    return stored
+    return _shared(folder)
 
   started = time.monotonic()
   commit = git_commit()  # That of the code at work, not of a later checkout.
@@ -182,9 +217,9 @@ def run(
   with contextlib.ExitStack() as stack:
     signals = stack.enter_context(_signals())
     # As one program, and not as hundreds of small ones.
-    state = _strong(jax.jit(algorithm.init)(key))
+    state = core.strong(jax.jit(algorithm.init)(key))
     done, extra = 0, {}
-    found = checkpoints.latest(like=state)
+    found = _latest(checkpoints, state)
     if found is not None:
       done, state, extra = found
       if done > rounds:
@@ -203,8 +238,11 @@ def run(
     progress = stack.enter_context(
       contextlib.closing(logs.Progress(rounds, done))
     )
+    dispatches = _dispatches(
+      done + 1, rounds, (eval_every, checkpoint_every), rounds_per_dispatch
+    )
     plans = stack.enter_context(
-      contextlib.closing(_ahead(plan_fn, done + 1, rounds))
+      contextlib.closing(_ahead(plan_fn, stack_plans, dispatches))
     )
 
     def seconds() -> float:
@@ -212,9 +250,11 @@ def run(
 
     def save() -> None:
       fetcher.fetch()
+      if jax.process_index():
+        return  # The first process's is enough for all.
       checkpoints.save(
         done,
-        state,
+        _local(state),
         {
           "seconds": seconds(),
           "evaluation": evaluation,
@@ -223,13 +263,14 @@ def run(
         },
       )
 
-    saved = done
-    while done < rounds and not signals:
-      plan = next(plans)
-      state, metrics = algorithm.step(state, plan, data)
-      state = _strong(state)
-      done += 1
-      last = fetcher.add(done, metrics)
+    saved, stop = done, False
+    while done < rounds and not stop:
+      dispatch, plan = next(plans)
+      step = algorithm.step if len(dispatch) == 1 else scanned_step
+      state, metrics = step(state, plan, data)
+      state = core.strong(state)
+      done = dispatch[-1]
+      last = fetcher.add(dispatch, metrics)
       if done % eval_every == 0 or done == rounds:
         evaluation = {n: float(v) for n, v in evaluate(state).items()}
         last = fetcher.fetch()
@@ -240,7 +281,11 @@ def run(
       if done % checkpoint_every == 0 or done == rounds:
         save()
         saved = done
-    if signals and saved != done:
+      if jax.process_count() == 1:
+        stop = bool(signals)
+      elif done % eval_every == 0 or done % checkpoint_every == 0:
+        stop = bool(engine.from_first(bool(signals)))
+    if stop and saved != done:
       save()
 
     if done == rounds:
@@ -253,17 +298,43 @@ def run(
           "git_commit": commit,
         }
       )
-  if signals:
+  if stop:
     logging.warning(
       "%s: %s after round %d of %d. %s.",
       folder.path,
-      signal.Signals(signals[0]).name,
+      signal.Signals((signals or [signal.SIGTERM])[0]).name,
       done,
       rounds,
       "Finished" if done == rounds else "Saved; the same command goes on",
     )
-    raise SystemExit(128 + signals[0])
-  return folder.result()
+    raise SystemExit(128 + (signals or [signal.SIGTERM])[0])
+  return _shared(folder)
+
+
+def scanned(step: Callable) -> Callable:
+  """A step over a plan of several rounds, as one program.
+
+  Args:
+    step: one that can be traced.
+
+  Returns:
+    `(state, plans, data) -> (state, metrics)`, where plans and metrics have
+    rounds on the first axis of each array; for `engine.compile`.
+
+  >>> step = lambda state, plan, data: (state + plan, {'sum': state + plan})
+  >>> state, metrics = scanned(step)(jax.numpy.zeros(()), np.ones(3), None)
+  >>> float(state), metrics['sum'].tolist()
+  (3.0, [1.0, 2.0, 3.0])
+  """
+
+  def scan(state, plans, data):
+    def body(state, plan):
+      state, metrics = step(state, plan, data)
+      return core.strong(state), metrics
+
+    return jax.lax.scan(body, state, plans)
+
+  return scan
 
 
 def versions() -> dict[str, str]:
@@ -316,32 +387,96 @@ def _row(
   return {"round": round, **evaluation, **means, "seconds": seconds}
 
 
-def _strong(state: Any) -> Any:
-  """The state without weak types, which a checkpoint does not keep.
+def _latest(
+  checkpoints: checkpoint.Checkpoints, state: Any
+) -> tuple[int, Any, dict[str, Any]] | None:
+  """The first process's newest checkpoint, in all processes."""
+  found = checkpoints.latest(like=state)
+  if jax.process_count() == 1:
+    return found
+  if not engine.from_first(found is not None):
+    return None
+  done, state, extra = found or (0, state, {})
+  is_key = lambda a: jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)
+  leaves, tree = jax.tree.flatten(state)
+  done, arrays = engine.from_first(
+    (
+      done,
+      [np.asarray(jax.random.key_data(a) if is_key(a) else a) for a in leaves],
+    )
+  )
+  state = jax.tree.unflatten(
+    tree,
+    [
+      jax.random.wrap_key_data(b, impl=jax.random.key_impl(a))
+      if is_key(a)
+      else jax.numpy.asarray(b)
+      for a, b in zip(leaves, arrays)
+    ],
+  )
+  return int(done), state, extra
 
-  Otherwise a state that was restored could promote otherwise than one that
-  was not; and a step would compile twice.
+
+def _shared(folder: logs.RunFolder) -> dict[str, Any]:
+  """The first process's result, and its files in the others' folders too."""
+  if jax.process_count() > 1:
+    for path in (folder.metrics, folder.path / "result.json"):
+      first = jax.process_index() == 0
+      content = engine.bytes_from_first(path.read_bytes() if first else b"")
+      if not first:
+        logs.write_bytes(path, content)
+  return folder.result()
+
+
+def _local(state: Any) -> Any:
+  """Copies of this process's own of arrays that all processes have."""
+
+  def local(leaf):
+    there = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    return leaf.addressable_data(0) if there else leaf
+
+  return jax.tree.map(local, state)
+
+
+def _dispatches(
+  first: int, last: int, multiples: Sequence[int], size: int
+) -> Iterator[range]:
+  """Cuts rounds into dispatches.
+
+  Those of `size` rounds cross no multiple; the rest are single rounds, so that
+  two programs serve all.
+
+  >>> [list(d) for d in _dispatches(2, 9, (6, 100), 3)]
+  [[2], [3], [4, 5, 6], [7, 8, 9]]
   """
-
-  def strong(leaf):
-    if getattr(leaf, "weak_type", False):
-      return jax.lax.convert_element_type(leaf, leaf.dtype)
-    return leaf
-
-  return jax.tree.map(strong, state)
+  while first <= last:
+    end = min(last, *(m * -(-first // m) for m in multiples))
+    number = size if (end - first + 1) % size == 0 else 1
+    yield range(first, first + number)
+    first += number
 
 
 def _ahead(
-  plan_fn: Callable[[int], Any], first: int, last: int
-) -> Iterator[Any]:
-  """Plans of the rounds, each made while the round before is at work."""
+  plan_fn: Callable[[int], Any],
+  stack_plans: Callable[[Sequence[Any]], Any],
+  dispatches: Iterator[range],
+) -> Iterator[tuple[range, Any]]:
+  """Dispatches and their plans, made while the ones before are at work."""
+
+  def plan(rounds):
+    plans = [plan_fn(round) for round in rounds]
+    return rounds, plans[0] if len(plans) == 1 else stack_plans(plans)
+
   executor = futures.ThreadPoolExecutor(1, thread_name_prefix="plan")
   try:
     future = None
-    for round in range(first, last + 1):
-      plan = (future or executor.submit(plan_fn, round)).result()
-      future = executor.submit(plan_fn, round + 1) if round < last else None
-      yield plan
+    for rounds in dispatches:
+      ahead = executor.submit(plan, rounds)
+      if future is not None:
+        yield future.result()
+      future = ahead
+    if future is not None:
+      yield future.result()
   finally:
     executor.shutdown(wait=False, cancel_futures=True)
 

@@ -1,5 +1,7 @@
 """experiments/codist.py as a user runs it."""
 
+import csv
+import hashlib
 import json
 import os
 import pathlib
@@ -110,7 +112,12 @@ def test_speed_flags_change_nothing_but_rounding(codist, tmp_path):
   run = ("--algorithm=merged", "--rounds=3", "--eval_every=3")
   cases = {
     "threads": (),
-    "inline": ("--engine=inline", "--conv=native", "--microbatch=0"),
+    "inline": (
+      "--engine=inline",
+      "--conv=native",
+      "--microbatch=0",
+      "--rounds_per_dispatch=3",
+    ),
     "mesh": ("--engine=mesh", "--cpu_devices=2", "--lanes=4"),
   }
   results = {}
@@ -291,6 +298,85 @@ def test_real_cifar_100_and_a_flipped_bit(codist, tmp_path):
   assert "train.bin" in line and "sha256" in line.lower()
 
 
+@pytest.mark.slow
+def test_language_models_of_two_domains(codist, tmp_path):
+  """A dump of thirty users: pools by domain, word pieces, going on."""
+  rows = [
+    f'<row PostTypeId="{1 + k % 2}" OwnerUserId="{k // 2 % 30}"'
+    f' Body="&lt;p&gt;Say {"word" * (k % 3)} {k % 7}. Then stop.&lt;/p&gt;"/>'
+    for k in range(240)
+    if k % 2 == k // 2 % 2 or k % 5 == 0  # Most users ask or answer.
+  ] + ['<row PostTypeId="1" Body="x" />']
+  posts = tmp_path / "stackexchange" / "Posts.xml"
+  posts.parent.mkdir()
+  posts.write_text("<posts>" + "\n".join(rows) + "</posts>")
+  run = (
+    "--algorithm=merged",
+    "--dataset=stackexchange",
+    f"--data_dir={tmp_path}",
+    "--pools=domain",
+    "--vocabulary=wordpiece",
+    "--vocabulary_size=30",
+    "--model_size=half",
+    "--clients_per_round=3",
+    "--distill_steps=2",
+    "--distill_batch_size=8",
+    "--rounds=4",
+    "--eval_every=2",
+    "--checkpoint_every=1",
+    "--notensorboard",
+  )
+  done = codist(*run, f"--workdir={tmp_path}/run")
+  assert done.returncode == 0, done.stderr
+  assert re.search(r"questions % +answers %", done.stdout)
+  result, rows = outcome(tmp_path / "run")
+  vocabulary = (tmp_path / "run/vocabulary.json").read_bytes()
+  assert result["vocabulary"] == {
+    "kind": "wordpiece",
+    "size": len(json.loads(vocabulary)["tokens"]) + 4,
+    "sha256": hashlib.sha256(vocabulary).hexdigest(),
+  }
+  assert result["skipped"] == {"posts without an owner": 1}
+  for pool in ("small", "large"):
+    entry = result["pools"][pool]
+    for metric in ("", "_questions", "_answers", "_no_eos"):
+      name = f"test_accuracy{metric}"
+      assert entry[name] == rows[-1][f"{pool}/{name}"]
+    assert entry["test_perplexity"] == pytest.approx(
+      np.exp(rows[-1][f"{pool}/test_loss"])
+    )
+  for curve in ("", "_questions", "_answers"):
+    png = (tmp_path / f"run/curves{curve}.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+  # A run that was stopped goes on, bit for bit.
+  expected = outcome(tmp_path / "run"), manifest(tmp_path / "run")
+  (tmp_path / "run/result.json").unlink()
+  for late in ("000003", "000004"):
+    shutil.rmtree(tmp_path / "run/checkpoints" / late)
+  done = codist(*run, f"--workdir={tmp_path}/run")
+  assert done.returncode == 0, done.stderr
+  assert (outcome(tmp_path / "run"), manifest(tmp_path / "run")) == expected
+  cases = [
+    (("--recipe=pad32",), "--recipe=pad32: not for --dataset=stackexchange"),
+    (("--high_capacity_clients=3",), "pools by domain have none"),
+    (("--distill_data=c4",), "needs --c4_path"),
+    (("--distill_data=cifar10",), "--distill_data=cifar10"),
+    (("--dataset=digits",), "not for --dataset=digits"),
+    ((f"--data_dir={tmp_path}/nowhere",), "archive.org/details/stackexchange"),
+    (("--clients_per_round=30",), "--clients_per_round=30: pool 0 has"),
+  ]
+  for flags, message in cases:
+    done = codist(*run, f"--workdir={tmp_path}/fresh", *flags)
+    lines = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
+    assert done.returncode != 0 and "Traceback" not in done.stderr, flags
+    assert len(lines) == 1 and message in lines[0], (flags, done.stderr)
+    assert not (tmp_path / "fresh").exists(), flags
+  posts.write_text(posts.read_text().replace("Say", "Shout"))
+  (tmp_path / "run/result.json").unlink()
+  done = codist(*run, f"--workdir={tmp_path}/run")
+  assert done.returncode != 0 and "the data has changed" in done.stderr
+
+
 def test_flag_files_are_up_to_date():
   sys.path.insert(0, str(ROOT / "experiments"))
   try:
@@ -302,7 +388,8 @@ def test_flag_files_are_up_to_date():
     for p in (ROOT / "experiments/flags").glob("*.flags")
   }
   assert there == make_flags.flag_files()
-  for prefix, number in (("table1_cifar", 15), ("fml_table1", 72)):
+  numbers = {"table1_cifar": 15, "table1_stackoverflow": 15, "fml_table1": 72}
+  for prefix, number in numbers.items():
     assert sum(name.startswith(prefix) for name in there) == number
 
 
@@ -313,3 +400,33 @@ def test_the_readme_example_runs():
   with jax.numpy_rank_promotion("allow"):
     exec(compile(code, "README.md", "exec"), names)
   assert names["metrics"]["large/distill_loss"].count == 4
+
+
+def test_reproduce_puts_our_numbers_beside_the_published(environment, tmp_path):
+  command = [sys.executable, str(ROOT / "experiments/reproduce.py")]
+  run = lambda *args: subprocess.run(
+    [*command, *args], env=environment, cwd=ROOT, capture_output=True, text=True
+  )
+  assert "table1_cifar_4700_merged_in" in run("--list").stdout
+  wrong = run("--table=codist_table1_cifar", "--only=4701")
+  assert wrong.returncode == 2 and "no such cell" in wrong.stderr
+  # The cell on digits instead, 4 of its rounds.
+  done = run(
+    "--table=codist_table1_cifar",
+    "--only=3100_fedavg,3100_merged_out",
+    f"--workdir={tmp_path}",
+    "--",
+    *("--dataset=digits", "--recipe=digits8", "--distill_data=in_domain"),
+    *("--rounds=4", "--clients_per_round=4", "--high_capacity_clients=8"),
+    *("--distill_steps=2", "--distill_batch_size=16"),
+  )
+  assert done.returncode == 0, done.stderr
+  with open(tmp_path / "table.csv", encoding="utf-8") as stream:
+    fedavg, merged = csv.DictReader(stream)
+  result = json.loads(
+    (tmp_path / "table1_cifar_3100_fedavg" / "result.json").read_text()
+  )
+  ours = 100 * result["pools"]["small"]["test_accuracy"]
+  assert fedavg["small"] == f"{ours:.2f}"
+  assert fedavg["small, published"] == "31.84"
+  assert merged["small, published"] == "33.02" and merged["rounds"] == "4"

@@ -10,17 +10,9 @@ import pytest
 
 from hetfl import core, engine, population
 from hetfl.fedavg import fedavg, fedavg_server, Pool
-from hetfl.fml import (
-  as_lanes,
-  fml,
-  group_clients,
-  independent,
-  momentum_sgd,
-  mutual_loss,
-  MutualClient,
-  plan_mutual,
-)
+from hetfl.fml import as_lanes, fml, group_clients, independent, plan_mutual
 from hetfl.models import fml as nets
+from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient
 from tests import federation
 from tests.oracles import codist
 from tests.oracles import fml as oracle

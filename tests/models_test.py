@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hetfl import augment, core
-from hetfl.models import fedmd, layers, vision
+from hetfl.models import fedmd, fml, layers, vision
 
 COUNTS = {vision.small_cnn: 109_348, vision.large_cnn: 410_084}
 
@@ -52,9 +52,80 @@ def test_conv_is_flaxs_conv(form, padding):
   )
 
 
+FML_COUNTS = {
+  # MNIST, CIFAR-10, CIFAR-100
+  "mlp": (199_210, 656_810, 674_900),
+  "lenet5": (61_706, 62_006, 69_656),
+  "cnn1": (50_270, 71_498, 82_388),
+  "cnn2": (297_738, 303_882, 350_052),
+}
+
+
+@pytest.mark.parametrize("name", fml.NAMES)
+def test_fmls_networks(name):
+  sets = ((10, (28, 28, 1)), (10, (32, 32, 3)), (100, (32, 32, 3)))
+  for (classes, shape), count in zip(sets, FML_COUNTS[name]):
+    x = jnp.zeros((1, *shape))
+    shapes = jax.eval_shape(
+      fml.net(name, classes, shape).init, jax.random.key(0), x
+    )
+    assert core.num_parameters(shapes["params"]) == count
+  # Both forms are one function of the same parameters.
+  x = jax.random.normal(jax.random.key(0), (3, 28, 28, 1))
+  nets = [fml.net(name, 10, (28, 28, 1), conv=c) for c in ("patches", "native")]
+  variables = nets[0].init(jax.random.key(1), x)
+  a, b = (net.apply(variables, x) for net in nets)
+  np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+  with pytest.raises(ValueError, match="choose from mlp"):
+    fml.net("resnet", 10, (32, 32, 3))
+
+
+def test_convolutions_alone_have_no_classes():
+  shape = (32, 32, 3)
+  net = fml.net("cnn2", None, shape)
+  features, variables = jax.eval_shape(
+    net.init_with_output, jax.random.key(0), jnp.zeros((2, *shape))
+  )
+  assert features.shape == (2, 2 * 2 * 128)
+  assert set(variables["params"]) == {"Conv_0", "Conv_1", "Conv_2"}
+  with pytest.raises(ValueError, match="no convolutions"):
+    fml.net("mlp", None, shape)
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_conv_in_planes_is_flaxs_conv(padding):
+  ours = layers.PlanesConv(5, (3, 3), padding)
+  theirs = nn.Conv(5, (3, 3), padding=padding)
+  x = jax.random.normal(jax.random.key(0), (2, 7, 6, 4))
+  variables = jax.vmap(theirs.init, (0, None))(
+    jax.random.split(jax.random.key(1), 3), x
+  )
+  weights = jax.random.normal(jax.random.key(2), (2, 1, 1, 5))
+
+  def value_and_grads(apply):
+    # The same images for three kernels, as for a meme and a local model.
+    loss = lambda variables, x: jnp.sum(jnp.sin(apply(variables, x)) * weights)
+    grad = jax.value_and_grad(loss, (0, 1))
+    with jax.numpy_rank_promotion("allow"):
+      return jax.vmap(grad, (0, None))(variables, x)
+
+  planes = lambda v, x: ours.apply(v, x.transpose(3, 1, 2, 0)).transpose(
+    3, 1, 2, 0
+  )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
+    value_and_grads(planes),
+    value_and_grads(theirs.apply),
+  )
+
+
 @pytest.mark.parametrize("shape", [(2, 6, 8, 3), (1, 5, 7, 2)])
 def test_max_pool_is_flaxs(shape):
   x = jax.random.normal(jax.random.key(0), shape)
+  planes = layers.max_pool_planes(x.transpose(3, 1, 2, 0))
+  np.testing.assert_array_equal(
+    planes.transpose(3, 1, 2, 0), layers.max_pool_2x2(x)
+  )
   theirs = lambda x: nn.max_pool(x, (2, 2), (2, 2))
   np.testing.assert_array_equal(layers.max_pool_2x2(x), theirs(x))
   grad = lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)

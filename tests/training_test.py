@@ -342,3 +342,34 @@ def main(workdir, sleep):
 
 if __name__ == "__main__":
   main(*sys.argv[1:])
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 12])
+def test_rounds_in_one_dispatch(undisturbed, tmp_path, size):
+  seen = []
+
+  def stack(plans):
+    seen.append(len(plans))
+    return np.stack(plans)
+
+  run(
+    tmp_path,
+    checkpoint_every=100,
+    rounds_per_dispatch=size,
+    scanned_step=jax.jit(training.scanned(Regression().step)),
+    stack_plans=stack,
+  )
+  # Evaluations after rounds 5, 10 and 12 cut the rounds into 5, 5 and 2.
+  assert seen == {2: [2] * 5, 3: [3, 3], 5: [5, 5], 12: []}[size]
+  result, rows = outcome(tmp_path)
+  expected, expected_rows = undisturbed
+  for ours, theirs in zip(rows, expected_rows, strict=True):
+    assert ours.pop("small/gap") is theirs["small/gap"] is None
+    numbers = {k: v for k, v in theirs.items() if v is not None}
+    assert ours == pytest.approx(numbers, rel=1e-5)
+  assert result["rounds"] == expected["rounds"]
+
+
+def test_rounds_in_one_dispatch_need_a_program(tmp_path):
+  with pytest.raises(ValueError, match="rounds_per_dispatch=2"):
+    run(tmp_path, rounds_per_dispatch=2)

@@ -48,11 +48,24 @@ class Net(nn.Module):
     if self.border:
       side = (self.border, self.border)
       x = jnp.pad(x, ((0, 0), side, side, (0, 0)), mode="edge")
-    for features in self.filters:
-      size = (self.kernel, self.kernel)
-      x = layers.Conv(features, size, self.padding, self.conv, torch_init)(x)
-      # Before the ReLU: the same value and gradient, on a quarter of them.
-      x = nn.relu(layers.max_pool_2x2(x))
+    planes = self.conv == "patches"
+    if planes:
+      x = x.transpose(3, 1, 2, 0)
+    for i, features in enumerate(self.filters):
+      size, name = (self.kernel, self.kernel), f"Conv_{i}"
+      # Pooling before the ReLU: the same value and gradient, on a quarter.
+      if planes:
+        x = layers.PlanesConv(
+          features, size, self.padding, torch_init, name=name
+        )(x)
+        x = nn.relu(layers.max_pool_planes(x))
+      else:
+        x = layers.Conv(
+          features, size, self.padding, self.conv, torch_init, name=name
+        )(x)
+        x = nn.relu(layers.max_pool_2x2(x))
+    if planes:
+      x = x.transpose(3, 1, 2, 0)
     x = x.reshape(x.shape[0], -1)
     if self.num_classes is None:
       return x

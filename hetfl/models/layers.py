@@ -92,7 +92,12 @@ class Conv(nn.Module):
       return y + bias.reshape(1, 1, 1, -1)
     patches = extract_patches(x, self.kernel_size, self.padding, self.strides)
     matrix = kernel.reshape(-1, self.features)
-    y = patches.reshape(-1, patches.shape[-1]) @ matrix + bias.reshape(1, -1)
+    rows = patches.reshape(-1, patches.shape[-1])
+    if rows.shape[-1] > 4 * self.features:
+      # The gradient of a tall kernel is faster as (cotangent^T patches)^T, 1.5
+      # times on a CPU. The barrier keeps XLA from turning it around.
+      matrix = jax.lax.optimization_barrier(matrix.T).T
+    y = rows @ matrix + bias.reshape(1, -1)
     return y.reshape(*patches.shape[:-1], self.features)
 
 
@@ -159,6 +164,66 @@ def max_pool_2x2(x: jax.Array) -> jax.Array:
   batch, height, width, channels = x.shape
   x = x[:, : height // 2 * 2, : width // 2 * 2]
   x = x.reshape(batch, height // 2, 2, width // 2, 2, channels)
+  top = jnp.maximum(x[:, :, 0, :, 0], x[:, :, 0, :, 1])
+  bottom = jnp.maximum(x[:, :, 1, :, 0], x[:, :, 1, :, 1])
+  return jnp.maximum(top, bottom)
+
+
+class PlanesConv(nn.Module):
+  """`Conv` with the batch as the last axis, for convolutions of few channels.
+
+  Pixels of one channel lie together, so that the kernel's few rows multiply
+  one long matrix: on CPUs that is about twice as fast as the other way round
+  where there are few channels, and pooling works on whole vectors. Under
+  `vmap` over kernels, with the same images for all, it stays one product.
+
+  Attributes:
+    features: number of output channels.
+    kernel_size: height and width.
+    padding: `SAME` or `VALID`.
+    kernel_init: draws the kernel; the bias starts at zero.
+
+  >>> x = jax.random.normal(jax.random.key(0), (5, 6, 7, 2))
+  >>> variables = Conv(3, (3, 3)).init(jax.random.key(1), x)
+  >>> y = PlanesConv(3, (3, 3)).apply(variables, x.transpose(3, 1, 2, 0))
+  >>> expected = Conv(3, (3, 3)).apply(variables, x)
+  >>> bool(jnp.allclose(y.transpose(3, 1, 2, 0), expected, atol=1e-6))
+  True
+  """
+
+  features: int
+  kernel_size: tuple[int, int]
+  padding: Literal["SAME", "VALID"] = "SAME"
+  kernel_init: nn.initializers.Initializer = haiku_init
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps `float[c, H, W, B]` to `float[features, H', W', B]`."""
+    height, width = self.kernel_size
+    kernel = self.param(
+      "kernel", self.kernel_init, (height, width, x.shape[0], self.features)
+    )
+    bias = self.param("bias", nn.initializers.zeros, (self.features,))
+    if self.padding == "SAME":
+      pads = [((k - 1) // 2, k // 2) for k in self.kernel_size]
+      x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+    rows, columns = x.shape[1] - height + 1, x.shape[2] - width + 1
+    patches = jnp.concatenate(
+      [
+        x[:, i : i + rows, j : j + columns]
+        for i, j in itertools.product(range(height), range(width))
+      ]
+    )
+    matrix = kernel.reshape(-1, self.features).T
+    y = matrix @ patches.reshape(len(patches), -1) + bias.reshape(-1, 1)
+    return y.reshape(self.features, *patches.shape[1:])
+
+
+def max_pool_planes(x: jax.Array) -> jax.Array:
+  """`max_pool_2x2` of `float[c, H, W, B]`."""
+  channels, height, width, batch = x.shape
+  x = x[:, : height // 2 * 2, : width // 2 * 2]
+  x = x.reshape(channels, height // 2, 2, width // 2, 2, batch)
   top = jnp.maximum(x[:, :, 0, :, 0], x[:, :, 0, :, 1])
   bottom = jnp.maximum(x[:, :, 1, :, 0], x[:, :, 1, :, 1])
   return jnp.maximum(top, bottom)

@@ -1,0 +1,238 @@
+"""Codistillation of language models: what `codist.py` needs to know of it."""
+
+import functools
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+
+from hetfl import core, next_word
+from hetfl import engine as engine_lib
+from hetfl.data import codist_text
+from hetfl.models import language
+
+FLAGS = flags.FLAGS
+
+# What a flag that was not given means: for Stack Overflow the paper's appendix
+# C where it says, Reddi et al. 2021 for the rates and our own choice for the
+# rest (BUILD_NOTES.md).
+_PAPER = dict(
+  model_size="paper",
+  vocabulary="word",
+  vocabulary_size=10_000,
+  high_capacity_clients=684,
+  distill_examples=1_000_000,
+  max_sentences_per_client=None,
+  rounds=1500,
+  eval_every=50,
+  clients_per_round=20,
+  client_batch_size=20,
+  client_lr=0.3,
+  server_lr=(0.01, 0.01),
+  distill_lr=(1e-3, 1e-3),
+  distill_steps=200,
+  distill_batch_size=128,
+  codist_period=200,
+  merge_alpha=0.5,
+  merge_every=1,
+)
+_STACKEXCHANGE = _PAPER | dict(
+  vocabulary_size=4_000,
+  high_capacity_clients=600,
+  distill_examples=None,
+  max_sentences_per_client=100,
+  rounds=300,
+  eval_every=25,
+  client_batch_size=10,
+  distill_steps=100,
+  distill_batch_size=64,
+  codist_period=50,
+  # With every round of the paper's scheme models that know little yet hold
+  # each other back: see BUILD_NOTES.md.
+  merge_alpha=0.7,
+  merge_every=4,
+)
+_PYDOC = _STACKEXCHANGE | dict(
+  model_size="half",
+  vocabulary_size=2_000,
+  high_capacity_clients=40,
+  rounds=60,
+  eval_every=10,
+  clients_per_round=10,
+  distill_steps=50,
+  distill_batch_size=32,
+  codist_period=20,
+)
+DEFAULTS = {
+  "pydoc": {
+    "fedavg": _PYDOC,
+    "periodic": _PYDOC,
+    "merged": _PYDOC | dict(distill_steps=16),
+  },
+  "stackexchange": {
+    "fedavg": _STACKEXCHANGE,
+    "periodic": _STACKEXCHANGE,
+    "merged": _STACKEXCHANGE | dict(distill_steps=32),
+  },
+  "stackoverflow": {
+    "fedavg": _PAPER,
+    "periodic": _PAPER,
+    "merged": _PAPER | dict(distill_steps=32),
+  },
+}
+MODELS = {
+  "paper": (language.small_lstm, language.large_lstm),
+  "half": (
+    functools.partial(
+      language.LSTMLanguageModel, embedding=48, hidden=35, num_layers=1
+    ),
+    functools.partial(
+      language.LSTMLanguageModel, embedding=96, hidden=70, num_layers=2
+    ),
+  ),
+}
+# Positions whose logits a CPU thread holds at once: of 32 to 200 the fastest.
+_CHUNK = 128
+
+
+def define_flags() -> None:
+  """Defines the flags that only language runs have."""
+  flags.DEFINE_enum(
+    "vocabulary",
+    None,
+    ["word", "wordpiece"],
+    "Tokens: the commonest words (default), or word pieces.",
+  )
+  flags.DEFINE_integer(
+    "vocabulary_size",
+    None,
+    "Words or pieces, without PAD, BOS, EOS and OOV.",
+    lower_bound=1,
+  )
+  flags.DEFINE_enum(
+    "pools",
+    "capacity",
+    ["capacity", "domain"],
+    "Who trains what. capacity: all clients the small model, some of them"
+    " (--high_capacity_clients) the large one. domain: those who answer the"
+    " small model, those who ask the large one.",
+  )
+  flags.DEFINE_integer(
+    "max_sentences_per_client",
+    None,
+    "Sentences of a user beyond so many are left out.",
+    lower_bound=1,
+  )
+  flags.DEFINE_enum(
+    "model_size",
+    None,
+    sorted(MODELS),
+    "The paper's LSTMs, or LSTMs of half their width; half for pydoc, else"
+    " paper.",
+  )
+  flags.DEFINE_string(
+    "c4_path",
+    None,
+    "For --distill_data=c4: a C4 shard (*.json.gz), a text file with a"
+    " paragraph a line, or a folder of such.",
+  )
+  flags.DEFINE_enum(
+    "c4_tokenizer",
+    "rules",
+    ["rules", "nltk"],
+    "For --distill_data=c4: how sentences and words are found; nltk wants"
+    " NLTK's punkt_tab, which is never fetched.",
+  )
+
+
+def speed() -> dict:
+  """Defaults of flags that change the speed only."""
+  on_cpu = jax.default_backend() == "cpu"
+  return {"eval_batch_size": 40 if on_cpu else 400, "microbatch": 0}
+
+
+def _split(batch: core.Batch) -> core.Batch:
+  """Sentences to what the model sees and what it is to say."""
+  tokens = batch["tokens"].astype(jnp.int32)
+  batch = {name: a for name, a in batch.items() if name != "tokens"}
+  return {**batch, "x": tokens[:, :-1], "y": tokens[:, 1:]}
+
+
+def _transform(key, batch):
+  del key
+  return _split(batch)
+
+
+class Task:
+  """Data, models and transforms of one data set; see `codist_images.Task`."""
+
+  metrics = (
+    "test_accuracy",
+    "test_accuracy_questions",
+    "test_accuracy_answers",
+    "test_accuracy_no_eos",
+    "test_perplexity",
+  )
+
+  def __init__(self, config: dict, speed: dict, engine):
+    del speed
+    self.data = codist_text.load_codist_text(
+      config["dataset"],
+      vocabulary=config["vocabulary"],
+      vocabulary_size=config["vocabulary_size"],
+      pools=config["pools"],
+      data_dir=FLAGS.data_dir,
+      high_capacity_clients=config["high_capacity_clients"],
+      max_sentences_per_client=config["max_sentences_per_client"],
+      distill_data=config["distill_data"],
+      distill_examples=config["distill_examples"],
+      c4_path=config["c4_path"],
+      c4_tokenizer=config["c4_tokenizer"],
+      seed=config["seed"],
+      partition_seed=config["partition_seed"],
+    )
+    vocabulary = self.data.vocabulary
+    # Side by side in one program, all logits at once are faster.
+    chunk = _CHUNK if isinstance(engine, engine_lib.Threads) else None
+    example = jnp.zeros((1, codist_text.LENGTH), jnp.int32)
+    self.models = [
+      core.Model.from_flax(build(vocabulary.size, chunk=chunk), example)
+      for build in MODELS[config["model_size"]]
+    ]
+    self.pool_options = dict(
+      transform=_transform, loss=next_word.sentence_loss()
+    )
+    self.evaluator_options = dict(
+      transform=_split, measure=next_word.next_word_metrics
+    )
+    self.files = {"vocabulary.json": vocabulary.to_bytes()}
+
+  def distiller_options(self, config: dict) -> dict:
+    """What a `Distiller` takes beside rates and the target's values."""
+    del config
+    return dict(
+      transform=_transform,
+      weights=next_word.token_weights,
+      divergence=next_word.token_divergence,
+    )
+
+  def finish(self, results: dict[str, float]) -> dict[str, float]:
+    """Adds what follows from a pool's means."""
+    return results | {
+      name.removesuffix("loss") + "perplexity": next_word.perplexity(value)
+      for name, value in results.items()
+      if name.endswith("_loss")
+    }
+
+  def record(self) -> dict:
+    """What `result.json` says of the data."""
+    vocabulary = self.data.vocabulary
+    return {
+      "partition": "users",
+      "vocabulary": {
+        "kind": vocabulary.kind,
+        "size": vocabulary.size,
+        "sha256": vocabulary.sha256,
+      },
+      "skipped": self.data.skipped,
+    }

@@ -1,0 +1,181 @@
+r"""Runs a table of a paper, cell after cell, and puts our numbers beside it.
+
+  python experiments/reproduce.py --table=codist_table1_cifar --data_dir=DIR
+  python experiments/reproduce.py --list
+
+Each cell is a run in a folder of its own, so the same command goes on where
+it stopped, and finished cells are not run again. After each cell `table.md`
+and `table.csv` in --workdir say what there is so far. Flags after `--` are
+handed to every run:
+
+  python experiments/reproduce.py --table=fml_table1 --only=cnn1 \
+      --data_dir=DIR -- --rounds=60
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+import csv
+import io
+import json
+import pathlib
+import subprocess
+import sys
+
+import make_flags
+import tables
+
+from hetfl import logs
+
+
+def rows_of(
+  cells: Sequence[tables.Cell], results: Mapping[str, Mapping]
+) -> list[list[str]]:
+  """The table as rows of text, published numbers beside ours.
+
+  Args:
+    cells: the table's cells.
+    results: cell names to what `result.json` holds, for those that are done.
+
+  Returns:
+    A head and a row for each cell that is done: its title, and for each number
+    ours, the published one and the difference, in percent; then rounds and
+    minutes.
+  """
+  paths = list(dict.fromkeys(p for c in cells for p in c.published))
+  head = ["run"]
+  for path in paths:
+    name = tables.label(path)
+    head += [name, f"{name}, published", "difference"]
+  rows = [[*head, "rounds", "minutes"]]
+  for cell in cells:
+    if cell.name not in results:
+      continue
+    result = results[cell.name]
+    row = [cell.title]
+    for path in paths:
+      ours = tables.lookup(result, path)
+      theirs = cell.published.get(path)
+      row += [
+        "" if ours is None else f"{100 * ours:.2f}",
+        "" if theirs is None else f"{theirs:.2f}",
+        "" if None in (ours, theirs) else f"{100 * ours - theirs:+.2f}",
+      ]
+    seconds = result.get("seconds")
+    row.append(str(result.get("rounds", "")))
+    row.append("" if seconds is None else f"{seconds / 60:.1f}")
+    rows.append(row)
+  return rows
+
+
+def write(
+  folder: pathlib.Path, title: str, rows: Sequence[Sequence[str]]
+) -> None:
+  """Writes `table.md` and `table.csv`."""
+  text = io.StringIO()
+  csv.writer(text, lineterminator="\n").writerows(rows)
+  logs.write_bytes(folder / "table.csv", text.getvalue().encode())
+  lines = [f"# {title}", ""]
+  for i, row in enumerate(rows):
+    lines.append("| " + " | ".join(row) + " |")
+    if i == 0:
+      lines.append("|---" * len(row) + "|")
+  logs.write_bytes(folder / "table.md", ("\n".join(lines) + "\n").encode())
+
+
+def run_cell(
+  script: str, cell: tables.Cell, folder: pathlib.Path, extra: Sequence[str]
+) -> dict:
+  """Runs a cell in its folder, or goes on with it.
+
+  Args:
+    script: the experiment.
+    cell: the cell.
+    folder: the run's folder.
+    extra: further flags.
+
+  Returns:
+    What `result.json` holds. If the run fails, this process ends too.
+  """
+  command = [
+    sys.executable,
+    str(tables.HERE / script),
+    f"--flagfile={tables.FLAGS / cell.name}.flags",
+    f"--workdir={folder}",
+    *extra,
+  ]
+  print(" ".join(command), flush=True)
+  try:
+    code = subprocess.run(command, check=False).returncode
+  except KeyboardInterrupt:
+    sys.exit(130)  # The run had the signal too: it has saved.
+  if code:
+    sys.exit(
+      f"error: {cell.name} ended with status {code}, see above; the same"
+      " command goes on there"
+    )
+  return read_result(folder)
+
+
+def read_result(folder: pathlib.Path) -> dict:
+  """What a finished run says; of several algorithms, by their names.
+
+  Args:
+    folder: the run's folder.
+
+  Returns:
+    What `result.json` holds, or those of the folders in it, with the rounds of
+    one and the seconds of all.
+  """
+  path = folder / "result.json"
+  if path.exists():
+    return json.loads(path.read_bytes())
+  results = {
+    path.parent.name: json.loads(path.read_bytes())
+    for path in sorted(folder.glob("*/result.json"))
+  }
+  rounds = max(result["rounds"] for result in results.values())
+  seconds = sum(result["seconds"] for result in results.values())
+  return {**results, "rounds": rounds, "seconds": seconds}
+
+
+def main(argv: Sequence[str]) -> None:
+  """Runs a table."""
+  known = make_flags.tables_of_the_papers()
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--table", choices=list(known), metavar="TABLE")
+  parser.add_argument("--list", action="store_true", help="list the tables")
+  parser.add_argument("--only", help="parts of cells' names, with commas")
+  parser.add_argument("--workdir", help="folder; by default runs/TABLE")
+  parser.add_argument("--data_dir", help="as in the experiments")
+  split = argv.index("--") if "--" in argv else len(argv)
+  args, extra = parser.parse_args(argv[:split]), list(argv[split + 1 :])
+  if args.table is None:
+    for name, table in known.items():
+      print(f"{name}: {table.title}")
+      if args.list:
+        for cell in table.cells:
+          print(f"  {cell.name}: {cell.title}")
+    if not args.list:
+      parser.error("--table: choose one of these; --list says more")
+    return
+  table = known[args.table]
+  parts = args.only.split(",") if args.only else [""]
+  cells = [c for c in table.cells if any(part in c.name for part in parts)]
+  if not cells:
+    parser.error(f"--only={args.only}: no such cell; see --list")
+  if args.data_dir:
+    extra.append(f"--data_dir={args.data_dir}")
+  workdir = pathlib.Path(args.workdir or pathlib.Path("runs", args.table))
+  results = {}
+  for cell in cells:
+    results[cell.name] = run_cell(
+      table.script, cell, workdir / cell.name, extra
+    )
+    write(workdir, table.title, rows_of(table.cells, results))
+  print((workdir / "table.md").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

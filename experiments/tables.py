@@ -1,0 +1,132 @@
+"""What a table of a paper is made of: cells, each a flag file and a run."""
+
+from collections.abc import Mapping, Sequence
+import csv
+import pathlib
+from typing import Any, NamedTuple
+
+from hetfl import logs
+
+HERE = pathlib.Path(__file__).resolve().parent
+FLAGS = HERE / "flags"
+PUBLISHED = HERE / "published"
+
+
+class Cell(NamedTuple):
+  """One run of a table.
+
+  Attributes:
+    name: the name of its flag file, without `.flags`.
+    title: what it is, in a line.
+    flags: what the flag file says.
+    published: where in `result.json` a number is, such as
+      `pools.small.test_accuracy`, to the published one in percent; `None`
+      where the paper draws it only. A cell of several algorithms begins with
+      the algorithm: `fml.global.test_accuracy`.
+    notes: further lines for the head of the flag file.
+  """
+
+  name: str
+  title: str
+  flags: Mapping[str, Any]
+  published: Mapping[str, float | None]
+  notes: Sequence[str] = ()
+
+
+class Table(NamedTuple):
+  """A table or figure of a paper.
+
+  Attributes:
+    title: which, of which paper.
+    script: the experiment that runs its cells, such as `codist.py`.
+    cells: its runs.
+  """
+
+  title: str
+  script: str
+  cells: Sequence[Cell]
+
+
+def read_published(name: str) -> list[dict[str, str]]:
+  """Reads a file of published numbers.
+
+  Args:
+    name: its name in `experiments/published`; lines that begin with # are
+      comments.
+
+  Returns:
+    Its rows.
+  """
+  lines = (PUBLISHED / name).read_text(encoding="utf-8").splitlines()
+  return list(csv.DictReader(line for line in lines if line[0] != "#"))
+
+
+def flag_file(table: Table, cell: Cell) -> str:
+  """The text of a cell's flag file.
+
+  Args:
+    table: the cell's table.
+    cell: the cell.
+
+  Returns:
+    A head of comments, then the flags.
+  """
+  head = [
+    f"{table.title}: {cell.title}",
+    f"  python experiments/{table.script} \\",
+    f"      --flagfile=experiments/flags/{cell.name}.flags --data_dir=DIR",
+    *cell.notes,
+  ]
+  values = ", ".join(
+    f"{label(path)} {value:.2f} %"
+    for path, value in cell.published.items()
+    if value is not None
+  )
+  if values:
+    head.append(f"Published: {values}.")
+  head.append("What we got: results/README.md.")
+  lines = [f"# {line}".rstrip() for line in head]
+  return "\n".join(lines) + "\n" + logs.flags_text(dict(cell.flags)) + "\n"
+
+
+def label(path: str) -> str:
+  """A short name of a number in `result.json`.
+
+  >>> label("pools.small.test_accuracy"), label("global.test_accuracy")
+  ('small', 'global')
+  >>> label("pools.large.test_accuracy_questions")
+  'large questions'
+  >>> label("fml.clients.*.validation_accuracy")
+  'fml clients'
+  >>> label("parties.*.final_accuracy")
+  'parties final'
+  """
+  *middle, last = path.split(".")
+  words = [word for word in middle if word not in ("pools", "*")]
+  suffix = last.partition("test_accuracy")[2].strip("_")
+  if "test_accuracy" not in last and "*" in middle and len(middle) == 2:
+    suffix = last.removesuffix("_accuracy")
+  return " ".join([*words, suffix]).strip() or last
+
+
+def lookup(result: Any, path: str) -> Any:
+  """A number of `result.json` by its path; `None` if it is not there.
+
+  A star goes over a list, and the mean is taken.
+
+  >>> lookup({"pools": {"small": {"test_accuracy": 0.5}}},
+  ...        "pools.small.test_accuracy")
+  0.5
+  >>> lookup({"clients": [{"accuracy": 0.5}, {"accuracy": 1.0}]},
+  ...        "clients.*.accuracy")
+  0.75
+  """
+  name, _, rest = path.partition(".")
+  if name == "*" and isinstance(result, list):
+    values = [lookup(entry, rest) for entry in result]
+    return None if None in values or not values else sum(values) / len(values)
+  if isinstance(result, list) and name.isdigit() and int(name) < len(result):
+    return lookup(result[int(name)], rest) if rest else result[int(name)]
+  if not isinstance(result, Mapping) or name not in result:
+    return None
+  return lookup(result[name], rest) if rest else result[name]

@@ -1,0 +1,452 @@
+r"""Searches for an experiment's hyper-parameters on held-out data.
+
+  python experiments/tune.py --experiment=codist --trials=64 --block=16 \
+      --workdir=DIR -- --algorithm=merged --dataset=digits --rounds=60
+
+What follows `--` are the experiment's own flags. The space is the paper's by
+default (Lichtarge et al. 2023, appendix F), the objective the mean of the
+models' accuracies on held-out, never on test data. DIR then holds
+
+  trials.jsonl  a line a trial
+  best.flags    a flag file of the best, for the experiment
+  parallel.png  all trials, a line each across the hyper-parameters
+
+The same command goes on with a search that was stopped; with more --trials,
+it adds to one that was finished.
+"""
+
+from collections.abc import Callable
+import importlib
+from typing import Any, NamedTuple
+
+from absl import flags
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetfl import core, engine, logs, report, trials, tune
+
+FLAGS = flags.FLAGS
+PyTree = Any
+
+
+class Tunable(NamedTuple):
+  """What a search needs to know of an experiment.
+
+  The module also has `_define_flags`, `configuration` and `Experiment`, as
+  `codist` has; the flags of a dimension hold one value, or one for each model.
+
+  Attributes:
+    module: its name.
+    models: the names of its models.
+    space: algorithm -> dimension -> range. `FLAG` is one value for all
+      models, `FLAG.MODEL` that of one.
+    place: `(state, flag, value) -> state` with the value in it, traceable;
+      KeyError if the state has no place for it.
+    variables: `state -> ` what its `evaluator` takes.
+  """
+
+  module: str
+  models: tuple[str, ...]
+  space: dict[str, dict[str, str]]
+  place: Callable[[PyTree, str, Any], PyTree]
+  variables: Callable[[PyTree], list[core.Variables]]
+
+
+# Where the flags are in the state: of each pool, or of the exchange.
+_POOL_HYPER = {
+  "client_lr": "client_lr",
+  "server_lr": "server_lr",
+  "prox_mu": "prox_mu",
+}
+_EXCHANGE_HYPER = {
+  "distill_lr": "distill_lr",
+  "distill_lr_decay": "final_share",
+  "teacher_temperature": "temperature",
+  "student_regularization": "regularization",
+  "merge_alpha": "alpha",
+}
+
+
+def place_codist(state: PyTree, flag: str, value: Any) -> PyTree:
+  """Puts the value of a flag into a codistillation's state.
+
+  Args:
+    state: the state.
+    flag: the flag.
+    value: its value, or one for each pool.
+
+  Returns:
+    The state.
+
+  Raises:
+    KeyError: the state has no place for it.
+  """
+  value = jnp.asarray(value, jnp.float32)
+  if flag in _EXCHANGE_HYPER:
+    name = _EXCHANGE_HYPER[flag]
+    value = jnp.broadcast_to(value, state.hyper[name].shape)
+    return state.replace(hyper=state.hyper | {name: value})
+  name = _POOL_HYPER[flag]
+  values = jnp.broadcast_to(value, (len(state.pools),))
+  if any(name not in pool.hyper for pool in state.pools):
+    raise KeyError(flag)
+  return state.replace(
+    pools=tuple(
+      pool.replace(hyper=pool.hyper | {name: v})
+      for pool, v in zip(state.pools, values)
+    )
+  )
+
+
+def _codist_space() -> dict[str, dict[str, str]]:
+  """Appendix F; a decay coefficient of (0, 1) on a log scale from 0.001."""
+  both = lambda **ranges: {
+    f"{flag}.{model}": text
+    for flag, text in ranges.items()
+    for model in ("small", "large")
+  }
+  rate = "log:1e-4:0.1"
+  fedavg = {"client_lr": rate, **both(server_lr=rate)}
+  periodic = fedavg | both(
+    distill_lr=rate,
+    distill_lr_decay="log:1e-3:1",
+    teacher_temperature="log:0.1:10",
+    student_regularization="log:1e-3:0.5",
+  )
+  merged = periodic | {"merge_alpha": "linear:0.05:0.95"}
+  return {"fedavg": fedavg, "periodic": periodic, "merged": merged}
+
+
+EXPERIMENTS = {
+  "codist": Tunable(
+    module="codist",
+    models=("small", "large"),
+    space=_codist_space(),
+    place=place_codist,
+    variables=lambda state: [pool.variables for pool in state.pools],
+  )
+}
+# Flags of the search that change its result.
+_SEARCH_FLAGS = (
+  "experiment",
+  "block",
+  "halvings",
+  "objective",
+  "proposer",
+  "seeds",
+)
+
+
+def _define_flags() -> None:
+  flags.DEFINE_enum(
+    "experiment", "codist", sorted(EXPERIMENTS), "What is searched."
+  )
+  flags.DEFINE_integer(
+    "trials",
+    64,
+    "Trials in all; 1,024 in the paper. More can be added later.",
+    lower_bound=1,
+  )
+  flags.DEFINE_integer(
+    "block",
+    16,
+    "Trials that train side by side; bounds the memory. 64 in the paper.",
+    lower_bound=1,
+  )
+  flags.DEFINE_integer(
+    "halvings",
+    2,
+    "How often the worse half of a block is dropped: after 1/4 and 1/2 of the"
+    " rounds for 2.",
+    lower_bound=0,
+    upper_bound=10,
+  )
+  flags.DEFINE_list(
+    "space",
+    [],
+    "In place of the paper's ranges: NAME=log:LOW:HIGH, NAME=linear:LOW:HIGH,"
+    " or NAME=fixed for the value of its flag, with commas. NAME is a flag, as"
+    " client_lr, or a flag for one model, as server_lr.small; a flag that the"
+    " default has for each model means both.",
+  )
+  flags.DEFINE_string(
+    "objective",
+    "mean",
+    "Held-out accuracy of what is to be maximized: a model (small, large), or"
+    " mean.",
+  )
+  flags.DEFINE_enum(
+    "proposer",
+    "random",
+    ["random", "optuna"],
+    "What proposes trials: seeded random search, or Optuna's TPE (which pip"
+    " install 'hetfl[tune]' brings), a block at a time.",
+  )
+  flags.DEFINE_list(
+    "seeds",
+    None,
+    "Seeds that each trial is trained with, with commas; the objective is the"
+    " mean. By default --seed, which also seeds the search.",
+  )
+  flags.DEFINE_enum(
+    "batching",
+    "auto",
+    ["auto", "vmap", "threads"],
+    "How trials train side by side: as one program, split over the devices if"
+    " several, or as runs of their own over one engine. Changes speed only.",
+  )
+  flags.DEFINE_integer("top", 10, "Trials in the table.", lower_bound=1)
+
+
+def _define_experiment() -> None:
+  """Defines the flags of the experiment that --experiment names."""
+  module = importlib.import_module(EXPERIMENTS[FLAGS.experiment].module)
+  if "workdir" not in FLAGS:
+    module._define_flags()
+
+
+def make_space(tunable: Tunable, algorithm: str) -> tune.Space:
+  """The default space with `--space` in it.
+
+  Args:
+    tunable: the experiment.
+    algorithm: which of its algorithms.
+
+  Returns:
+    Dimension by name.
+
+  Raises:
+    UsageError: naming what is wrong with `--space`.
+  """
+  space = dict(tunable.space[algorithm])
+  for item in FLAGS.space:
+    name, _, text = item.partition("=")
+    flag, _, model = name.partition(".")
+    if flag not in FLAGS or model not in ("", *tunable.models):
+      raise common.UsageError(
+        f"--space={item}: {name!r} is neither a flag of {tunable.module} nor"
+        f" FLAG.MODEL with one of {', '.join(tunable.models)}"
+      )
+    # One value for all models, or one for each: not both.
+    each = [f"{flag}.{m}" for m in tunable.models]
+    if model:
+      whole = space.pop(flag, None)
+      space |= {n: whole for n in each if whole}
+      names = [name]
+    else:
+      names = each if each[0] in space else [flag]
+    for n in names:
+      space.pop(n, None)
+      if text != "fixed":
+        space[n] = text
+  try:
+    dimensions = {n: tune.Dimension.parse(text) for n, text in space.items()}
+  except ValueError as error:
+    raise common.UsageError(f"--space={error}") from error
+  if not dimensions:
+    raise common.UsageError("--space=...: all is fixed, nothing to search")
+  return dimensions
+
+
+def flag_values(
+  tunable: Tunable, config: dict, values: dict[str, Any]
+) -> dict[str, Any]:
+  """A trial's values as those of flags.
+
+  Args:
+    tunable: the experiment.
+    config: the experiment's flags, for models that are not searched.
+    values: by name of dimension; numbers, or traced.
+
+  Returns:
+    By name of flag: a value, or one for each model.
+  """
+  result = {}
+  for name, value in values.items():
+    flag, _, model = name.partition(".")
+    if not model:
+      result[flag] = value
+      continue
+    if flag not in result:
+      there = config[flag]
+      alike = not isinstance(there, list | tuple)
+      result[flag] = [there] * len(tunable.models) if alike else list(there)
+    result[flag][tunable.models.index(model)] = value
+  return result
+
+
+def make_objective(models: tuple[str, ...]) -> Callable[[dict], float]:
+  """The objective that `--objective` names."""
+  if FLAGS.objective == "mean":
+    return lambda heldout: float(np.mean([heldout[m] for m in models]))
+  if FLAGS.objective not in models:
+    raise common.UsageError(
+      f"--objective={FLAGS.objective}: choose from mean, {', '.join(models)}"
+    )
+  return lambda heldout: heldout[FLAGS.objective]
+
+
+def make_problem(
+  tunable: Tunable, experiment: Any, config: dict, speed: dict, vmap: bool
+) -> trials.Problem:
+  """The experiment as a search sees it."""
+  algorithm = experiment.algorithm(config, speed)
+  evaluator = experiment.evaluator
+
+  def init(values, seed):
+    state = algorithm.init(jax.random.key(seed))
+    for flag, value in flag_values(tunable, config, values).items():
+      try:
+        state = tunable.place(state, flag, value)
+      except KeyError as error:
+        raise common.UsageError(
+          f"--space: --{flag} is no part of the state of"
+          f" --algorithm={config['algorithm']} with these flags, so trials"
+          " cannot vary it"
+        ) from error
+    return state
+
+  def evaluate(state, data):
+    sums = evaluator.sums(tunable.variables(state), data)
+    return {
+      model: result["heldout_accuracy"]
+      for model, result in zip(tunable.models, sums)
+    }
+
+  return trials.Problem(
+    init=init,
+    step=algorithm.step if vmap else experiment.engine.compile(algorithm.step),
+    plan=lambda seed, round: experiment.plan(
+      config | {"seed": seed}, speed, round
+    ),
+    data=experiment.device_data,
+    evaluate=evaluate if vmap else experiment.engine.compile(evaluate),
+    eval_data=evaluator.data("heldout"),
+    objective=make_objective(tunable.models),
+    rounds=config["rounds"],
+  )
+
+
+def read_seeds() -> tuple[int, ...]:
+  """`--seeds`, or else `--seed`."""
+  try:
+    seeds = tuple(int(s) for s in FLAGS.seeds or [FLAGS.seed])
+  except ValueError as error:
+    raise common.UsageError(
+      f"--seeds={','.join(FLAGS.seeds)}: whole numbers, with commas"
+    ) from error
+  if min(seeds) < 0 or len(set(seeds)) < len(seeds):
+    raise common.UsageError(
+      f"--seeds={','.join(FLAGS.seeds)}: give unlike numbers, none below 0"
+    )
+  return seeds
+
+
+def main() -> None:
+  """Runs the search, then writes and prints what came out."""
+  common.refuse("a search decides itself how its rounds run", "autotune")
+  common.refuse(
+    "a search is one process's, over all its devices",
+    "distributed_coordinator",
+  )
+  common.refuse("trials run round by round", "rounds_per_dispatch")
+  tunable = EXPERIMENTS[FLAGS.experiment]
+  module = importlib.import_module(tunable.module)
+  names = FLAGS.algorithm
+  if len(names) != 1 or names[0] not in tunable.space:
+    raise common.UsageError(
+      f"--algorithm={','.join(names)}: name one to search for, of"
+      f" {', '.join(tunable.space)}"
+    )
+  seeds = read_seeds()
+  space = make_space(tunable, names[0])
+  vmap = FLAGS.batching == "vmap" or (
+    FLAGS.batching == "auto" and jax.default_backend() != "cpu"
+  )
+  if vmap:
+    if FLAGS.engine not in ("auto", "inline"):
+      raise common.UsageError(
+        f"--engine={FLAGS.engine}: --batching=vmap makes one program of all"
+        " trials itself; leave --engine out"
+      )
+    FLAGS.engine = "inline"
+  workdir = common.default_workdir("tune", FLAGS.experiment, *names)
+  config, speed = module.configuration(names[0], workdir)
+  experiment = module.Experiment(config, speed)
+  problem = make_problem(tunable, experiment, config, speed, vmap)
+  # All that can be wrong should show before a folder is made.
+  jax.eval_shape(lambda: problem.init({n: d.low for n, d in space.items()}, 0))
+  problem.plan(seeds[0], 1)
+  searched = {name.partition(".")[0] for name in space}
+  logs.RunFolder(
+    workdir,
+    {name: FLAGS[name].value for name in _SEARCH_FLAGS}
+    | {n: v for n, v in config.items() if n not in searched}
+    | {"space": [_range(name, d) for name, d in space.items()]},
+    speed | {"trials": FLAGS.trials, "batching": FLAGS.batching},
+  )
+  proposer = tune.RandomSearch(space, FLAGS.seed)
+  if FLAGS.proposer == "optuna":
+    proposer = tune.OptunaSearch(space, FLAGS.seed, workdir / "optuna.journal")
+  if vmap:
+    runner = trials.Vmapped(problem, seeds, devices=jax.devices())
+  else:
+    threads = isinstance(experiment.engine, engine.Threads)
+    at_once = 2 * experiment.engine.num_threads if threads else 1
+    runner = trials.SideBySide(problem, seeds, at_once=at_once)
+  rows = tune.search(
+    problem,
+    proposer,
+    runner,
+    folder=workdir,
+    trials=FLAGS.trials,
+    block=FLAGS.block,
+    halvings=FLAGS.halvings,
+    checkpoint_every=speed["checkpoint_every"],
+  )
+  write_best(tunable, rows, config, workdir)
+  report.parallel_coordinates(
+    {name: [row["values"][name] for row in rows] for name in space},
+    [row["objective"] for row in rows],
+    workdir / "parallel.png",
+    log={name: d.log for name, d in space.items()},
+    label=f"held-out % ({FLAGS.objective})",
+    title=f"{names[0]}, {config['dataset']}: {len(rows)} trials",
+  )
+  print(tune.table(rows, space, FLAGS.top))
+  print(f"\nBest flags: {workdir / 'best.flags'}")
+
+
+def write_best(tunable, rows, config, workdir) -> None:
+  """Writes `best.flags`, which the experiment takes as it is."""
+  best = tune.top(rows, 1)
+  if not best:
+    raise common.UsageError(
+      f"--trials={len(rows)}: all have diverged; lower the ranges (--space), or"
+      " add trials"
+    )
+  row = best[0]
+  found = flag_values(tunable, config, row["values"])
+  accuracies = ", ".join(
+    f"{m} {100 * v:.2f} %" for m, v in row["heldout"].items()
+  )
+  head = [
+    f"# Trial {row['trial']}, the best of {len(rows)}"
+    f" (--objective={FLAGS.objective}); on held-out data {accuracies}.",
+    f"#   python experiments/{tunable.module}.py --flagfile=best.flags"
+    " --data_dir=DIR",
+  ]
+  text = "\n".join([*head, logs.flags_text(config | found)]) + "\n"
+  logs.write_bytes(workdir / "best.flags", text.encode())
+
+
+def _range(name: str, dimension: tune.Dimension) -> str:
+  scale = "log" if dimension.log else "linear"
+  return f"{name}={scale}:{dimension.low:g}:{dimension.high:g}"
+
+
+if __name__ == "__main__":
+  _define_flags()
+  common.run(main, _define_experiment)

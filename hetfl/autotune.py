@@ -1,0 +1,146 @@
+"""Speed choices, measured on the machine at hand and remembered.
+
+Choices here change how fast a round is, never what it gives. They are tried
+one name after another, each with the best values found so far for the others,
+and kept in a file in the user's cache folder, by device, model and batch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+import os
+import pathlib
+import statistics
+import time
+from typing import Any
+
+from absl import logging
+import jax
+
+from hetfl import core, logs
+
+PyTree = Any
+Choice = dict[str, Any]
+
+
+def cache_file() -> pathlib.Path:
+  """Where choices are kept: `autotune.json` in the user's cache folder."""
+  cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+  return pathlib.Path(cache, "hetfl", "autotune.json")
+
+
+def key_of(algorithm: core.Algorithm, plan: PyTree, data: PyTree) -> str:
+  """What a choice is for: the device, the versions, and all shapes.
+
+  Args:
+    algorithm: the algorithm; its state's shapes say which models.
+    plan: a round's plan.
+    data: what the step takes as data.
+
+  Returns:
+    A line of text.
+  """
+  device = jax.devices()[0]
+  state = jax.eval_shape(algorithm.init, jax.random.key(0))
+  shapes = jax.tree.map(lambda a: (a.shape, str(a.dtype)), (state, plan, data))
+  digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+  return (
+    f"{device.platform} {device.device_kind} x {jax.device_count()}, {_cores()}"
+    f" cores, jax {jax.__version__}, shapes {digest}"
+  )
+
+
+def seconds_of(
+  step: Callable, init: Callable, plan: PyTree, data: PyTree, *, runs: int = 3
+) -> float:
+  """Seconds of a step, when it has been compiled: the median of some.
+
+  Args:
+    step: `(state, plan, data) -> (state, metrics)`.
+    init: `key -> state`.
+    plan: the plan.
+    data: the data.
+    runs: how many are timed.
+
+  Returns:
+    Seconds.
+  """
+  state = core.strong(jax.jit(init)(jax.random.key(0)))
+  seconds = []
+  for _ in range(runs + 1):
+    start = time.perf_counter()
+    jax.block_until_ready(step(state, plan, data))
+    seconds.append(time.perf_counter() - start)
+  return statistics.median(seconds[1:])  # The first one compiles.
+
+
+def choose(
+  measure: Callable[[Choice], float],
+  candidates: Mapping[str, Sequence[Any]],
+  *,
+  key: str,
+  cache: str | os.PathLike[str] | None = None,
+) -> Choice:
+  """The fastest of some choices, measured once and remembered.
+
+  Args:
+    measure: choice -> seconds.
+    candidates: name -> values; the first is what stands if none is faster by
+      a twentieth.
+    key: what the choice is for; see `key_of`.
+    cache: the file that remembers; by default `cache_file()`.
+
+  Returns:
+    A value for each name.
+
+  >>> import tempfile
+  >>> cache = pathlib.Path(tempfile.mkdtemp(), 'autotune.json')
+  >>> choose(lambda c: abs(c['lanes'] - 3), {'lanes': [1, 2, 3]},
+  ...        key='here', cache=cache)
+  {'lanes': 3}
+  >>> choose(None, {'lanes': [1, 2, 3]}, key='here', cache=cache)
+  {'lanes': 3}
+  """
+  cache = pathlib.Path(cache or cache_file())
+  choice = _remembered(cache).get(key)
+  if isinstance(choice, dict) and all(
+    choice.get(name) in values for name, values in candidates.items()
+  ):
+    choice = {name: choice[name] for name in candidates}
+    logging.info("Speed, measured before (%s): %s.", cache, _text(choice))
+    return choice
+  choice = {name: values[0] for name, values in candidates.items()}
+  best = None
+  for name, values in candidates.items():
+    for value in values[1:]:
+      if best is None:
+        best = measure(choice)
+        logging.info("Speed: %.4f s a round with %s.", best, _text(choice))
+      seconds = measure(choice | {name: value})
+      logging.info("Speed: %.4f s with %s=%s.", seconds, name, value)
+      if seconds < 0.95 * best:
+        choice, best = choice | {name: value}, seconds
+  logging.info("Speed, chosen: %s.", _text(choice))
+  cache.parent.mkdir(parents=True, exist_ok=True)
+  # Read again: others may have measured meanwhile.
+  logs.write_json(cache, _remembered(cache) | {key: choice})
+  return choice
+
+
+def _remembered(cache: pathlib.Path) -> dict[str, Any]:
+  """What the file holds; nothing if it cannot be read."""
+  try:
+    content = json.loads(cache.read_bytes())
+  except (OSError, ValueError):
+    return {}
+  return content if isinstance(content, dict) else {}
+
+
+def _text(choice: Choice) -> str:
+  return ", ".join(f"{name}={value}" for name, value in choice.items())
+
+
+def _cores() -> int:
+  if hasattr(os, "sched_getaffinity"):  # not on macOS
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1

@@ -1,0 +1,376 @@
+"""The federations of text that codistillation is tried on.
+
+Users are shared out once, by `partition_seed`: those of the pools, of the
+distillation data, the held-out and the test users are different people. The
+vocabulary is trained on the users of the pools alone.
+"""
+
+import dataclasses
+import os
+import pathlib
+
+import numpy as np
+
+from hetfl.data import partition, text, text_sources
+from hetfl.data.errors import DataError
+from hetfl.population import Bank, ClientPopulation, Subset
+
+LENGTH = 20  # Positions of a sentence, as in FedJAX's task.
+_DOMAINS = (text_sources.ANSWER, text_sources.QUESTION)  # of small and large
+
+
+@dataclasses.dataclass(frozen=True)
+class CodistText:
+  """Two pools of clients and the server's data.
+
+  Banks have `tokens` `uint16[N, T + 1]` (BOS, words, EOS, then PAD) and
+  `domain` `int32[N]`, 0 for questions and 1 for answers.
+
+  Attributes:
+    name: the data set.
+    vocabulary: the tokens.
+    pools: the small model's clients and the large model's. By capacity: all of
+      the pool, and those with high capacity. By domain: those who answer, and
+      those who ask; no client is in both.
+    distill: the server's sentences.
+    heldout: sentences of the held-out users, to choose hyper-parameters.
+    test: sentences of the test users.
+    skipped: what was left out in reading, by reason.
+  """
+
+  name: str
+  vocabulary: text.Vocabulary
+  pools: tuple[ClientPopulation, ClientPopulation]
+  distill: Subset
+  heldout: Subset
+  test: Subset
+  skipped: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+  """How a data set's users serve for what."""
+
+  distill_share: float
+  heldout_share: float
+  test_share: float
+  high_capacity_clients: int
+
+
+_TASKS = {
+  "pydoc": _Task(0.25, 0.05, 0.15, 40),
+  "stackexchange": _Task(0.25, 0.05, 0.10, 600),
+  # Shares do not apply: the paper's own numbers of users, held-out and test
+  # sentences of the official splits.
+  "stackoverflow": _Task(0.0, 0.0, 0.0, 684),
+}
+DATASETS = tuple(_TASKS)
+_SO_POOL_CLIENTS = 34_248
+_SO_DOMAIN_CLIENTS = 30_000  # of each domain
+_SO_SENTENCES = 100_000
+
+
+def load_codist_text(
+  dataset: str,
+  *,
+  vocabulary: str = "word",
+  vocabulary_size: int = 10_000,
+  pools: str = "capacity",
+  data_dir: str | os.PathLike | None = None,
+  high_capacity_clients: int | None = None,
+  max_sentences_per_client: int | None = None,
+  distill_data: str = "in_domain",
+  distill_examples: int | None = None,
+  c4_path: str | os.PathLike | None = None,
+  c4_tokenizer: str = "rules",
+  seed: int = 0,
+  partition_seed: int = 0,
+) -> CodistText:
+  """Two pools of clients over one bank, and the server's data.
+
+  - `pydoc`: docstrings and comments of the installed Python's standard
+    library, a client a module; 25 % of the modules are distillation, 5 % held
+    out, 15 % test. Not in the paper; made for trying out, with no download.
+  - `stackexchange`: users of a dump, `data_dir/stackexchange/Posts.xml`;
+    25 %, 5 % and 10 % of them. Not in the paper.
+  - `stackoverflow`: FedJAX's files. 34,248 users of the training split are the
+    pool (by domain: 30,000 for each), others the distillation data; 100,000
+    sentences of the held-out and of the test split each.
+
+  By capacity the large model's clients are a sample of the pool; fewer are
+  nested in more. By domain a user belongs to the domain of most of their
+  sentences, questions if there are as many, and only those are kept.
+
+  Args:
+    dataset: 'pydoc', 'stackexchange' or 'stackoverflow'.
+    vocabulary: 'word' or 'wordpiece'.
+    vocabulary_size: words or pieces at most; V is four more.
+    pools: 'capacity' or 'domain'.
+    data_dir: where the files lie.
+    high_capacity_clients: clients of the pool that train the large model too.
+    max_sentences_per_client: a user's further sentences are left out (by
+      domain, those beyond so many of the domain that is kept).
+    distill_data: 'in_domain', sentences of the distillation users, or 'c4'.
+    distill_examples: keep so many distillation sentences; by default all.
+    c4_path: for 'c4', see `text_sources.c4_mod`.
+    c4_tokenizer: for 'c4', 'rules' or 'nltk'.
+    seed: the run's seed; draws what `distill_examples` keeps, and no more.
+    partition_seed: shares out the users.
+
+  Returns:
+    The pools and the server's data.
+
+  Raises:
+    DataError: the data is missing or damaged.
+    ValueError: an argument is out of its range.
+
+  Reference: Lichtarge et al. 2023, sections 3.1 to 3.3, appendix C.2, C.5 and
+  Tables 3 to 5.
+  """
+  if dataset not in _TASKS:
+    raise ValueError(f"--dataset={dataset}: want one of {sorted(_TASKS)}")
+  if vocabulary not in text.KINDS:
+    raise ValueError(f"--vocabulary={vocabulary}: word or wordpiece")
+  if pools not in ("capacity", "domain"):
+    raise ValueError(f"--pools={pools}: capacity or domain")
+  if distill_data not in ("in_domain", "c4"):
+    raise ValueError(
+      f"--distill_data={distill_data}: {dataset} has in_domain or c4"
+    )
+  if distill_data == "c4" and c4_path is None:
+    raise ValueError(
+      "--distill_data=c4 needs --c4_path: a C4 shard (*.json.gz), a text file"
+      " or a folder of such"
+    )
+  if pools == "domain" and high_capacity_clients is not None:
+    raise ValueError(
+      f"--high_capacity_clients={high_capacity_clients}: pools by domain have"
+      " none; leave the flag out"
+    )
+  for name, value, low in (
+    ("vocabulary_size", vocabulary_size, 1),
+    ("max_sentences_per_client", max_sentences_per_client, 1),
+    ("distill_examples", distill_examples, 1),
+    ("high_capacity_clients", high_capacity_clients, 1),
+  ):
+    if value is not None and value < low:
+      raise ValueError(f"--{name}={value}: must be at least {low}")
+  if dataset != "pydoc" and data_dir is None:
+    raise DataError(
+      f"--data_dir is not set: the folder with {dataset}'s files (see"
+      " hetfl.data.text_sources), or take --dataset=pydoc, which needs none"
+    )
+
+  if dataset == "stackoverflow":
+    parts = _stackoverflow(
+      pathlib.Path(data_dir).expanduser(),
+      pools,
+      max_sentences_per_client,
+      distill_examples if distill_data == "in_domain" else 1,
+      partition_seed,
+    )
+  else:
+    parts = _shared_out(
+      dataset, data_dir, max_sentences_per_client, partition_seed
+    )
+  train = parts.train
+  assignment = _assign(
+    dataset,
+    train,
+    parts.train_clients,
+    pools,
+    high_capacity_clients,
+    max_sentences_per_client,
+    partition_seed,
+  )
+  learnt = np.unique(
+    np.concatenate([m for pool in assignment for m, _ in pool])
+  )
+  tokens = text.KINDS[vocabulary](train.counts(learnt), vocabulary_size)
+  bank = _bank(tokens, train)
+  clients = tuple(
+    ClientPopulation.from_lists(bank, [m for m, _ in p], [i for _, i in p])
+    for p in assignment
+  )
+  subsets = {
+    name: _subset(tokens, bank, train, corpus, chosen)
+    for name, (corpus, chosen) in parts.others.items()
+  }
+  skipped = dict(parts.skipped)
+  if distill_data == "c4":
+    corpus = text_sources.c4_mod(
+      c4_path,
+      max_words=LENGTH,
+      max_sentences=distill_examples,
+      tokenizer=c4_tokenizer,
+    )
+    skipped |= {f"c4: {reason}": n for reason, n in corpus.skipped.items()}
+    subsets["distill"] = Subset.whole(_bank(tokens, corpus))
+  if distill_examples is not None:
+    subsets["distill"] = _some(subsets["distill"], distill_examples, seed)
+  for name, subset in subsets.items():
+    if not len(subset.index):
+      raise DataError(f"{dataset}: no sentences are left for {name}")
+  return CodistText(dataset, tokens, clients, **subsets, skipped=skipped)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+  """The corpora, and who is in what.
+
+  Attributes:
+    train: the corpus of the pools' users.
+    train_clients: their numbers in it.
+    others: `distill`, `heldout`, `test`: a corpus, and its sentences.
+    skipped: what was left out in reading.
+  """
+
+  train: text.Corpus
+  train_clients: np.ndarray
+  others: dict[str, tuple[text.Corpus, np.ndarray]]
+  skipped: dict[str, int]
+
+
+def _shared_out(dataset, data_dir, max_sentences, partition_seed) -> _Parts:
+  """One corpus, whose users are shared out."""
+  if dataset == "pydoc":
+    corpus = text_sources.pydoc(max_words=LENGTH)
+  else:
+    folder = pathlib.Path(data_dir).expanduser()
+    found = folder / "Posts.xml"
+    path = found if found.is_file() else folder / dataset / "Posts.xml"
+    corpus = text_sources.stackexchange(path, max_words=LENGTH)
+  task, n = _TASKS[dataset], len(corpus.ids)
+  sizes = [
+    max(int(share * n), 1)
+    for share in (task.heldout_share, task.test_share, task.distill_share)
+  ]
+  if sum(sizes) >= n:
+    raise DataError(f"{dataset}: {n} users are too few to be shared out")
+  order = np.random.default_rng([6, partition_seed]).permutation(n)
+  heldout, test, distill, pool = np.split(order, np.cumsum(sizes))
+  sentences = lambda users: np.sort(
+    np.concatenate([corpus.members[k][:max_sentences] for k in users])
+  )
+  others = {"distill": distill, "heldout": heldout, "test": test}
+  return _Parts(
+    corpus,
+    np.sort(pool),
+    {name: (corpus, sentences(users)) for name, users in others.items()},
+    corpus.skipped,
+  )
+
+
+def _stackoverflow(
+  folder, pools, max_sentences, distill_examples, partition_seed
+) -> _Parts:
+  """FedJAX's three files; only what is needed of each is read."""
+  paths = {
+    split: next(
+      (
+        path
+        for path in (
+          folder / f"stackoverflow_{split}.sqlite",
+          folder / "stackoverflow" / f"stackoverflow_{split}.sqlite",
+        )
+        if path.is_file()
+      ),
+      folder / f"stackoverflow_{split}.sqlite",
+    )
+    for split in ("train", "held_out", "test")
+  }
+  read = lambda split, **kwargs: text_sources.stackoverflow(
+    paths[split], seed=partition_seed, max_words=LENGTH, **kwargs
+  )
+  users = _SO_POOL_CLIENTS if pools == "capacity" else 2 * _SO_DOMAIN_CLIENTS
+  # Both domains' cap is applied later: here it would favour a user's first
+  # domain.
+  cap = max_sentences if pools == "capacity" else None
+  corpora = {
+    "train": read("train", max_clients=users, max_sentences_per_client=cap),
+    "distill": read(
+      "train", skip_clients=users, max_sentences=distill_examples
+    ),
+    "heldout": read("held_out", max_sentences=_SO_SENTENCES),
+    "test": read("test", max_sentences=_SO_SENTENCES),
+  }
+  whole = lambda corpus, n=None: (corpus, np.arange(len(corpus.domains))[:n])
+  return _Parts(
+    corpora["train"],
+    np.arange(len(corpora["train"].ids)),
+    {
+      "distill": whole(corpora["distill"]),
+      "heldout": whole(corpora["heldout"], _SO_SENTENCES),
+      "test": whole(corpora["test"], _SO_SENTENCES),
+    },
+    {
+      f"{name}: {reason}": n
+      for name, corpus in corpora.items()
+      for reason, n in corpus.skipped.items()
+    },
+  )
+
+
+def _assign(
+  dataset, corpus, clients, pools, high_capacity, max_sentences, seed
+) -> list[list[tuple[np.ndarray, str]]]:
+  """Each pool's clients: their sentences and ids."""
+  cut = lambda sentences: sentences[:max_sentences]
+  if pools == "domain":
+    assigned = [[], []]
+    for k in clients:
+      domains = corpus.domains[corpus.members[k]]
+      answers = int((domains == text_sources.ANSWER).sum())
+      domain = (
+        text_sources.ANSWER
+        if answers > len(domains) - answers
+        else text_sources.QUESTION
+      )
+      kept = corpus.members[k][domains == domain]
+      assigned[_DOMAINS.index(domain)].append((cut(kept), corpus.ids[k]))
+    limit = _SO_DOMAIN_CLIENTS if dataset == "stackoverflow" else None
+    assigned = [pool[:limit] for pool in assigned]
+    if not all(assigned):
+      raise DataError(f"{dataset}: one of the domains has no users")
+    return assigned
+  everyone = [(cut(corpus.members[k]), corpus.ids[k]) for k in clients]
+  n = len(everyone)
+  if high_capacity is None:
+    high_capacity = min(_TASKS[dataset].high_capacity_clients, n)
+  if high_capacity > n:
+    raise ValueError(
+      f"--high_capacity_clients={high_capacity}: {dataset}'s pool has {n}"
+      f" clients, want 1 to {n}"
+    )
+  split = partition.codist_split(
+    n,
+    seed=seed,
+    distill_clients=0,
+    heldout_clients=0,
+    high_capacity_clients=high_capacity,
+  )
+  return [everyone, [everyone[k] for k in split.high_capacity]]
+
+
+def _bank(vocabulary: text.Vocabulary, corpus: text.Corpus) -> Bank:
+  return {
+    "tokens": vocabulary.encode(corpus, LENGTH),
+    "domain": corpus.domains.astype(np.int32),
+  }
+
+
+def _subset(vocabulary, bank, train, corpus, chosen) -> Subset:
+  """A part's sentences, in the pools' bank if they come from one corpus."""
+  if corpus is not train:
+    bank = _bank(vocabulary, corpus)
+  return Subset(bank, chosen.astype(np.int32))
+
+
+def _some(subset: Subset, n: int, seed: int) -> Subset:
+  if n > len(subset.index):
+    raise ValueError(
+      f"--distill_examples={n}: there are {len(subset.index)}, want 1 to"
+      f" {len(subset.index)}"
+    )
+  order = np.random.default_rng([7, seed]).permutation(len(subset.index))
+  return Subset(subset.bank, subset.index[np.sort(order[:n])])

@@ -1,0 +1,495 @@
+"""Text as data: sentences, words, corpora and vocabularies.
+
+All sources (`hetfl.data.text_sources`) give a `Corpus`, split into sentences
+and lower-case words by the rules here, which need no trained models: words are
+runs of letters, digits and underscores, every other character is a word of its
+own, and contractions are put together again as the paper's appendix G lists
+them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import hashlib
+import heapq
+import json
+import re
+
+import numpy as np
+
+from hetfl.data.errors import DataError
+from hetfl.next_word import BOS, EOS, PAD
+
+MAX_WORD = 64  # Characters; longer ones are cut.
+# Lichtarge et al. 2023, appendix G, with spaces around the apostrophe there.
+CONTRACTIONS = tuple(
+  """aren't can't couldn't didn't doesn't don't hadn't hasn't haven't he'd he'll
+  he's i'd it's i'll i'm i've isn't let's mightn't mustn't shan't she'd she'll
+  she's shouldn't we'd we're we've weren't what'll what're what's what've
+  where's who'd who'll who're who's who've won't wouldn't you'd you'll you're
+  you've""".split()
+)
+_HALVES = {tuple(word.split("'")) for word in CONTRACTIONS}
+_WORD = re.compile(r"\w+|[^\w\s]")
+# From the first of a run on, and never back: linear in any text.
+_STOP = re.compile(r"(?<![.!?])[.!?]++[\"')\]]*+\s+")
+_LAST_WORD = re.compile(r"[^\s(]*$")
+_ABBREVIATIONS = frozenset("e.g i.e etc vs cf mr mrs dr no fig approx".split())
+
+
+def sentences(text: str) -> list[str]:
+  r"""Splits text at line ends, and at `.`, `!`, `?` before a space.
+
+  Abbreviations such as "e.g." and single letters end no sentence.
+
+  Args:
+    text: any text.
+
+  Returns:
+    The sentences that hold anything, stripped.
+
+  >>> sentences('Use it, e.g. here. Then stop!\n\nDone')
+  ['Use it, e.g. here.', 'Then stop!', 'Done']
+  """
+  found = []
+  for line in text.splitlines():
+    start = 0
+    for stop in _STOP.finditer(line):
+      # Of an endless line no more than a word is looked at.
+      before = line[max(start, stop.start() - MAX_WORD) : stop.start()]
+      last = _LAST_WORD.search(before)[0].lower()
+      if stop[0][0] == "." and (last in _ABBREVIATIONS or len(last) == 1):
+        continue
+      found.append(line[start : stop.end()].strip())
+      start = stop.end()
+    found.append(line[start:].strip())
+  return [s for s in found if s]
+
+
+def words(
+  sentence: str, tokenize: Callable[[str], Sequence[str]] = _WORD.findall
+) -> list[str]:
+  """Lower-case words, contractions put together as in appendix G.
+
+  Args:
+    sentence: one sentence.
+    tokenize: splits it, apostrophes apart.
+
+  Returns:
+    The words.
+
+  Reference: Lichtarge et al. 2023, appendix C.2 and G.
+
+  >>> words("I don't know Ann's (x_1) yet.")
+  ['i', "don't", 'know', 'ann', "'s", '(', 'x_1', ')', 'yet', '.']
+  """
+  tokens = [t[:MAX_WORD] for t in tokenize(sentence.lower().replace("’", "'"))]
+  if "'" not in tokens:
+    return tokens
+  joined, i = [], 0
+  while i < len(tokens):
+    after = tokens[i + 1 : i + 3]
+    if len(after) == 2 and after[0] == "'" and (tokens[i], after[1]) in _HALVES:
+      joined.append(f"{tokens[i]}'{after[1]}")
+      i += 3
+    elif tokens[i] == "'" and after[:1] == ["s"]:
+      joined.append("'s")
+      i += 2
+    else:
+      joined.append(tokens[i])
+      i += 1
+  return joined
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+  """Sentences of clients, as numbers of words in a lexicon of their own.
+
+  Attributes:
+    lexicon: W different words.
+    words: `int32[M]`, positions in the lexicon, sentence after sentence.
+    offsets: `int64[N + 1]`; sentence `n` is `words[offsets[n]:offsets[n + 1]]`.
+    domains: `int8[N]`, 0 for questions (docstrings) and 1 for answers
+      (comments).
+    members: for each of K clients, `int64[n_k]`, its sentences.
+    ids: K client ids.
+    skipped: what was left out, by reason.
+  """
+
+  lexicon: tuple[str, ...]
+  words: np.ndarray
+  offsets: np.ndarray
+  domains: np.ndarray
+  members: tuple[np.ndarray, ...]
+  ids: tuple[str, ...]
+  skipped: dict[str, int]
+
+  def counts(self, chosen: np.ndarray) -> Counter:
+    """How often each word stands in some sentences."""
+    inside = np.zeros(len(self.offsets) - 1, bool)
+    inside[chosen] = True
+    mask = np.repeat(inside, np.diff(self.offsets))
+    numbers = np.bincount(self.words[mask], minlength=len(self.lexicon))
+    return Counter({w: int(n) for w, n in zip(self.lexicon, numbers) if n > 0})
+
+
+class CorpusBuilder:
+  """Gathers sentences, client by client or in any order.
+
+  Args:
+    max_words: words of a sentence that are kept; models see no more.
+    max_sentences_per_client: sentences of a client that are kept; `None`: all.
+
+  >>> builder = CorpusBuilder(max_words=2)
+  >>> builder.add('ann', 0, ['a', 'b', 'a'])
+  >>> builder.add('bob', 1, ['b'])
+  >>> corpus = builder.build()
+  >>> corpus.lexicon, corpus.words, corpus.members
+  (('a', 'b'), array([0, 1, 1], dtype=int32), (array([0]), array([1])))
+  """
+
+  def __init__(
+    self, *, max_words: int, max_sentences_per_client: int | None = None
+  ):
+    self.skipped = Counter()
+    self._max_words = max_words
+    self._max_sentences = max_sentences_per_client
+    self._lexicon = {}
+    self._words = []
+    self._chunks = []
+    self._lengths = []
+    self._domains = bytearray()
+    self._members = {}
+
+  def __len__(self) -> int:
+    """The number of sentences."""
+    return len(self._lengths)
+
+  def add(self, client: str, domain: int, words: Sequence[str]) -> None:
+    """Adds a sentence; one without words is counted as skipped."""
+    if not words:
+      self.skipped["empty sentences"] += 1
+      return
+    members = self._members.setdefault(client, [])
+    if self._max_sentences and len(members) >= self._max_sentences:
+      self.skipped["sentences beyond --max_sentences_per_client"] += 1
+      return
+    lexicon = self._lexicon
+    for word in words[: self._max_words]:
+      self._words.append(lexicon.setdefault(word, len(lexicon)))
+    if len(self._words) > 1 << 20:
+      self._flush()
+    members.append(len(self._lengths))
+    self._lengths.append(min(len(words), self._max_words))
+    self._domains.append(domain)
+
+  def add_text(self, client: str, domain: int, text: str) -> None:
+    """Adds the sentences of a text."""
+    for sentence in sentences(text):
+      self.add(client, domain, words(sentence))
+
+  def build(self) -> Corpus:
+    """The corpus; clients in the order in which they first came."""
+    self._flush()
+    clients = {c: m for c, m in self._members.items() if m}
+    return Corpus(
+      lexicon=tuple(self._lexicon),
+      words=np.concatenate([np.zeros(0, np.int32), *self._chunks]),
+      offsets=np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]),
+      domains=np.frombuffer(bytes(self._domains), np.int8),
+      members=tuple(np.array(m, np.int64) for m in clients.values()),
+      ids=tuple(clients),
+      skipped=dict(sorted(self.skipped.items())),
+    )
+
+  def _flush(self):
+    self._chunks.append(np.array(self._words, np.int32))
+    self._words = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+  """The tokens of a language model.
+
+  Tokens are numbered PAD 0, BOS 1, EOS 2, then `tokens`, and OOV last. A
+  `wordpiece` vocabulary cuts a word into the longest pieces that it has, from
+  the left, those after the first with `##` in front; a word that cannot be cut
+  so is OOV.
+
+  Attributes:
+    kind: 'word' or 'wordpiece'.
+    tokens: words or pieces.
+
+  >>> vocabulary = Vocabulary('wordpiece', ('un', '##do', '##ing'))
+  >>> vocabulary.size, vocabulary.pieces('undoing'), vocabulary.pieces('do')
+  (7, (3, 4, 5), (6,))
+  """
+
+  kind: str
+  tokens: tuple[str, ...]
+
+  @property
+  def size(self) -> int:
+    """V: the tokens, PAD, BOS, EOS and OOV."""
+    return len(self.tokens) + 4
+
+  @property
+  def oov(self) -> int:
+    """The number of OOV."""
+    return self.size - 1
+
+  def pieces(
+    self, word: str, numbers: dict[str, int] | None = None
+  ) -> tuple[int, ...]:
+    """The tokens of one word; `numbers` saves making `self.numbers()` anew."""
+    numbers = self.numbers() if numbers is None else numbers
+    if self.kind == "word":
+      return (numbers.get(word, self.oov),)
+    found, start = [], 0
+    while start < len(word):
+      for end in range(len(word), start, -1):
+        piece = word[start:end] if start == 0 else "##" + word[start:end]
+        if piece in numbers:
+          found.append(numbers[piece])
+          start = end
+          break
+      else:
+        return (self.oov,)
+    return tuple(found)
+
+  def numbers(self) -> dict[str, int]:
+    """Each token's number."""
+    return {token: i + EOS + 1 for i, token in enumerate(self.tokens)}
+
+  def encode(self, corpus: Corpus, length: int) -> np.ndarray:
+    """Sentences as tokens: BOS, the words, EOS, then PAD; longer ones are cut.
+
+    `x` is all columns but the last, `y` all but the first.
+
+    Args:
+      corpus: N sentences.
+      length: T, positions of a sentence.
+
+    Returns:
+      `uint16[N, T + 1]`, or `int32` for vocabularies beyond 65,536.
+    """
+    numbers = self.numbers()
+    pieces = [self.pieces(word, numbers) for word in corpus.lexicon]
+    sizes = np.array([len(p) for p in pieces], np.int64)
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    flat = np.array([i for p in pieces for i in p] or [0], np.int32)
+    kind = np.uint16 if self.size <= 1 << 16 else np.int32
+    n = len(corpus.offsets) - 1
+    out = np.full((n, length + 1), PAD, kind)
+    out[:, 0] = BOS
+    block = 1 << 16  # Sentences at once, so that the work arrays stay small.
+    for first in range(0, n, block):
+      offsets = corpus.offsets[first : first + block + 1]
+      word = corpus.words[offsets[0] : offsets[-1]]
+      repeats = sizes[word]
+      ends = np.cumsum(repeats)
+      within = np.arange(repeats.sum()) - np.repeat(ends - repeats, repeats)
+      tokens = flat[np.repeat(starts[word], repeats) + within]
+      cuts = np.concatenate([[0], ends])[offsets - offsets[0]]
+      counts = np.diff(cuts)
+      row = np.repeat(np.arange(len(counts)), counts)
+      column = np.arange(len(tokens)) - np.repeat(cuts[:-1], counts)
+      keep = column < length
+      part = out[first : first + block]
+      part[row[keep], column[keep] + 1] = tokens[keep]
+      short = counts < length
+      part[np.flatnonzero(short), counts[short] + 1] = EOS
+    return out
+
+  def to_bytes(self) -> bytes:
+    """As the content of a `vocabulary.json`."""
+    value = {
+      "kind": self.kind,
+      "special": {"PAD": PAD, "BOS": BOS, "EOS": EOS, "OOV": self.oov},
+      "tokens": list(self.tokens),
+    }
+    return (json.dumps(value, indent=0, ensure_ascii=False) + "\n").encode(
+      "utf-8", "surrogatepass"
+    )
+
+  @property
+  def sha256(self) -> str:
+    """The hash of `to_bytes()`."""
+    return hashlib.sha256(self.to_bytes()).hexdigest()
+
+  @classmethod
+  def from_bytes(cls, content: bytes, name: str) -> "Vocabulary":
+    """Reads the content of a `vocabulary.json`.
+
+    Args:
+      content: what `to_bytes` gave.
+      name: the file's name, for errors.
+
+    Returns:
+      The vocabulary.
+
+    Raises:
+      DataError: it is no such content.
+
+    >>> Vocabulary.from_bytes(Vocabulary('word', ('a',)).to_bytes(), 'v.json')
+    Vocabulary(kind='word', tokens=('a',))
+    """
+    try:
+      value = json.loads(content.decode("utf-8", "surrogatepass"))
+      kind, tokens = value["kind"], tuple(value["tokens"])
+      if kind not in KINDS or not all(isinstance(t, str) for t in tokens):
+        raise ValueError("not of any kind")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+      raise DataError(
+        f"{name}: no vocabulary ({error!r}); remove it, and it is made again"
+      ) from error
+    return cls(kind, tokens)
+
+
+def train_words(counts: Counter, size: int) -> Vocabulary:
+  """The most common words; of equally common ones the first by alphabet.
+
+  Args:
+    counts: how often each word stands in the training split.
+    size: words at most; the model's V is larger by four.
+
+  Returns:
+    The vocabulary, the commonest word first.
+
+  >>> train_words(Counter(b=2, a=2, c=1), 2).tokens
+  ('a', 'b')
+  """
+  order = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+  return Vocabulary("word", tuple(word for word, _ in order[:size]))
+
+
+def train_wordpiece(
+  counts: Counter, size: int, *, max_words: int = 50_000
+) -> Vocabulary:
+  """Word pieces: characters, then the commonest pair of pieces, joined, ...
+
+  What Hugging Face's `WordPieceTrainer` does, which gives another vocabulary
+  in each process (it breaks ties by a random hash); here of equally common
+  pairs the first by alphabet is joined.
+
+  Args:
+    counts: how often each word stands in the training split.
+    size: pieces at most; the model's V is larger by four. The commonest
+      characters take the first half of it at most.
+    max_words: the commonest words that are learnt from.
+
+  Returns:
+    The vocabulary: characters, then pairs in the order they were joined.
+
+  Reference: Schuster & Nakajima 2012, with the criterion of Sennrich et al.
+  2016 (frequency), as in Hugging Face's `tokenizers`.
+
+  >>> train_wordpiece(Counter(abab=3, ab=2), 6).tokens  # ab: 5, ##ab: 3
+  ('##b', 'a', '##a', 'ab', '##ab', 'abab')
+  """
+  common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+  spelt = [
+    ([w[0], *("##" + c for c in w[1:])], n) for w, n in common[:max_words] if w
+  ]
+  characters = Counter()
+  for pieces, n in spelt:
+    for piece in pieces:
+      characters[piece] += n
+  order = sorted(characters.items(), key=lambda item: (-item[1], item[0]))
+  tokens = {c: None for c, _ in order[: max(size // 2, 1)]}
+  pairs, where = Counter(), {}
+  for i, (pieces, n) in enumerate(spelt):
+    for pair in zip(pieces, pieces[1:]):
+      if pair[0] in tokens and pair[1] in tokens:
+        pairs[pair] += n
+        where.setdefault(pair, set()).add(i)
+  heap = [(-n, pair) for pair, n in pairs.items()]
+  heapq.heapify(heap)
+  while heap and len(tokens) < size:
+    n, pair = heapq.heappop(heap)
+    if -n != pairs[pair]:
+      continue  # Its count has changed since; the new one is in the heap too.
+    left, right = pair
+    joined = left + right.removeprefix("##")
+    tokens[joined] = None
+    changed = set()
+    for i in where.pop(pair):
+      pieces, weight = spelt[i]
+      before = list(zip(pieces, pieces[1:]))
+      merged, j = [], 0
+      while j < len(pieces):
+        if tuple(pieces[j : j + 2]) == pair:
+          merged.append(joined)
+          j += 2
+        else:
+          merged.append(pieces[j])
+          j += 1
+      spelt[i] = (merged, weight)
+      for sign, of in ((-weight, before), (weight, zip(merged, merged[1:]))):
+        for other in of:
+          if other[0] in tokens and other[1] in tokens:
+            pairs[other] += sign
+            changed.add(other)
+            if sign > 0:
+              where.setdefault(other, set()).add(i)
+    del pairs[pair]
+    changed.discard(pair)
+    for other in changed:
+      if pairs[other] > 0:
+        heapq.heappush(heap, (-pairs[other], other))
+  return Vocabulary("wordpiece", tuple(tokens))
+
+
+KINDS = {"word": train_words, "wordpiece": train_wordpiece}
+
+
+def first_sentences(
+  lines: Iterable[str], tokenizer: str = "rules"
+) -> Iterable[list[str]]:
+  """C4-MOD: the first sentence of each paragraph, in lower-case words.
+
+  Args:
+    lines: paragraphs.
+    tokenizer: 'rules' for `sentences` and `words`; 'nltk' for NLTK's Punkt
+      sentences and its `wordpunct_tokenize`, which sets apostrophes apart as
+      appendix G has them. NLTK's data is never fetched.
+
+  Yields:
+    Words.
+
+  Raises:
+    DataError: NLTK or its data is not there.
+
+  Reference: Lichtarge et al. 2023, appendix C.2 and G.
+
+  >>> list(first_sentences(["It isn't so. It is.", '']))
+  [['it', "isn't", 'so', '.']]
+  """
+  split, tokenize = sentences, _WORD.findall
+  if tokenizer == "nltk":
+    split, tokenize = _nltk()
+  elif tokenizer != "rules":
+    raise ValueError(f"tokenizer={tokenizer!r}: choose 'rules' or 'nltk'")
+  for line in lines:
+    found = split(line.strip()) if line.strip() else []
+    if found:
+      yield words(found[0], tokenize)
+
+
+def _nltk():
+  try:
+    import nltk
+  except ImportError as error:
+    raise DataError(
+      "--c4_tokenizer=nltk needs NLTK: pip install nltk, or take"
+      " --c4_tokenizer=rules"
+    ) from error
+  try:
+    nltk.sent_tokenize("One. Two.")
+  except LookupError as error:
+    raise DataError(
+      "--c4_tokenizer=nltk: NLTK's data tokenizers/punkt_tab is not in"
+      f" {', '.join(nltk.data.path) or 'any folder'}; fetch it with"
+      " python -m nltk.downloader punkt_tab, or take --c4_tokenizer=rules"
+    ) from error
+  return nltk.sent_tokenize, nltk.wordpunct_tokenize

@@ -1,0 +1,463 @@
+"""Where text comes from: `pydoc`, Stack Exchange, Stack Overflow, C4.
+
+A file that is broken as a whole is a `DataError`; a row that is broken in
+itself is left out and counted in `Corpus.skipped`. Files are read in blocks,
+and no block or row may be larger than the bounds here.
+"""
+
+import ast
+from collections.abc import Iterator
+import contextlib
+import gzip
+import html
+import io
+import itertools
+import json
+import os
+import pathlib
+import random
+import re
+import sqlite3
+import sys
+import sysconfig
+import tokenize
+from xml.parsers import expat
+import zlib
+
+from hetfl.data import text
+from hetfl.data.errors import DataError
+
+QUESTION, ANSWER = 0, 1
+_BLOCK = 1 << 20
+_MAX_ROW = 16 << 20  # Bytes of XML in which one element at least must end.
+_MAX_HTML = 100_000  # Characters; Stack Overflow's own limit is 30,000.
+_MAX_LINE = 16 << 20  # Characters of a C4 document.
+_MAX_CLIENT = 256 << 20  # Bytes of one client's examples, unpacked.
+# Parts of the standard library that are data, demonstrations or programs.
+_NOT_PROSE = ("antigravity", "encodings", "idlelib", "pydoc_data", "test")
+_NOT_PROSE += ("lib2to3", "turtledemo", "this")
+
+
+def pydoc(
+  *, max_words: int, max_sentences_per_client: int | None = None
+) -> text.Corpus:
+  """Docstrings and comments of Python's standard library; needs no download.
+
+  A client is a module; docstrings are domain 0, comments (of lines of their
+  own) domain 1. The same for one version of Python. Doctests and underlines
+  are left out.
+
+  Args:
+    max_words: see `text.CorpusBuilder`.
+    max_sentences_per_client: see `text.CorpusBuilder`.
+
+  Returns:
+    The corpus.
+
+  Raises:
+    DataError: the standard library's sources are not there.
+  """
+  root = pathlib.Path(sysconfig.get_path("stdlib"))
+  builder = text.CorpusBuilder(
+    max_words=max_words, max_sentences_per_client=max_sentences_per_client
+  )
+  for name in sorted(sys.stdlib_module_names):
+    if name in _NOT_PROSE or name.startswith("_sysconfigdata"):
+      continue
+    files = [root / f"{name}.py"]
+    if (root / name).is_dir():
+      files = sorted((root / name).rglob("*.py"))
+    for path in files:
+      parts = path.relative_to(root).with_suffix("").parts
+      if path.is_file() and not {"test", "tests", "__pycache__"} & {*parts}:
+        _python(builder, ".".join(parts), path)
+  if not len(builder):
+    raise DataError(
+      f"--dataset=pydoc: no Python sources in {root}; install Python with its"
+      " standard library as .py files"
+    )
+  return builder.build()
+
+
+def _python(builder: text.CorpusBuilder, client: str, path: pathlib.Path):
+  """Adds the docstrings and comments of a module."""
+  try:
+    with tokenize.open(path) as stream:
+      source = stream.read()
+    tree = ast.parse(source)
+  except (SyntaxError, UnicodeDecodeError, ValueError, OSError):
+    builder.skipped["modules that are no Python"] += 1
+    return
+  strings = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+      strings.update(range(node.lineno, node.end_lineno + 1))
+    if isinstance(
+      node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    ):
+      docstring = ast.get_docstring(node)
+      if docstring:
+        _prose(builder, client, QUESTION, docstring.splitlines())
+  block = []
+  lines = [*enumerate(source.splitlines(), 1), (0, "")]
+  for number, line in lines:
+    line = line.strip()
+    if line.startswith("#") and number not in strings:
+      block.append(line.lstrip("#!: "))
+    elif block:
+      _prose(builder, client, ANSWER, block)
+      block = []
+
+
+def _prose(builder, client, domain, lines):
+  """Adds the sentences of paragraphs whose lines are broken anywhere."""
+  for empty, group in itertools.groupby(lines, lambda line: not line.strip()):
+    group = [line.strip() for line in group]
+    if empty or any(line.startswith((">>>", "...")) for line in group):
+      continue
+    paragraph = " ".join(line for line in group if line.strip("-=~*#+_ "))
+    for sentence in text.sentences(paragraph):
+      words = text.words(sentence)
+      # Signatures and section marks are no sentences.
+      if len(words) > 3:
+        builder.add(client, domain, words)
+
+
+def stackexchange(
+  path: str | os.PathLike,
+  *,
+  max_words: int,
+  max_sentences_per_client: int | None = None,
+) -> text.Corpus:
+  """A Stack Exchange dump's `Posts.xml`, read as a stream.
+
+  A client is a post's owner; questions (`PostTypeId` 1) are domain 0, answers
+  (2) domain 1. HTML and code blocks are taken out. Titles are not read.
+
+  Args:
+    path: the file, or the folder that it is in.
+    max_words: see `text.CorpusBuilder`.
+    max_sentences_per_client: see `text.CorpusBuilder`.
+
+  Returns:
+    The corpus; clients are owners' numbers.
+
+  Raises:
+    DataError: the file is missing, no well-formed XML, or declares entities.
+
+  Reference: https://archive.org/details/stackexchange.
+  """
+  path = pathlib.Path(path).expanduser()
+  if path.is_dir():
+    path = path / "Posts.xml"
+  if not path.is_file():
+    raise DataError(
+      f"{path}: no such file: --data_dir is to hold Posts.xml, or"
+      " stackexchange/Posts.xml, of a dump of https://archive.org/details/"
+      "stackexchange"
+    )
+  builder = text.CorpusBuilder(
+    max_words=max_words, max_sentences_per_client=max_sentences_per_client
+  )
+  for attributes in _rows(path):
+    kind = attributes.get("PostTypeId")
+    owner = attributes.get("OwnerUserId", "")
+    body = attributes.get("Body", "")
+    if kind not in ("1", "2"):
+      builder.skipped["rows that are no question or answer"] += 1
+    elif not (owner.isascii() and owner.isdigit() and len(owner) < 20):
+      builder.skipped["posts without an owner"] += 1
+    elif len(body) > _MAX_HTML:
+      builder.skipped[f"posts beyond {_MAX_HTML} characters"] += 1
+    elif not body.strip():
+      builder.skipped["empty posts"] += 1
+    else:
+      try:
+        plain = strip_html(body)
+      except ValueError:
+        builder.skipped["posts whose HTML cannot be read"] += 1
+        continue
+      builder.add_text(owner, QUESTION if kind == "1" else ANSWER, plain)
+  if not len(builder):
+    raise DataError(f"{path}: holds no posts with an owner and a body")
+  return builder.build()
+
+
+def _rows(path: pathlib.Path) -> Iterator[dict[str, str]]:
+  """Attributes of the elements `row`; never more than a block at once."""
+  rows, elements = [], 0
+
+  def start(name, attributes):
+    nonlocal elements
+    elements += 1
+    if name == "row":
+      rows.append(attributes)
+
+  def refuse(*_):
+    raise DataError(
+      f"{path}: declares a document type or entities, which no dump does;"
+      " fetch it again"
+    )
+
+  parser = expat.ParserCreate()
+  parser.StartElementHandler = start
+  parser.StartDoctypeDeclHandler = refuse
+  parser.EntityDeclHandler = refuse
+  silent = 0
+  try:
+    with open(path, "rb") as stream:
+      while block := stream.read(_BLOCK):
+        before = elements
+        parser.Parse(block, False)
+        silent = 0 if elements > before else silent + len(block)
+        if silent > _MAX_ROW:
+          raise DataError(
+            f"{path}: more than {_MAX_ROW >> 20} MiB without an element: no"
+            " Posts.xml"
+          )
+        yield from rows
+        rows.clear()
+      parser.Parse(b"", True)
+      yield from rows
+  except expat.ExpatError as error:
+    raise DataError(
+      f"{path}: no well-formed XML ({error}); fetch it"
+    ) from error
+  except (LookupError, UnicodeError, OSError) as error:
+    raise DataError(f"{path}: cannot be read ({error})") from error
+
+
+# A tag ends at the next angle bracket, so that a scan is linear in any text
+# (`html.parser` is quadratic in "<a <a <a ..."); no stack of tags is kept.
+_TAG = re.compile(r"<(/?)([a-zA-Z][\w-]*+)[^<>]*+>|<[!?/][^<>]*+>")
+_LINE_END = re.compile(r"[\r\n]+")
+_DROPPED = frozenset(("pre", "script", "style"))
+_INLINE = frozenset(
+  "a abbr b big cite code del dfn em i ins kbd q s samp small span strike"
+  " strong sub sup tt u var".split()
+)
+
+
+def strip_html(body: str) -> str:
+  r"""The text of a post: a line a paragraph, without code blocks.
+
+  Args:
+    body: HTML, well-formed or not.
+
+  Returns:
+    The text.
+
+  Raises:
+    ValueError: it cannot be read as HTML.
+
+  >>> strip_html('<p>Use <code>a&lt;b</code>:</p><pre>x = 1</pre><p>Done')
+  '\nUse a<b:\n\n\n\nDone'
+  """
+  parts, dropped, at = [], 0, 0
+
+  def keep(text):
+    if not dropped:
+      # Lines of a paragraph may be broken anywhere.
+      parts.append(_LINE_END.sub(" ", html.unescape(text)))
+
+  body = _without_comments(body)
+  for tag in _TAG.finditer(body):
+    keep(body[at : tag.start()])
+    at, name = tag.end(), (tag[2] or "").lower()
+    if name in _DROPPED:
+      dropped = max(dropped + (-1 if tag[1] else 1), 0)
+    if name not in _INLINE:
+      parts.append("\n")
+  keep(body[at:])
+  return "".join(parts)
+
+
+def _without_comments(body: str) -> str:
+  parts, at = [], 0
+  while (start := body.find("<!--", at)) >= 0:
+    end = body.find("-->", start + 4)
+    if end < 0:  # No end: to the last line, as browsers have it.
+      return "".join(parts) + body[at:start]
+    parts.append(body[at:start])
+    at = end + 3
+  return "".join(parts) + body[at:]
+
+
+def stackoverflow(
+  path: str | os.PathLike,
+  *,
+  seed: int,
+  max_words: int,
+  max_clients: int | None = None,
+  max_sentences: int | None = None,
+  max_sentences_per_client: int | None = None,
+  skip_clients: int = 0,
+) -> text.Corpus:
+  """Some clients of a FedJAX Stack Overflow SQLite file.
+
+  Clients are drawn at random, and only theirs is read. Needs no TensorFlow.
+
+  Args:
+    path: `stackoverflow_{train,held_out,test}.sqlite`.
+    seed: draws the order of the clients.
+    max_words: see `text.CorpusBuilder`.
+    max_clients: clients to read; `None` for all.
+    max_sentences: stop after the client that reaches so many.
+    max_sentences_per_client: see `text.CorpusBuilder`.
+    skip_clients: of the order drawn, leave so many out first: those that
+      serve for something else.
+
+  Returns:
+    The corpus; words are the file's own tokens. Damaged clients are counted
+    in `skipped`.
+
+  Raises:
+    DataError: the file is missing, damaged as a whole or of another kind.
+
+  Reference: `fedjax/datasets/stackoverflow.py`; type `question` is domain 0,
+  `answer` 1.
+  """
+  path = pathlib.Path(path).expanduser()
+  if not path.is_file():
+    raise DataError(
+      f"{path}: no such file: --data_dir is to hold stackoverflow_{{train,"
+      "held_out,test}.sqlite as FedJAX publishes them"
+      " (fedjax.datasets.stackoverflow.load_data() fetches them)"
+    )
+  builder = text.CorpusBuilder(
+    max_words=max_words, max_sentences_per_client=max_sentences_per_client
+  )
+  uri = path.resolve().as_uri() + "?mode=ro"
+  try:
+    with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+      numbers = [
+        row[0]
+        for row in connection.execute(
+          "SELECT rowid FROM federated_data ORDER BY rowid"
+        )
+      ]
+      random.Random(f"{seed}/clients").shuffle(numbers)
+      end = None if max_clients is None else skip_clients + max_clients
+      for number in numbers[skip_clients:end]:
+        if max_sentences is not None and len(builder) >= max_sentences:
+          break
+        row = connection.execute(
+          "SELECT client_id, data FROM federated_data WHERE rowid = ?",
+          (number,),
+        ).fetchone()
+        try:
+          client, examples = _fedjax_client(*row)
+        except (ValueError, TypeError, KeyError, zlib.error) as error:
+          del error
+          builder.skipped["clients that cannot be read"] += 1
+          continue
+        for domain, tokens in examples:
+          builder.add(client, domain, tokens)
+  except sqlite3.Error as error:
+    raise DataError(
+      f"{path}: no FedJAX SQLite file, or damaged ({error}); fetch it again"
+    ) from error
+  if not len(builder):
+    raise DataError(f"{path}: holds no sentences that can be read")
+  return builder.build()
+
+
+def _fedjax_client(client_id, data) -> tuple[str, list[tuple[int, list[str]]]]:
+  """One client's id and examples; ValueError and the like if damaged."""
+  import msgpack
+
+  unpack = zlib.decompressobj()
+  raw = unpack.decompress(data, _MAX_CLIENT)
+  if unpack.unconsumed_tail or not unpack.eof:
+    raise ValueError("too large, or cut off")
+
+  def extension(code, content):
+    if code != 4:  # Numbers: scores, which nobody needs here.
+      return None
+    shape, flat = msgpack.unpackb(content, raw=True)
+    if list(shape) != [len(flat)]:
+      raise ValueError("no list of strings")
+    return flat
+
+  examples = msgpack.unpackb(raw, ext_hook=extension, raw=False)
+  kinds = [
+    {b"question": QUESTION, b"answer": ANSWER}[t] for t in examples["type"]
+  ]
+  sentences = [
+    [w[: text.MAX_WORD] for w in s.decode("utf-8", "replace").split()]
+    for s in examples["tokens"]
+  ]
+  if len(kinds) != len(sentences):
+    raise ValueError("unlike numbers of types and tokens")
+  if isinstance(client_id, bytes):
+    client_id = client_id.decode("utf-8", "surrogateescape")
+  return str(client_id), list(zip(kinds, sentences))
+
+
+def c4_mod(
+  path: str | os.PathLike,
+  *,
+  max_words: int,
+  max_sentences: int | None = None,
+  tokenizer: str = "rules",
+) -> text.Corpus:
+  """C4-MOD, the out-of-domain distillation text: one client, first sentences.
+
+  Args:
+    path: a C4 shard (`*.json.gz` or `*.json`: a JSON object with `text` a
+      line), any other text file (a paragraph a line), or a folder of such.
+    max_words: see `text.CorpusBuilder`.
+    max_sentences: read no more; 4,488,694 in the paper.
+    tokenizer: see `text.first_sentences`.
+
+  Returns:
+    The corpus.
+
+  Raises:
+    DataError: there is no file, it cannot be read, or NLTK's data is missing.
+
+  Reference: Lichtarge et al. 2023, appendix C.2 and G.
+  """
+  path = pathlib.Path(path).expanduser()
+  files = (
+    sorted(p for p in path.iterdir() if p.is_file())
+    if path.is_dir()
+    else [path]
+  )
+  builder = text.CorpusBuilder(max_words=max_words)
+
+  def paragraphs():
+    for file in files:
+      try:
+        for line in _lines(file):
+          if ".json" in file.name:
+            try:
+              line = json.loads(line)["text"].strip()
+            except (ValueError, KeyError, TypeError, AttributeError):
+              builder.skipped["lines that are no C4 document"] += 1
+              continue
+            except RecursionError:
+              builder.skipped["lines that are no C4 document"] += 1
+              continue
+          yield from line.split("\n")
+      except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: cannot be read ({error})") from error
+
+  for words in text.first_sentences(paragraphs(), tokenizer):
+    if max_sentences is not None and len(builder) >= max_sentences:
+      break
+    builder.add("c4", ANSWER, words)
+  if not len(builder):
+    raise DataError(
+      f"{path}: holds no text: --c4_path is to be a C4 shard (*.json.gz), a"
+      " text file or a folder of such"
+    )
+  return builder.build()
+
+
+def _lines(file: pathlib.Path) -> Iterator[str]:
+  """Lines, each of a bounded size; what is not UTF-8 is replaced."""
+  opened = gzip.open(file) if file.name.endswith(".gz") else open(file, "rb")
+  with opened as raw, io.TextIOWrapper(raw, "utf-8", "replace") as stream:
+    while line := stream.readline(_MAX_LINE):
+      yield line

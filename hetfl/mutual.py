@@ -1,0 +1,395 @@
+"""Deep mutual learning on a client: its own model and its meme.
+
+What `hetfl.fml` runs for each client in a round, and what a client keeps.
+
+Reference: Shen et al. 2020, "Federated Mutual Learning", equation 5 and
+ClientUpdate of algorithm 1; Zhang et al. 2018, "Deep Mutual Learning".
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from hetfl import client as client_lib
+from hetfl import core
+from hetfl import distill as distill_lib
+
+PyTree = Any
+
+
+class MutualClient(NamedTuple):
+  """A client of Federated Mutual Learning; its configuration.
+
+  Clients whose fields are the same objects form a group, whose states are
+  stacked and whose work is one program.
+
+  Attributes:
+    model: the client's own model, the paper's local or personalized one.
+    transform: what is done to a training batch as it lies in the bank.
+    bank: the name of the bank that its examples lie in.
+    adaptor: where the global model is not a whole one: a model from the
+      global model's outputs to logits, which stays with the client.
+    loss: the loss of each example.
+  """
+
+  model: core.Model
+  transform: core.Transform | None = None
+  bank: str = "train"
+  adaptor: core.Model | None = None
+  loss: core.Loss = core.cross_entropy
+
+
+class ClientRounds(NamedTuple):
+  """The work of a group's clients in one round.
+
+  Attributes:
+    client: `int32[K]`, the clients' numbers.
+    index: `int32[K, S, B]`, positions in the bank; -1 marks an empty place.
+    steps: `int32[K]`, how many of the steps are work.
+    weight: `float32[K]`, what each client's meme counts in the merge.
+  """
+
+  client: np.ndarray
+  index: np.ndarray
+  steps: np.ndarray
+  weight: np.ndarray
+
+
+@flax.struct.dataclass
+class GroupState:
+  """What the clients of a group keep from round to round.
+
+  Attributes:
+    local: their own models' variables, each array with an axis K in front.
+    opt_state: their own models' optimizers, in the same way.
+    adaptor: their adaptors' variables, in the same way; `None` without.
+    clients: K client numbers.
+  """
+
+  local: core.Variables
+  opt_state: PyTree
+  adaptor: core.Variables | None
+  clients: tuple[int, ...] = flax.struct.field(pytree_node=False)
+
+
+def momentum_sgd(
+  learning_rate: jax.Array,
+  *,
+  momentum: float = 0.9,
+  weight_decay: float = 5e-4,
+  clip_norm: float | None = None,
+) -> optax.GradientTransformation:
+  """SGD as PyTorch has it: `v <- m v + (g + d w); w <- w - lr v`.
+
+  The weight decay is part of the gradient, and the learning rate is outside
+  of the momentum.
+
+  Args:
+    learning_rate: lr.
+    momentum: m.
+    weight_decay: d.
+    clip_norm: gradients of a larger norm are scaled down to it first; `None`
+      for none, as in the paper.
+
+  Returns:
+    The optimizer.
+
+  Reference: Shen et al. 2020, section 5.1; `torch.optim.SGD`.
+
+  >>> sgd = momentum_sgd(0.5, momentum=0.5, weight_decay=0.25)
+  >>> w, g = jnp.array(4.0), jnp.array(1.0)
+  >>> updates, state = sgd.update(g, sgd.init(w), w)
+  >>> float(updates)  # -0.5 (1 + 0.25 * 4)
+  -1.0
+  >>> float(sgd.update(g, state, w + updates)[0])  # -0.5 (0.5 * 2 + 1.75)
+  -1.375
+  """
+  clip = optax.identity()
+  if clip_norm is not None:
+    clip = optax.clip_by_global_norm(clip_norm)
+  return optax.chain(
+    clip,
+    optax.add_decayed_weights(weight_decay),
+    optax.sgd(learning_rate, momentum=momentum),
+  )
+
+
+def mutual_loss(
+  logits: jax.Array,
+  partner: jax.Array,
+  labels_loss: jax.Array,
+  weight: jax.Array,
+  temperature: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+  """`w CE + (1 - w) KL(p_partner || p)`, one of equation 5's two losses.
+
+  Args:
+    logits: `float[B, C]`, of the model that learns.
+    partner: `float[B, C]`, the partner's, through which nothing is learnt.
+    labels_loss: `float[B]`, the model's loss on the labels, CE.
+    weight: alpha for the local model, beta for the meme.
+    temperature: T, of both softmaxes; the divergence is then multiplied by
+      T^2 as in Hinton et al. 2015. The paper has none.
+
+  Returns:
+    `float[B]` twice: the loss, and the divergence in it, summed over classes.
+
+  Reference: Shen et al. 2020, equation 5.
+
+  >>> logits, partner = jnp.log(jnp.array([[[.75, .25]], [[.5, .5]]]))
+  >>> loss, kl = mutual_loss(logits, partner, jnp.array([2.]), 0.5)
+  >>> [round(float(x[0]), 4) for x in (kl, loss)]  # log(4 / 3) / 2, + 2 / 2
+  [0.1438, 1.0719]
+  """
+  target = distill_lib.tempered_softmax(
+    jax.lax.stop_gradient(partner), temperature
+  )
+  kl = temperature**2 * distill_lib.kl_divergence(target, logits / temperature)
+  return weight * labels_loss + (1 - weight) * kl, kl
+
+
+def splice(trunk: core.Model, adaptor: core.Model | None) -> core.Model:
+  """Puts an adaptor on a partial model.
+
+  Args:
+    trunk: a model whose outputs are features.
+    adaptor: a model from these to logits; `None` leaves the trunk as it is.
+
+  Returns:
+    The model; `fork` makes its variables.
+
+  Reference: Shen et al. 2020, section 4.2 ("splicing the forked global model
+  with an adaptor layer").
+  """
+  if adaptor is None:
+    return trunk
+
+  def init(key):
+    return fork(*(m.init(k) for m, k in zip(parts, jax.random.split(key))))
+
+  def apply(variables, x, key, train):
+    stats = {}
+    for i, (name, part) in enumerate(zip(("trunk", "adaptor"), parts)):
+      own = core.Variables(variables.params[name], variables.stats[name])
+      part_key = None if key is None else jax.random.fold_in(key, i)
+      x, stats[name] = part.apply(own, x, part_key, train)
+    return x, stats
+
+  parts = (trunk, adaptor)
+  return core.Model(init, apply)
+
+
+def fork(
+  server: core.Variables, adaptor: core.Variables | None
+) -> core.Variables:
+  """`meme <- global`, with a client's adaptor if it has one.
+
+  Args:
+    server: the global model's variables.
+    adaptor: the adaptor's variables or `None`.
+
+  Returns:
+    The meme's variables.
+  """
+  if adaptor is None:
+    return server
+  pair = {"trunk": server, "adaptor": adaptor}
+  return core.Variables(
+    {name: part.params for name, part in pair.items()},
+    {name: part.stats for name, part in pair.items()},
+  )
+
+
+def _unsplice(meme, adaptor):
+  """What of a meme is sent, and what stays."""
+  if adaptor is None:
+    return meme, None
+  return tuple(
+    core.Variables(meme.params[name], meme.stats[name])
+    for name in ("trunk", "adaptor")
+  )
+
+
+def client_program(
+  client: MutualClient,
+  global_model: core.Model | None,
+  *,
+  optimizer: client_lib.Optimizer = momentum_sgd,
+  temperature: float = 1.0,
+  sequential: bool = False,
+  microbatch: int | None = None,
+) -> Callable[..., tuple[GroupState, core.Variables | None, core.Metrics]]:
+  """A client's round: ClientUpdate of algorithm 1.
+
+  Args:
+    client: the client.
+    global_model: the global model; `None` leaves the meme out, and the client
+      learns alone.
+    optimizer: see `fml`.
+    temperature: see `fml`.
+    sequential: see `fml`.
+    microbatch: see `fml`.
+
+  Returns:
+    `(server, hyper, key, bank, (kept, work)) -> (kept, meme, metrics)`:
+    `server` is the global model's `Variables`, `hyper` the round's
+    `learning_rate`, `alpha` and `beta`, `key` the round's key, `bank` the
+    examples on the device, `kept` a row of a `GroupState` and `work` a row of
+    `ClientRounds`. Step `s` of client `k` draws from
+    `fold_in(fold_in(key, k), s)`, as in `hetfl.client.lane_program`.
+  """
+  models = {"local": client.model}
+  weights = {"local": "alpha", "meme": "beta"}
+  if global_model is not None:
+    models["meme"] = splice(global_model, client.adaptor)
+  alike = models.get("meme") == client.model
+  # Which models step together, on the same logits.
+  turns = [(name,) for name in models] if sequential else [tuple(models)]
+
+  def part_loss(params, variables, hyper, batch, key):
+    """The sum of the losses of the models in `params`, over a part."""
+    own = {
+      name: variables[name]._replace(params=params.get(name, held.params))
+      for name, held in variables.items()
+    }
+    # The meme draws what the model of a FedAvg client would.
+    keys = {"local": jax.random.fold_in(key, 0), "meme": key}
+    if alike:
+      # Side by side the first layers of both are one matrix product.
+      out = jax.vmap(client.model.apply, (0, None, 0, None))(
+        jax.tree.map(lambda *a: jnp.stack(a), *(own[n] for n in models)),
+        batch["x"],
+        jnp.stack([keys[n] for n in models]),
+        True,
+      )
+      out = {
+        name: jax.tree.map(lambda a, i=i: a[i], out)
+        for i, name in enumerate(models)
+      }
+    else:
+      out = {
+        name: model.apply(own[name], batch["x"], keys[name], True)
+        for name, model in models.items()
+      }
+    logits = {name: out[name][0] for name in models}
+    stats = {name: out[name][1] for name in models}
+    total, sums = jnp.zeros(()), {}
+    for name in params:
+      losses = client.loss(logits[name], batch)
+      kl = jnp.zeros_like(losses)
+      for other in logits.keys() - {name}:
+        losses, kl = mutual_loss(
+          logits[name], logits[other], losses, hyper[weights[name]], temperature
+        )
+      total += jnp.sum(losses * batch["mask"])
+      sums |= {
+        f"{name}_loss": jnp.sum(losses * batch["mask"]),
+        f"{name}_kl": jnp.sum(kl * batch["mask"]),
+      }
+    return total, (sums, {name: stats[name] for name in params})
+
+  def gradients(names, variables, hyper, batch, key):
+    """Mean gradients, statistics and summed losses of some models."""
+    params = {name: variables[name].params for name in names}
+    grad = jax.grad(part_loss, has_aux=True)
+    count = jnp.sum(batch["mask"])
+    scale = lambda grads: optax.tree.scale(1 / jnp.maximum(count, 1), grads)
+    parts = num_parts(len(batch["mask"]), microbatch)
+    if parts == 1:
+      grads, (sums, stats) = grad(params, variables, hyper, batch, key)
+      return scale(grads), stats, sums, count
+
+    def add(carry, part):
+      grads, sums, variables = carry
+      g, (s, stats) = grad(params, variables, hyper, *part)
+      variables = variables | {
+        name: variables[name]._replace(stats=stats[name]) for name in names
+      }
+      return (
+        optax.tree.add(grads, g),
+        optax.tree.add(sums, s),
+        variables,
+      ), None
+
+    zeros = {f"{n}_{x}": jnp.zeros(()) for n in names for x in ("loss", "kl")}
+    split = {
+      name: a.reshape(parts, -1, *a.shape[1:]) for name, a in batch.items()
+    }
+    (grads, sums, after), _ = jax.lax.scan(
+      add,
+      (optax.tree.zeros_like(params), zeros, variables),
+      (split, jax.random.split(key, parts)),
+    )
+    return scale(grads), {n: after[n].stats for n in names}, sums, count
+
+  def program(server, hyper, key, bank, row):
+    kept, work = jax.tree.map(jnp.asarray, row)  # NumPy's, if not under jit.
+    variables = {"local": kept.local}
+    opt_states = {"local": kept.opt_state}
+    sgd = optimizer(hyper["learning_rate"])
+    if global_model is not None:
+      variables["meme"] = fork(server, kept.adaptor)  # Line 3.
+      opt_states["meme"] = sgd.init(variables["meme"].params)
+
+    def step(s, carry):  # Lines 4 and 5.
+      variables, opt_states, means = carry
+      step_key = jax.random.fold_in(jax.random.fold_in(key, work.client), s)
+      transform_key, model_key = jax.random.split(step_key)
+      batch = core.gather(bank, work.index[s])
+      if client.transform is not None:
+        batch = client.transform(transform_key, batch)
+      for names in turns:
+        grads, stats, sums, count = gradients(
+          names, variables, hyper, batch, model_key
+        )
+        for name in names:
+          params = variables[name].params
+          updates, new = sgd.update(grads[name], opt_states[name], params)
+          params = optax.apply_updates(params, updates)
+          variables = variables | {name: core.Variables(params, stats[name])}
+          opt_states = opt_states | {name: new}
+        means = means | {
+          name: core.Mean(means[name].total + total, means[name].count + count)
+          for name, total in sums.items()
+        }
+      return variables, opt_states, means
+
+    zero = core.Mean(jnp.zeros(()), jnp.zeros(()))
+    means = {f"{n}_{x}": zero for n in models for x in ("loss", "kl")}
+    variables, opt_states, means = jax.lax.fori_loop(
+      0, work.steps, step, (variables, opt_states, means)
+    )
+    meme, adaptor = None, kept.adaptor
+    if global_model is not None:
+      meme, adaptor = _unsplice(variables["meme"], kept.adaptor)
+    kept = kept.replace(
+      local=variables["local"], opt_state=opt_states["local"], adaptor=adaptor
+    )
+    return kept, meme, means
+
+  return program
+
+
+def num_parts(batch_size: int, at_most: int | None) -> int:
+  """The least number of equal parts of a batch that are small enough.
+
+  Args:
+    batch_size: B.
+    at_most: examples in a part, at most; `None` for all.
+
+  Returns:
+    A divisor of B.
+
+  >>> num_parts(128, 32), num_parts(128, 60), num_parts(7, None)
+  (4, 4, 1)
+  """
+  return next(
+    n
+    for n in range(1, batch_size + 1)
+    if batch_size % n == 0 and batch_size // n <= (at_most or batch_size)
+  )

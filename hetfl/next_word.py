@@ -1,0 +1,359 @@
+"""What language models are trained for and measured by.
+
+Tokens are numbered `PAD = 0`, `BOS = 1`, `EOS = 2`, then the words, and the
+last one, `V - 1`, is OOV. A batch holds `x: int[B, T]`, BOS and words, and
+`y: int[B, T]`, words and EOS; PAD after that. Letters: V vocabulary size, N
+positions.
+
+The output layer is most of the work of a step. With `TokenLogits.chunk` the
+functions here gather the positions that count, take the logits of so many of
+them at a time, and compute value and gradient in one pass, so that the logits
+of a batch never exist as a whole. Without it (on accelerators) they do, in one
+product.
+"""
+
+from collections.abc import Callable, Sequence
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hetfl import core, distill
+from hetfl.models.language import TokenLogits
+
+PAD, BOS, EOS = 0, 1, 2
+PyTree = Any
+# (logits [n, V], rows, shared) -> (losses [n], their gradients [n, V])
+Divergence = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def sentence_loss(expected_length: float = 13.3) -> core.Loss:
+  """The loss of next-word prediction.
+
+  `1 / B sum_b 1 / l sum_(t: y_bt != PAD) -log softmax(z_bt)[y_bt]`
+
+  Args:
+    expected_length: l, words of an average sentence: a constant, so that a
+      sentence counts by its length.
+
+  Returns:
+    `(logits, batch) -> float[]`, the mean over the sentences whose `mask` is
+    1, in nats.
+
+  Reference: FedJAX, `fedjax/training/tasks.py`, expected length 13.3 and
+  `fedjax/models/stackoverflow.py`.
+
+  >>> logits = TokenLogits(
+  ...     jnp.zeros((2, 3, 1)), jnp.zeros((1, 4)), jnp.zeros(4))
+  >>> batch = {'y': jnp.array([[3, 3, 2], [2, 0, 0]]), 'mask': jnp.ones(2)}
+  >>> float(sentence_loss(2.)(logits, batch))  # 4 tokens, log 4 each
+  1.386...
+  """
+
+  def loss(logits, batch):
+    mask = batch["mask"]
+    scale = mask / (expected_length * jnp.maximum(jnp.sum(mask), 1))
+    weights = jnp.where(batch["y"] != PAD, scale.reshape(-1, 1), 0.0)
+    return weighted_sum(_cross_entropy, logits, weights, batch["y"])
+
+  return loss
+
+
+def _cross_entropy(z, y, shared):
+  del shared
+  log_q = jax.nn.log_softmax(z, axis=-1)
+  hit = jnp.arange(z.shape[-1], dtype=y.dtype).reshape(1, -1) == y[:, None]
+  # As a gather; a sum over `hit` would read all the logits once more.
+  losses = -jnp.take_along_axis(log_q, y[:, None], axis=-1)[:, 0]
+  return losses, jnp.exp(log_q) - hit
+
+
+def token_weights(batch: core.Batch) -> jax.Array:
+  """Which positions a distillation counts: all but padding.
+
+  Args:
+    batch: holds `y: int[B, T]` and `mask: float32[B]`.
+
+  Returns:
+    `float32[B, T]`, ones and zeros.
+
+  >>> batch = {'y': jnp.array([[5, 2, 0]]), 'mask': jnp.ones(1)}
+  >>> token_weights(batch).tolist()
+  [[1.0, 1.0, 0.0]]
+  """
+  return jnp.where(batch["y"] != PAD, batch["mask"].reshape(-1, 1), 0.0)
+
+
+def token_divergence(
+  student: TokenLogits,
+  teachers: Sequence[TokenLogits],
+  own: TokenLogits,
+  temperatures: Sequence[jax.Array],
+  regularization: jax.Array,
+  label_weight: float,
+  batch: core.Batch,
+  weights: jax.Array,
+) -> jax.Array:
+  """KL from `distill.codist_target` to the student, summed over positions.
+
+  `sum_bt w_bt KL(target_bt || softmax(z_bt))`; the paper leaves open how the
+  positions of a sentence are weighted, here they count alike.
+
+  Args:
+    student: the student's logits, through which gradients flow.
+    teachers: each teacher's logits.
+    own: logits of the student as it was at the start.
+    temperatures: each teacher's T.
+    regularization: r, in [0, 1].
+    label_weight: weight of the true next words in the target, in [0, 1].
+    batch: holds `y: int[B, T]`.
+    weights: `float[B, T]`; positions of weight zero are not computed.
+
+  Returns:
+    The weighted sum, a scalar in nats.
+
+  Reference: Lichtarge et al. 2023, appendix C.4.
+  """
+  views = (*teachers, own)
+  rows = (tuple(view.features for view in views), batch["y"])
+  shared = (
+    tuple((view.kernel, view.bias) for view in views),
+    tuple(temperatures),
+    regularization,
+  )
+  divergence = _labelled_kl if label_weight else _kl
+  if label_weight:
+    shared = (*shared, jnp.asarray(label_weight, jnp.float32))
+  return weighted_sum(divergence, student, weights, rows, shared)
+
+
+def _kl(z, rows, shared):
+  features, _ = rows
+  return _kl_to(_target(features, *shared), z)
+
+
+def _labelled_kl(z, rows, shared):
+  features, y = rows
+  *shared, label_weight = shared
+  target = _target(features, *shared)
+  labels = jax.nn.one_hot(y, z.shape[-1], dtype=z.dtype)
+  return _kl_to(target + label_weight * (labels - target), z)
+
+
+def _target(features, heads, temperatures, regularization):
+  *teachers, own = [
+    f @ kernel + bias.reshape(1, -1)
+    for f, (kernel, bias) in zip(features, heads)
+  ]
+  return distill.codist_target(teachers, own, temperatures, regularization)
+
+
+def _kl_to(target, z):
+  return distill.kl_divergence(target, z), jax.nn.softmax(z, axis=-1) - target
+
+
+def weighted_sum(
+  divergence: Divergence,
+  logits: TokenLogits,
+  weights: jax.Array,
+  rows: PyTree,
+  shared: PyTree = (),
+) -> jax.Array:
+  """`sum_bt w_bt divergence(z_bt, rows_bt, shared)`, for training.
+
+  Args:
+    divergence: the losses of some positions and their gradients; a function
+      of module level, which computes are cached by.
+    logits: the student's logits; gradients flow to them and nowhere else.
+    weights: `float[B, T]`.
+    rows: a pytree of `[B, T, ...]`, what the divergence takes beside them.
+    shared: what it takes for all positions alike.
+
+  Returns:
+    A scalar.
+  """
+  flat = lambda a: a.reshape(-1, *a.shape[2:])
+  features, weights = flat(logits.features), weights.reshape(-1)
+  rows = jax.tree.map(flat, rows)
+  if logits.chunk is None:
+    z = features @ logits.kernel + logits.bias.reshape(1, -1)
+    rows, shared = jax.lax.stop_gradient((rows, shared))
+    return jnp.sum(weights * divergence(z, rows, shared)[0])
+  return _fused(
+    divergence,
+    logits.chunk,
+    features,
+    logits.kernel,
+    logits.bias,
+    weights,
+    rows,
+    shared,
+  )
+
+
+def _front(chunk, weights, rows):
+  """Puts the positions that count first; how many, and in whole chunks."""
+  n = len(weights)
+  # Filled up by positions that do not count, which the gather clips.
+  order = jnp.full(-(-n // chunk) * chunk, n, jnp.int32)
+  place = jnp.where(weights != 0, jnp.cumsum(weights != 0) - 1, len(order))
+  order = order.at[place].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
+  take = lambda a: jnp.take(a, order, axis=0, mode="clip")
+  weights = jnp.where(order < n, take(weights), 0)
+  return order, jnp.sum(weights != 0), weights, jax.tree.map(take, rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fused(
+  divergence, chunk, features, kernel, bias, weights, rows, shared
+) -> jax.Array:
+  value, _ = _fused_forward(
+    divergence, chunk, features, kernel, bias, weights, rows, shared
+  )
+  return value
+
+
+def _fused_forward(
+  divergence, chunk, features, kernel, bias, weights, rows, shared
+):
+  order, count, weights, (packed, rows) = _front(
+    chunk, weights, (features, rows)
+  )
+
+  def body(c, carry):
+    total, dpacked, dkernel, dbias = carry
+    part = lambda a: jax.lax.dynamic_slice_in_dim(a, c * chunk, chunk)
+    f, w = part(packed), part(weights)
+    z = f @ kernel + bias.reshape(1, -1)
+    losses, dz = divergence(z, jax.tree.map(part, rows), shared)
+    dz = w[:, None] * dz
+    return (
+      total + jnp.sum(w * losses),
+      jax.lax.dynamic_update_slice_in_dim(dpacked, dz @ kernel.T, c * chunk, 0),
+      dkernel + f.T @ dz,
+      dbias + jnp.sum(dz, axis=0),
+    )
+
+  start = (
+    jnp.zeros((), features.dtype),
+    jnp.zeros_like(packed),
+    jnp.zeros_like(kernel),
+    jnp.zeros_like(bias),
+  )
+  total, dpacked, *dhead = jax.lax.fori_loop(0, -(-count // chunk), body, start)
+  dfeatures = jnp.zeros_like(features).at[order].set(dpacked, mode="drop")
+  return total, (dfeatures, *dhead)
+
+
+def _fused_backward(divergence, chunk, saved, cotangent):
+  del divergence, chunk
+  grads = [cotangent * grad for grad in saved]
+  return (*grads, None, None, None)  # None: no gradient is asked for.
+
+
+_fused.defvjp(_fused_forward, _fused_backward)
+
+
+def next_word_metrics(
+  logits: TokenLogits, batch: core.Batch
+) -> dict[str, core.Mean]:
+  """Accuracies and loss of next-word prediction.
+
+  * `accuracy`, in vocabulary: over targets that are neither PAD nor EOS; OOV
+    targets count as errors, for PAD, BOS, EOS and OOV are never predicted.
+  * `accuracy_questions` and `accuracy_answers`: the same over the sentences of
+    one domain, where the batch has domains.
+  * `accuracy_no_eos`: over the same targets, but anything may be predicted,
+    and OOV is right where it is the target.
+  * `loss`: cross-entropy over targets that are not PAD, EOS and OOV among
+    them; `perplexity` of it is the perplexity.
+
+  All are sums over tokens, so that the size of batches changes nothing.
+
+  Args:
+    logits: the model's logits.
+    batch: `y: int[B, T]`, `mask: float32[B]` and, if there are domains,
+      `domain: int[B]`, 0 for questions and 1 for answers.
+
+  Returns:
+    The sums and counts.
+
+  Reference: FedJAX, `fedjax/models/stackoverflow.py`, `accuracy_in_vocab`,
+  `accuracy_no_eos` and `token_loss`. The paper says "accuracy" only.
+
+  >>> logits = TokenLogits(  # V = 5: one word, 3; the model says OOV, then it
+  ...     jnp.ones((1, 2, 1)), jnp.zeros((1, 5)), jnp.array([0., 0, 0, 1, 2]))
+  >>> batch = {'y': jnp.array([[3, 4]]), 'mask': jnp.ones(1)}
+  >>> means = next_word_metrics(logits, batch)
+  >>> [float(means[n].total) for n in ('accuracy', 'accuracy_no_eos')]
+  [1.0, 1.0]
+  """
+  y = batch["y"]
+  known = token_weights(batch)
+  counted = jnp.where(y != EOS, known, 0.0)
+  domains = {}
+  if "domain" in batch:
+    domains = {
+      name: jnp.where(batch["domain"].reshape(-1, 1) == d, counted, 0.0)
+      for d, name in enumerate(("questions", "answers"))
+    }
+
+  def sums(features, y, known, counted, domains):
+    z = features @ logits.kernel + logits.bias.reshape(1, -1)
+    log_q = jax.nn.log_softmax(z, axis=-1)
+    nll = -jnp.take_along_axis(log_q, y[:, None], axis=-1)[:, 0]
+    word = jnp.argmax(z[:, EOS + 1 : -1], axis=-1) + EOS + 1
+    hit = word == y
+    mean = lambda x, w: core.Mean(jnp.sum(x * w), jnp.sum(w))
+    return {
+      "accuracy": mean(hit, counted),
+      "accuracy_no_eos": mean(jnp.argmax(z, axis=-1) == y, counted),
+      "loss": mean(nll, known),
+    } | {f"accuracy_{name}": mean(hit, w) for name, w in domains.items()}
+
+  flat = lambda a: a.reshape(-1, *a.shape[2:])
+  args = jax.tree.map(flat, (logits.features, y, known, counted, domains))
+  if logits.chunk is None:
+    return sums(*args)
+  # Positions that do not count are cut off, not computed.
+  _, count, weights, args = _front(logits.chunk, args[2], args)
+  part = lambda c: jax.tree.map(
+    lambda a: jax.lax.dynamic_slice_in_dim(a, c * logits.chunk, logits.chunk),
+    args,
+  )
+  valid = lambda c, w: (
+    w
+    * (
+      jax.lax.dynamic_slice_in_dim(weights, c * logits.chunk, logits.chunk) != 0
+    )
+  )
+
+  def body(c, total):
+    features, y, *masks = part(c)
+    masks = jax.tree.map(functools.partial(valid, c), masks)
+    return jax.tree.map(jnp.add, total, sums(features, y, *masks))
+
+  zeros = jax.tree.map(
+    lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(sums, *part(0))
+  )
+  return jax.lax.fori_loop(0, -(-count // logits.chunk), body, zeros)
+
+
+def perplexity(loss: float) -> float:
+  """`exp(loss)`: how many words the model wavers between.
+
+  Args:
+    loss: mean cross-entropy of a token, in nats, over a whole set.
+
+  Returns:
+    The perplexity; infinite where it is no float64.
+
+  >>> perplexity(0.0)
+  1.0
+  """
+  try:
+    return math.exp(loss)
+  except OverflowError:
+    return math.inf

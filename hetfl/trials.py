@@ -1,0 +1,310 @@
+"""Trials of an experiment side by side: a batch axis, or runs on threads.
+
+Hyper-parameters are arrays in an algorithm's state, so that trials with unlike
+values are one program under `jax.vmap` (`Vmapped`), for accelerators; on CPUs
+they are runs over one engine (`SideBySide`), which keeps its threads full.
+Trials cannot touch each other, and one whose numbers are no longer finite
+stays as it last was.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+import threading
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetfl import core
+
+PyTree = Any
+Values = dict[str, float]
+
+
+class Problem(NamedTuple):
+  """An experiment as a search sees it.
+
+  Attributes:
+    init: `(values, seed) -> state`; traceable.
+    step: `(state, plan, data) -> (state, metrics)`, one round.
+    plan: `(seed, round) -> plan`, the same for all trials.
+    data: handed to each step as it is.
+    evaluate: `(state, eval_data) -> {name: Mean}`, held-out accuracies.
+    eval_data: handed to each evaluation as it is.
+    objective: `{name: accuracy} -> float`, what is to be as large as possible.
+    rounds: how many rounds a trial has.
+  """
+
+  init: Callable[[Values, int], PyTree]
+  step: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, core.Metrics]]
+  plan: Callable[[int, int], PyTree]
+  data: PyTree
+  evaluate: Callable[[PyTree, PyTree], core.Metrics]
+  eval_data: PyTree
+  objective: Callable[[Mapping[str, float]], float]
+  rounds: int
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+  """Whether all floating-point numbers of a tree are finite.
+
+  >>> bool(all_finite({'w': jnp.ones(2), 'b': jnp.array(jnp.nan)}))
+  False
+  """
+  return jnp.all(
+    jnp.array(
+      [
+        jnp.all(jnp.isfinite(leaf))
+        for leaf in jax.tree.leaves(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+      ]
+    )
+  )
+
+
+class Runner(Protocol):
+  """Trains the trials of a block; `states` are a pytree of its own kind.
+
+  Attributes:
+    seeds: each trial is trained with each.
+  """
+
+  seeds: tuple[int, ...]
+
+  def start(self, values: Sequence[Values]) -> PyTree:
+    """States before the first round."""
+
+  def advance(
+    self, states: PyTree, alive: np.ndarray, first: int, last: int
+  ) -> tuple[PyTree, np.ndarray]:
+    """Runs rounds of the trials that are alive.
+
+    Args:
+      states: after round `first - 1`.
+      alive: `bool[N]`; the others stay as they are.
+      first: the first round.
+      last: the last round.
+
+    Returns:
+      The states, and `int[N]`: up to which round each trial was finite.
+    """
+
+  def evaluate(self, states: PyTree) -> list[dict[str, float]]:
+    """Each trial's held-out accuracies, the mean over the seeds."""
+
+  def take(self, states: PyTree, trials: Sequence[int]) -> PyTree:
+    """The states of some of the trials."""
+
+
+class SideBySide:
+  """Several trials at once, each a run of its own, over one CPU engine.
+
+  A trial's bits do not depend on the trials beside it. While one waits for a
+  round's last program, another's fill the threads.
+
+  Args:
+    problem: the experiment; its step dispatches programs (`Threads`), or is
+      jitted.
+    seeds: each trial is trained with each.
+    at_once: how many runs go on at once.
+  """
+
+  def __init__(
+    self, problem: Problem, seeds: Sequence[int] = (0,), *, at_once: int = 4
+  ):
+    self.seeds = tuple(seeds)
+    self._problem = problem
+    self._at_once = at_once
+    self._init = jax.jit(lambda v, seed: core.strong(problem.init(v, seed)))
+    self._finite = jax.jit(all_finite)
+    self._plans = {}
+    self._lock = threading.Lock()
+
+  def start(self, values: Sequence[Values]) -> PyTree:
+    """States before the first round."""
+    return tuple(
+      tuple(self._init(v, seed) for seed in self.seeds)
+      for v in map(_scalars, values)
+    )
+
+  def advance(
+    self, states: PyTree, alive: np.ndarray, first: int, last: int
+  ) -> tuple[PyTree, np.ndarray]:
+    """Runs rounds; see `Runner`."""
+    stop = threading.Event()
+    self._plans = {}  # Those of earlier rounds.
+
+    def run(state, seed):
+      for round in range(first, last + 1):
+        if stop.is_set():
+          break
+        plan = self._plan(seed, round)
+        new, _ = self._problem.step(state, plan, self._problem.data)
+        if not self._finite(new):
+          return state, round - 1
+        state = new
+      return state, last
+
+    with futures.ThreadPoolExecutor(self._at_once, "trial") as pool:
+      try:
+        running = [
+          [
+            pool.submit(run, state, seed) if a else None
+            for state, seed in zip(trial, self.seeds)
+          ]
+          for trial, a in zip(states, alive)
+        ]
+        results = [
+          [
+            future.result() if future else (state, last)
+            for future, state in zip(*pair)
+          ]
+          for pair in zip(running, states)
+        ]
+      except BaseException:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+        raise
+    return (
+      tuple(tuple(state for state, _ in trial) for trial in results),
+      np.array([min(ended for _, ended in trial) for trial in results]),
+    )
+
+  def evaluate(self, states: PyTree) -> list[dict[str, float]]:
+    """Each trial's held-out accuracies, the mean over the seeds."""
+    data = self._problem.eval_data
+    return [
+      _seed_mean(
+        [_means(self._problem.evaluate(state, data)) for state in trial]
+      )
+      for trial in states
+    ]
+
+  def take(self, states: PyTree, trials: Sequence[int]) -> PyTree:
+    """The states of some of the trials."""
+    return tuple(states[i] for i in trials)
+
+  def _plan(self, seed, round):
+    with self._lock:
+      key = (seed, round)
+      if key not in self._plans:
+        self._plans[key] = self._problem.plan(seed, round)
+      return self._plans[key]
+
+
+class Vmapped:
+  """One program for all trials of a block, split over the devices if several.
+
+  Args:
+    problem: the experiment; its step and evaluation can be traced (`Inline`).
+    seeds: each trial is trained with each.
+    devices: the devices that share the trials; by default the first.
+  """
+
+  def __init__(
+    self,
+    problem: Problem,
+    seeds: Sequence[int] = (0,),
+    *,
+    devices: Sequence[jax.Device] | None = None,
+  ):
+    self.seeds = tuple(seeds)
+    self._problem = problem
+    self._devices = len(devices or [0])
+    self._init = jax.jit(
+      jax.vmap(lambda v, seed: core.strong(problem.init(v, seed)), (0, None))
+    )
+    step = jax.vmap(self._guarded, in_axes=(0, 0, None, None))
+    # One trial after another: side by side, evaluation would need more memory
+    # than training.
+    evaluate = lambda states, data: jax.lax.map(
+      lambda state: problem.evaluate(state, data), states
+    )
+    if self._devices > 1:
+      mesh = jax.sharding.Mesh(np.array(devices), ("trials",))
+      split, same = (jax.sharding.PartitionSpec(*a) for a in (("trials",), ()))
+      step, evaluate = (
+        jax.shard_map(
+          fn, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False
+        )
+        for fn, specs in (
+          (step, (split, split, same, same)),
+          (evaluate, (split, same)),
+        )
+      )
+    self._step = jax.jit(step, donate_argnums=(0, 1))
+    self._evaluate = jax.jit(evaluate)
+
+  def start(self, values: Sequence[Values]) -> PyTree:
+    """States before the first round."""
+    stacked = {
+      name: jnp.asarray([v[name] for v in values]) for name in values[0]
+    }
+    return tuple(self._init(stacked, seed) for seed in self.seeds)
+
+  def advance(
+    self, states: PyTree, alive: np.ndarray, first: int, last: int
+  ) -> tuple[PyTree, np.ndarray]:
+    """Runs rounds; see `Runner`."""
+    states, number = self._padded(states)
+    ended = np.where(alive, last, first - 1)
+    results = []
+    for state, seed in zip(states, self.seeds):
+      done = np.full(len(jax.tree.leaves(state)[0]), -1, np.int32)
+      done[:number][alive] = first - 1
+      done = jnp.asarray(done)
+      for round in range(first, last + 1):
+        plan = self._problem.plan(seed, round)
+        state, done = self._step(state, done, plan, self._problem.data)
+      results.append(jax.tree.map(lambda a: a[:number], state))
+      ended = np.where(alive, np.minimum(ended, done[:number]), last)
+    return tuple(results), ended
+
+  def evaluate(self, states: PyTree) -> list[dict[str, float]]:
+    """Each trial's held-out accuracies, the mean over the seeds."""
+    states, number = self._padded(states)
+    sums = jax.device_get(
+      [self._evaluate(state, self._problem.eval_data) for state in states]
+    )
+    part = lambda i, tree: jax.tree.map(lambda a: a[i], tree)
+    return [
+      _seed_mean([_means(part(i, s)) for s in sums]) for i in range(number)
+    ]
+
+  def take(self, states: PyTree, trials: Sequence[int]) -> PyTree:
+    """The states of some of the trials."""
+    index = np.asarray(trials)
+    return jax.tree.map(lambda a: a[index], states)
+
+  def _guarded(self, state, done, plan, data):
+    """A step that leaves a diverged trial as it last was.
+
+    `done` is the last round that went well; -1 for a trial that is masked.
+    """
+    new, _ = self._problem.step(state, plan, data)
+    fine = (done == plan.round - 1) & all_finite(new)
+    state = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, state)
+    return state, jnp.where(fine, plan.round, done)
+
+  def _padded(self, states):
+    """As many trials as the devices can share, and how many are real."""
+    number = len(jax.tree.leaves(states)[0])
+    missing = -number % self._devices
+    if missing:
+      states = self.take(states, [*range(number), *[0] * missing])
+    return states, number
+
+
+def _scalars(values: Values) -> dict[str, np.ndarray]:
+  return {name: np.float32(v) for name, v in values.items()}
+
+
+def _means(metrics: core.Metrics) -> dict[str, float]:
+  return {name: float(m.total) / float(m.count) for name, m in metrics.items()}
+
+
+def _seed_mean(results: list[dict[str, float]]) -> dict[str, float]:
+  return {
+    name: float(np.mean([r[name] for r in results])) for name in results[0]
+  }

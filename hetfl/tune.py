@@ -1,0 +1,540 @@
+"""Search for hyper-parameters: many trials of one experiment at a time.
+
+A *block* of trials trains side by side on the same plans (`hetfl.trials`), and
+successive halving drops the worse half of it at its rungs. Blocks follow one
+another; what a block tries is a pure function of the seed and of the rows of
+the blocks before, and the state of a block is in its checkpoints, so a search
+that was killed goes on to the same trials.
+
+Reference: Lichtarge et al. 2023, appendix F; Jamieson & Talwalkar 2016
+(successive halving).
+"""
+
+from collections.abc import Mapping, Sequence
+import json
+import math
+import os
+import pathlib
+import shutil
+import time
+from typing import Any, NamedTuple, Protocol
+
+from absl import logging
+import numpy as np
+
+from hetfl import checkpoint, logs
+from hetfl import trials as trials_lib
+
+Values = trials_lib.Values
+Row = dict[str, Any]
+
+
+class Dimension(NamedTuple):
+  """One hyper-parameter and its range.
+
+  Attributes:
+    low: the least value.
+    high: the greatest value.
+    log: whether equal ratios, not equal differences, are equally likely.
+
+  >>> Dimension.parse('log:1e-4:0.1')
+  Dimension(low=0.0001, high=0.1, log=True)
+  """
+
+  low: float
+  high: float
+  log: bool = False
+
+  @classmethod
+  def parse(cls, text: str) -> "Dimension":
+    """Reads `log:LOW:HIGH` or `linear:LOW:HIGH`.
+
+    Args:
+      text: the range.
+
+    Returns:
+      The dimension.
+
+    Raises:
+      ValueError: saying what is wrong with the text.
+    """
+    scale, *ends = text.split(":")
+    try:
+      low, high = map(float, ends)
+    except ValueError as error:
+      raise ValueError(f"{text!r}: give log:LOW:HIGH or linear:LOW:HIGH") from (
+        error
+      )
+    if scale not in ("log", "linear"):
+      raise ValueError(f"{text!r}: the scale must be log or linear")
+    if not (low < high < math.inf and (low > 0 or scale == "linear")):
+      raise ValueError(
+        f"{text!r}: LOW must lie below HIGH, and above 0 on a log scale"
+      )
+    return cls(low, high, scale == "log")
+
+  def at(self, share: float) -> float:
+    """The value at a share of the range, to six digits.
+
+    Six, so that a flag file can say exactly what was tried.
+
+    >>> Dimension(0.01, 100., log=True).at(0.5)
+    1.0
+    """
+    if self.log:
+      value = self.low * (self.high / self.low) ** share
+    else:
+      value = self.low + (self.high - self.low) * share
+    return float(f"{value:.6g}")
+
+  def share(self, value: float) -> float:
+    """Where a value lies in the range, from 0 to 1.
+
+    >>> Dimension(0., 4.).share(3.)
+    0.75
+    """
+    if self.log:
+      return math.log(value / self.low) / math.log(self.high / self.low)
+    return (value - self.low) / (self.high - self.low)
+
+
+Space = Mapping[str, Dimension]
+
+
+class Proposer(Protocol):
+  """Says what to try next."""
+
+  def propose(
+    self, rows: Sequence[Row], first: int, number: int
+  ) -> list[Values]:
+    """Proposes trials `first` to `first + number - 1`.
+
+    Args:
+      rows: those of all trials before `first`, in order.
+      first: the first trial's number.
+      number: how many trials.
+
+    Returns:
+      A value for each dimension, for each trial; the same for the same
+      arguments.
+    """
+
+
+class RandomSearch:
+  """Seeded random search: trial i's values depend on the seed and i alone.
+
+  Args:
+    space: what to vary.
+    seed: the search's seed.
+
+  >>> search = RandomSearch({'lr': Dimension(0.01, 1., log=True)}, seed=0)
+  >>> search.propose([], 0, 2) == (
+  ...     search.propose([], 0, 1) + search.propose([], 1, 1))
+  True
+  """
+
+  def __init__(self, space: Space, seed: int):
+    self._space = dict(sorted(space.items()))
+    self._seed = seed
+
+  def propose(
+    self, rows: Sequence[Row], first: int, number: int
+  ) -> list[Values]:
+    """Proposes trials; see `Proposer`."""
+    del rows
+    return [
+      {
+        name: dimension.at(share)
+        for (name, dimension), share in zip(
+          self._space.items(),
+          np.random.default_rng([self._seed, trial]).random(len(self._space)),
+        )
+      }
+      for trial in range(first, first + number)
+    ]
+
+
+class OptunaSearch:
+  """Optuna's TPE sampler; a diverged trial counts as an objective of 0.
+
+  Finished trials are kept in an Optuna journal, for Optuna's own tools. Each
+  block is drawn by a sampler of its own that has seen all blocks before.
+
+  Args:
+    space: what to vary.
+    seed: the search's seed.
+    journal: the journal's file; made of the rows anew if it does not fit them.
+
+  Raises:
+    ImportError: Optuna is not installed.
+  """
+
+  def __init__(self, space: Space, seed: int, journal: pathlib.Path):
+    try:
+      import optuna
+    except ImportError as error:
+      raise ImportError(
+        "Optuna is not installed: pip install 'hetfl[tune]', or"
+        " --proposer=random"
+      ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    self._optuna = optuna
+    self._space = {
+      name: optuna.distributions.FloatDistribution(d.low, d.high, log=d.log)
+      for name, d in sorted(space.items())
+    }
+    self._seed = seed
+    self._journal = journal
+
+  def propose(
+    self, rows: Sequence[Row], first: int, number: int
+  ) -> list[Values]:
+    """Proposes trials; see `Proposer`."""
+    self.record(rows)
+    trials = [self._trial(row) for row in rows]
+    sampler = self._optuna.samplers.TPESampler(
+      seed=int(np.random.default_rng([self._seed, first]).integers(2**31)),
+      n_startup_trials=max(10, 2 * len(self._space)),
+      constant_liar=True,  # A block is proposed before any of it is known.
+    )
+    study = self._optuna.create_study(direction="maximize", sampler=sampler)
+    study.add_trials(trials)
+    proposed = [study.ask(self._space).params for _ in range(number)]
+    return [
+      {
+        name: float(f"{min(max(params[name], d.low), d.high):.6g}")
+        for name, d in self._space.items()
+      }
+      for params in proposed
+    ]
+
+  def record(self, rows: Sequence[Row]) -> None:
+    """Brings the journal up to the rows."""
+    optuna = self._optuna
+
+    def study():
+      backend = optuna.storages.journal.JournalFileBackend(str(self._journal))
+      return optuna.create_study(
+        storage=optuna.storages.JournalStorage(backend),
+        study_name="hetfl",
+        direction="maximize",
+        load_if_exists=True,
+      )
+
+    there = study()
+    known = [t.user_attrs.get("trial") for t in there.trials]
+    if known != [row["trial"] for row in rows[: len(known)]]:
+      self._journal.unlink()
+      there, known = study(), []
+    for row in rows[len(known) :]:
+      there.add_trial(self._trial(row))
+
+  def _trial(self, row: Row):
+    halved = row["status"] == "halved"
+    states = self._optuna.trial.TrialState
+    values = {name: row["values"][name] for name in self._space}
+    return self._optuna.create_trial(
+      params=values,
+      distributions=self._space,
+      state=states.PRUNED if halved else states.COMPLETE,
+      value=row["objective"] or 0.0,
+      intermediate_values={int(t): v for t, v in row["rungs"].items()},
+      user_attrs={"trial": row["trial"], "status": row["status"]},
+    )
+
+
+def rungs(rounds: int, halvings: int) -> list[int]:
+  """The rounds after which the worse half of a block is dropped.
+
+  `ceil(T / 2^h)` for h from `halvings` to 1: with T rounds in all, each rung
+  doubles what the survivors have had.
+
+  Args:
+    rounds: T.
+    halvings: how many rungs.
+
+  Returns:
+    The rounds, in order; fewer if there are not as many rounds.
+
+  >>> rungs(100, 2)
+  [25, 50]
+  """
+  every = {-(-rounds // 2**h) for h in range(1, halvings + 1)}
+  return sorted(every - {rounds})
+
+
+class TrialLog:
+  """`trials.jsonl`: a row a trial, appended a block at a time.
+
+  Opening it cuts off what a kill left of a block that was being written.
+
+  Args:
+    path: the file.
+  """
+
+  def __init__(self, path: str | os.PathLike[str]):
+    self._path = pathlib.Path(path)
+    rows = logs.read_rows(path)
+    # A row says how large its block is.
+    while rows and rows[-1]["trial"] != rows[-1]["block_end"] - 1:
+      rows.pop()
+    content = b"".join(map(_line, rows))
+    if rows and self._path.stat().st_size != len(content):
+      logs.write_bytes(path, content)
+    elif not rows:
+      logs.write_bytes(path, b"")
+    self.rows = rows
+
+  def append(self, rows: Sequence[Row]) -> None:
+    """Adds a block's rows; they are on the disk when this returns."""
+    with open(self._path, "ab") as f:
+      f.write(b"".join(map(_line, rows)))
+      f.flush()
+      os.fsync(f.fileno())
+    # As they will be read: floats that are not finite are None.
+    self.rows += [json.loads(_line(row)) for row in rows]
+
+
+def _line(row: Row) -> bytes:
+  return (json.dumps(logs.to_json(row), allow_nan=False) + "\n").encode()
+
+
+def search(
+  problem: trials_lib.Problem,
+  proposer: Proposer,
+  runner: trials_lib.Runner,
+  *,
+  folder: str | os.PathLike[str],
+  trials: int,
+  block: int,
+  halvings: int = 2,
+  checkpoint_every: int = 50,
+) -> list[Row]:
+  """Runs a search, or goes on with it.
+
+  Args:
+    problem: the experiment.
+    proposer: says what to try.
+    runner: trains the trials.
+    folder: holds `trials.jsonl` and, for the block at work, checkpoints.
+    trials: how many trials in all.
+    block: how many of them train side by side.
+    halvings: how often the worse half of a block is dropped.
+    checkpoint_every: rounds from one checkpoint of a block to the next.
+
+  Returns:
+    A row for each trial: `trial`, `block_end`, `values`, `status` (`complete`,
+    `halved` or `diverged`), `round` (the last one done), `objective` and
+    `heldout` after it (None if diverged), `rungs` (round -> objective), and
+    `seconds` of the block. Seconds aside, a search that was killed and started
+    again gives the same rows.
+
+  Raises:
+    ValueError: a number is out of its range.
+  """
+  for name, value, low in (
+    ("trials", trials, 1),
+    ("block", block, 1),
+    ("halvings", halvings, 0),
+    ("checkpoint_every", checkpoint_every, 1),
+  ):
+    if value < low:
+      raise ValueError(f"--{name}={value}: must be at least {low}")
+  folder = pathlib.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  log = TrialLog(folder / "trials.jsonl")
+  while len(log.rows) < trials:
+    first = len(log.rows)
+    number = min(block, trials - first)
+    values = proposer.propose(log.rows, first, number)
+    work = _Block(problem, runner, folder / "checkpoints", first, values)
+    log.append(work.run(rungs(problem.rounds, halvings), checkpoint_every))
+    work.clean()
+    _say(log.rows, first, trials)
+  if hasattr(proposer, "record"):
+    proposer.record(log.rows)
+  return log.rows
+
+
+def _say(rows, first, trials):
+  done = rows[first:]
+  best = top(rows, 1)
+  logging.info(
+    "%d of %d trials; of the last %d, %d complete, %d halved, %d diverged,"
+    " in %.1f s; best %s.",
+    len(rows),
+    trials,
+    len(done),
+    *(
+      sum(r["status"] == s for r in done)
+      for s in ("complete", "halved", "diverged")
+    ),
+    done[-1]["seconds"],
+    f"trial {best[0]['trial']}, {best[0]['objective']:.4f}" if best else "none",
+  )
+
+
+class _Block:
+  """Some trials from their first round to their last."""
+
+  def __init__(self, problem, runner, folder, first, values):
+    self._problem = problem
+    self._runner = runner
+    self._folder = folder
+    self._first = first
+    self._values = values
+    self._rows = [
+      {
+        "trial": first + i,
+        "block_end": first + len(values),
+        "values": v,
+        "status": "complete",
+        "round": 0,
+        "objective": None,
+        "heldout": None,
+        "rungs": {},
+      }
+      for i, v in enumerate(values)
+    ]
+
+  def run(self, rungs: list[int], checkpoint_every: int) -> list[Row]:
+    """Trains the block and returns its rows."""
+    rounds = self._problem.rounds
+    started = time.monotonic()
+    done, seconds, members, states = self._restore()
+    ends = {*rungs, *range(checkpoint_every, rounds, checkpoint_every), rounds}
+    for end in sorted(e for e in ends if e > done):
+      alive = np.array([self._rows[i]["status"] == "complete" for i in members])
+      if not alive.any():
+        break
+      states, ended = self._runner.advance(states, alive, done + 1, end)
+      for i, a, e in zip(members, alive, ended):
+        if a:
+          self._rows[i]["round"] = int(e)
+          if e < end:
+            self._rows[i] |= dict(status="diverged", objective=None)
+            self._rows[i]["heldout"] = None
+      done = end
+      if end in rungs or end == rounds:
+        self._judge(members, states, end, drop=end != rounds)
+        members, states = self._compact(members, states)
+      if end != rounds:
+        self._save(done, seconds + time.monotonic() - started, members, states)
+    for row in self._rows:
+      row["seconds"] = seconds + time.monotonic() - started
+    return self._rows
+
+  def clean(self) -> None:
+    """Deletes the block's checkpoints."""
+    shutil.rmtree(self._folder, ignore_errors=True)
+
+  def _judge(self, members, states, round, drop):
+    """Evaluates the block, and drops the worse half of it."""
+    results = self._runner.evaluate(states)
+    alive = []
+    for i, heldout in zip(members, results):
+      row = self._rows[i]
+      if row["status"] == "complete":
+        objective = self._problem.objective(heldout)
+        row |= dict(objective=objective, heldout=heldout)
+        row["rungs"] |= {str(round): objective}
+        alive.append(i)
+    if drop:
+      # The earlier trial of two equal ones goes on.
+      order = sorted(alive, key=lambda i: (-self._rows[i]["objective"], i))
+      for i in order[-(-len(order) // 2) :]:
+        self._rows[i]["status"] = "halved"
+
+  def _compact(self, members, states):
+    """Leaves out trials that have ended, once half of those held have."""
+    alive = [
+      j for j, i in enumerate(members) if self._rows[i]["status"] == "complete"
+    ]
+    if not alive or len(alive) > (len(members) + 1) // 2:
+      return members, states
+    return [members[j] for j in alive], self._runner.take(states, alive)
+
+  def _checkpoints(self, number) -> checkpoint.Checkpoints:
+    name = f"trial{self._first:06d}-of{number:06d}"
+    return checkpoint.Checkpoints(self._folder / name, keep=1)
+
+  def _save(self, done, seconds, members, states):
+    store = self._checkpoints(len(members))
+    extra = {"rows": self._rows, "members": members, "seconds": seconds}
+    store.save(done, states, logs.to_json(extra))
+    for other in self._folder.iterdir():
+      if other != store.folder:
+        shutil.rmtree(other, ignore_errors=True)
+
+  def _restore(self):
+    """The newest checkpoint of the block, or its start."""
+    start = self._runner.start(self._values)
+    if self._folder.is_dir():
+      # The fewer trials are left, the later it was.
+      for number in range(1, len(self._values) + 1):
+        like = self._runner.take(start, range(number))
+        if not self._checkpoints(number).folder.is_dir():
+          continue
+        found = self._checkpoints(number).latest(like)
+        if found is not None:
+          done, states, extra = found
+          if [r["values"] for r in extra["rows"]] != self._values:
+            break
+          self._rows = extra["rows"]
+          logging.info(
+            "Trials %d to %d: going on after round %d.",
+            self._first,
+            self._first + len(self._values) - 1,
+            done,
+          )
+          return done, extra["seconds"], extra["members"], states
+      # Of a block of other trials, such as one that had ended.
+      shutil.rmtree(self._folder)
+    return 0, 0.0, list(range(len(self._values))), start
+
+
+def top(rows: Sequence[Row], k: int) -> list[Row]:
+  """The k best trials that were trained to the end.
+
+  >>> rows = [dict(trial=i, status=s, objective=o) for i, (s, o) in enumerate(
+  ...     [('complete', .5), ('halved', .9), ('complete', .7)])]
+  >>> [row['trial'] for row in top(rows, 2)]
+  [2, 0]
+  """
+  complete = [row for row in rows if row["status"] == "complete"]
+  return sorted(complete, key=lambda row: (-row["objective"], row["trial"]))[:k]
+
+
+def table(rows: Sequence[Row], space: Space, k: int = 10) -> str:
+  """Formats the k best trials, a line each.
+
+  Args:
+    rows: the search's rows.
+    space: what was varied.
+    k: how many.
+
+  Returns:
+    The table: accuracies on held-out data in percent, and the values.
+
+  >>> row = dict(trial=3, status='complete', objective=.75,
+  ...            heldout={'small': .5, 'large': 1.}, values={'lr': .01})
+  >>> print(table([row], {'lr': Dimension(0., 1.)}))
+  trial  objective %  small %  large %    lr
+      3        75.00    50.00   100.00  0.01
+  """
+  best = top(rows, k)
+  names = list(best[0]["heldout"]) if best else []
+  lines = [["trial", "objective %", *(f"{n} %" for n in names), *space]]
+  for row in best:
+    numbers = [row["objective"], *(row["heldout"][n] for n in names)]
+    lines.append(
+      [
+        str(row["trial"]),
+        *(f"{100 * n:.2f}" for n in numbers),
+        *(f"{row['values'][name]:.4g}" for name in space),
+      ]
+    )
+  widths = [max(map(len, column)) for column in zip(*lines)]
+  return "\n".join(
+    "  ".join(cell.rjust(w) for cell, w in zip(line, widths)) for line in lines
+  )

@@ -1,0 +1,87 @@
+"""Choices of speed: measured once, remembered, never in the way."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hetfl import autotune, core
+
+CANDIDATES = {"lanes": [4, 2, 8], "microbatch": [16, 0]}
+SECONDS = {(4, 16): 1.0, (2, 16): 0.98, (8, 16): 0.5, (8, 0): 0.8}
+
+
+class Measure:
+  def __init__(self):
+    self.asked = []
+
+  def __call__(self, choice):
+    self.asked.append((choice["lanes"], choice["microbatch"]))
+    return SECONDS[self.asked[-1]]
+
+
+def choose(cache, measure, key="here", candidates=CANDIDATES):
+  return autotune.choose(measure, candidates, key=key, cache=cache)
+
+
+def test_the_fastest_is_found_and_remembered(tmp_path):
+  cache, measure = tmp_path / "deep/er/autotune.json", Measure()
+  assert choose(cache, measure) == {"lanes": 8, "microbatch": 16}
+  # 0.98 is no reason to leave 4; microbatches are tried with 8 lanes.
+  assert measure.asked == [(4, 16), (2, 16), (8, 16), (8, 0)]
+  again = Measure()
+  assert choose(cache, again) == {"lanes": 8, "microbatch": 16}
+  assert not again.asked
+  assert choose(cache, again, "elsewhere") and again.asked
+  assert set(json.loads(cache.read_text())) == {"here", "elsewhere"}
+
+
+def test_nothing_to_choose_is_not_measured(tmp_path):
+  cache = tmp_path / "autotune.json"
+  one = {"lanes": [4], "conv": ["patches"]}
+  found = choose(cache, None, candidates=one)
+  assert found == {"lanes": 4, "conv": "patches"}
+
+
+@pytest.mark.parametrize(
+  "content",
+  [
+    b"",
+    b"{",
+    b"[1]",
+    b'{"here": {"lanes": 3, "microbatch": 16}}',
+    b'{"here": 1}',
+  ],
+)
+def test_a_cache_that_cannot_be_used_is_made_anew(tmp_path, content):
+  cache, measure = tmp_path / "autotune.json", Measure()
+  cache.write_bytes(content)
+  assert choose(cache, measure)["lanes"] == 8 and measure.asked
+  assert json.loads(cache.read_text())["here"]["lanes"] == 8
+
+
+def test_keys_are_of_shapes_and_not_of_values():
+  def algorithm(width, rate):
+    init = lambda key: {"w": jnp.zeros(width), "rate": jnp.asarray(rate)}
+    return core.Algorithm(init, None)
+
+  plan, data = np.zeros((2, 3), np.int32), {"x": np.zeros(7)}
+  key = autotune.key_of(algorithm(4, 0.1), plan, data)
+  assert key == autotune.key_of(algorithm(4, 0.2), plan + 1, data)
+  assert key != autotune.key_of(algorithm(5, 0.1), plan, data)
+  assert key != autotune.key_of(algorithm(4, 0.1), plan[:1], data)
+  assert jax.__version__ in key and "cpu" in key
+
+
+def test_the_first_run_which_compiles_is_not_counted():
+  calls = []
+
+  def step(state, plan, data):
+    calls.append(plan)
+    return state + data, {}
+
+  init = lambda key: jnp.zeros(())
+  seconds = autotune.seconds_of(step, init, 5, jnp.ones(()), runs=3)
+  assert calls == [5] * 4 and 0 < seconds < 1

@@ -1,0 +1,224 @@
+"""Federations of text: who is in what."""
+
+import os
+
+import numpy as np
+import pytest
+
+from hetfl import population
+from hetfl.data import codist_text, DataError
+from tests import data_text_test as files
+
+REAL = os.environ.get("HETFL_DATA_DIR")
+load = codist_text.load_codist_text
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory):
+  """Sixty users; user k says word `u<k>` in all of their sentences."""
+  rows = []
+  for k in range(60):
+    # A third asks, a third answers, a third does both, answers prevailing
+    # for even k.
+    asked = {0: 6, 1: 0, 2: 3 if k % 2 else 2}[k % 3]
+    answered = {0: 0, 1: 5, 2: 3}[k % 3]
+    rows += [files.row(k, f"<p>u{k} asks the {i} .</p>") for i in range(asked)]
+    rows += [
+      files.row(k, f"<p>u{k} says a {i} .</p>", 2) for i in range(answered)
+    ]
+  folder = tmp_path_factory.mktemp("dump") / "stackexchange"
+  folder.mkdir()
+  (folder / "Posts.xml").write_bytes(files.posts(*rows))
+  return folder.parent
+
+
+def words(data, subset):
+  """The words of a subset's sentences, by their own vocabulary."""
+  return {
+    data.vocabulary.tokens[t - 3]
+    for t in np.unique(subset.bank["tokens"][subset.index])
+    if 3 <= t < data.vocabulary.oov
+  }
+
+
+def users(population):
+  return {int(i) for i in population.ids}
+
+
+def test_capacity_pools(dump):
+  data = load("stackexchange", data_dir=dump, high_capacity_clients=5)
+  small, large = data.pools
+  assert small.bank is large.bank is data.test.bank is data.distill.bank
+  assert (len(small), len(large)) == (60 - 3 - 6 - 15, 5)
+  assert users(large) < users(small)
+  # The vocabulary knows the names of the pool's users and of nobody else.
+  known = words(data, small.examples())
+  assert {w for w in known if w[0] == "u"} == {f"u{k}" for k in users(small)}
+  for other in (data.distill, data.heldout, data.test):
+    assert not {w for w in words(data, other) if w[0] == "u"}
+  # Nobody is in two parts, and all sentences are in one.
+  parts = [
+    small.members,
+    *(s.index for s in (data.distill, data.heldout, data.test)),
+  ]
+  together = np.concatenate(parts)
+  assert len(np.unique(together)) == len(together) == len(small.bank["domain"])
+  more = load("stackexchange", data_dir=dump, high_capacity_clients=20)
+  assert users(large) < users(more.pools[1])
+  np.testing.assert_array_equal(more.test.index, data.test.index)
+  other = load("stackexchange", data_dir=dump, partition_seed=1)
+  assert users(other.pools[0]) != users(small)
+
+
+def test_domain_pools_share_no_client(dump):
+  data = load("stackexchange", data_dir=dump, pools="domain")
+  answers, questions = data.pools
+  assert not users(answers) & users(questions)
+  assert len(answers) + len(questions) == 36
+  for pool, domain in ((answers, 1), (questions, 0)):
+    assert (pool.bank["domain"][pool.members] == domain).all()
+  for k in users(answers) | users(questions):
+    # Both kinds: the larger number, and questions if there are as many.
+    both = k % 3 == 2
+    assert (k in users(questions)) == (k % 3 == 0 or (both and k % 2 == 1)), k
+  assert {len(answers.positions(k)) for k in range(len(answers))} == {3, 5}
+  capped = load(
+    "stackexchange", data_dir=dump, pools="domain", max_sentences_per_client=2
+  )
+  assert users(capped.pools[0]) == users(answers)
+  assert max(capped.pools[0].sizes) == max(capped.pools[1].sizes) == 2
+  # Test sentences of both domains, whoever trains on what.
+  np.testing.assert_array_equal(
+    data.test.index,
+    load("stackexchange", data_dir=dump, high_capacity_clients=5).test.index,
+  )
+
+
+def test_distillation_data(dump, tmp_path):
+  kwargs = dict(data_dir=dump, high_capacity_clients=5)
+  few = load("stackexchange", **kwargs, distill_examples=4)
+  more = load("stackexchange", **kwargs, distill_examples=9)
+  assert set(few.distill.index) < set(more.distill.index)
+  again = load("stackexchange", **kwargs, distill_examples=4, seed=1)
+  assert set(again.distill.index) != set(few.distill.index)
+  paragraphs = tmp_path / "c4.txt"
+  paragraphs.write_text("The user asks. More.\nNo, the user says it\n")
+  data = load("stackexchange", **kwargs, distill_data="c4", c4_path=paragraphs)
+  v = data.vocabulary
+  numbers = v.numbers()
+  assert data.distill.bank["tokens"][0, :6].tolist() == [
+    1,
+    numbers["the"],
+    v.oov,
+    numbers["asks"],
+    numbers["."],
+    2,
+  ]
+  assert len(data.distill.index) == 2
+
+
+@pytest.mark.parametrize(
+  "kwargs, message",
+  [
+    (dict(vocabulary="bytes"), "--vocabulary=bytes"),
+    (dict(vocabulary_size=0), "--vocabulary_size=0"),
+    (dict(pools="three"), "--pools=three"),
+    (dict(distill_data="cifar10"), "--distill_data=cifar10.*in_domain or c4"),
+    (dict(distill_data="c4"), "needs --c4_path"),
+    (dict(high_capacity_clients=99), "--high_capacity_clients=99.*1 to 36"),
+    (
+      dict(high_capacity_clients=3, pools="domain"),
+      "--high_capacity_clients=3: pools by domain have none",
+    ),
+    (dict(distill_examples=10_000), "--distill_examples=10000.*1 to"),
+    (dict(data_dir=None), "--data_dir is not set"),
+  ],
+)
+def test_arguments_out_of_range(dump, kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    load("stackexchange", **{"data_dir": dump, **kwargs})
+
+
+def test_stackoverflow_files(tmp_path, monkeypatch):
+  """The official splits serve for what they are for."""
+  for split, n in (("train", 40), ("held_out", 5), ("test", 6)):
+    files.write_sqlite(
+      tmp_path / f"stackoverflow_{split}.sqlite",
+      [
+        (
+          f"{split}{k}".encode(),
+          files.packed(
+            ["question", "answer", "answer"], [f"{split}{k} asks", "x", "y"]
+          ),
+        )
+        for k in range(n)
+      ],
+    )
+  monkeypatch.setattr(codist_text, "_SO_POOL_CLIENTS", 30)
+  monkeypatch.setattr(codist_text, "_SO_DOMAIN_CLIENTS", 12)
+  data = load(
+    "stackoverflow",
+    data_dir=tmp_path,
+    high_capacity_clients=7,
+    distill_examples=20,
+    vocabulary_size=500,
+  )
+  assert [len(p) for p in data.pools] == [30, 7]
+  assert len(data.distill.index) == 20
+  assert len(data.heldout.index) == 15 and len(data.test.index) == 18
+  assert data.vocabulary.size == 4 + 30 + 3  # Names, asks, x, y.
+  assert not words(data, data.test) & {f"test{k}" for k in range(6)}
+  # Two answers to one question: everyone answers.
+  assert "one of the domains has no users" in str(
+    pytest.raises(
+      DataError, load, "stackoverflow", data_dir=tmp_path, pools="domain"
+    ).value
+  )
+
+
+def wasted(pool, lanes, rounds=200, **kwargs):
+  """Steps that lanes side by side wait for the longest, per useful step."""
+  idle = useful = 0
+  for t in range(1, rounds + 1):
+    plan = population.plan_clients(
+      pool, seed=0, round=t, num_lanes=lanes, **kwargs
+    )
+    useful += plan.steps.sum()
+    idle += plan.steps.max() * lanes - plan.steps.sum()
+  return idle / useful
+
+
+def stackexchange_like(cap=100):
+  """Clients of sizes as in the real dump: median 8, the largest 2,772."""
+  rng = np.random.default_rng(0)
+  sizes = np.clip(rng.lognormal(2.1, 1.0, 3_309), 1, 2_772).astype(int)
+  sizes = np.minimum(sizes, cap)
+  bank = {"domain": np.zeros(sizes.sum(), np.int32)}
+  return population.ClientPopulation.from_lists(
+    bank, np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1])
+  )
+
+
+def test_lanes_waste_little_on_ragged_clients():
+  settings = dict(clients_per_round=20, batch_size=10)
+  assert wasted(stackexchange_like(), 4, **settings) < 0.1
+  # What a padded vmap over the clients wastes.
+  assert wasted(stackexchange_like(), 20, **settings) > 1
+
+
+@pytest.mark.skipif(not REAL, reason="HETFL_DATA_DIR is unset")
+def test_lanes_waste_little_on_real_users():
+  if not os.path.exists(os.path.join(REAL, "stackexchange")):
+    pytest.skip("no stackexchange/Posts.xml in HETFL_DATA_DIR")
+  for pools in ("capacity", "domain"):
+    data = load(
+      "stackexchange",
+      data_dir=REAL,
+      vocabulary_size=4000,
+      pools=pools,
+      max_sentences_per_client=100,
+    )
+    for pool in data.pools:
+      share = wasted(pool, 4, clients_per_round=20, batch_size=10)
+      print(pools, len(pool), round(share, 3))
+      assert share < 0.1

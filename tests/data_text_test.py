@@ -1,0 +1,546 @@
+"""Sentences, vocabularies and the sources of text."""
+
+from collections import Counter
+import gzip
+import json
+import os
+import random
+import sqlite3
+import sys
+import tracemalloc
+from xml.sax import saxutils
+import zlib
+
+import numpy as np
+import pytest
+
+from hetfl.data import DataError, text, text_sources
+
+REAL = os.environ.get("HETFL_DATA_DIR")
+APPENDIX_G = """aren ' t can ' t couldn ' t didn ' t doesn ' t don ' t hadn ' t
+hasn ' t haven ' t he ' d he ' ll he ' s i ' d it ' s i ' ll i ' m i ' ve
+isn ' t let ' s mightn ' t mustn ' t shan ' t she ' d she ' ll she ' s
+shouldn ' t we ' d we ' re we ' ve weren ' t what ' ll what ' re what ' s
+what ' ve where ' s who ' d who ' ll who ' re who ' s who ' ve won ' t
+wouldn ' t you ' d you ' ll you ' re you ' ve"""
+
+
+def sentences_of(corpus):
+  """Each client's sentences as (domain, words)."""
+  return {
+    client: [
+      (
+        int(corpus.domains[n]),
+        " ".join(
+          corpus.lexicon[w]
+          for w in corpus.words[corpus.offsets[n] : corpus.offsets[n + 1]]
+        ),
+      )
+      for n in members
+    ]
+    for client, members in zip(corpus.ids, corpus.members)
+  }
+
+
+def test_every_contraction_of_appendix_g():
+  apart = APPENDIX_G.split()
+  forms = ["".join(apart[i : i + 3]) for i in range(0, len(apart), 3)]
+  assert len(forms) == 46 == len(text.CONTRACTIONS)
+  for form in forms:
+    for written in (form, form.capitalize(), form.replace("'", "’")):
+      assert text.words(f"So {written}.") == ["so", form, "."], written
+    # As C4's tokenizer left it, in any text.
+    left, right = form.split("'")
+    assert text.words(f"{left} ' {right}") == [form]
+  assert text.words("Ann's x's") == ["ann", "'s", "x", "'s"]
+  # Others stay apart, as in the paper's list.
+  assert text.words("they're 'quoted' rock'n'roll") == (
+    "they ' re ' quoted ' rock ' n ' roll".split()
+  )
+
+
+def test_sentences():
+  assert text.sentences("Is it? Yes! (It is.) Ok... fine") == (
+    ["Is it?", "Yes!", "(It is.)", "Ok...", "fine"]
+  )
+  assert text.sentences(
+    "See e.g. Fig. 3 vs. J. Doe. Version 1.2 runs.\nEnd"
+  ) == (["See e.g. Fig. 3 vs. J. Doe.", "Version 1.2 runs.", "End"])
+  assert text.sentences(" \n\n ") == []
+
+
+def build(*sentences, max_words=20):
+  builder = text.CorpusBuilder(max_words=max_words)
+  for sentence in sentences:
+    builder.add("a", 0, sentence.split())
+  return builder.build()
+
+
+def test_encoding_is_fedjaxs():
+  """BOS + words, words + EOS, OOV last, padded and cut."""
+  corpus = build("a b c", "c d", "a " * 9, "a b c d")
+  vocabulary = text.Vocabulary("word", ("a", "b", "c"))
+  assert (vocabulary.size, vocabulary.oov) == (7, 6)
+  tokens = vocabulary.encode(corpus, 4)
+  assert tokens.tolist() == [
+    [1, 3, 4, 5, 2],
+    [1, 5, 6, 2, 0],
+    [1, 3, 3, 3, 3],
+    [1, 3, 4, 5, 6],
+  ]
+  # A word that cannot be cut into pieces is one OOV; cuts fall within words.
+  pieces = text.Vocabulary("wordpiece", ("a", "b", "##a", "##ab"))
+  corpus = build("abab a", "aaa xa b")
+  assert pieces.encode(corpus, 6).tolist() == [
+    [1, 7, 3, 2, 0, 0, 0],
+    [1, 3, 5, 5, 7, 4, 2],
+  ]
+  corpus = build("aaab a")
+  assert pieces.encode(corpus, 3).tolist() == [[1, 3, 5, 6]]
+  assert corpus.counts(np.array([0])) == Counter(aaab=1, a=1)
+
+
+def test_encoding_in_blocks():
+  """More sentences than are encoded at once, of all lengths."""
+  rng = random.Random(0)
+  builder = text.CorpusBuilder(max_words=3)
+  expected = []
+  for _ in range((1 << 16) + 50):
+    words = rng.choices("abc", k=rng.randint(1, 4))
+    builder.add(str(rng.randint(0, 9)), 1, words)
+    row = [1, *("abc".index(w) + 3 for w in words[:3]), 2, 0, 0]
+    expected.append(row[:5] if len(words) < 4 else row[:4] + [2])
+  # Corpora cut at three words: what was longer looks like a whole sentence.
+  tokens = text.Vocabulary("word", ("a", "b", "c")).encode(builder.build(), 4)
+  np.testing.assert_array_equal(tokens, expected)
+
+
+def test_wordpiece_by_hand():
+  # low x 5, lower x 2, newest x 6: es, est, (w est ...) as counted here:
+  # (##e, ##s) and (##s, ##t) 6 each, and (##w, ##e): 2 + 6 = 8 comes first;
+  # after it (##we, ##s) 6, (##we, ##r) 2, (l, ##o) and (##o, ##w): 7 and 5
+  # (lower's ##w is taken), so (l, ##o) 7 is next, then ties of 6.
+  counts = Counter(low=5, lower=2, newest=6)
+  tokens = text.train_wordpiece(counts, 20).tokens
+  alphabet = set(tokens[:8])
+  assert alphabet == {"l", "n", *(f"##{c}" for c in "oweres"), "##t"}
+  # Of pairs with 6 the first by alphabet: (##e, ##we).
+  assert tokens[8:12] == ("##we", "lo", "##ewe", "##ewes")
+  assert len(text.train_wordpiece(counts, 11).tokens) == 11
+
+
+def test_wordpiece_is_hugging_faces_up_to_ties():
+  tokenizers = pytest.importorskip("tokenizers")
+  rng = random.Random(1)
+  counts = Counter()
+  for _ in range(400):  # Unlike counts: ties are what they break at random.
+    counts["".join(rng.choices("abcde", k=rng.randint(1, 7)))] += 1
+  counts = Counter({w: n * 1000 + i for i, (w, n) in enumerate(counts.items())})
+  ours = text.train_wordpiece(counts, 60)
+  model = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+  model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+  trainer = tokenizers.trainers.WordPieceTrainer(
+    vocab_size=61, special_tokens=["[UNK]"], show_progress=False
+  )
+  corpus = (" ".join([word] * n) for word, n in counts.items())
+  model.train_from_iterator(corpus, trainer)
+  theirs = set(model.get_vocab()) - {"[UNK]"}
+  assert len(theirs & set(ours.tokens)) >= 57
+  # Cutting words up: exactly theirs, with our vocabulary.
+  vocabulary = {t: i for t, i in ours.numbers().items()} | {"[UNK]": ours.oov}
+  encoder = tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]")
+  for word in [*counts, "xyz", "abx"]:
+    ids = [token.id for token in encoder.tokenize(word)]
+    assert ours.pieces(word) == tuple(ids), word
+
+
+def test_vocabularies_are_kept_and_told_apart():
+  word = text.train_words(Counter(a=2, b=3, é=1), 10)
+  assert text.Vocabulary.from_bytes(word.to_bytes(), "v") == word
+  assert word.sha256 != text.Vocabulary("wordpiece", word.tokens).sha256
+  for bad in (b"", b"[]", b'{"kind": "x", "tokens": []}', b"\xff", b"[" * 9999):
+    with pytest.raises(DataError, match="v.json: no vocabulary"):
+      text.Vocabulary.from_bytes(bad, "v.json")
+
+
+# --- Stack Exchange --------------------------------------------------------
+
+
+def row(owner, body, kind=1, **more):
+  """A row of Posts.xml."""
+  attributes = {"Id": "1", "PostTypeId": str(kind), "OwnerUserId": str(owner)}
+  attributes |= {"Body": body, **more}
+  return (
+    "  <row "
+    + " ".join(
+      f"{k}={saxutils.quoteattr(v)}" for k, v in attributes.items() if v
+    )
+    + " />\n"
+  )
+
+
+def posts(*rows):
+  return (
+    '<?xml version="1.0" encoding="utf-8"?>\n<posts>\n'
+    + "".join(rows)
+    + "</posts>\n"
+  ).encode()
+
+
+def read(path, content, **kwargs):
+  path.write_bytes(content)
+  return text_sources.stackexchange(path, max_words=20, **kwargs)
+
+
+def test_a_dump_by_hand(tmp_path):
+  body = (
+    "<p>I don&rsquo;t see why\n<code>a &lt; b</code> fails. Any idea?</p>\n"
+    "<pre><code>for (;;) { secret(); }</code></pre><ul><li>One</li><li>Two"
+    "</li></ul>"
+  )
+  corpus = read(
+    tmp_path / "Posts.xml",
+    posts(
+      row(7, body),
+      row(8, "<p>Yes.</p>", 2),
+      row(7, "Thanks", 2),
+      row("", "no owner"),
+      row(9, " "),
+      row(9, "a wiki page", 4),
+      row(9, "<pre>only code</pre>"),
+    ),
+  )
+  assert sentences_of(corpus) == {
+    "7": [
+      (0, "i don't see why a < b fails ."),
+      (0, "any idea ?"),
+      (0, "one"),
+      (0, "two"),
+      (1, "thanks"),
+    ],
+    "8": [(1, "yes .")],
+  }
+  assert corpus.skipped == {
+    "empty posts": 1,
+    "posts without an owner": 1,
+    "rows that are no question or answer": 1,
+  }
+  capped = text_sources.stackexchange(
+    tmp_path, max_words=2, max_sentences_per_client=2
+  )
+  assert sentences_of(capped)["7"] == [(0, "i don't"), (0, "any idea")]
+  assert capped.skipped["sentences beyond --max_sentences_per_client"] == 3
+
+
+@pytest.mark.parametrize(
+  "content, message",
+  [
+    (b"", "no well-formed XML"),
+    (posts(row(1, "x"))[:-10], "no well-formed XML"),
+    (posts(row(1, "x")).replace(b"utf-8", b"utf-17"), "Posts.xml: "),
+    (posts(row(1, "x")).replace(b">\n  <row", b">\xff<row"), "no well-formed"),
+    (posts().replace(b"posts>", b"other>"), "holds no posts"),
+    (
+      b'<!DOCTYPE posts [<!ENTITY a "aaaaaaaaaa">'
+      + b"".join(
+        b'<!ENTITY %c "&%c;&%c;&%c;">' % (98 + i, 97 + i, 97 + i, 97 + i)
+        for i in range(20)
+      )
+      + b']><posts><row Body="&u;" /></posts>',
+      "declares a document type",
+    ),
+    (b"<posts>" + b" " * (40 << 20), "MiB without an element"),
+    (b"<posts><row Body='" + b"x" * (40 << 20), "MiB without an element"),
+  ],
+  ids=["empty", "cut", "coding", "byte", "other", "bomb", "blank", "endless"],
+)
+def test_dumps_that_are_none(tmp_path, content, message):
+  with pytest.raises(DataError, match=message):
+    read(tmp_path / "Posts.xml", content)
+  with pytest.raises(DataError, match="nowhere.*no such file"):
+    text_sources.stackexchange(tmp_path / "nowhere", max_words=20)
+
+
+def test_hostile_html_takes_no_time_and_no_memory():
+  n = 99_999
+  for hostile in (
+    "<div>" * (n // 5),
+    "<pre>" * (n // 5) + "x",
+    "</pre>" * (n // 6) + "x",
+    "<" * n,
+    "<!--" * (n // 4),
+    "<![CDATA[" * (n // 9),
+    "<![foo" * (n // 6),
+    "<a " * (n // 3),
+    "<a b='" * (n // 6),
+    "</" * (n // 2),
+    "<?" * (n // 2),
+    "&" * n,
+    "&#x" * (n // 3),
+    "&#99999999999;" * (n // 14),
+    "&#" + "9" * n,
+    "<script>" * (n // 8),
+    "." * n,
+    "'" * n,
+    ".'" * (n // 2),
+    "a. " * (n // 3),
+  ):
+    start = tracemalloc_start()
+    try:
+      text.sentences(text_sources.strip_html(hostile))
+    except ValueError:
+      pass
+    seconds, peak = start()
+    assert seconds < 5 and peak < 100 << 20, (hostile[:9], seconds, peak)
+
+
+def tracemalloc_start():
+  """Starts a clock and a count of memory; call what it returns to stop."""
+  import time
+
+  tracemalloc.start()
+  begun = time.process_time()
+
+  def stop():
+    seconds, peak = time.process_time() - begun, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return seconds, peak[1]
+
+  return stop
+
+
+def test_one_user_with_a_million_words(tmp_path):
+  body = "word " * 15_000
+  rows = [row(1, body)] * 67 + [row(2, "<p>" + "x" * 200_000 + "</p>")]
+  rows.append(row(3, "y" * 50_000))
+  corpus = read(tmp_path / "Posts.xml", posts(*rows))
+  assert [len(m) for m in corpus.members] == [67, 1]
+  assert len(corpus.words) == 67 * 20 + 1
+  assert corpus.lexicon == ("word", "y" * text.MAX_WORD)
+  assert corpus.skipped == {"posts beyond 100000 characters": 1}
+
+
+def mutated(rng, content):
+  """The content with a few bytes changed, lost, doubled or swapped."""
+  content = bytearray(content)
+  for _ in range(rng.randint(1, 4)):
+    at = rng.randrange(len(content) or 1)
+    kind = rng.randrange(5)
+    if kind == 0:
+      content[at : at + 1] = bytes([rng.randrange(256)])
+    elif kind == 1:
+      del content[at : at + rng.randint(1, 40)]
+    elif kind == 2:
+      content[at:at] = content[at : at + rng.randint(1, 60)]
+    elif kind == 3:
+      content[at:at] = rng.choice(
+        [b"<", b"&", b'"', b"\0", b"\xff", b"<!--", b"]]>", b"<row ", b"&x;"]
+      )
+    else:
+      content = content[:at] or content
+  return bytes(content)
+
+
+def test_a_thousand_malformed_inputs(tmp_path):
+  """A clear error, or rows left out and counted; nothing else, ever."""
+  rng = random.Random(0)
+  dump = posts(
+    *(
+      row(k % 4, f"<p>Post {k}: <b>is</b> it?</p>", 1 + k % 2) for k in range(9)
+    )
+  )
+  client = packed(["question"] * 3, ["a b", "c", "d e f"])
+  shard = b"".join(
+    json.dumps({"text": f"One {k}. Two.\nThree"}).encode() + b"\n"
+    for k in range(9)
+  )
+  outcomes = Counter()
+  for case in range(1000):
+    source = ("dump", "sqlite", "client", "c4", "gzip")[case % 5]
+    try:
+      if source == "dump":
+        corpus = read(tmp_path / "Posts.xml", mutated(rng, dump))
+      elif source == "client":
+        path = tmp_path / "client.sqlite"
+        write_sqlite(path, [(b"a", mutated(rng, client)), (b"b", client)])
+        corpus = text_sources.stackoverflow(path, seed=0, max_words=5)
+        assert "b" in corpus.ids
+      elif source == "sqlite":
+        path = tmp_path / "whole.sqlite"
+        if case < 5:
+          write_sqlite(path, [(bytes([k]), client) for k in range(30)])
+          whole = path.read_bytes()
+        path.write_bytes(mutated(rng, whole))
+        corpus = text_sources.stackoverflow(path, seed=0, max_words=5)
+      else:
+        path = tmp_path / ("c4.json.gz" if source == "gzip" else "c4.json")
+        content = mutated(
+          rng, gzip.compress(shard) if source == "gzip" else shard
+        )
+        path.write_bytes(content)
+        corpus = text_sources.c4_mod(path, max_words=5)
+      assert len(corpus.offsets) - 1 == sum(map(len, corpus.members)) > 0
+      outcomes[source, bool(corpus.skipped)] += 1
+    except DataError as error:
+      assert str(tmp_path) in str(error) and "\n" not in str(error)
+      outcomes[source, "error"] += 1
+  # All of them were reached, in more than one way.
+  assert {source for source, _ in outcomes} == {
+    "dump",
+    "sqlite",
+    "client",
+    "c4",
+    "gzip",
+  }
+  assert outcomes["client", True] > 100, outcomes
+  assert outcomes["dump", "error"] > 50 < outcomes["gzip", "error"], outcomes
+
+
+# --- Stack Overflow --------------------------------------------------------
+
+
+def packed(kinds, sentences):
+  """One client's data as FedJAX writes it."""
+  import msgpack
+
+  strings = lambda values: msgpack.ExtType(
+    4,
+    msgpack.packb(
+      ([len(values)], [v.encode() for v in values]), use_bin_type=True
+    ),
+  )
+  return zlib.compress(
+    msgpack.packb({"tokens": strings(sentences), "type": strings(kinds)})
+  )
+
+
+def write_sqlite(path, clients):
+  path.unlink(missing_ok=True)
+  connection = sqlite3.connect(path)
+  connection.execute(
+    "CREATE TABLE federated_data (client_id BLOB NOT NULL PRIMARY KEY, data"
+    " BLOB NOT NULL, num_examples INTEGER NOT NULL)"
+  )
+  connection.executemany("INSERT INTO federated_data VALUES (?, ?, 1)", clients)
+  connection.commit()
+  connection.close()
+
+
+def test_what_fedjax_writes_is_read(tmp_path):
+  fedjax = pytest.importorskip("fedjax")
+  path = tmp_path / "stackoverflow_train.sqlite"
+  with fedjax.SQLiteFederatedDataBuilder(str(path)) as builder:
+    builder.add_many(
+      (
+        f"user{k}".encode(),
+        {
+          "tokens": np.array([f"hello w{k} !".encode(), b""], object),
+          "type": np.array([b"question", b"answer"], object),
+          "score": np.array([k, 2]),
+        },
+      )
+      for k in range(6)
+    )
+  assert "tensorflow" not in sys.modules
+  read = lambda **kwargs: sentences_of(
+    text_sources.stackoverflow(path, seed=3, max_words=5, **kwargs)
+  )
+  everyone = read()
+  assert everyone == {f"user{k}": [(0, f"hello w{k} !")] for k in range(6)}
+  first, rest = read(max_clients=2), read(skip_clients=2)
+  assert {**first, **rest} == everyone and len(first) == 2
+  assert list(first) + list(rest) == list(everyone)
+  assert len(read(max_sentences=3)) == 3
+
+
+def test_clients_that_are_damaged_are_counted(tmp_path):
+  path = tmp_path / "a.sqlite"
+  good = packed(["answer"], ["fine day"])
+  write_sqlite(
+    path,
+    [
+      (b"good", good),
+      (b"cut", good[:-9]),
+      (b"type", packed(["comment"], ["x"])),
+      (b"bomb", zlib.compress(bytes(300 << 20))),
+      (b"text", "not bytes"),
+      (b"uneven", packed(["answer"], ["x", "y"])),
+    ],
+  )
+  corpus = text_sources.stackoverflow(path, seed=0, max_words=5)
+  assert sentences_of(corpus) == {"good": [(1, "fine day")]}
+  assert corpus.skipped == {"clients that cannot be read": 5}
+  path.write_bytes(path.read_bytes()[:5000])
+  with pytest.raises(DataError, match="a.sqlite: "):
+    text_sources.stackoverflow(path, seed=0, max_words=5)
+  with pytest.raises(DataError, match="no such file.*held_out"):
+    text_sources.stackoverflow(tmp_path / "b", seed=0, max_words=5)
+
+
+# --- C4 and pydoc ----------------------------------------------------------
+
+
+def test_c4_mod(tmp_path):
+  documents = [
+    {"text": "It Isn't so. Second.\n\nNew paragraph!  More", "url": "u"},
+    {"text": ""},
+    {"no": "text"},
+  ]
+  shard = tmp_path / "c4-train.00000.json.gz"
+  lines = "".join(json.dumps(d) + "\n" for d in documents) + "{broken\n"
+  shard.write_bytes(gzip.compress(lines.encode()))
+  corpus = text_sources.c4_mod(tmp_path, max_words=20)
+  assert [s for _, s in sentences_of(corpus)["c4"]] == [
+    "it isn't so .",
+    "new paragraph !",
+  ]
+  assert corpus.skipped == {"lines that are no C4 document": 2}
+  plain = tmp_path / "plain.txt"
+  plain.write_text("One. Two.\nThree\n")
+  corpus = text_sources.c4_mod(plain, max_words=20, max_sentences=1)
+  assert sentences_of(corpus) == {"c4": [(1, "one .")]}
+  with pytest.raises(DataError, match="missing: cannot be read"):
+    text_sources.c4_mod(tmp_path / "missing", max_words=20)
+  plain.write_text(" \n")
+  with pytest.raises(DataError, match="holds no text"):
+    text_sources.c4_mod(plain, max_words=20)
+
+
+def test_nltks_data_is_never_fetched(tmp_path, monkeypatch):
+  nltk = pytest.importorskip("nltk")
+  monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+  monkeypatch.setattr(nltk, "download", lambda *_: pytest.fail("a download"))
+  file = tmp_path / "a.txt"
+  file.write_text("One. Two.")
+  with pytest.raises(DataError, match="punkt_tab is not in .*nltk.downloader"):
+    text_sources.c4_mod(file, max_words=9, tokenizer="nltk")
+  monkeypatch.setattr(nltk, "sent_tokenize", lambda line: line.split(" | "))
+  file.write_text("We don't. Do | x")
+  corpus = text_sources.c4_mod(file, max_words=9, tokenizer="nltk")
+  assert sentences_of(corpus)["c4"] == [(1, "we don't . do")]
+
+
+def test_pydoc_is_the_standard_librarys_prose():
+  corpus = text_sources.pydoc(max_words=20)
+  found = sentences_of(corpus)
+  assert len(found) > 200
+  assert found["copy"][0] == (
+    0,
+    "generic ( shallow and deep ) copying operations .",
+  )
+  domains = {d for sentences in found.values() for d, _ in sentences}
+  assert domains == {0, 1}
+  again = text_sources.pydoc(max_words=20)
+  np.testing.assert_array_equal(corpus.words, again.words)
+  assert corpus.lexicon == again.lexicon and corpus.ids == again.ids
+
+
+@pytest.mark.skipif(not REAL, reason="HETFL_DATA_DIR is unset")
+def test_a_real_dump():
+  path = os.path.join(REAL, "stackexchange")
+  if not os.path.exists(path):
+    pytest.skip("no stackexchange/Posts.xml in HETFL_DATA_DIR")
+  corpus = text_sources.stackexchange(path, max_words=20)
+  assert len(corpus.ids) > 5000 and len(corpus.domains) > 70_000
+  common = [w for w, _ in corpus.counts(np.arange(70_000)).most_common(20)]
+  assert {"the", "to", "i", "."} <= set(common)

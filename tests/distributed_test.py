@@ -1,0 +1,243 @@
+"""Many devices and many processes give what one gives."""
+
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from hetfl import engine
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ALGORITHMS = ("fedavg", "periodic", "merged")
+# Sums of the same float32 numbers, taken in another order in each round.
+TOLERANCE = dict(rtol=5e-4, atol=5e-6)
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+  return os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": str(ROOT),
+    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("jax")),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
+
+
+def start(environment, *command):
+  return subprocess.Popen(
+    [sys.executable, *command],
+    env=environment,
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def finish(*processes, timeout=300):
+  """Waits for processes; returns what they wrote."""
+  try:
+    outputs = [process.communicate(timeout=timeout) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  for process, (_, err) in zip(processes, outputs):
+    assert process.returncode == 0, err[-3000:]
+  return outputs
+
+
+def worker(environment, **task):
+  return start(environment, "-m", "tests.processes", json.dumps(task))
+
+
+def free_port():
+  with socket.socket() as s:
+    s.bind(("localhost", 0))
+    return s.getsockname()[1]
+
+
+def params(folder, name):
+  with np.load(folder / f"{name}.npz") as stored:
+    return [stored[key] for key in stored]
+
+
+def assert_same(folder, expected, names):
+  for name in names:
+    for a, b in zip(params(folder, name), params(expected, name), strict=True):
+      np.testing.assert_allclose(a, b, **TOLERANCE)
+    rows, expected_rows = (
+      [
+        json.loads(line)
+        for line in (f / name / "metrics.jsonl").read_text().splitlines()
+      ]
+      for f in (folder, expected)
+    )
+    assert [row["round"] for row in rows] == [2, 4]
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+      del row["seconds"], expected_row["seconds"]
+      assert row == pytest.approx(expected_row, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def one_device(environment, tmp_path_factory):
+  folder = tmp_path_factory.mktemp("one")
+  finish(
+    worker(environment, algorithms=ALGORITHMS, devices=1, folder=str(folder))
+  )
+  return folder
+
+
+def after_round_2(one_device, folder):
+  """MergedCodist's run as it was after round 2, on one device."""
+  shutil.copytree(one_device / "merged", folder / "merged")
+  (folder / "merged/result.json").unlink()
+  shutil.rmtree(folder / "merged/checkpoints/000004")
+  assert (folder / "merged/checkpoints/000002").is_dir()
+  return folder
+
+
+@pytest.mark.slow
+def test_eight_devices(environment, one_device, tmp_path):
+  # Eight devices for four lanes, and the eight examples of a batch.
+  task = dict(algorithms=ALGORITHMS, devices=8, dispatch=2)
+  finish(worker(environment, **task, folder=str(tmp_path)))
+  assert_same(tmp_path, one_device, ALGORITHMS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [3, 8])
+def test_a_run_goes_on_with_other_devices(
+  environment, one_device, tmp_path, devices
+):
+  # Three share neither the lanes nor the batches equally.
+  folder = after_round_2(one_device, tmp_path)
+  task = dict(algorithms=["merged"], devices=devices)
+  finish(worker(environment, **task, folder=str(folder)))
+  assert_same(folder, one_device, ["merged"])
+
+
+def two_processes(environment, folders, **task):
+  address = f"localhost:{free_port()}"
+  finish(
+    *(
+      worker(
+        environment,
+        **task,
+        devices=2,
+        coordinator=address,
+        processes=2,
+        process=process,
+        folder=str(folder),
+      )
+      for process, folder in enumerate(folders)
+    )
+  )
+
+
+@pytest.mark.slow
+def test_two_processes(environment, one_device, tmp_path):
+  folders = tmp_path / "first", tmp_path / "second"
+  two_processes(environment, folders, algorithms=ALGORITHMS)
+  assert_same(folders[0], one_device, ALGORITHMS)
+  for name in ALGORITHMS:  # Both came to the same bits.
+    for a, b in zip(*(params(folder, name) for folder in folders)):
+      np.testing.assert_array_equal(a, b)
+  # Of a finished run a process without a folder hears what it gave.
+  folders = tmp_path / "first", tmp_path / "third"
+  two_processes(environment, folders, algorithms=["merged"])
+  for file in ("metrics.jsonl", "result.json"):
+    first, third = (folder / "merged" / file for folder in folders)
+    assert first.read_bytes() == third.read_bytes()
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_from_the_first_ones_checkpoint(
+  environment, one_device, tmp_path
+):
+  first = after_round_2(one_device, tmp_path / "first")
+  second = tmp_path / "second"  # Has none, as without a common file system.
+  two_processes(environment, (first, second), algorithms=["merged"])
+  assert_same(first, one_device, ["merged"])
+
+
+@pytest.mark.slow
+def test_the_command_line_of_two_processes(environment, tmp_path):
+  run = ("experiments/codist.py", "--algorithm=fedavg", "--rounds=2")
+  run += ("--notensorboard", f"--workdir={tmp_path}/two")
+  address = f"--distributed_coordinator=localhost:{free_port()}"
+  outputs = finish(
+    *(
+      start(
+        environment,
+        *run,
+        address,
+        "--distributed_processes=2",
+        f"--distributed_process_id={process}",
+      )
+      for process in range(2)
+    )
+  )
+  assert [("Curves:" in out) for out, _ in outputs] == [True, False]
+  # The lanes of the flag file, so that only their places differ.
+  alone = f"--flagfile={tmp_path}/two/config.flags"
+  finish(
+    start(
+      environment,
+      run[0],
+      alone,
+      "--engine=inline",
+      f"--workdir={tmp_path}/one",
+    )
+  )
+  two, one = (
+    json.loads((tmp_path / name / "result.json").read_text())["pools"]
+    for name in ("two", "one")
+  )
+  for pool in ("small", "large"):
+    assert two[pool] == pytest.approx(one[pool], rel=2e-3)
+  folder = tmp_path / "wrong"
+  process = start(environment, *run[:-1], address, f"--workdir={folder}")
+  _, err = process.communicate(timeout=120)
+  assert process.returncode != 0 and not folder.exists()
+  assert "error: --distributed_processes: missing" in err
+
+
+def test_devices_share_a_batch():
+  mesh = jax.make_mesh((4,), (engine.AXIS,), devices=jax.devices()[:4])
+
+  def total(x, shard=None):
+    part = shard.take(x) if shard else x
+    value = (part.sum(), part.shape[0] + 0 * part.sum())
+    return shard.sum(value) if shard else value
+
+  x = np.arange(8.0, dtype=np.float32)
+  job = engine.Call(total, (x,), shared=True)
+  for runner in (engine.Inline(), engine.Inline(mesh), engine.Threads(2)):
+    ((value, count),) = runner.run(job)
+    assert (float(value), float(count)) == (28, 8)
+    (skipped,) = runner.run(job._replace(when=False))
+    assert [float(s) for s in skipped] == [0, 0]
+  with pytest.raises(TypeError, match="shard"):
+    engine.Inline(mesh).run(engine.Call(lambda x: x, (x,), shared=True))
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 5, 8])
+def test_any_number_of_lanes_on_four_devices(lanes):
+  mesh = jax.make_mesh((4,), (engine.AXIS,), devices=jax.devices()[:4])
+
+  def count(start, lane, steps):
+    return jax.lax.fori_loop(0, steps, lambda i, n: n + lane[i], start)
+
+  rows = np.arange(4.0 * lanes, dtype=np.float32).reshape(lanes, 4)
+  job = engine.Lanes(
+    count, (np.float32(1.0),), rows, np.full(lanes, 4, np.int32)
+  )
+  (value,) = engine.Inline(mesh).run(job)
+  assert float(value) == lanes + rows.sum()

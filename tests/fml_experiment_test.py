@@ -1,0 +1,251 @@
+"""experiments/fml.py as a user runs it."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ALGORITHMS = ("fedavg", "fedprox", "fml", "independent")
+# One kind of model, so that few programs are compiled.
+QUICK = (
+  "--client_models=mlp",
+  "--global_model=mlp",
+  "--notensorboard",
+)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+  """Programs compiled by one process serve the next."""
+  return os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("jax")),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "HETFL_DATA_DIR": "",
+  }
+
+
+@pytest.fixture
+def fml(environment):
+  """Runs the experiment to its end."""
+
+  def run(*args):
+    return subprocess.run(
+      [sys.executable, str(ROOT / "experiments/fml.py"), *map(str, args)],
+      env=environment,
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=300,
+    )
+
+  return run
+
+
+def outcome(workdir):
+  """The result but for the time it took, and the rows but for theirs."""
+  result = json.loads((workdir / "result.json").read_text())
+  rows = [
+    json.loads(line)
+    for line in (workdir / "metrics.jsonl").read_text().splitlines()
+  ]
+  for entry in (result, *rows):
+    del entry["seconds"]
+  return result, rows
+
+
+def arrays(workdir):
+  """The digest and shapes of the last checkpoint's arrays."""
+  last = sorted((workdir / "checkpoints").iterdir())[-1]
+  stored = json.loads((last / "manifest.json").read_text().split("\n")[1])
+  return last.name, stored["sha256"], stored["leaves"]
+
+
+@pytest.mark.slow
+def test_four_algorithms_side_by_side(fml, tmp_path):
+  models = "--client_models=mlp,mlp,cnn1,cnn1,cnn1"
+  run = ("--rounds=4", "--eval_every=2", "--notensorboard", models)
+  done = fml(*run, f"--workdir={tmp_path}/all")
+  assert done.returncode == 0, done.stderr
+  for name in ALGORITHMS:
+    assert re.search(rf"^{name} ", done.stdout, re.MULTILINE)
+    result, rows = outcome(tmp_path / "all" / name)
+    assert (result["algorithm"], result["dataset"]) == (name, "digits")
+    assert [row["round"] for row in rows] == [2, 4]
+    alone = name == "independent"
+    personal = alone or name == "fml"
+    accuracy = result["global"]["test_accuracy"]
+    if alone:
+      assert accuracy is None
+    else:
+      assert accuracy == rows[-1]["global/test_accuracy"]
+      best = max(row["global/test_accuracy"] for row in rows)
+      assert result["global"]["best_test_accuracy"] == best
+    assert len(result["clients"]) == 5
+    for k, client in enumerate(result["clients"]):
+      own = ("mlp", 3466) if k < 2 else ("cnn1", 3350)
+      expected = own if personal else ("cnn1", 3350)
+      assert (client["model"], client["parameters"]) == expected
+      last = rows[-1][f"client{k}/validation_accuracy"]
+      assert client["validation_accuracy"] == last
+      assert client["bytes_per_round"] == (0 if alone else 4 * 3350)
+      shown = f"client{k}/global_validation_accuracy" in rows[-1]
+      assert shown == (name == "fml")
+    # The clients' validation images are the test images, shared out.
+    assert sum(c["validation_examples"] for c in result["clients"]) == 360
+    if not personal:
+      correct = sum(
+        c["validation_accuracy"] * c["validation_examples"]
+        for c in result["clients"]
+      )
+      assert correct / 360 == pytest.approx(accuracy)
+  png = (tmp_path / "all/curves.png").read_bytes()
+  assert png.startswith(b"\x89PNG")
+  # config.flags is a flag file that repeats the run, whatever the engine.
+  again = fml(
+    f"--flagfile={tmp_path}/all/fml/config.flags",
+    "--engine=inline",
+    "--microbatch=0",
+    "--conv=native",
+    f"--workdir={tmp_path}/again",
+  )
+  assert again.returncode == 0, again.stderr
+  _, theirs = outcome(tmp_path / "all/fml")
+  for a, b in zip(outcome(tmp_path / "again")[1], theirs):
+    assert a.keys() == b.keys()
+    for name in ("local_loss", "meme_loss", "meme_kl"):
+      assert a[name] == pytest.approx(b[name], rel=2e-3)
+
+
+@pytest.mark.slow
+def test_with_beta_one_fml_is_fedavg(fml, tmp_path):
+  """The driver's two algorithms, same seed, same flags."""
+  for name in ("fml", "fedavg"):
+    done = fml(
+      *QUICK,
+      f"--algorithm={name}",
+      "--beta=1",
+      "--rounds=3",
+      "--eval_every=3",
+      f"--workdir={tmp_path / name}",
+    )
+    assert done.returncode == 0, done.stderr
+    said = "beta=1 switches mutual learning off" in done.stderr
+    assert said == (name == "fml")
+  (a,), (b,) = (outcome(tmp_path / n)[1] for n in ("fml", "fedavg"))
+  for name in ("global/test_loss", "global/test_accuracy"):
+    assert a[name] == pytest.approx(b[name], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_stopped_and_started_again(fml, environment, tmp_path):
+  run = (
+    *QUICK,
+    "--algorithm=fml",
+    "--alpha=0.75,0.5",
+    "--rounds=100",
+    "--eval_every=20",
+    "--checkpoint_every=3",
+  )
+  done = fml(*run, f"--workdir={tmp_path}/undisturbed")
+  assert done.returncode == 0, done.stderr
+  workdir = tmp_path / "stopped"
+  command = [sys.executable, "experiments/fml.py", *run]
+  for number in (signal.SIGTERM, signal.SIGKILL):
+    before = _checkpoints(workdir)
+    process = subprocess.Popen(
+      [*command, f"--workdir={workdir}"],
+      cwd=ROOT,
+      env=environment,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while _checkpoints(workdir) == before and time.monotonic() < deadline:
+      time.sleep(0.01)
+      assert process.poll() is None
+    process.send_signal(number)
+    code = process.wait()
+    assert code == (143 if number == signal.SIGTERM else -number)
+    assert not (workdir / "result.json").exists(), "too fast to be stopped"
+  done = fml(*run, f"--workdir={workdir}")
+  assert done.returncode == 0, done.stderr
+  assert outcome(workdir) == outcome(tmp_path / "undisturbed")
+  assert arrays(workdir) == arrays(tmp_path / "undisturbed")
+
+
+def _checkpoints(workdir):
+  folder = workdir / "checkpoints"
+  return sorted(p.name for p in folder.iterdir()) if folder.exists() else []
+
+
+@pytest.mark.slow
+def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
+  held = tmp_path / "held"
+  one = (*QUICK, "--algorithm=fedavg", "--rounds=1", f"--workdir={held}")
+  assert fml(*one).returncode == 0
+  before = {p: p.read_bytes() for p in sorted(held.rglob("*")) if p.is_file()}
+  fresh = f"--workdir={tmp_path}/fresh"
+  mnist = ("--dataset=mnist", f"--data_dir={tmp_path}/data")
+  (tmp_path / "data/mnist").mkdir(parents=True)
+  cases = [
+    (("--alpha=1.5",), "--alpha=1.5: 1.5 must lie between 0 and 1"),
+    (("--alpha=1,0,1",), "--alpha=1,0,1: give one value, or FIRST,LAST"),
+    (("--beta=x",), "--beta=x: not a number"),
+    (("--algorithm=fedsgd",), "--algorithm=fedsgd: choose from fedavg"),
+    (("--dataset=svhn",), "--dataset=svhn: choose from"),
+    (("--client_models=mlp,mlp",), "--client_models=mlp,mlp: 2 models for 5"),
+    (("--client_models=vgg",), "--client_models=vgg: choose from"),
+    (("--num_clients=4",), "num_clients=4: 8 shards, 2 a client"),
+    (("--bad_clients=5",), "--bad_clients=5: 5 must lie between 0 and 4"),
+    (("--global_model=cnn2_conv",), "--algorithm=fedavg wants a whole model"),
+    (("--learning_rate=0",), "learning_rate"),
+    (mnist, "mnist not found"),
+    ((*one, "--rounds=2"), "rounds: there 1, here 2"),
+  ]
+  for flags, message in cases:
+    done = fml(fresh, *flags)
+    lines = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
+    assert done.returncode != 0, flags
+    assert len(lines) == 1 and message in lines[0], (flags, done.stderr)
+    assert "Traceback" not in done.stderr, flags
+    assert not (tmp_path / "fresh").exists(), flags
+  after = {p: p.read_bytes() for p in sorted(held.rglob("*")) if p.is_file()}
+  assert after == before
+
+
+@pytest.mark.slow
+def test_unlike_tasks_on_real_images(fml, tmp_path):
+  data = os.environ.get("HETFL_DATA_DIR")
+  if not data:
+    pytest.skip("HETFL_DATA_DIR is not set")
+  # Figure 6 in small: partial global model, two data sets, MLPs as clients.
+  done = fml(
+    "--algorithm=fml",
+    "--dataset=cifar10,cifar100",
+    "--global_model=cnn1_conv",
+    "--client_models=mlp",
+    "--rounds=1",
+    "--local_epochs=1",
+    "--batch_size=500",
+    "--microbatch=50",
+    "--notensorboard",
+    f"--data_dir={data}",
+    f"--workdir={tmp_path}/run",
+  )
+  assert done.returncode == 0, done.stderr
+  result, rows = outcome(tmp_path / "run")
+  assert result["global"]["test_accuracy"] is None
+  assert result["global"]["parameters"] == 168 + 880
+  assert [c["dataset"] for c in result["clients"]] == ["cifar10", "cifar100"]
+  assert [c["parameters"] for c in result["clients"]] == [656_810, 674_900]
+  for k, chance in enumerate((0.1, 0.01)):
+    assert rows[0][f"client{k}/validation_accuracy"] > 1.5 * chance
+    assert rows[0][f"client{k}/global_validation_accuracy"] > 1.5 * chance

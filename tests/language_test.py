@@ -1,0 +1,419 @@
+"""Language models, their losses, metrics and distillation."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hetfl import codist, core, distill, engine, evaluate, next_word, population
+from hetfl.fedavg import fedavg, fedavg_server, Pool
+from hetfl.models import language
+from tests.oracles import codist as codist_oracle
+from tests.oracles import language as oracle
+
+V, T = 11, 6
+SIZES = ((3, 4, 1), (5, 3, 2), (4, 4, 1))
+CHUNKS = (None, 1, 7, 64)
+tree_map = jax.tree.map
+
+
+def make_model(i=0, chunk=None, vocabulary=V):
+  module = language.LSTMLanguageModel(vocabulary, *SIZES[i], chunk=chunk)
+  return core.Model.from_flax(module, jnp.zeros((1, T), jnp.int32))
+
+
+def make_bank(n=60, seed=0):
+  """Sentences of 1 to T words as in a bank, with domains."""
+  rng = np.random.default_rng(seed)
+  x, y = np.zeros((2, n, T), np.int32)
+  for b, length in enumerate(rng.integers(1, T + 2, n)):
+    words = [*rng.integers(3, V, length), 2][:T]
+    y[b, : len(words)] = words
+    x[b, : len(words)] = [1, *words[:-1]]
+  return {"x": x, "y": y, "domain": rng.integers(0, 2, n).astype(np.int32)}
+
+
+@pytest.fixture
+def _float64():
+  with jax.enable_x64(True):
+    yield
+
+
+def double(tree):
+  return tree_map(lambda a: jnp.asarray(a, jnp.float64), tree)
+
+
+def check(ours, theirs, **tolerance):
+  tolerance = tolerance or dict(rtol=1e-6, atol=1e-8)
+  tree_map(
+    lambda a, b: np.testing.assert_allclose(a, b, **tolerance), ours, theirs
+  )
+
+
+def variables_of(model, seed=0, bias=0.3):
+  """Parameters with biases that are not zero."""
+  params = model.init(jax.random.key(seed)).params
+  keys = iter(jax.random.split(jax.random.key(seed + 1), 99))
+  return core.Variables(
+    tree_map(
+      lambda a: a + bias * jax.random.normal(next(keys), a.shape), params
+    ),
+    {},
+  )
+
+
+def numpy(variables):
+  return tree_map(lambda a: np.asarray(a, np.float64), variables.params)
+
+
+def test_parameter_counts_and_initial_weights():
+  x = jnp.zeros((1, 20), jnp.int32)
+  for build, at_10k, at_4k in (
+    (language.small_lstm, 1_984_348, 826_348),
+    (language.large_lstm, 4_278_644, 1_968_644),
+  ):
+    for vocabulary, count in ((10_004, at_10k), (4_004, at_4k)):
+      shapes = jax.eval_shape(build(vocabulary).init, jax.random.key(0), x)
+      assert core.num_parameters(shapes["params"]) == count
+  params = language.large_lstm(500).init(jax.random.key(0), x)["params"]
+  # A normal cut at two deviations keeps 0.88 of the deviation.
+  for name, fan_in in (("embedding", 1), ("output_kernel", 192)):
+    np.testing.assert_allclose(
+      params[name].std(), 0.88 / fan_in**0.5, rtol=0.02
+    )
+  for name in ("kernel", "recurrent"):
+    weights = params["LSTM_0"][name]
+    np.testing.assert_allclose(weights.std(), 0.88 / 332**0.5, rtol=0.02)
+  assert not params["LSTM_0"]["bias"].any()
+
+
+def test_recurrence_is_flaxs_but_for_the_forget_gate():
+  x = jax.random.normal(jax.random.key(0), (3, 5, 2))
+  ours = language.LSTM(4)
+  params = variables_of(core.Model.from_flax(ours, x)).params
+  gates = dict(zip("igfo", np.split(np.arange(16), 4)))
+  theirs = {}
+  for name, columns in gates.items():
+    theirs[f"i{name}"] = {"kernel": params["kernel"][:, columns]}
+    theirs[f"h{name}"] = {
+      "kernel": params["recurrent"][:, columns],
+      "bias": params["bias"][columns] + (name == "f"),
+    }
+  expected = nn.RNN(nn.OptimizedLSTMCell(4)).apply(
+    {"params": {"cell": theirs}}, x
+  )
+  check(ours.apply({"params": params}, x), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("i,chunk", [(0, None), (1, 7)])
+def test_client_step_is_the_oracles(_float64, i, chunk):
+  model, bank = make_model(i, chunk), make_bank(9)
+  variables = double(variables_of(model))
+  logits, _ = model.apply(variables, bank["x"], None, False)
+  expected, _ = oracle.forward(numpy(variables), bank["x"])
+  check(logits.dense(), expected)
+  algorithm = fedavg(
+    [
+      Pool(
+        "a",
+        model,
+        client_lr=0.5,
+        server_lr=1.0,
+        loss=next_word.sentence_loss(),
+        server_optimizer=fedavg_server,
+      )
+    ],
+    rounds=None,
+  )
+  state = jax.jit(algorithm.init)(jax.random.key(0))
+  state = state.replace(
+    pools=(state.pools[0].replace(params=variables.params),)
+  )
+  clients = population.ClientPopulation.from_lists(bank, [np.arange(9)])
+  lanes = population.plan_clients(
+    clients, seed=0, round=1, clients_per_round=1, batch_size=9
+  )
+  plan = population.RoundPlan(np.int32(1), (lanes,), None)
+  state, metrics = jax.jit(algorithm.step)(
+    state, plan, {"pools": (tree_map(jnp.asarray, bank),)}
+  )
+  loss, grads = oracle.loss_and_gradient(numpy(variables), bank["x"], bank["y"])
+  stepped = tree_map(lambda w, g: w - 0.5 * g, numpy(variables), grads)
+  check(state.pools[0].params, stepped)
+  np.testing.assert_allclose(metrics["a/client_loss"].total, loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "num_pools,labels,chunk", [(2, 0.0, None), (3, 0.25, 7)]
+)
+def test_distillation_gradient_is_the_oracles(
+  _float64, chunk, num_pools, labels
+):
+  models = [make_model(i, chunk) for i in range(num_pools)]
+  variables = [double(variables_of(m, i)) for i, m in enumerate(models)]
+  bank = make_bank(8)
+  temperatures, r = [0.5, 2.0, 1.5][:num_pools], 0.125
+  distiller = distill.Distiller(
+    learning_rate=0.5,
+    final_share=1.0,
+    temperature=temperatures,
+    regularization=r,
+    label_weight=labels,
+    optimizer=optax.sgd,
+    microbatch=4,
+    weights=next_word.token_weights,
+    divergence=next_word.token_divergence,
+  )
+  student, loss = jax.jit(distiller.student(models, 1))(
+    variables[1],
+    double(distiller.hyper(num_pools)),
+    1.0,
+    jax.random.key(0),
+    tree_map(jnp.asarray, bank),
+    np.arange(1),
+    np.arange(8).reshape(1, 8),
+    tuple(variables),
+  )
+  others = [j for j in range(num_pools) if j != 1]
+  value, grads = oracle.divergence_and_gradient(
+    numpy(variables[1]),
+    bank["x"],
+    bank["y"],
+    [numpy(variables[j]) for j in others],
+    [temperatures[j] for j in others],
+    r,
+    labels,
+  )
+  np.testing.assert_allclose(loss.total, value, rtol=1e-6)
+  check(
+    student.params,
+    tree_map(lambda w, g: w - 0.5 * g, numpy(variables[1]), grads),
+  )
+
+
+def test_logits_that_are_kept_give_the_same_student():
+  """Dense logits [B, T, V] and weights [B, T] in the general distiller."""
+  kept = []
+  for i in range(2):
+    model = make_model(i)
+    kept.append(
+      model._replace(
+        apply=lambda *args, apply=model.apply: (apply(*args)[0].dense(), {})
+      )
+    )
+  bank = tree_map(jnp.asarray, make_bank(16))
+  pools = lambda models: [
+    Pool(str(i), m, 0.1, 1.0, server_optimizer=fedavg_server)
+    for i, m in enumerate(models)
+  ]
+  settings = dict(
+    learning_rate=0.5,
+    temperature=(0.5, 2.0),
+    regularization=0.25,
+    optimizer=optax.sgd,
+    weights=next_word.token_weights,
+  )
+  state = codist.merged_codist(
+    pools(kept), distill.Distiller(**settings), alpha=0.5, rounds=1
+  ).init(jax.random.key(0))
+  plan = population.RoundPlan(
+    np.int32(1), (), np.arange(32, dtype=np.int32).reshape(4, 8) % 16
+  )
+  students = []
+  for models, divergence in (
+    (kept, None),
+    ([make_model(i, 5) for i in range(2)], next_word.token_divergence),
+  ):
+    distiller = distill.Distiller(**settings, divergence=divergence)
+    exchange = codist._Exchange(pools(models), distiller, engine.Inline())
+    distil = lambda variables, exchange=exchange: engine.Inline().run(
+      *exchange.jobs(
+        variables,
+        state.hyper,
+        jax.random.key(1),
+        plan,
+        {"distill": bank},
+        1.0,
+        True,
+      )
+    )
+    variables = [pool.variables for pool in state.pools]
+    students.append(jax.jit(distil)(variables))
+  check(*students, rtol=2e-5, atol=1e-6)
+  moved = students[0][0][0].params["output_bias"]
+  assert np.abs(moved - state.pools[0].params["output_bias"]).max() > 1e-3
+
+
+def test_every_engine_gives_the_same_rounds():
+  bank = make_bank(80)
+  cuts = np.split(np.arange(80), [1, 4, 30, 37, 50, 52])
+  clients = population.ClientPopulation.from_lists(bank, cuts)
+  data = tree_map(jnp.asarray, dict(bank))
+  results = []
+  for chunk, runner, lanes in (
+    (None, None, 5),
+    (16, engine.Threads(2), 3),
+  ):
+    pools = [
+      Pool(
+        f"pool{i}",
+        make_model(i, chunk),
+        client_lr=0.5,
+        server_lr=1.0,
+        loss=next_word.sentence_loss(),
+        server_optimizer=fedavg_server,
+      )
+      for i in range(2)
+    ]
+    algorithm = codist.merged_codist(
+      pools,
+      distill.Distiller(
+        learning_rate=0.5,
+        optimizer=optax.sgd,
+        weights=next_word.token_weights,
+        divergence=next_word.token_divergence,
+      ),
+      alpha=0.5,
+      rounds=4,
+      engine=runner,
+    )
+    state = jax.jit(algorithm.init)(jax.random.key(0))
+    step = algorithm.step if runner else jax.jit(algorithm.step)
+    for t in range(1, 4):
+      plans = tuple(
+        population.plan_clients(
+          clients,
+          seed=0,
+          round=t,
+          pool=p,
+          clients_per_round=5,
+          batch_size=4,
+          num_lanes=lanes,
+        )
+        for p in range(2)
+      )
+      rows = population.plan_distillation(
+        clients.examples(), seed=0, round=t, steps=2, batch_size=8
+      )
+      plan = population.RoundPlan(np.int32(t), plans, rows)
+      state, metrics = step(
+        state, plan, {"pools": (data,) * 2, "distill": data}
+      )
+    results.append(([p.params for p in state.pools], metrics))
+  for other in results[1:]:
+    check(other, results[0], rtol=2e-4, atol=2e-6)
+
+
+def test_metrics_by_hand_on_five_sentences():
+  """V = 7: PAD, BOS, EOS, words 3, 4, 5, OOV 6; the logits are chosen."""
+  pad, eos, oov = 0, 2, 6
+  y = jnp.array(
+    [
+      [3, 4, eos, pad],
+      [5, oov, 3, eos],
+      [eos, pad, pad, pad],  # An empty sentence.
+      [4, 4, 4, 4],  # Cut off: without EOS.
+      [3, eos, pad, pad],
+    ]
+  )
+  first = jnp.array(  # What the model likes best, with logit 2 ...
+    [
+      [3, 5, eos, 0],
+      [eos, oov, oov, eos],
+      [3, 0, 0, 0],
+      [4, 4, pad, 3],
+      [1, 3, 0, 0],
+    ]
+  )
+  second = jnp.array(  # ... and second best, with logit 1; others have 0.
+    [
+      [4, 4, 3, 3],
+      [5, 3, 3, 3],
+      [4, 3, 3, 3],
+      [3, 3, 4, 4],
+      [3, 4, 3, 3],
+    ]
+  )
+  z = 2 * jax.nn.one_hot(first, 7) + jax.nn.one_hot(second, 7)
+  batch = {
+    "y": y,
+    "mask": jnp.array([1.0, 1, 1, 1, 1]),
+    "domain": jnp.array([0, 1, 0, 1, 0]),
+  }
+  means = {}
+  for chunk in CHUNKS:
+    # Features are the logits themselves.
+    logits = language.TokenLogits(z, jnp.eye(7), jnp.zeros(7), chunk)
+    means[chunk] = next_word.next_word_metrics(logits, batch)
+    check(means[chunk], means[None], rtol=1e-6)
+  got = {n: (float(m.total), float(m.count)) for n, m in means[None].items()}
+  # Targets that are no PAD or EOS: 2 + 3 + 0 + 4 + 1 = 10.
+  # Right: 3; 4 no. 5 (EOS never counts), OOV no (3 is said), 3. None.
+  # 4, 4, 4 (PAD never counts), 4 no. 3 (BOS never counts).
+  assert got["accuracy"] == (1 + 2 + 3 + 1, 10)
+  assert got["accuracy_questions"] == (1 + 1, 3)
+  assert got["accuracy_answers"] == (2 + 3, 7)
+  # Unmasked: 3. OOV. None. 4, 4. None.
+  assert got["accuracy_no_eos"] == (1 + 1 + 0 + 2 + 0, 10)
+  # -log softmax is log(e^2 + e + 5) less the target's logit: 13 + 1 - 1 = 14
+  # targets that are no PAD; first hit: 3, EOS | OOV, EOS | - | 4, 4 | -.
+  total = 14 * np.log(np.exp(2) + np.exp(1) + 5)
+  # second hit: 4 | 5, 3 | - | 4, (3 is not 4:) 4 | 3.
+  total -= 2 * 6 + 1 * (1 + 2 + 0 + 2 + 1)
+  assert got["loss"][1] == 14
+  assert got["loss"][0] == pytest.approx(total, rel=1e-6)
+  assert next_word.perplexity(np.log(7.0)) == pytest.approx(7)
+  assert next_word.perplexity(1e9) == np.inf
+
+
+def test_metrics_do_not_depend_on_batches_and_agree_with_the_oracle():
+  bank = make_bank(31)
+  model = make_model(1)
+  variables = variables_of(model)
+  z, _ = oracle.forward(numpy(variables), bank["x"])
+  expected = oracle.accuracies(z, bank["y"])
+  assert expected[0] > 0
+  for chunk, size, runner in ((None, 31, None), (8, 4, engine.Threads(2))):
+    evaluator = evaluate.Evaluator(
+      [make_model(1, chunk)],
+      {"test": population.Subset.whole(tree_map(jnp.asarray, bank))},
+      transform=lambda batch: batch,
+      measure=next_word.next_word_metrics,
+      engine=runner,
+      batch_size=size,
+    )
+    (got,) = evaluator([variables])
+    assert (got["test_accuracy"], got["test_accuracy_no_eos"]) == (
+      pytest.approx(expected)
+    )
+
+
+def test_the_oracles_gradients_by_differences():
+  model, bank = make_model(1), make_bank(3)
+  params = numpy(variables_of(model))
+  teacher = numpy(variables_of(make_model(0)))
+  rng = np.random.default_rng(0)
+  direction = tree_map(lambda a: rng.normal(size=a.shape), params)
+  start = params
+  for function in (
+    lambda p: oracle.loss_and_gradient(p, bank["x"], bank["y"]),
+    # The own view is held fixed by weight zero.
+    lambda p: oracle.divergence_and_gradient(
+      p, bank["x"], bank["y"], [teacher], [0.5], 0.0
+    ),
+  ):
+    at = lambda e, f=function: f(
+      tree_map(lambda w, d: w + e * d, start, direction)
+    )[0]
+    slope = (at(1e-5) - at(-1e-5)) / 2e-5
+    _, grads = function(start)
+    along = sum(
+      (a * b).sum()
+      for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(direction))
+    )
+    np.testing.assert_allclose(along, slope, rtol=1e-6)
+  np.testing.assert_allclose(
+    codist_oracle.softmax(np.ones((1, 4))), oracle.softmax(np.ones((1, 4)))
+  )

@@ -1,0 +1,70 @@
+"""Planning from very many clients."""
+
+import time
+
+import numpy as np
+import pytest
+
+from hetfl import population
+
+CLIENTS = 342_477  # Stack Overflow's
+
+
+@pytest.fixture(scope="module")
+def everyone():
+  """Clients of 1 to 8 examples, client k's first being its own number."""
+  rng = np.random.default_rng(0)
+  offsets = np.concatenate([[0], np.cumsum(rng.integers(1, 9, CLIENTS))])
+  members = np.arange(offsets[-1], dtype=np.int32)
+  return population.ClientPopulation(
+    {"y": np.zeros(offsets[-1], np.uint8)},
+    members,
+    offsets,
+    tuple(map(str, range(CLIENTS))),
+  )
+
+
+def plan(clients, round):
+  lanes = population.plan_clients(
+    clients,
+    seed=0,
+    round=round,
+    clients_per_round=50,
+    batch_size=4,
+    num_lanes=4,
+  )
+  batches = population.plan_distillation(
+    clients.examples(), seed=0, round=round, steps=32, batch_size=128
+  )
+  return lanes, batches
+
+
+def test_a_round_is_planned_in_milliseconds(everyone):
+  seconds = []
+  for round in range(1, 21):
+    start = time.perf_counter()
+    plan(everyone, round)
+    seconds.append(time.perf_counter() - start)
+  assert min(seconds) < 0.005  # The least, since the machine may be busy.
+
+
+def test_a_plan_takes_clients_examples_and_each_once(everyone):
+  lanes, batches = plan(everyone, 7)
+  chosen = np.unique(lanes.client[lanes.weight > 0])
+  assert len(chosen) == 50
+  assert lanes.weight.sum() == everyone.sizes[chosen].sum()
+  held = np.concatenate([everyone.positions(k) for k in chosen])
+  assert set(lanes.index[lanes.index >= 0]) == set(held)
+  # 4,096 of 1.5 million: none twice, from everywhere.
+  assert batches.shape == (32, 128) and batches.dtype == np.int32
+  assert len(np.unique(batches)) == batches.size
+  assert np.histogram(batches, 4, (0, len(everyone.members)))[0].min() > 900
+  np.testing.assert_array_equal(plan(everyone, 7)[1], batches)
+  assert not np.array_equal(plan(everyone, 8)[1], batches)
+
+
+def test_some_of_very_many_clients(everyone):
+  half = everyone.take(range(1, CLIENTS, 2))
+  assert half.ids[:2] == ("1", "3")
+  np.testing.assert_array_equal(half.sizes, everyone.sizes[1::2])
+  np.testing.assert_array_equal(half.positions(9), everyone.positions(19))

@@ -1,0 +1,516 @@
+"""Trials as a batch axis, and the search over them."""
+
+import importlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hetfl import (
+  codist,
+  core,
+  distill,
+  engine,
+  population,
+  report,
+  trials,
+  tune,
+)
+from hetfl import evaluate as evaluate_lib
+from hetfl.fedavg import fedavg_server
+from tests import federation
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROUNDS = 3
+
+
+class Toy:
+  """w <- w + rate each round; the objective is w, so all is known by hand."""
+
+  def __init__(self, fail_at=None):
+    self.advanced = []
+    self.fail_at = fail_at
+
+  def problem(self, rounds=8):
+    def step(state, plan, data):
+      del data
+      # Beyond 1e3 it blows up, after round 2.
+      rate = jnp.where(
+        (state["rate"] > 1e3) & (plan.round > 2), jnp.inf, state["rate"]
+      )
+      return state | {"w": state["w"] + rate}, {}
+
+    one = jnp.ones(())
+    return trials.Problem(
+      init=lambda values, seed: {
+        "w": jnp.asarray(0.0) + seed,
+        "rate": jnp.asarray(values["rate"], jnp.float32),
+        "key": jax.random.key(seed),
+      },
+      step=step,
+      plan=lambda seed, round: population.RoundPlan(np.int32(round), (), None),
+      data=(),
+      evaluate=lambda state, data: {"model": core.Mean(state["w"], one)},
+      eval_data=(),
+      objective=lambda heldout: heldout["model"],
+      rounds=rounds,
+    )
+
+  def runner(self, kind, seeds=(0,), rounds=8):
+    problem = self.problem(rounds)
+    if kind == "vmapped":
+      runner = trials.Vmapped(problem, seeds)
+    elif kind == "devices":
+      runner = trials.Vmapped(problem, seeds, devices=jax.devices()[:3])
+    else:
+      runner = trials.SideBySide(
+        problem._replace(step=jax.jit(problem.step)), seeds, at_once=2
+      )
+    advance = runner.advance
+
+    def recorded(states, alive, first, last):
+      if len(self.advanced) == self.fail_at:
+        raise KeyboardInterrupt
+      self.advanced.append((alive.tolist(), first, last))
+      return advance(states, alive, first, last)
+
+    runner.advance = recorded
+    return problem, runner
+
+
+class Listed:
+  """Proposes what is in a list."""
+
+  def __init__(self, rates):
+    self.rates = rates
+
+  def propose(self, rows, first, number):
+    assert len(rows) == first
+    return [{"rate": r} for r in self.rates[first : first + number]]
+
+
+RATES = [3.0, 1.0, 4.0, 1e4, 5.0, 9.0, 2.0]
+KINDS = ("side", "vmapped", "devices")
+
+
+def toy_search(folder, kind, *, fail_at=None, seeds=(0,), trials=7):
+  toy = Toy(fail_at)
+  problem, runner = toy.runner(kind, seeds)
+  rows = tune.search(
+    problem,
+    Listed(RATES),
+    runner,
+    folder=folder,
+    trials=trials,
+    block=5,
+    halvings=2,
+    checkpoint_every=3,
+  )
+  return rows, toy
+
+
+def timeless(rows):
+  return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_halving_by_hand(kind, tmp_path):
+  rows, toy = toy_search(tmp_path, kind)
+  # Block 0 to 4: rungs after rounds 2 and 4 of 8. Trial 3 leads at the first,
+  # with 2e4, and diverges in round 3. At the first, 4 and 2 go on beside it.
+  assert [r["status"] for r in rows] == [
+    "halved",
+    "halved",
+    "halved",
+    "diverged",
+    "complete",
+    "complete",
+    "halved",
+  ]
+  assert [r["round"] for r in rows] == [2, 2, 4, 2, 8, 8, 2]
+  assert [r["objective"] for r in rows] == [6, 2, 16, None, 40, 72, 4]
+  assert rows[4]["rungs"] == {"2": 10, "4": 20, "8": 40}
+  assert rows[3]["rungs"] == {"2": 20_000}
+  assert [r["block_end"] for r in rows] == [5] * 5 + [7] * 2
+  # Segments end at rungs (2, 4), checkpoints (3, 6) and the last round.
+  assert toy.advanced == [
+    ([True] * 5, 1, 2),
+    ([True, True, True], 3, 3),
+    ([True, False, True], 4, 4),
+    ([True], 5, 6),
+    ([True], 7, 8),
+    ([True, True], 1, 2),
+    ([True], 3, 3),
+    ([True], 4, 4),
+    ([True], 5, 6),
+    ([True], 7, 8),
+  ]
+  assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("kind", ["side", "vmapped"])
+@pytest.mark.parametrize("fail_at", [1, 2, 3, 4, 5, 7])
+def test_a_killed_search_goes_on_to_the_same_trials(kind, fail_at, tmp_path):
+  expected, _ = toy_search(tmp_path / "whole", kind, seeds=(0, 5))
+  with pytest.raises(KeyboardInterrupt):
+    toy_search(tmp_path / "cut", kind, fail_at=fail_at, seeds=(0, 5))
+  with open(tmp_path / "cut/trials.jsonl", "ab") as f:
+    f.write(b'{"trial": 5, "half a li')
+  rows, toy = toy_search(tmp_path / "cut", kind, seeds=(0, 5))
+  assert timeless(rows) == timeless(expected)
+  assert len(toy.advanced) == 10 - fail_at  # Nothing was done twice.
+  assert rows[4]["objective"] == 40 + 2.5  # The mean over the seeds.
+  stored = (tmp_path / "cut/trials.jsonl").read_text().splitlines()
+  assert [json.loads(line) for line in stored] == rows
+
+
+def test_trials_are_added_and_a_half_written_block_is_done_again(tmp_path):
+  few, _ = toy_search(tmp_path, "vmapped", trials=5)
+  more, toy = toy_search(tmp_path, "vmapped")
+  assert timeless(more[:5]) == timeless(few)
+  assert toy.advanced[0] == ([True, True], 1, 2)
+  lines = (tmp_path / "trials.jsonl").read_text().splitlines(keepends=True)
+  (tmp_path / "trials.jsonl").write_text("".join(lines[:6]))
+  again, toy = toy_search(tmp_path, "vmapped")
+  assert timeless(again) == timeless(more)
+  assert toy.advanced[0] == ([True, True], 1, 2)
+
+
+def federated(runner=None):
+  """MergedCodist over the tests' federation, as a problem."""
+  # Two dense models, which compile quickly.
+  pools = federation.make_pools(
+    3, server_optimizer=fedavg_server, server_lr=1.0
+  )[::2]
+  algorithm = codist.merged_codist(
+    pools,
+    distill.Distiller(learning_rate=0.02, regularization=0.1),
+    alpha=0.5,
+    rounds=ROUNDS,
+    engine=runner,
+  )
+  data = federation.make_data()
+  subset = population.Subset.whole(data["distill"])
+  evaluator = evaluate_lib.Evaluator(
+    [pool.model for pool in pools],
+    {"heldout": subset, "test": subset},
+    transform=lambda batch: batch,
+    engine=runner,
+  )
+
+  def init(values, seed):
+    state = algorithm.init(jax.random.key(seed))
+    rate = jnp.asarray(values["client_lr"], jnp.float32)
+    return state.replace(
+      pools=tuple(
+        p.replace(hyper=p.hyper | {"client_lr": rate}) for p in state.pools
+      ),
+      hyper=state.hyper | {"alpha": jnp.asarray(values["alpha"], jnp.float32)},
+    )
+
+  def evaluate(state, data):
+    sums = evaluator.sums([pool.variables for pool in state.pools], data)
+    return {str(i): s["heldout_loss"] for i, s in enumerate(sums)}
+
+  return trials.Problem(
+    init=init,
+    step=algorithm.step,
+    plan=lambda seed, round: federation.make_plan(round + 100 * seed)._replace(
+      round=np.int32(round)
+    ),
+    data=data,
+    evaluate=evaluate,
+    eval_data=evaluator.data("heldout"),
+    objective=lambda heldout: -heldout["0"] - heldout["1"],
+    rounds=ROUNDS,
+  )
+
+
+SPACE = {
+  "client_lr": tune.Dimension(0.01, 0.5, log=True),
+  "alpha": tune.Dimension(0.05, 0.95),
+}
+PROPOSED = tune.RandomSearch(SPACE, seed=0).propose([], 0, 5)
+PROPOSED[2] = PROPOSED[2] | {"client_lr": 1e30}
+
+
+@pytest.fixture(scope="module")
+def ends():
+  """Each runner's states after all rounds, and up to where they were finite."""
+  results = {}
+  for name, make in (
+    ("side", lambda p: trials.SideBySide(p, (0, 1), at_once=3)),
+    ("vmapped", lambda p: trials.Vmapped(p, (0, 1))),
+    (
+      "devices",
+      lambda p: trials.Vmapped(p, (0, 1), devices=jax.devices()),
+    ),
+  ):
+    problem = federated(engine.Threads(2) if name == "side" else None)
+    runner = make(problem)
+    alive = np.array([True, True, True, True, False])
+    states, ended = runner.advance(runner.start(PROPOSED), alive, 1, ROUNDS)
+    results[name] = (runner, states, ended, runner.evaluate(states))
+  return results
+
+
+@pytest.mark.parametrize("name", ["vmapped", "devices"])
+def test_a_block_is_as_good_as_runs_of_their_own(ends, name):
+  _, states, ended, losses = ends[name]
+  _, expected, expected_ended, expected_losses = ends["side"]
+  np.testing.assert_array_equal(ended, expected_ended)
+  assert ended[2] < 2 and set(ended[[0, 1, 3, 4]]) == {ROUNDS}
+  for trial in range(5):
+    for seed in range(2):
+      ours = jax.tree.map(
+        lambda a, i=trial: a[i], [p.params for p in states[seed].pools]
+      )
+      theirs = [p.params for p in expected[trial][seed].pools]
+      jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
+        ours,
+        theirs,
+      )
+    assert losses[trial] == pytest.approx(expected_losses[trial], rel=1e-3)
+  assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+
+
+def test_a_diverged_trial_touches_no_other(ends):
+  runner, states, _, _ = ends["vmapped"]
+  start = runner.start(PROPOSED)
+  # Masked from the start, and diverged: as it was, bit for bit, and finite.
+  for before, after in zip(start, states):
+    for i in (2, 4):
+      if i == 2:
+        assert trials.all_finite(jax.tree.map(lambda a, i=i: a[i], after))
+        continue
+      equal = jax.tree.map(
+        lambda a, b, i=i: bool(jnp.all(a[i] == b[i])), before, after
+      )
+      assert all(jax.tree.leaves(equal))
+  calm = [
+    v | {"client_lr": 0.1} if i == 2 else v for i, v in enumerate(PROPOSED)
+  ]
+  alive = np.array([True, True, True, True, False])
+  others, ended = runner.advance(runner.start(calm), alive, 1, ROUNDS)
+  assert (ended == ROUNDS).all()
+  for a, b in zip(states, others):
+    for i in (0, 1, 3):
+      equal = jax.tree.map(lambda x, y, i=i: bool(jnp.all(x[i] == y[i])), a, b)
+      assert all(jax.tree.leaves(equal))
+
+
+def test_ranges():
+  share = np.random.default_rng(0).random(2000)
+  values = [SPACE["client_lr"].at(s) for s in share]
+  assert 0.01 <= min(values) < 0.0105 and 0.48 < max(values) <= 0.5
+  assert np.median(values) == pytest.approx((0.01 * 0.5) ** 0.5, rel=0.1)
+  assert SPACE["client_lr"].share(values[3]) == pytest.approx(
+    share[3], abs=1e-5
+  )
+  for text in (
+    "log:0:1",
+    "linear:2:1",
+    "cubic:0:1",
+    "log:1",
+    "log:a:b",
+    "log:",
+  ):
+    with pytest.raises(ValueError, match=re.escape(repr(text))):
+      tune.Dimension.parse(text)
+
+
+def test_optuna_goes_on_where_it_was_and_learns(tmp_path):
+  pytest.importorskip("optuna")
+  space = {"rate": tune.Dimension(1.0, 100.0, log=True)}
+
+  def search(name, stop=None):
+    rows = []
+    for first in range(0, 40, 8):
+      if first == stop:
+        (tmp_path / name).unlink()  # Made anew of the rows.
+      proposer = tune.OptunaSearch(space, 0, tmp_path / name)
+      for i, values in enumerate(proposer.propose(rows, first, 8)):
+        rate = values["rate"]
+        status = "complete" if rate < 50 else "diverged"
+        objective = 1 / rate if status == "complete" else None
+        rungs = {"2": 0.5 / rate}
+        if status == "complete" and i % 2:
+          status = "halved"
+        rows.append(
+          dict(
+            trial=first + i,
+            values=values,
+            status=status,
+            objective=objective,
+            rungs=rungs,
+          )
+        )
+    return rows
+
+  rows = search("a")
+  assert search("b", stop=24) == rows
+  rates = [row["values"]["rate"] for row in rows]
+  assert len(set(rates)) == 40 and all(1 <= r <= 100 for r in rates)
+  # The best is at 1; random search's median is at 10.
+  assert np.median(rates[-16:]) < 4
+
+
+def test_parallel_coordinates(tmp_path):
+  report.parallel_coordinates(
+    {"lr": [0.1, 0.01, 1.0], "alpha": [0.5, 0.5, 0.5]},
+    [0.25, 0.5, None],
+    tmp_path / "p.png",
+    log={"lr": True, "alpha": False},
+  )
+  assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+  # By hand: 0.1 is halfway from 0.01 to 1 on a log scale.
+  places, marks = report._axis([0.1, 0.01, 1.0], True)
+  assert places == pytest.approx([0.5, 0, 1])
+  assert [text for _, text in marks] == ["0.01", "0.0316", "0.1", "0.316", "1"]
+
+
+def run_script(name, *args):
+  return subprocess.run(
+    [sys.executable, str(ROOT / "experiments" / name), *map(str, args)],
+    env=os.environ
+    | {
+      "JAX_PLATFORMS": "cpu",
+      "PYTHONPATH": str(ROOT),
+      "JAX_COMPILATION_CACHE_DIR": "",
+    },
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+
+
+QUICK = ("--algorithm=fedavg", "--rounds=4", "--eval_every=4")
+
+
+@pytest.mark.slow
+def test_the_best_flags_repeat_the_best_trial(tmp_path):
+  search = ("--experiment=codist", "--trials=4", "--block=2", "--halvings=1")
+  space = "--space=client_lr=log:1e-2:0.3,server_lr.large=fixed"
+  done = run_script(
+    "tune.py", *search, space, f"--workdir={tmp_path}/tune", "--", *QUICK
+  )
+  assert done.returncode == 0, done.stderr
+  lines = (tmp_path / "tune/trials.jsonl").read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  assert [set(row["values"]) for row in rows] == [
+    {"client_lr", "server_lr.small"}
+  ] * 4
+  best = max(
+    (r for r in rows if r["status"] == "complete"), key=lambda r: r["objective"]
+  )
+  assert best["objective"] == pytest.approx(
+    (best["heldout"]["small"] + best["heldout"]["large"]) / 2
+  )
+  assert re.search(rf"^ +{best['trial']} ", done.stdout, re.MULTILINE)
+  assert (tmp_path / "tune/parallel.png").exists()
+  alone = run_script(
+    "codist.py",
+    f"--flagfile={tmp_path}/tune/best.flags",
+    f"--workdir={tmp_path}/best",
+    "--notensorboard",
+  )
+  assert alone.returncode == 0, alone.stderr
+  result = json.loads((tmp_path / "best/result.json").read_text())
+  for model, accuracy in best["heldout"].items():
+    assert result["pools"][model]["heldout_accuracy"] == pytest.approx(accuracy)
+  done = run_script(
+    "tune.py", *search, "--seed=9", f"--workdir={tmp_path}/tune", "--", *QUICK
+  )
+  (line,) = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
+  assert done.returncode != 0 and "holds another run" in line
+  assert (tmp_path / "tune/trials.jsonl").read_text().splitlines() == lines
+
+
+@pytest.fixture(scope="module")
+def script():
+  """experiments/tune.py as a module, its flags not defined."""
+  sys.path.insert(0, str(ROOT / "experiments"))
+  try:
+    yield importlib.import_module("tune")
+  finally:
+    sys.path.pop(0)
+    sys.modules.pop("tune")
+
+
+def test_spaces(script, monkeypatch):
+  tunable = script.EXPERIMENTS["codist"]
+  given = dict.fromkeys(["client_lr", "server_lr", "distill_lr", "prox_mu"])
+
+  class Flags(dict):
+    space = []
+
+  monkeypatch.setattr(script, "FLAGS", Flags(given))
+  # Appendix F: one client rate, all else for each model; alpha for merged.
+  sizes = {a: len(script.make_space(tunable, a)) for a in tunable.space}
+  assert sizes == {"fedavg": 3, "periodic": 11, "merged": 12}
+  rate = tune.Dimension(1e-4, 0.1, log=True)
+  default = script.make_space(tunable, "fedavg")
+  assert default == dict.fromkeys(
+    ["client_lr", "server_lr.small", "server_lr.large"], rate
+  )
+  new = tune.Dimension(1.0, 2.0)
+  for item, expected in (
+    ("server_lr=linear:1:2", {"server_lr.small": new, "server_lr.large": new}),
+    ("server_lr.large=linear:1:2", {"server_lr.large": new}),
+    ("client_lr.small=linear:1:2", {"client_lr.small": new}),
+    ("prox_mu=linear:1:2", {"prox_mu": new}),
+  ):
+    script.FLAGS.space = [item]
+    space = script.make_space(tunable, "fedavg")
+    assert {n: d for n, d in space.items() if d == new} == expected
+  script.FLAGS.space = ["client_lr.small=linear:1:2"]
+  # The other model keeps a dimension of its own.
+  assert script.make_space(tunable, "fedavg")["client_lr.large"] == rate
+  script.FLAGS.space = ["server_lr=fixed", "client_lr=linear:1:2"]
+  assert set(script.make_space(tunable, "fedavg")) == {"client_lr"}
+  for item, message in (
+    ("client_lr=log:0:1", "above 0 on a log scale"),
+    ("color=log:1:2", "neither a flag"),
+    ("client_lr.huge=log:1:2", "small, large"),
+    ("client_lr=fixed,server_lr=fixed", "all is fixed"),
+  ):
+    script.FLAGS.space = item.split(",")
+    with pytest.raises(ValueError, match=message):
+      script.make_space(tunable, "fedavg")
+
+
+def test_values_become_flags_and_states(script):
+  tunable = script.EXPERIMENTS["codist"]
+  config = {"client_lr": (0.1, 0.1), "server_lr": (0.3, 0.4)}
+  values = {"client_lr": 0.2, "server_lr.large": 0.5, "merge_alpha": 0.25}
+  found = script.flag_values(tunable, config, values)
+  assert found == {
+    "client_lr": 0.2,
+    "server_lr": [0.3, 0.5],
+    "merge_alpha": 0.25,
+  }
+  state = codist.merged_codist(
+    federation.make_pools(),
+    distill.Distiller(),
+    alpha=0.5,
+    rounds=1,
+  ).init(jax.random.key(0))
+  for flag, value in found.items():
+    state = tunable.place(state, flag, value)
+  rates = [
+    (float(p.hyper["client_lr"]), float(p.hyper["server_lr"]))
+    for p in state.pools
+  ]
+  np.testing.assert_allclose(rates, [(0.2, 0.3), (0.2, 0.5)], rtol=1e-6)
+  assert state.hyper["alpha"] == 0.25
+  for flag in ("prox_mu", "rounds"):
+    with pytest.raises(KeyError):
+      tunable.place(state, flag, 0.1)
