@@ -142,7 +142,7 @@ class PartyCNN(nn.Module):
         nn.initializers.glorot_uniform(),
         (block.stride, block.stride),
       )(x)
-      x = nn.BatchNorm(not train, self.momentum, epsilon=1e-3)(x)
+      x = nn.BatchNorm(not train, momentum=self.momentum, epsilon=1e-3)(x)
       x = nn.relu(x)
       x = layers.Dropout(self.dropout)(x, train)
       if block.pool:
