@@ -20,8 +20,9 @@ import numpy as np
 
 from benchmarks import compare
 from hetfl import core, engine, population
-from hetfl.fedmd import fedmd, Party, plan_fedmd
+from hetfl.fedmd import fedmd, plan_fedmd
 from hetfl.models import fedmd as models
+from hetfl.party import Party
 
 PARTIES, CLASSES, SIDE = 10, 16, 28
 PUBLIC, PRIVATE = 5000, 18

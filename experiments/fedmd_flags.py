@@ -1,12 +1,12 @@
 """The cells of FedMD's Figure 2 and Table 4, and of its weak parties.
 
-What the runs share is here and in `fedmd.DEFAULTS`, once.
+What the runs share is here and in `fedmd_settings.DEFAULTS`, once.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-import fedmd
+import fedmd_settings
 import tables as tables_lib
 
 _TITLES = {
@@ -56,7 +56,7 @@ def _cell(
   more: Mapping[str, Any],
   notes: tuple[str, ...] = (),
 ) -> tables_lib.Cell:
-  defaults = fedmd.DEFAULTS[environment]
+  defaults = fedmd_settings.DEFAULTS[environment]
   flags = {"environment": environment}
   flags |= {n: defaults[n] for n in _SHARED}
   if environment == "mnist_letters_by_writer":

@@ -13,7 +13,7 @@ from hetfl.fedavg import (
   fedyogi_server,
   Pool,
 )
-from hetfl.fedmd import fedmd, fit, Party, plan_fedmd, plan_fit
+from hetfl.fedmd import fedmd, plan_fedmd
 from hetfl.fml import (
   fml,
   group_clients,
@@ -28,6 +28,7 @@ from hetfl.next_word import (
   token_divergence,
   token_weights,
 )
+from hetfl.party import fit, Party, plan_fit
 from hetfl.population import (
   ClientPopulation,
   plan_clients,

@@ -1,9 +1,9 @@
 """FedMD: parties with models of their own agree on class scores.
 
 Each party trains its model on public data, then on its few private examples
-(`fit`); in every round of the collaboration (`fedmd`) the parties say what
-they think of some public examples, and each learns the mean of what was said.
-Neither parameters nor private examples leave a party.
+(`hetfl.fit`); in every round of the collaboration (`fedmd`) the parties say
+what they think of some public examples, and each learns the mean of what was
+said. Neither parameters nor private examples leave a party.
 
 Reference: Li & Wang 2019, "FedMD: Heterogenous Federated Learning via Model
 Distillation", algorithm 1. What the paper leaves open is as in the released
@@ -11,317 +11,30 @@ code, github.com/diogenes0319/FedMD_clean.
 """
 
 from collections.abc import Callable, Sequence
-import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from hetfl import client as client_lib
 from hetfl import core, population
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
-from hetfl import evaluate as evaluate_lib
 from hetfl.data import partition
+from hetfl.party import (
+  check_parties,
+  fresh_models,
+  padded_rows,
+  Party,
+  shuffled_epochs,
+  Trained,
+  Transform,
+)
 
 PyTree = Any
-Transform = Callable[[core.Batch], core.Batch]
-# Keras's defaults, which the released code trains with.
-keras_adam = functools.partial(optax.adam, b1=0.9, b2=0.999, eps=1e-7)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Party:
-  """A participant and the model it designed; its configuration.
-
-  Attributes:
-    name: its name in metrics and results.
-    model: the model f_k.
-    learning_rate: of all its training.
-    l2: weight of `penalty` in every loss, that of Digest too.
-    penalty: parameters to a scalar, such as the head's `sum(w^2)`; `None`:
-      nothing decays.
-    optimizer: a learning rate to an optax optimizer. Departure: optax's Adam
-      adds epsilon after the correction of the bias, Keras's before.
-  """
-
-  name: str
-  model: core.Model
-  learning_rate: float | jax.Array = 1e-3
-  l2: float | jax.Array = 1e-3
-  penalty: Callable[[PyTree], jax.Array] | None = None
-  optimizer: client_lib.Optimizer = keras_adam
-
-  def hyper(self) -> dict[str, jax.Array]:
-    """The values that trials may vary: `learning_rate` and `l2`, scalars.
-
-    Raises:
-      ValueError: if a value is out of its range.
-    """
-    values = {"learning_rate": self.learning_rate, "l2": self.l2}
-    client_lib.check_hyper(
-      values, learning_rate=(0, float("inf")), l2=(0, float("inf"))
-    )
-    return {name: jnp.asarray(v, jnp.float32) for name, v in values.items()}
-
-  def trainer(
-    self, transform: Transform | None, loss: core.Loss
-  ) -> Callable[..., tuple["Trained", core.Mean]]:
-    """The program that makes optimizer steps on a bank's examples.
-
-    `w <- Adam(w, grad [mean_b loss(f(x_b; w), b) + l2 penalty(w)])`, in
-    training mode: with dropout, and batch statistics updated.
-
-    Args:
-      transform: what is done to a batch as it lies in the bank.
-      loss: the loss of each example.
-
-    Returns:
-      `(trained, hyper, key, bank, index [S, B], more) -> (trained, loss)`,
-      where `more` holds arrays `[S, B, ...]` that join the batches, and the
-      loss is the mean over the steps, without the penalty.
-    """
-
-    def program(trained, hyper, key, bank, index, more):
-      optimizer = self.optimizer(hyper["learning_rate"])
-
-      def step(trained, row):
-        s, positions, more = row
-        batch = core.gather(bank, positions)
-        if transform is not None:
-          batch = transform(batch)
-        batch = {**batch, **more}
-
-        def objective(params):
-          variables = trained.variables._replace(params=params)
-          logits, stats = self.model.apply(
-            variables, batch["x"], jax.random.fold_in(key, s), True
-          )
-          value = jnp.mean(loss(logits, batch))
-          total = value
-          if self.penalty is not None:
-            total += hyper["l2"] * self.penalty(params)
-          return total, (value, stats)
-
-        params = trained.variables.params
-        grads, (value, stats) = jax.grad(objective, has_aux=True)(params)
-        updates, opt_state = optimizer.update(grads, trained.opt_state, params)
-        params = optax.apply_updates(params, updates)
-        return Trained(core.Variables(params, stats), opt_state), value
-
-      steps = jnp.arange(len(index))
-      trained, values = jax.lax.scan(step, trained, (steps, index, more))
-      count = jnp.asarray(len(index), jnp.float32)
-      return trained, core.Mean(jnp.sum(values), count)
-
-    return program
-
-  def start(self, variables: core.Variables) -> "Trained":
-    """The model with a fresh optimizer."""
-    optimizer = self.optimizer(self.hyper()["learning_rate"])
-    return Trained(variables, optimizer.init(variables.params))
-
-
-class Trained(NamedTuple):
-  """A model and the optimizer that trains it.
-
-  Attributes:
-    variables: the model.
-    opt_state: the optimizer's state.
-  """
-
-  variables: core.Variables
-  opt_state: PyTree
-
-
-# --- Training to convergence: line 1 of algorithm 1, and its upper bound ----
-
-
-@flax.struct.dataclass
-class Learner:
-  """A party that trains until it gets no better.
-
-  Attributes:
-    trained: the model and its optimizer.
-    hyper: `learning_rate`, `l2`: `float32[]`.
-    accuracy: `float32[]`, on the stopping set after the last epoch.
-    best: `float32[]`, the best before it.
-    wait: `int32[]`, epochs since the best.
-    epochs: `int32[]`, epochs trained.
-  """
-
-  trained: Trained
-  hyper: dict[str, jax.Array]
-  accuracy: jax.Array
-  best: jax.Array
-  wait: jax.Array
-  epochs: jax.Array
-
-
-@flax.struct.dataclass
-class FitState:
-  """The state of `fit`.
-
-  Attributes:
-    parties: P `Learner`s.
-    key: the run's key.
-  """
-
-  parties: tuple[Learner, ...]
-  key: jax.Array
-
-
-class FitPlan(NamedTuple):
-  """One epoch of every party.
-
-  Attributes:
-    round: `int32[]`, the number of the epoch, from 1.
-    batches: P arrays `int32[S_k, B_k]`, positions in each party's bank.
-  """
-
-  round: np.ndarray
-  batches: tuple[np.ndarray, ...]
-
-
-def fit(
-  parties: Sequence[Party],
-  *,
-  transform: Transform | None = None,
-  patience: int = 3,
-  min_delta: float = 1e-3,
-  eval_batch_size: int = 40,
-  engine: engine_lib.Engine | None = None,
-) -> core.Algorithm:
-  """Trains each party by itself, to convergence; a step is an epoch.
-
-  A party stops, and keeps what its last epoch gave, when its accuracy on the
-  stopping set has not risen by more than `min_delta` above its best for
-  `patience` epochs.
-
-  Args:
-    parties: P parties.
-    transform: what is done to a batch as it lies in the bank.
-    patience: epochs without progress after which a party stops.
-    min_delta: how much is progress, as a share.
-    eval_batch_size: examples evaluated at once; changes speed only.
-    engine: where the work runs; `Inline()` by default. With `Threads()` the
-      step dispatches programs itself and must not be traced.
-
-  Returns:
-    The algorithm. Its `init` takes a key and, to go on from models that there
-    are, P `Variables`, whose optimizers begin anew. Its `step` takes a
-    `FitPlan` and `{'train': P banks, 'stopping': Subset or None}`, the banks on
-    the device; without a stopping set no party stops.
-
-  Raises:
-    ValueError: if a value is out of its range.
-
-  Reference: Li & Wang 2019, algorithm 1, "Transfer learning", and table 4's
-  training on pooled data; Keras's `EarlyStopping` without
-  `restore_best_weights`, as in the released code.
-  """
-  parties = _checked(parties)
-  engine = engine or engine_lib.Inline()
-  client_lib.check_hyper(
-    {"patience": patience, "min_delta": min_delta},
-    patience=(1, float("inf")),
-    min_delta=(0, 1),
-  )
-  epochs = [
-    _epoch_program(party, transform, min_delta, eval_batch_size)
-    for party in parties
-  ]
-
-  def init(key, variables=None):
-    variables = variables or _fresh(parties, key)
-    zero = jnp.zeros((), jnp.int32)
-    return FitState(
-      tuple(
-        Learner(
-          trained=party.start(v),
-          hyper=party.hyper(),
-          accuracy=jnp.zeros(()),
-          best=jnp.full((), -jnp.inf),
-          wait=zero,
-          epochs=zero,
-        )
-        for party, v in zip(parties, variables)
-      ),
-      key,
-    )
-
-  def step(state, plan, data):
-    key = jax.random.fold_in(state.key, plan.round)
-    results = engine.run(
-      *(
-        engine_lib.Call(
-          epoch,
-          (
-            learner,
-            jax.random.fold_in(key, k),
-            bank,
-            batches,
-            data["stopping"],
-          ),
-          learner.wait < patience,
-          _stopped,
-        )
-        for k, (epoch, learner, bank, batches) in enumerate(
-          zip(epochs, state.parties, data["train"], plan.batches, strict=True)
-        )
-      )
-    )
-    learners, losses = zip(*results)
-    metrics = {
-      f"{party.name}/loss": loss for party, loss in zip(parties, losses)
-    }
-    return state.replace(parties=learners), metrics
-
-  return core.Algorithm(init, step)
-
-
-def _epoch_program(party, transform, min_delta, batch_size):
-  """One epoch of a party, and what it says of going on."""
-  train = party.trainer(transform, core.cross_entropy)
-  measure = evaluate_lib.lane_program(
-    party.model, transform or (lambda batch: batch)
-  )
-
-  def program(learner, key, bank, batches, stopping):
-    trained, loss = train(
-      learner.trained, learner.hyper, key, bank, batches, {}
-    )
-    accuracy, best, wait = learner.accuracy, learner.best, learner.wait
-    if stopping is not None:
-      rows = _rows(stopping.index, batch_size)
-      total, count = measure(trained.variables, stopping.bank, rows, len(rows))[
-        "accuracy"
-      ]
-      accuracy = total / count
-      better = accuracy - min_delta > best
-      best = jnp.where(better, accuracy, best)
-      wait = jnp.where(better, 0, wait + 1)
-    learner = learner.replace(
-      trained=trained,
-      accuracy=accuracy,
-      best=best,
-      wait=wait,
-      epochs=learner.epochs + 1,
-    )
-    return learner, loss
-
-  return program
-
-
-def _stopped(learner, *_):
-  return learner, core.Mean(jnp.zeros(()), jnp.zeros(()))
-
-
-# --- The collaboration ------------------------------------------------------
+_SUBSET, _DIGEST, _REVISIT = range(101, 104)  # streams of random numbers
 
 
 class Translator(NamedTuple):
@@ -496,7 +209,7 @@ def fedmd(
   epochs, nor batch sizes: those of `plan_fedmd` are the released code's.
   Departures: see `shuffled_epochs` and `Party.optimizer`.
   """
-  parties = _checked(parties)
+  parties = check_parties(parties)
   engine = engine or engine_lib.Inline()
   if digest_loss not in TRANSLATORS:
     raise ValueError(
@@ -518,7 +231,7 @@ def fedmd(
 
   def init(key, trained=None):
     trained = trained or [
-      party.start(v) for party, v in zip(parties, _fresh(parties, key))
+      party.start(v) for party, v in zip(parties, fresh_models(parties, key))
     ]
     return FedMDState(
       tuple(
@@ -623,7 +336,7 @@ def speak_program(
       logits, _ = party.model.apply(variables, batch["x"], None, False)
       return translator.scores(logits, temperature)
 
-    scores = jax.lax.map(speak, _rows(subset, batch_size))
+    scores = jax.lax.map(speak, padded_rows(subset, batch_size))
     return scores.reshape(-1, scores.shape[-1])[: len(subset)]
 
   return program
@@ -719,86 +432,6 @@ def bytes_per_round(
   }
 
 
-# --- Plans ------------------------------------------------------------------
-
-_SUBSET, _DIGEST, _REVISIT, _FIT = range(101, 105)  # streams of random numbers
-
-
-def shuffled_epochs(
-  positions: np.ndarray,
-  *,
-  seed: int | Sequence[int],
-  batch_size: int,
-  epochs: int = 1,
-) -> np.ndarray:
-  """Shuffles examples into batches, epoch after epoch.
-
-  A last batch that would be short is filled up with the epoch's first
-  examples, so that all batches are alike: batch normalisation could not tell
-  empty places from images. Departure: Keras's last batch is short.
-
-  Args:
-    positions: `int[n]`, the examples.
-    seed: whole numbers that fix the result.
-    batch_size: B; n if that is less.
-    epochs: E.
-
-  Returns:
-    `int32[E ceil(n / B), B]`.
-
-  >>> shuffled_epochs(np.array([5, 6, 7]), seed=0, batch_size=2).shape
-  (2, 2)
-  """
-  positions = np.asarray(positions, np.int32)
-  size = min(batch_size, len(positions))
-  steps = -(-len(positions) // size)
-  rng = np.random.default_rng(seed)
-  batches = []
-  for _ in range(epochs):
-    order = rng.permutation(positions)
-    order = np.concatenate([order, order])[: steps * size]
-    batches.append(order.reshape(steps, size))
-  return np.concatenate(batches)
-
-
-def plan_fit(
-  examples: Sequence[np.ndarray],
-  *,
-  seed: int,
-  phase: int,
-  round: int,
-  batch_size: int,
-) -> FitPlan:
-  """One epoch of every party over its examples, in an order of its own.
-
-  Args:
-    examples: P arrays, each party's positions in its bank.
-    seed: the run's seed.
-    phase: tells apart the phases of a run.
-    round: the number of the epoch.
-    batch_size: B, at most.
-
-  Returns:
-    The plan; the same for the same arguments.
-
-  >>> plan = plan_fit(
-  ...     [np.arange(4), np.arange(9)], seed=0, phase=0, round=1, batch_size=5)
-  >>> [batches.shape for batches in plan.batches]
-  [(1, 4), (2, 5)]
-  """
-  return FitPlan(
-    np.int32(round),
-    tuple(
-      shuffled_epochs(
-        positions,
-        seed=[_FIT, seed, phase, round, k],
-        batch_size=batch_size,
-      )
-      for k, positions in enumerate(examples)
-    ),
-  )
-
-
 def plan_fedmd(
   public: population.Subset,
   private: Sequence[np.ndarray],
@@ -872,19 +505,6 @@ def plan_fedmd(
   )
 
 
-# --- Helpers ----------------------------------------------------------------
-
-
-def _checked(parties: Sequence[Party]) -> tuple[Party, ...]:
-  """The parties, if they can be told apart and their values make sense."""
-  names = [party.name for party in parties]
-  if not names or len(set(names)) != len(names):
-    raise ValueError(f"parties={names}: give one or more, of unlike names")
-  for party in parties:
-    party.hyper()
-  return tuple(parties)
-
-
 def _weights(values, num_parties: int) -> jax.Array:
   if values is None:
     return jnp.full((num_parties,), 1 / num_parties, jnp.float32)
@@ -900,20 +520,3 @@ def _weights(values, num_parties: int) -> jax.Array:
       f"consensus_weights={values}: must not be negative, nor all zero"
     )
   return weights
-
-
-def _fresh(parties, key) -> list[core.Variables]:
-  """New models. Keys 2**31 + k are apart from those of any round."""
-  return [
-    party.model.init(jax.random.fold_in(key, 2**31 + k))
-    for k, party in enumerate(parties)
-  ]
-
-
-def _rows(index: jax.Array, batch_size: int) -> jax.Array:
-  """Lays positions out as rows, the last one filled up with -1."""
-  size = min(batch_size, len(index))
-  missing = -len(index) % size
-  return jnp.pad(jnp.asarray(index), (0, missing), constant_values=-1).reshape(
-    -1, size
-  )

@@ -37,14 +37,14 @@ def test_stratified_keeps_the_shares(counts, seed, data):
 
 def test_equal_classes_are_disjoint_and_exact():
   labels = np.random.default_rng(0).permutation(np.arange(300) % 6)
-  parts = partition.equal_classes(
+  parts = fedmd_images.equal_classes(
     labels, classes=(1, 4), num_clients=10, examples_per_class=3, seed=0
   )
   assert len(set(np.concatenate(parts).tolist())) == 10 * 2 * 3
   for part in parts:
     assert np.bincount(labels[part]).tolist() == [0, 3, 0, 0, 3]
   with pytest.raises(ValueError, match="want 60 examples of class 1, there ar"):
-    partition.equal_classes(
+    fedmd_images.equal_classes(
       labels, classes=(1,), num_clients=20, examples_per_class=3, seed=0
     )
 
@@ -52,7 +52,7 @@ def test_equal_classes_are_disjoint_and_exact():
 def test_one_writer_each():
   writers = np.repeat(np.arange(8), np.arange(1, 9))
   labels = np.arange(len(writers)) % 2
-  parts = partition.one_writer(
+  parts = fedmd_images.one_writer(
     labels, writers, classes=(0, 1), num_clients=3, min_examples=5, seed=1
   )
   seen = [set(writers[part].tolist()) for part in parts]
@@ -60,7 +60,7 @@ def test_one_writer_each():
   # Writer w wrote w + 1: all of it, and at least five.
   assert all(len(p) == s.pop() + 1 >= 5 for p, s in zip(parts, seen))
   with pytest.raises(ValueError, match="4 writers have so many, want 5"):
-    partition.one_writer(
+    fedmd_images.one_writer(
       labels, writers, classes=(0, 1), num_clients=5, min_examples=5, seed=1
     )
 
@@ -70,7 +70,7 @@ def test_one_subclass_each():
   # fine ones with ten examples each.
   fine = np.repeat(np.arange(15), 10)
   coarse = fine // 5
-  parts = partition.one_subclass(
+  parts = fedmd_images.one_subclass(
     coarse, fine, classes=(0, 1), num_clients=7, examples_per_class=4, seed=0
   )
   for k, part in enumerate(parts):

@@ -14,17 +14,13 @@ from hetfl import core, engine, population
 from hetfl.fedmd import (
   consensus,
   fedmd,
-  fit,
-  keras_adam,
   learn_program,
-  Party,
   plan_fedmd,
-  plan_fit,
-  shuffled_epochs,
   speak_program,
   TRANSLATORS,
 )
 from hetfl.models import fedmd as models
+from hetfl.party import fit, keras_adam, Party, plan_fit, shuffled_epochs
 from tests.oracles import codist as codist_oracle
 from tests.oracles import fedmd as oracle
 from tests.oracles_test import check_gradient

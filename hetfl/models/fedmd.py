@@ -96,14 +96,15 @@ def blocks_of(filters: Sequence[int]) -> tuple[Block, ...]:
 class PartyCNN(nn.Module):
   """Convolutional blocks and a linear head without bias.
 
-  Weights are Glorot-uniform, biases zero; batch normalisation has momentum
-  0.99 and epsilon 1e-3; dropout is of single elements; all as in Keras.
+  Weights are Glorot-uniform, biases zero; batch normalisation has epsilon
+  1e-3; dropout is of single elements; all as in Keras.
 
   Attributes:
     blocks: the blocks, first to last.
     dropout: share of elements that each block drops in training.
     num_classes: C.
     conv: form of the convolutions; changes speed only.
+    momentum: of batch normalisation's running statistics; 0.99 is Keras's.
 
   Reference: Li & Wang 2019, tables 1 and 2, for filters and dropout; the rest
   is the released code's. Departure: the running variance is that of the batch,
@@ -127,6 +128,7 @@ class PartyCNN(nn.Module):
   dropout: float
   num_classes: int
   conv: layers.ConvForm = "patches"
+  momentum: float = 0.99
 
   @nn.compact
   def __call__(self, x, train: bool = False):
@@ -140,7 +142,8 @@ class PartyCNN(nn.Module):
         nn.initializers.glorot_uniform(),
         (block.stride, block.stride),
       )(x)
-      x = nn.relu(nn.BatchNorm(not train, momentum=0.99, epsilon=1e-3)(x))
+      x = nn.BatchNorm(not train, momentum=self.momentum, epsilon=1e-3)(x)
+      x = nn.relu(x)
       x = layers.Dropout(self.dropout)(x, train)
       if block.pool:
         x = layers.avg_pool_2x2(x, block.pool)
@@ -204,6 +207,7 @@ def party_models(
   *,
   width: float = 1.0,
   weak_parties: int = 0,
+  batch_norm_momentum: float = 0.99,
   conv: layers.ConvForm = "patches",
 ) -> list[tuple[str, nn.Module]]:
   """The parties' models, by name.
@@ -214,6 +218,7 @@ def party_models(
     num_classes: C.
     width: factor on all numbers of filters, which are rounded and at least 1.
     weak_parties: how many of the parties, the last ones, are `PartyMLP`s.
+    batch_norm_momentum: of the running statistics.
     conv: form of the convolutions; changes speed only.
 
   Returns:
@@ -246,6 +251,8 @@ def party_models(
     filters, dropout = TABLES[table][k % len(TABLES[table])]
     filters = tuple(map(scaled, filters))
     name = f"cnn({','.join(map(str, filters))})"
-    blocks = blocks_of(filters)
-    models.append((name, PartyCNN(blocks, dropout, num_classes, conv)))
+    module = PartyCNN(
+      blocks_of(filters), dropout, num_classes, conv, batch_norm_momentum
+    )
+    models.append((name, module))
   return models
