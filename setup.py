@@ -29,6 +29,7 @@ setuptools.setup(
     "orbax-checkpoint>=0.11",
     "pytest>=8",
     "scikit-learn>=1.4",
+    "scipy>=1.12",
     "tensorboardX>=2.6",
     "tensorflow-datasets>=4.9.8",
     "tqdm>=4.66",
