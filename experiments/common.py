@@ -328,10 +328,12 @@ def refuse(reason: str, *names: str) -> None:
     *names: the flags.
 
   Raises:
-    UsageError: naming the first of them that was given.
+    UsageError: naming the first of them that asks for something. `false` and
+      one round per dispatch, as a run's own `config.flags` has them, do not.
   """
   for name in names:
-    if FLAGS[name].present:
+    idle = (None, False, 1) if name == "rounds_per_dispatch" else (None, False)
+    if FLAGS[name].value not in idle:
       raise UsageError(f"--{name}={FLAGS[name].value}: {reason}")
 
 
