@@ -256,28 +256,31 @@ def benchmarks() -> dict[str, tuple[Callable, str, Callable]]:
 
 
 def take_turns(
-  ours: Round, peer: Round, products: Round, runs: int
+  ours: Round, peer: Round, runs: int, products: Round | None = None
 ) -> dict[str, float]:
-  """Seconds of a round of both, and of the products, in turn."""
+  """Seconds of a round of both, and of products if there are any, in turn."""
+  turns = (ours, peer, products) if products else (ours, peer)
   seconds = []
   for _ in range(runs):
     pair = []
-    for run in (ours, peer, products):
+    for run in turns:
       start = time.perf_counter()
       run()
       pair.append(time.perf_counter() - start)
     seconds.append(pair)
-  a, b, c = zip(*seconds)
-  return {
+  a, b, *c = zip(*seconds)
+  row = {
     "ours_s": statistics.median(a),
     "ours_min_s": min(a),
     "ours_max_s": max(a),
     "peer_s": statistics.median(b),
     "peer_min_s": min(b),
     "peer_max_s": max(b),
-    "ratio": statistics.median(y / x for x, y, _ in seconds),
-    "ceiling_gflop_s": products.flops / statistics.median(c) / 1e9,
+    "ratio": statistics.median(y / x for x, y in zip(a, b)),
   }
+  if products:
+    row["ceiling_gflop_s"] = products.flops / statistics.median(c[0]) / 1e9
+  return row
 
 
 def main() -> None:
@@ -303,7 +306,7 @@ def main() -> None:
   for name in names:
     ours, label, peer = every[name]
     row = {"name": name, "peer": label}
-    row |= take_turns(ours(), peer(), products, args.runs)
+    row |= take_turns(ours(), peer(), args.runs, products)
     speed = round_flops(name) / row["ours_s"] / 1e9
     row["ceiling_share"] = speed / row["ceiling_gflop_s"]
     rows.append(row)
