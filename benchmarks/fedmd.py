@@ -1,24 +1,17 @@
-"""Times a FedMD round of the ten parties against a PyTorch loop.
-
-  python -m benchmarks.fedmd [--width=W] [--table=NAME] [--json=FILE]
+"""Rounds of FedMD's ten parties, and a plain PyTorch loop of the same.
 
 The work is a round's Digest and Revisit, and Communicate before them: scores
 on 5,000 public images, an epoch towards their mean in batches of 256, two
-epochs on 18 private images in batches of 5; 28 x 28 x 1, sixteen outputs. Both
-sides in one process and in turn, as in `benchmarks.compare`.
+epochs on 18 private images in batches of 5; 28 x 28 x 1, sixteen outputs.
 """
 
-import argparse
-from collections.abc import Callable
-import json
-import statistics
-import time
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import compare
+from benchmarks import rounds
 from hetfl import core, engine, population
 from hetfl.fedmd import fedmd, plan_fedmd
 from hetfl.models import fedmd as models
@@ -44,9 +37,10 @@ def scaled(batch):
   return {**batch, "x": batch["x"].astype(jnp.float32) / 255 - 0.5}
 
 
-def ours(table: str, width: float, conv: str) -> Callable[[], None]:
-  """Our round, one call each."""
+def ours(table: str, width: float) -> rounds.Round:
+  """Our round."""
   runner = engine.default_engine()
+  conv = "patches" if isinstance(runner, engine.Threads) else "native"
   example = jnp.zeros((1, SIDE, SIDE, 1))
   named = models.party_models(table, PARTIES, CLASSES, width=width, conv=conv)
   parties = [
@@ -83,7 +77,7 @@ def ours(table: str, width: float, conv: str) -> Callable[[], None]:
     private_transform=scaled,
     engine=runner,
   )
-  return compare.looped(algorithm, runner, plan, data)
+  return rounds.looped(algorithm, runner, plan, data)
 
 
 def parameter_counts(table: str, width: float) -> list[int]:
@@ -124,7 +118,7 @@ def torch_model(filters, dropout: float):
   return nn.Sequential(*layers)
 
 
-def peer(table: str, width: float, channels_last: bool) -> Callable[[], None]:
+def peer(table: str, width: float, channels_last: bool) -> rounds.Round:
   """The same round as a plain PyTorch loop over the parties."""
   import torch
   from torch.nn import functional
@@ -184,39 +178,42 @@ def peer(table: str, width: float, channels_last: bool) -> Callable[[], None]:
   return run
 
 
-def main() -> None:
-  """Runs the benchmark, prints a table and writes JSON."""
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--json", help="file for the rows")
-  parser.add_argument("--runs", type=int, default=3, help="rounds of each")
-  parser.add_argument("--width", type=float, default=0.125)
-  parser.add_argument("--table", default="table1", choices=models.TABLES)
-  args = parser.parse_args()
-  conv = "patches" if jax.default_backend() == "cpu" else "native"
-  rows = []
-  print(f"{'peer':34} {'ours s':>8} {'peer s':>8} {'ratio':>6}")
-  start = time.perf_counter()
-  round = ours(args.table, args.width, conv)
-  compile_s = time.perf_counter() - start
+def round_flops(table: str, width: float) -> float:
+  """FLOPs of a round of all parties."""
+  example = jnp.zeros((1, SIDE, SIDE, 1))
+  total = 0.0
+  for _, module in models.party_models(
+    table, PARTIES, CLASSES, width=width, conv="native"
+  ):
+    image = functools.partial(
+      rounds.example_flops,
+      core.Model.from_flax(module, example),
+      core.cross_entropy,
+      (BATCH, SIDE, SIDE, 1),
+      jnp.float32,
+    )
+    trained = PUBLIC + OWN_EPOCHS * PRIVATE
+    total += PUBLIC * image(False) + trained * image(True)
+  return total
+
+
+def rows(width: float) -> dict[str, rounds.Row]:
+  """The lines of the table.
+
+  Args:
+    width: of the ten models of the paper's Table 1, as a share of its.
+
+  Returns:
+    The rows by name.
+  """
+  lines = {}
   for channels_last in (False, True):
-    name = "PyTorch loop" + (", channels last" if channels_last else "")
-    row = {"peer": name, "width": args.width, "table": args.table}
-    row |= {"first_two_rounds_s": compile_s}
-    row |= compare.take_turns(
-      round, peer(args.table, args.width, channels_last), args.runs
+    layout = "channels_last" if channels_last else "default"
+    lines[f"fedmd_torch_{layout}"] = rounds.Row(
+      functools.partial(ours, "table1", width),
+      f"PyTorch loop, {layout.replace('_', ' ')}",
+      functools.partial(peer, "table1", width, channels_last),
+      functools.partial(round_flops, "table1", width),
+      lambda: (PARTIES * PUBLIC, "images"),
     )
-    rows.append(row)
-    print(
-      f"{name:34} {row['ours_s']:8.3f} {row['peer_s']:8.3f}"
-      f" {row['ratio']:6.2f}",
-      flush=True,
-    )
-  print(f"ours, first two rounds with compilation: {compile_s:.1f} s")
-  print(f"median ratio: {statistics.median(r['ratio'] for r in rows):.2f}")
-  if args.json:
-    with open(args.json, "w", encoding="utf-8") as f:
-      json.dump(rows, f, indent=2)
-
-
-if __name__ == "__main__":
-  main()
+  return lines

@@ -1,31 +1,23 @@
-"""Times rounds of Federated Mutual Learning against a plain PyTorch loop.
-
-  python -m benchmarks.fml [--json=FILE] [--runs=N] [--examples=N]
+"""Rounds of Federated Mutual Learning, and a plain PyTorch loop of the same.
 
 One epoch of the round of the paper's Table 1, CNN1 on images of CIFAR-10's
-shape: five clients of 10,000 images each, batches of 128, SGD with momentum
-and weight decay, random crops and flips. In one process; ours and the peer
-take turns, as in `benchmarks.compare`.
+shape: five clients (of 10,000 images each in the paper), batches of 128, SGD
+with momentum and weight decay, random crops and flips.
 """
 
-import argparse
-from collections.abc import Callable
 import functools
-import json
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import compare
+from benchmarks import rounds
 from hetfl import augment, core, engine
 from hetfl.fml import fml, group_clients, independent, plan_mutual
 from hetfl.models import fml as nets
 from hetfl.mutual import MutualClient
 
 NUM_CLIENTS = 5
-EXAMPLES = 10_000
 BATCH_SIZE = 128
 SHAPE = (32, 32, 3)
 MICROBATCH = 16
@@ -42,7 +34,7 @@ def synthetic(examples: int) -> dict[str, np.ndarray]:
   }
 
 
-def ours_round(examples: int, mutual: bool = True) -> compare.Round:
+def ours_round(examples: int, mutual: bool = True) -> rounds.Round:
   """Our round; without `mutual`, the clients' own models learn alone."""
   runner = engine.default_engine()
   bank = jax.device_put(synthetic(examples))
@@ -68,12 +60,12 @@ def ours_round(examples: int, mutual: bool = True) -> compare.Round:
       epochs=1,
     )
 
-  return compare.looped(algorithm, runner, plan, {"train": bank})
+  return rounds.looped(algorithm, runner, plan, {"train": bank})
 
 
 def torch_round(
   examples: int, mutual: bool = True, channels_last: bool = False
-) -> compare.Round:
+) -> rounds.Round:
   """A plain PyTorch loop over the clients, written with care.
 
   The images stay uint8 in memory; a batch is cropped and flipped by one
@@ -175,51 +167,35 @@ def torch_round(
   return run
 
 
-def benchmarks(examples: int) -> dict[str, tuple[Callable, str, Callable]]:
-  """Name -> (ours, the peer's name, the peer), each makes a round."""
-  rows = {}
+def round_flops(examples: int, mutual: bool) -> float:
+  """FLOPs of a round: both models of all clients on each image."""
+  model = core.Model.from_flax(
+    nets.net("cnn1", 10, SHAPE, conv="native"), jnp.zeros((1, *SHAPE))
+  )
+  image = rounds.example_flops(
+    model, core.cross_entropy, (BATCH_SIZE, *SHAPE), jnp.float32, True
+  )
+  return image * NUM_CLIENTS * examples * (2 if mutual else 1)
+
+
+def rows(examples: int) -> dict[str, rounds.Row]:
+  """The lines of the table.
+
+  Args:
+    examples: images of each client.
+
+  Returns:
+    The rows by name.
+  """
+  lines = {}
   for name, mutual in (("fml", True), ("independent", False)):
     for channels_last in (False, True):
       layout = "channels_last" if channels_last else "default"
-      rows[f"{name}_cnn1_torch_{layout}"] = (
+      lines[f"{name}_cnn1_torch_{layout}"] = rounds.Row(
         functools.partial(ours_round, examples, mutual),
         f"PyTorch loop, {layout.replace('_', ' ')}",
         functools.partial(torch_round, examples, mutual, channels_last),
+        functools.partial(round_flops, examples, mutual),
+        lambda: (NUM_CLIENTS * examples, "images"),
       )
-  return rows
-
-
-def main() -> None:
-  """Runs the benchmarks, prints a table and writes JSON."""
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--json", help="file for the rows")
-  parser.add_argument("--only", help="names, with commas")
-  parser.add_argument("--runs", type=int, default=5, help="rounds of each")
-  parser.add_argument(
-    "--examples", type=int, default=EXAMPLES, help="images of each client"
-  )
-  args = parser.parse_args()
-  every = benchmarks(args.examples)
-  names = args.only.split(",") if args.only else list(every)
-  for name in names:
-    if name not in every:
-      sys.exit(f"error: --only={name}: choose from {', '.join(every)}")
-  rows = []
-  print(f"{'name':34} {'ours s':>8} {'peer s':>8} {'ratio':>6}  peer")
-  for name in names:
-    ours, label, peer = every[name]
-    row = {"name": name, "peer": label, "examples": args.examples}
-    row |= compare.take_turns(ours(), peer(), args.runs)
-    rows.append(row)
-    print(
-      f"{name:34} {row['ours_s']:8.3f} {row['peer_s']:8.3f}"
-      f" {row['ratio']:6.2f}  {label}",
-      flush=True,
-    )
-    if args.json:
-      with open(args.json, "w", encoding="utf-8") as f:
-        json.dump(rows, f, indent=2)
-
-
-if __name__ == "__main__":
-  main()
+  return lines

@@ -1,29 +1,24 @@
-"""Times a round of next-word prediction on ragged clients, side by side.
-
-  python -m benchmarks.language [--json=FILE] [--data_dir=DIR] [--runs=N]
+"""Rounds of next-word prediction on ragged clients, and others of the same.
 
 Twenty clients of unlike sizes train an LSTM for one epoch, in batches of 10
-sentences of 20 positions, vocabulary 4,004. In one process, three take turns:
+sentences of 20 positions, vocabulary 4,004:
 
-* ours: four lanes, on CPU threads or in one program on an accelerator;
+* ours: four lanes on CPU threads, or one program on an accelerator;
 * a `vmap` over the clients, each padded to the batches of the largest;
 * a PyTorch loop over the clients (sparse embedding gradients, packed targets).
 
 The tokens counted are those with a loss, the same for all. Clients are users
-of `DIR/stackexchange/Posts.xml` (at most 100 sentences each) or, without
---data_dir, lognormal sizes like theirs with random words.
+of `DIR/stackexchange/Posts.xml` (at most 100 sentences each) or, without a
+folder, of lognormal sizes like theirs with random words.
 """
 
-import argparse
-from collections.abc import Callable
-import json
-import statistics
-import time
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import rounds
 from hetfl import core, engine, next_word, population
 from hetfl.data import codist_text
 from hetfl.fedavg import fedavg, Pool
@@ -31,6 +26,7 @@ from hetfl.models import language
 
 CLIENTS, BATCH, LENGTH, V = 20, 10, 20, 4_004
 CLIENT_LR, SERVER_LR = 0.3, 0.01
+LANES = 4
 SIZES = {"small": (96, 70, 1), "large": (192, 140, 2)}
 
 
@@ -80,36 +76,48 @@ def plan_of(clients, round: int, lanes: int) -> population.LanePlan:
   )
 
 
-def ours(size: str, clients, runner, lanes: int) -> Callable[[int], None]:
-  """A FedAvg round of ours, given its number."""
+def ours(size: str, clients, cycle: int, padded: bool) -> rounds.Round:
+  """A FedAvg round of ours.
+
+  Args:
+    size: of the model, 'small' or 'large'.
+    clients: the population.
+    cycle: how many unlike rounds there are.
+    padded: as a plain `vmap` over the clients, instead of lanes.
+
+  Returns:
+    The round.
+  """
+  runner = engine.Inline() if padded else engine.default_engine()
+  lanes = CLIENTS if padded else LANES
   chunk = 128 if isinstance(runner, engine.Threads) else None
-  module = language.LSTMLanguageModel(V, *SIZES[size], chunk=chunk)
-  example = jnp.zeros((1, LENGTH), jnp.int32)
   pool = Pool(
     size,
-    core.Model.from_flax(module, example),
+    model_of(size, chunk),
     client_lr=CLIENT_LR,
     server_lr=SERVER_LR,
     loss=next_word.sentence_loss(),
     transform=split,
   )
-  algorithm = fedavg([pool], rounds=None, engine=runner)
-  data = {"pools": (jax.device_put(dict(clients.bank)),)}
-  state = jax.jit(algorithm.init)(jax.random.key(0))
-  step = runner.compile(algorithm.step)
-
-  def run(round):
-    nonlocal state
-    plan = plan_of(clients, round, lanes)
-    state, _ = step(
-      state, population.RoundPlan(np.int32(round), (plan,), None), data
-    )
-    jax.block_until_ready(state)
-
-  return run
+  return rounds.looped(
+    fedavg([pool], rounds=None, engine=runner),
+    runner,
+    lambda round: population.RoundPlan(
+      np.int32(round), (plan_of(clients, round, lanes),), None
+    ),
+    {"pools": (jax.device_put(dict(clients.bank)),)},
+    cycle=cycle,
+  )
 
 
-def torch_round(size: str, clients) -> Callable[[int], None]:
+@functools.cache
+def model_of(size: str, chunk: int | None) -> core.Model:
+  """The LSTM."""
+  module = language.LSTMLanguageModel(V, *SIZES[size], chunk=chunk)
+  return core.Model.from_flax(module, jnp.zeros((1, LENGTH), jnp.int32))
+
+
+def torch_round(size: str, clients, cycle: int) -> rounds.Round:
   """A plain PyTorch loop over the same clients and batches."""
   import torch
   from torch import nn
@@ -143,8 +151,12 @@ def torch_round(size: str, clients) -> Callable[[int], None]:
   adam = torch.optim.Adam(server, lr=SERVER_LR, eps=1e-5)
   tokens = torch.from_numpy(clients.bank["tokens"].astype(np.int64)).to(device)
 
-  def run(round):
-    plan = plan_of(clients, round, 1)
+  count = 0
+
+  def run():
+    nonlocal count
+    plan = plan_of(clients, 1 + count % cycle, 1)
+    count += 1
     total = 0.0
     deltas = [torch.zeros_like(p) for p in server]
     fresh = True
@@ -174,65 +186,62 @@ def torch_round(size: str, clients) -> Callable[[int], None]:
     if device == "cuda":
       torch.cuda.synchronize()
 
+  for _ in range(cycle):
+    run()
   return run
 
 
-def main() -> None:
-  """Runs the three in turn, prints a table and writes JSON."""
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--json", help="file for the rows")
-  parser.add_argument("--data_dir", help="folder with stackexchange/Posts.xml")
-  parser.add_argument("--size", choices=tuple(SIZES), help="by default both")
-  parser.add_argument("--runs", type=int, default=7, help="rounds of each")
-  parser.add_argument("--lanes", type=int, default=4, help="of ours")
-  args = parser.parse_args()
-  clients = real(args.data_dir) if args.data_dir else synthetic()
-  rows = []
-  print(
-    f"{'size':6} {'who':22} {'s a round':>10} {'tokens/s':>10} {'ratio':>6}"
+def round_flops(size: str, steps: float) -> float:
+  """FLOPs of a round's useful batches, all positions of them."""
+  model = model_of(size, None)
+  sentence = rounds.example_flops(
+    model, next_word.sentence_loss(), (BATCH, LENGTH), jnp.int32, True
   )
-  for size in [args.size] if args.size else list(SIZES):
-    peers = {
-      "ours": ours(size, clients, engine.default_engine(), args.lanes),
-      "padded vmap": ours(size, clients, engine.Inline(), CLIENTS),
-      "PyTorch loop": torch_round(size, clients),
-    }
-    # Rounds of unlike lengths compile unlike programs: all before the clock.
-    for run in peers.values():
-      for round in range(1, args.runs + 1):
-        run(round)
-    seconds = {name: [] for name in peers}
-    speeds = {name: [] for name in peers}
-    waste = []
-    for round in range(1, args.runs + 1):
-      plan = plan_of(clients, round, args.lanes)
-      index = plan.index[plan.index >= 0]
-      tokens = int((clients.bank["tokens"][index][:, 1:] != 0).sum())
-      waste.append(plan.steps.max() * args.lanes / plan.steps.sum() - 1)
-      for name, run in peers.items():
-        start = time.perf_counter()
-        run(round)
-        seconds[name].append(time.perf_counter() - start)
-        speeds[name].append(tokens / seconds[name][-1])
-    for name in peers:
-      ratios = [b / a for a, b in zip(seconds["ours"], seconds[name])]
-      row = {
-        "name": f"language_{size}_{name.replace(' ', '_').lower()}",
-        "median_s": statistics.median(seconds[name]),
-        "tokens_per_s": statistics.median(speeds[name]),
-        "ratio_to_ours": statistics.median(ratios),
-        "wasted_share": statistics.mean(waste) if name == "ours" else None,
-      }
-      rows.append(row)
-      print(
-        f"{size:6} {name:22} {row['median_s']:10.3f}"
-        f" {row['tokens_per_s']:10,.0f} {row['ratio_to_ours']:6.2f}",
-        flush=True,
+  return sentence * BATCH * steps
+
+
+def rows(data_dir: str | None, cycle: int) -> dict[str, rounds.Row]:
+  """The lines of the table.
+
+  Args:
+    data_dir: where `stackexchange/Posts.xml` is; `None` for random words.
+    cycle: how many unlike rounds to time.
+
+  Returns:
+    The rows by name.
+  """
+  clients = functools.cache(lambda: real(data_dir) if data_dir else synthetic())
+
+  @functools.cache
+  def work() -> tuple[float, float]:
+    """Mean batches and tokens of a round."""
+    plans = [plan_of(clients(), round, LANES) for round in range(1, cycle + 1)]
+    tokens = sum(
+      (clients().bank["tokens"][plan.index[plan.index >= 0]][:, 1:] != 0).sum()
+      for plan in plans
+    )
+    steps = sum(plan.steps.sum() for plan in plans)
+    return float(steps) / cycle, float(tokens) / cycle
+
+  lines = {}
+  for size in SIZES:
+    for name, label, other in (
+      (
+        "vmap",
+        "vmap over 20 padded clients",
+        lambda size=size: ours(size, clients(), cycle, True),
+      ),
+      (
+        "torch",
+        "PyTorch loop",
+        lambda size=size: torch_round(size, clients(), cycle),
+      ),
+    ):
+      lines[f"language_{size}_{name}"] = rounds.Row(
+        lambda size=size: ours(size, clients(), cycle, False),
+        label,
+        other,
+        lambda size=size: round_flops(size, work()[0]),
+        lambda: (work()[1], "tokens"),
       )
-      if args.json:
-        with open(args.json, "w", encoding="utf-8") as f:
-          json.dump(rows, f, indent=2)
-
-
-if __name__ == "__main__":
-  main()
+  return lines

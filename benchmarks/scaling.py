@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # As a script, not with -m.
   sys.path.insert(0, str(ROOT))
 
-from benchmarks import compare  # noqa: E402
+from benchmarks import codist as images  # noqa: E402
 from hetfl import codist, distill, engine, logs, population  # noqa: E402
 from hetfl import trials as trials_lib  # noqa: E402
 from hetfl.fedavg import fedavg  # noqa: E402
@@ -54,7 +54,7 @@ def many_clients(
   Returns:
     The clients.
   """
-  bank = dict(compare.clients_of([100] * 20).bank)
+  bank = dict(images.clients_of([100] * 20).bank)
   size = population.num_examples(bank)
   rng = np.random.default_rng(0)
   sizes = rng.lognormal(math.log(examples), 1.0, number).astype(int)
@@ -95,7 +95,7 @@ def timed_rounds(
   clients, *, per_round: int, lanes: int, runner: engine.Engine, runs: int
 ) -> Row:
   """Times FedAvg rounds of the small CNN."""
-  algorithm = fedavg([compare.pool_of("small")], rounds=1500, engine=runner)
+  algorithm = fedavg([images.pool_of("small")], rounds=1500, engine=runner)
   step = runner.compile(algorithm.step)
   state = jax.jit(algorithm.init)(jax.random.key(0))
   data = {"pools": (jax.device_put(dict(clients.bank)),)}
@@ -216,7 +216,7 @@ def sweep_trials(scale: float, runs: int) -> Iterator[Row]:
   runner = engine.default_engine() if on_cpu else engine.Inline()
   lanes = runner.num_lanes(20)
   clients = many_clients(200, 100)
-  algorithm = fedavg([compare.pool_of("small")], rounds=1500, engine=runner)
+  algorithm = fedavg([images.pool_of("small")], rounds=1500, engine=runner)
 
   def init(values, seed):
     state = algorithm.init(jax.random.key(seed))

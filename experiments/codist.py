@@ -481,7 +481,7 @@ def train(
   keep_files(folder, experiment.task.files)
   algorithm = experiment.algorithm(config, speed)
   compile = functools.partial(experiment.engine.compile, donate=(0,))
-  result = training.run(
+  return training.run(
     algorithm._replace(step=compile(algorithm.step)),
     jax.random.key(config["seed"]),
     functools.partial(experiment.plan, config, speed),
@@ -497,47 +497,27 @@ def train(
     rounds_per_dispatch=speed["rounds_per_dispatch"],
     scanned_step=compile(training.scanned(algorithm.step)),
   )
-  rows = {config["algorithm"]: logs.read_rows(folder.metrics)}
-  curves(rows, folder.path, experiment.task)
-  return result
 
 
 def main() -> None:
   """Runs what --algorithm names, then prints a table."""
-  names = FLAGS.algorithm
-  for name in names:
-    if name not in ALGORITHMS:
-      raise common.UsageError(
-        f"--algorithm={name}: choose from {', '.join(ALGORITHMS)}"
-      )
-  workdir = common.default_workdir("codist", FLAGS.dataset, *names)
-  several = len(names) > 1
-  paths = {name: workdir / name if several else workdir for name in names}
   engine = common.make_engine()
-  configs = {name: configuration(name, paths[name], engine) for name in names}
-  if FLAGS.autotune:
-    configs = {
-      name: (config, common.autotune(Experiment, config, speed, paths[name]))
-      for name, (config, speed) in configs.items()
-    }
-  experiment = Experiment(*configs[names[0]], engine)
-  # All that can be wrong should show before a folder is made.
-  for config, speed in configs.values():
-    experiment.algorithm(config, speed)
-    experiment.plan(config, speed, 1)
-  if several:
-    common.open_comparison(workdir, ALGORITHMS)
-  folders = {
-    name: logs.RunFolder(paths[name], *configs[name]) for name in names
-  }
-  results, rows = {}, {}
-  for name in names:
-    results[name] = train(experiment, *configs[name], folders[name])
-    rows[name] = logs.read_rows(folders[name].metrics)
-  if several:
-    curves(rows, workdir, experiment.task)
-  print(report.table(results))
-  print(f"\nCurves: {workdir / 'curves.png'}")
+
+  def configure(name, path):
+    config, speed = configuration(name, path, engine)
+    if FLAGS.autotune:
+      speed = common.autotune(Experiment, config, speed, path)
+    return config, speed
+
+  common.side_by_side(
+    ("codist", FLAGS.dataset),
+    ALGORITHMS,
+    configure=configure,
+    build=lambda config, speed: Experiment(config, speed, engine),
+    train=train,
+    draw=lambda rows, _, path, experiment: curves(rows, path, experiment.task),
+    table=report.table,
+  )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
+from typing import Any
 
 from absl import app, flags, logging
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 
 from hetfl import autotune as autotune_lib
 from hetfl import engine as engine_lib
-from hetfl import population, training
+from hetfl import logs, population, training
 
 FLAGS = flags.FLAGS
 
@@ -350,7 +351,61 @@ def default_workdir(*parts: str) -> pathlib.Path:
   return pathlib.Path(FLAGS.workdir or pathlib.Path("runs", "-".join(parts)))
 
 
-def open_comparison(workdir: pathlib.Path, algorithms: Sequence[str]) -> None:
+def side_by_side(
+  label: Sequence[str],
+  algorithms: Sequence[str],
+  *,
+  configure: Callable[[str, pathlib.Path], tuple[dict, dict]],
+  build: Callable[..., Any],
+  train: Callable[..., dict],
+  draw: Callable[..., None],
+  table: Callable[[dict], str],
+) -> None:
+  """Runs what --algorithm names, then prints a table.
+
+  Args:
+    label: parts of the default folder's name.
+    algorithms: those there are.
+    configure: an algorithm and its folder to its resolved flags, `config` and
+      `speed`.
+    build: `(config, speed)` to the experiment, which serves all of them; it
+      has `algorithm(config, speed)` and `plan(config, speed, round)`.
+    train: `(experiment, config, speed, folder)` to the result.
+    draw: `(rows by algorithm, config, path, experiment)`, draws the curves.
+    table: results by algorithm to text.
+  """
+  names = FLAGS.algorithm
+  for name in names:
+    if name not in algorithms:
+      raise UsageError(
+        f"--algorithm={name}: choose from {', '.join(algorithms)}"
+      )
+  workdir = default_workdir(*label, *names)
+  several = len(names) > 1
+  paths = {name: workdir / name if several else workdir for name in names}
+  configs = {name: configure(name, paths[name]) for name in names}
+  experiment = build(*configs[names[0]])
+  # All that can be wrong should show before a folder is made.
+  for config, speed in configs.values():
+    experiment.algorithm(config, speed)
+    experiment.plan(config, speed, 1)
+  if several:
+    _open_comparison(workdir, algorithms)
+  folders = {
+    name: logs.RunFolder(paths[name], *configs[name]) for name in names
+  }
+  results, rows = {}, {}
+  for name in names:
+    results[name] = train(experiment, *configs[name], folders[name])
+    rows[name] = logs.read_rows(folders[name].metrics)
+    draw({name: rows[name]}, configs[name][0], paths[name], experiment)
+  if several:
+    draw(rows, configs[names[0]][0], workdir, experiment)
+  print(table(results))
+  print(f"\nCurves: {workdir / 'curves.png'}")
+
+
+def _open_comparison(workdir: pathlib.Path, algorithms: Sequence[str]) -> None:
   """Checks that a folder is fit to hold one run's folder an algorithm."""
   domains = ("", "_questions", "_answers")
   allowed = {*algorithms, *(f"curves{domain}.png" for domain in domains)}

@@ -531,7 +531,7 @@ def train(
   """Runs one algorithm in a folder of its own, or goes on with it."""
   algorithm = experiment.algorithm(config, speed)
   compile = functools.partial(experiment.engine.compile, donate=(0,))
-  result = training.run(
+  return training.run(
     algorithm._replace(step=compile(algorithm.step)),
     jax.random.key(config["seed"]),
     functools.partial(experiment.plan, config, speed),
@@ -549,42 +549,20 @@ def train(
     # All rounds have one shape.
     stack_plans=lambda plans: jax.tree.map(lambda *a: np.stack(a), *plans),
   )
-  rows = logs.read_rows(folder.metrics)
-  fml_report.draw({config["algorithm"]: rows}, config, folder.path)
-  return result
 
 
 def main() -> None:
   """Runs what --algorithm names, then prints a table."""
-  names = FLAGS.algorithm
-  for name in names:
-    if name not in ALGORITHMS:
-      raise common.UsageError(
-        f"--algorithm={name}: choose from {', '.join(ALGORITHMS)}"
-      )
   common.refuse("FML's speed choices are not measured", "autotune")
-  workdir = common.default_workdir("fml", *FLAGS.dataset, *names)
-  several = len(names) > 1
-  paths = {name: workdir / name if several else workdir for name in names}
-  configs = {name: configuration(name, paths[name]) for name in names}
-  experiment = Experiment(*configs[names[0]])
-  # All that can be wrong should show before a folder is made.
-  for config, speed in configs.values():
-    experiment.algorithm(config, speed)
-    experiment.plan(config, speed, 1)
-  if several:
-    common.open_comparison(workdir, ALGORITHMS)
-  folders = {
-    name: logs.RunFolder(paths[name], *configs[name]) for name in names
-  }
-  results, rows = {}, {}
-  for name in names:
-    results[name] = train(experiment, *configs[name], folders[name])
-    rows[name] = logs.read_rows(folders[name].metrics)
-  if several:
-    fml_report.draw(rows, configs[names[0]][0], workdir)
-  print(fml_report.table(results))
-  print(f"\nCurves: {workdir / 'curves.png'}")
+  common.side_by_side(
+    ("fml", *FLAGS.dataset),
+    ALGORITHMS,
+    configure=configuration,
+    build=Experiment,
+    train=train,
+    draw=lambda rows, config, path, _: fml_report.draw(rows, config, path),
+    table=fml_report.table,
+  )
 
 
 if __name__ == "__main__":

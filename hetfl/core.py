@@ -215,3 +215,28 @@ def strong(tree: PyTree) -> PyTree:
     return x
 
   return jax.tree.map(leaf, tree)
+
+
+def num_parts(
+  batch_size: int, at_most: int | None, *, multiple: int = 1
+) -> int:
+  """The least number of equal parts of a batch that are small enough.
+
+  Args:
+    batch_size: B.
+    at_most: examples in a part, at most; `None` for all.
+    multiple: what the number is to be a multiple of; a divisor of B.
+
+  Returns:
+    A divisor of B.
+
+  >>> num_parts(128, 32), num_parts(128, 60), num_parts(7, None)
+  (4, 4, 1)
+  >>> num_parts(128, None, multiple=8)
+  8
+  """
+  return next(
+    n
+    for n in range(multiple, batch_size + 1, multiple)
+    if batch_size % n == 0 and batch_size // n <= (at_most or batch_size)
+  )

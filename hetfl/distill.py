@@ -258,7 +258,7 @@ class Distiller:
         x = self.batch(key, bank, *row)["x"]
         logits = jax.lax.map(
           lambda part: model.apply(variables, part, None, False)[0],
-          _split(x, self._parts(len(x))),
+          _split(x, core.num_parts(len(x), self.microbatch)),
         )
         return logits.reshape(len(x), *logits.shape[2:])
 
@@ -369,7 +369,8 @@ class Distiller:
     # A batch that the devices cannot share equally is for each of them.
     if shard is not None and len(x) % shard.count:
       shard = None
-    parts = self._parts(len(x), shard.count if shard else 1)
+    count = shard.count if shard else 1
+    parts = core.num_parts(len(x), self.microbatch, multiple=count)
     rows = (
       jax.random.split(key, parts),
       jax.tree.map(lambda a: _split(a, parts), data),
@@ -385,15 +386,6 @@ class Distiller:
       stats = optax.tree.scale(1 / shard.count, stats)
     count = jnp.maximum(jnp.sum(weights), 1)
     return total / count, optax.tree.scale(1 / count, grads), stats
-
-  def _parts(self, batch_size: int, multiple: int = 1) -> int:
-    """The least number of equal parts that are no larger than allowed."""
-    return next(
-      n
-      for n in range(multiple, batch_size + 1, multiple)
-      if batch_size % n == 0
-      and batch_size // n <= (self.microbatch or batch_size)
-    )
 
 
 def _split(x, parts):

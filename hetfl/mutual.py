@@ -299,7 +299,7 @@ def client_program(
     grad = jax.grad(part_loss, has_aux=True)
     count = jnp.sum(batch["mask"])
     scale = lambda grads: optax.tree.scale(1 / jnp.maximum(count, 1), grads)
-    parts = num_parts(len(batch["mask"]), microbatch)
+    parts = core.num_parts(len(batch["mask"]), microbatch)
     if parts == 1:
       grads, (sums, stats) = grad(params, variables, hyper, batch, key)
       return scale(grads), stats, sums, count
@@ -373,23 +373,3 @@ def client_program(
     return kept, meme, means
 
   return program
-
-
-def num_parts(batch_size: int, at_most: int | None) -> int:
-  """The least number of equal parts of a batch that are small enough.
-
-  Args:
-    batch_size: B.
-    at_most: examples in a part, at most; `None` for all.
-
-  Returns:
-    A divisor of B.
-
-  >>> num_parts(128, 32), num_parts(128, 60), num_parts(7, None)
-  (4, 4, 1)
-  """
-  return next(
-    n
-    for n in range(1, batch_size + 1)
-    if batch_size % n == 0 and batch_size // n <= (at_most or batch_size)
-  )

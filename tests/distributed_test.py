@@ -1,8 +1,6 @@
 """Many devices and many processes give what one gives."""
 
 import json
-import os
-import pathlib
 import shutil
 import socket
 import subprocess
@@ -13,27 +11,17 @@ import numpy as np
 import pytest
 
 from hetfl import engine
+from tests.runs import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 ALGORITHMS = ("fedavg", "periodic", "merged")
 # Sums of the same float32 numbers, taken in another order in each round.
 TOLERANCE = dict(rtol=5e-4, atol=5e-6)
 
 
-@pytest.fixture(scope="session")
-def environment(tmp_path_factory):
-  return os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "PYTHONPATH": str(ROOT),
-    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("jax")),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-  }
-
-
 def start(environment, *command):
   return subprocess.Popen(
     [sys.executable, *command],
-    env=environment,
+    env=environment | {"PYTHONPATH": str(ROOT)},
     cwd=ROOT,
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,

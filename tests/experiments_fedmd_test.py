@@ -2,16 +2,12 @@
 
 import random
 import re
-import subprocess
-import sys
-import time
+import signal
 
 import pytest
 
 from hetfl import logs
-from tests import experiments_test
-from tests.experiments_test import environment as environment
-from tests.experiments_test import manifest, outcome, ROOT
+from tests.runs import manifest, outcome, stop
 
 PHASES = ("public", "transfer", "pooled")
 # Two parties, one of them dense, and a few epochs and rounds.
@@ -26,40 +22,16 @@ TINY = (
 )
 
 
-@pytest.fixture
-def fedmd(environment):
-  """Runs the experiment to its end."""
-
-  def run(*args):
-    return subprocess.run(
-      [sys.executable, str(ROOT / "experiments/fedmd.py"), *map(str, args)],
-      env=environment,
-      cwd=ROOT,
-      capture_output=True,
-      text=True,
-      timeout=300,
-    )
-
-  return run
+@pytest.fixture(scope="module")
+def fedmd(experiment):
+  return experiment("fedmd")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(environment, tmp_path_factory):
+def undisturbed(fedmd, tmp_path_factory):
   """The folder of a finished run, and what it printed."""
   path = tmp_path_factory.mktemp("fedmd") / "run"
-  done = subprocess.run(
-    [
-      sys.executable,
-      str(ROOT / "experiments/fedmd.py"),
-      *TINY,
-      f"--workdir={path}",
-    ],
-    env=environment,
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  done = fedmd(*TINY, f"--workdir={path}")
   assert done.returncode == 0, done.stderr
   return path, done.stdout
 
@@ -96,28 +68,14 @@ def test_a_run_says_what_became_of_each_party(undisturbed):
 
 
 @pytest.mark.slow
-def test_sigkill_in_every_phase(environment, undisturbed, fedmd, tmp_path):
+def test_sigkill_in_every_phase(undisturbed, fedmd, tmp_path):
   killed = tmp_path / "killed"
   run = (*TINY, f"--workdir={killed}")
   draw = random.Random(0)
   seen = set()
   for folder in (*PHASES, "."):
-    process = subprocess.Popen(
-      [sys.executable, str(ROOT / "experiments/fedmd.py"), *run],
-      env=environment,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 120
-    while (
-      not experiments_test._checkpoints(killed / folder)
-      and process.poll() is None
-      and time.monotonic() < deadline
-    ):
-      time.sleep(0.005)
-    time.sleep(draw.uniform(0, 0.1))
-    process.kill()
-    process.wait()
+    code = stop(fedmd.start(*run), killed / folder, draw.uniform(0, 0.1))
+    assert code == -signal.SIGKILL, "too fast to be killed"
     seen |= {p for p in PHASES if (killed / p / "result.json").exists()}
     assert not (killed / "result.json").exists()
   assert seen == set(PHASES)
@@ -189,7 +147,6 @@ def test_engines_agree(undisturbed, fedmd, tmp_path):
 def test_bad_input_is_one_line_and_overwrites_nothing(
   undisturbed, fedmd, tmp_path
 ):
-  fresh = f"--workdir={tmp_path}/fresh"
   letters = "--environment=mnist_letters_iid"
   cases = [
     (("--environment=mnist",), "environment"),
@@ -205,12 +162,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--lanes=3",), "--lanes=3: FedMD has none"),
     ((letters, f"--data_dir={tmp_path}"), "mnist not found"),
   ]
-  for flags, message in cases:
-    done = fedmd(fresh, *flags)
-    (line,) = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
-    assert done.returncode != 0 and message in line, (flags, done.stderr)
-    assert "Traceback" not in done.stderr, flags
-    assert not (tmp_path / "fresh").exists(), flags
+  fedmd.refuse(cases, fresh=tmp_path / "fresh")
   path, _ = undisturbed
   before = outcome(path), manifest(path)
   done = fedmd(*TINY[:-1], "--rounds=5", f"--workdir={path}")

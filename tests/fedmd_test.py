@@ -353,7 +353,8 @@ def test_trials_are_a_batch_axis():
   for i, trial in enumerate(states):
     end, _ = one(trial, make_plan(1), make_data())
     ours = jax.tree.map(lambda x, i=i: x[i], params(together))
-    assert_close(ours, params(end))
+    # Adam blows up the rounding of gradients that are next to nothing.
+    assert_close(ours, params(end), rtol=2e-4, atol=2e-5)
   assert not np.allclose(
     *together.parties[1].variables.params["head"]["kernel"]
   )

@@ -1,5 +1,6 @@
 """Files of data sets: downloads, hashes, and sets that TFDS has prepared."""
 
+from collections.abc import Callable
 import glob
 import hashlib
 import http.client
@@ -7,6 +8,7 @@ import json
 import logging
 import os
 import tempfile
+from typing import Any
 import urllib.request
 
 from hetfl.data.errors import DataError
@@ -58,6 +60,41 @@ def prepared_tfds(
         return os.path.dirname(path), []
       unreadable.append(os.path.dirname(path))
   return None, unreadable
+
+
+def read_tfds(
+  folder: str, name: str, split: str, visit: Callable[[dict[str, Any]], None]
+) -> None:
+  """Shows every example of a prepared set to a function.
+
+  Args:
+    folder: what `prepared_tfds` gave.
+    name: the set's name in TFDS.
+    split: 'train' or 'test'.
+    visit: takes an example.
+
+  Raises:
+    DataError: the set cannot be read, or `visit` finds no sense in it.
+    ImportError: TFDS is not there.
+  """
+  try:
+    import tensorflow_datasets as tfds
+  except ImportError as error:
+    raise ImportError(
+      f"{folder}: reading it needs TFDS: pip install tensorflow-datasets "
+      "array_record importlib_resources pillow"
+    ) from error
+  try:
+    for example in tfds.builder_from_directory(folder).as_data_source(split):
+      visit(example)
+  except ImportError:
+    raise
+  except Exception as error:  # TFDS, array_record and PIL raise many kinds
+    raise DataError(
+      f"{folder}: its {split} part cannot be read ({one_line(error)}): delete"
+      f" it and prepare {name} with TFDS again (version 3.0.2 or newer,"
+      " array_record)"
+    ) from error
 
 
 def download(url: str, path: str, md5: str, page: str) -> None:

@@ -284,28 +284,16 @@ def _read_sqlite(path: str) -> Bank:
 
 
 def _read_tfds(folder: str) -> tuple[Bank, Bank]:
-  try:
-    import tensorflow_datasets as tfds
-  except ImportError as error:
-    raise ImportError(
-      f"{folder}: reading it needs TFDS: pip install tensorflow-datasets "
-      "array_record importlib_resources pillow"
-    ) from error
   banks = []
   for split in SIZES:
-    try:
-      source = tfds.builder_from_directory(folder).as_data_source(split)
-      rows = [(example["image"], example["label"]) for example in source]
-      images = np.stack([np.squeeze(image) for image, _ in rows])
-      labels = np.array([label for _, label in rows])
-    except ImportError:
-      raise
-    except Exception as error:  # TFDS, array_record and PIL raise many kinds
-      raise DataError(
-        f"{folder}: its {split} part cannot be read"
-        f" ({files.one_line(error)}): delete it and prepare emnist/letters"
-        " with TFDS again (array_record)"
-      ) from error
+    images, labels = [], []
+
+    def visit(example, images=images, labels=labels):
+      images.append(np.squeeze(example["image"]))
+      labels.append(int(example["label"]))
+
+    files.read_tfds(folder, "emnist/letters", split, visit)
+    images, labels = np.stack(images), np.array(labels)
     where = f"{folder} ({split})"
     banks.append(
       _bank(where, _transposed(images), labels, first=1, split=split)

@@ -222,27 +222,16 @@ def _parse(path: str, content: bytes) -> np.ndarray:
 
 def _read_tfds(folder: str) -> tuple[Bank, Bank]:
   """Reads a prepared set, in its order."""
-  try:
-    import tensorflow_datasets as tfds
-  except ImportError as error:
-    raise ImportError(
-      f"{folder}: reading it needs TFDS: pip install tensorflow-datasets "
-      "array_record importlib_resources pillow"
-    ) from error
   banks = []
   for split, files in (("train", _TRAIN), ("test", _TEST)):
-    try:
-      source = tfds.builder_from_directory(folder).as_data_source(split)
-      examples = [(e["image"], e["label"]) for e in source]
-      images, labels = (np.asarray(a) for a in zip(*examples))
-    except ImportError:
-      raise
-    except Exception as error:  # TFDS, array_record and PIL raise many kinds
-      raise DataError(
-        f"{folder}: its {split} part cannot be read "
-        f"({files_lib.one_line(error)}): delete it and prepare mnist with TFDS "
-        "again (array_record)"
-      ) from error
+    images, labels = [], []
+
+    def visit(example, images=images, labels=labels):
+      images.append(np.asarray(example["image"]))
+      labels.append(int(example["label"]))
+
+    files_lib.read_tfds(folder, "mnist", split, visit)
+    images, labels = np.asarray(images), np.asarray(labels)
     want = files[0].shape
     if images.shape != (*want, 1):
       raise DataError(

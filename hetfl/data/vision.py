@@ -356,35 +356,22 @@ def _check_labels(cifar: _Cifar, where: str, bank: Bank):
 
 def _read_tfds(cifar: _Cifar, folder: str) -> tuple[Bank, Bank]:
   """Reads a prepared set back into the official order."""
-  try:
-    import tensorflow_datasets as tfds
-  except ImportError as error:
-    raise ImportError(
-      f"{folder}: reading it needs TFDS: pip install tensorflow-datasets "
-      "array_record importlib_resources pillow"
-    ) from error
   banks = []
   for split, files in (("train", cifar.train), ("test", cifar.test)):
     bank = _empty_bank(cifar, sum(file.images for file in files))
     n = len(bank["x"])
     seen = np.zeros(n, bool)
-    try:
-      for example in tfds.builder_from_directory(folder).as_data_source(split):
-        # TFDS shuffles when it prepares, and keeps the official position:
-        # "train_00017".
-        at = int(bytes(example["id"]).rpartition(b"_")[2])
-        bank["x"][at] = example["image"]
-        for key, tfds_key, _ in cifar.labels:
-          bank[key][at] = example[tfds_key]
-        seen[at] = True
-    except ImportError:
-      raise
-    except Exception as error:  # TFDS, array_record and PIL raise many kinds
-      raise DataError(
-        f"{folder}: its {split} part cannot be read "
-        f"({files_lib.one_line(error)}): delete it and prepare {cifar.name} "
-        "with TFDS again (version 3.0.2 or newer, array_record)"
-      ) from error
+
+    def visit(example, bank=bank, seen=seen):
+      # TFDS shuffles when it prepares, and keeps the official position:
+      # "train_00017".
+      at = int(bytes(example["id"]).rpartition(b"_")[2])
+      bank["x"][at] = example["image"]
+      for key, tfds_key, _ in cifar.labels:
+        bank[key][at] = example[tfds_key]
+      seen[at] = True
+
+    files_lib.read_tfds(folder, cifar.name, split, visit)
     if not seen.all():
       raise DataError(
         f"{folder}: {seen.sum():,} images of {split}, want {n:,}: delete it "

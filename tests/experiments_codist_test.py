@@ -8,6 +8,7 @@ import pathlib
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,56 +17,14 @@ import jax
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from tests.runs import error_of, everything, manifest, outcome, ROOT, stop
+
 QUICK = ("--rounds=6", "--eval_every=3", "--codist_period=4")
 
 
-@pytest.fixture(scope="session")
-def environment(tmp_path_factory):
-  """Programs compiled by one process serve the next."""
-  return os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("jax")),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "HETFL_DATA_DIR": "",
-  }
-
-
 @pytest.fixture
-def codist(environment):
-  """Runs the experiment to its end."""
-
-  def run(*args, **more_environment):
-    return subprocess.run(
-      [sys.executable, str(ROOT / "experiments/codist.py"), *map(str, args)],
-      env=environment | more_environment,
-      cwd=ROOT,
-      capture_output=True,
-      text=True,
-      timeout=300,
-    )
-
-  return run
-
-
-def outcome(workdir):
-  """The result but for the time it took, and the rows but for theirs."""
-  result = json.loads((workdir / "result.json").read_text())
-  rows = [
-    json.loads(line)
-    for line in (workdir / "metrics.jsonl").read_text().splitlines()
-  ]
-  for entry in (result, *rows):
-    del entry["seconds"]
-  return result, rows
-
-
-def manifest(workdir):
-  """The digests and shapes of the last checkpoint's arrays."""
-  last = sorted((workdir / "checkpoints").iterdir())[-1]
-  text = (last / "manifest.json").read_text().split("\n")[1]
-  stored = json.loads(text)
-  return last.name, stored["sha256"], stored["leaves"]
+def codist(experiment):
+  return experiment("codist")
 
 
 @pytest.mark.slow
@@ -131,7 +90,7 @@ def test_speed_flags_change_nothing_but_rounding(codist, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigkill_ten_times(codist, environment, tmp_path):
+def test_sigkill_ten_times(codist, tmp_path):
   run = (
     "--algorithm=merged",
     "--rounds=60",
@@ -142,44 +101,22 @@ def test_sigkill_ten_times(codist, environment, tmp_path):
   done = codist(*run, f"--workdir={tmp_path}/undisturbed")
   assert done.returncode == 0, done.stderr
   draw = random.Random(0)
-  command = [
-    sys.executable,
-    str(ROOT / "experiments/codist.py"),
-    *run,
-    f"--workdir={tmp_path}/killed",
-  ]
   in_the_rounds = 0
   for kill in range(10):
-    before = _checkpoints(tmp_path / "killed")
-    process = subprocess.Popen(
-      command,
-      env=environment,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 120
+    process = codist.start(*run, f"--workdir={tmp_path}/killed")
     # Half of the kills come in start-up, half when rounds are being run.
-    while (
-      kill % 2
-      and _checkpoints(tmp_path / "killed") == before
-      and process.poll() is None
-      and time.monotonic() < deadline
-    ):
-      time.sleep(0.01)
-    time.sleep(draw.uniform(0, 0.4) if kill % 2 else draw.uniform(0, 4))
-    in_the_rounds += kill % 2 and process.poll() is None
-    process.kill()
-    process.wait()
+    if kill % 2:
+      code = stop(process, tmp_path / "killed", draw.uniform(0, 0.4))
+      in_the_rounds += code == -signal.SIGKILL
+    else:
+      time.sleep(draw.uniform(0, 4))
+      process.kill()
+      process.wait()
   assert in_the_rounds >= 3, "too fast to be killed"
   done = codist(*run, f"--workdir={tmp_path}/killed")
   assert done.returncode == 0, done.stderr
   assert outcome(tmp_path / "killed") == outcome(tmp_path / "undisturbed")
   assert manifest(tmp_path / "killed") == manifest(tmp_path / "undisturbed")
-
-
-def _checkpoints(workdir):
-  folder = workdir / "checkpoints"
-  return sorted(p.name for p in folder.iterdir()) if folder.exists() else []
 
 
 @pytest.mark.slow
@@ -213,14 +150,14 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
   held = tmp_path / "held"
   one = ("--algorithm=fedavg", "--rounds=1", f"--workdir={held}")
   assert codist(*one).returncode == 0
-  before = {p: p.read_bytes() for p in sorted(held.rglob("*")) if p.is_file()}
+  before = everything(held)
   foreign = tmp_path / "foreign"
   foreign.mkdir()
   (foreign / "thesis.tex").write_text("x")
   cifar = ("--dataset=cifar100", f"--data_dir={tmp_path}/data")
   binary = tmp_path / "data/cifar-100-binary"
   binary.mkdir(parents=True)
-  fresh = f"--workdir={tmp_path}/fresh"
+  fresh = tmp_path / "fresh"
   cases = [
     (("--learning_rat=1",), "learning_rat"),
     (("--merge_alpha=1.5",), "merge_alpha"),
@@ -239,19 +176,10 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
     (cifar, "--data_dir"),
     ((*cifar, "--download"), "cifar-100-binary.tar.gz"),
   ]
-  for flags, message in cases:
-    done = codist(fresh, *flags)
-    lines = [
-      line for line in done.stderr.splitlines() if line.startswith("error: ")
-    ]
-    assert done.returncode != 0, flags
-    assert len(lines) == 1 and message in lines[0], (flags, done.stderr)
-    assert "Traceback" not in done.stderr, flags
-    assert not (tmp_path / "fresh").exists(), flags
+  codist.refuse(cases, fresh=fresh)
   (binary / "test.bin").write_bytes(bytes(10_000 * 3074))
   (binary / "train.bin").write_bytes(bytes(1000))  # truncated
-  done = codist(fresh, *cifar)
-  assert done.returncode != 0 and "train.bin" in done.stderr
+  codist.refuse([(cifar, "train.bin")], fresh=fresh)
   done = codist("--algorithm=fedavg", "--rounds=2", f"--workdir={held}")
   assert done.returncode != 0
   assert "rounds: there 1, here 2" in done.stderr
@@ -262,8 +190,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
   done = codist(f"--workdir={held}")
   assert done.returncode != 0 and "holds checkpoints" in done.stderr
   assert {p.name for p in foreign.iterdir()} == {"thesis.tex"}
-  after = {p: p.read_bytes() for p in sorted(held.rglob("*")) if p.is_file()}
-  assert after == before
+  assert everything(held) == before
 
 
 @pytest.mark.slow
@@ -294,7 +221,7 @@ def test_real_cifar_100_and_a_flipped_bit(codist, tmp_path):
     f.write(bytes([byte ^ 4]))
   done = codist(*run, f"--data_dir={tmp_path}", f"--workdir={tmp_path}/bad")
   assert done.returncode != 0
-  (line,) = [s for s in done.stderr.splitlines() if s.startswith("error")]
+  line = error_of(done)
   assert "train.bin" in line and "sha256" in line.lower()
 
 
@@ -365,12 +292,7 @@ def test_language_models_of_two_domains(codist, tmp_path):
     ((f"--data_dir={tmp_path}/nowhere",), "archive.org/details/stackexchange"),
     (("--clients_per_round=30",), "--clients_per_round=30: pool 0 has"),
   ]
-  for flags, message in cases:
-    done = codist(*run, f"--workdir={tmp_path}/fresh", *flags)
-    lines = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
-    assert done.returncode != 0 and "Traceback" not in done.stderr, flags
-    assert len(lines) == 1 and message in lines[0], (flags, done.stderr)
-    assert not (tmp_path / "fresh").exists(), flags
+  codist.refuse(cases, *run, fresh=tmp_path / "fresh")
   posts.write_text(posts.read_text().replace("Say", "Shout"))
   (tmp_path / "run/result.json").unlink()
   done = codist(*run, f"--workdir={tmp_path}/run")

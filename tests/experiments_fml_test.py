@@ -1,17 +1,13 @@
 """experiments/fml.py as a user runs it."""
 
-import json
 import os
-import pathlib
 import re
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from tests.runs import everything, manifest, outcome, stop
+
 ALGORITHMS = ("fedavg", "fedprox", "fml", "independent")
 # One kind of model, so that few programs are compiled.
 QUICK = (
@@ -21,51 +17,9 @@ QUICK = (
 )
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-  """Programs compiled by one process serve the next."""
-  return os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("jax")),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "HETFL_DATA_DIR": "",
-  }
-
-
 @pytest.fixture
-def fml(environment):
-  """Runs the experiment to its end."""
-
-  def run(*args):
-    return subprocess.run(
-      [sys.executable, str(ROOT / "experiments/fml.py"), *map(str, args)],
-      env=environment,
-      cwd=ROOT,
-      capture_output=True,
-      text=True,
-      timeout=300,
-    )
-
-  return run
-
-
-def outcome(workdir):
-  """The result but for the time it took, and the rows but for theirs."""
-  result = json.loads((workdir / "result.json").read_text())
-  rows = [
-    json.loads(line)
-    for line in (workdir / "metrics.jsonl").read_text().splitlines()
-  ]
-  for entry in (result, *rows):
-    del entry["seconds"]
-  return result, rows
-
-
-def arrays(workdir):
-  """The digest and shapes of the last checkpoint's arrays."""
-  last = sorted((workdir / "checkpoints").iterdir())[-1]
-  stored = json.loads((last / "manifest.json").read_text().split("\n")[1])
-  return last.name, stored["sha256"], stored["leaves"]
+def fml(experiment):
+  return experiment("fml")
 
 
 @pytest.mark.slow
@@ -145,7 +99,7 @@ def test_with_beta_one_fml_is_fedavg(fml, tmp_path):
 
 
 @pytest.mark.slow
-def test_stopped_and_started_again(fml, environment, tmp_path):
+def test_stopped_and_started_again(fml, tmp_path):
   run = (
     *QUICK,
     "--algorithm=fml",
@@ -157,33 +111,15 @@ def test_stopped_and_started_again(fml, environment, tmp_path):
   done = fml(*run, f"--workdir={tmp_path}/undisturbed")
   assert done.returncode == 0, done.stderr
   workdir = tmp_path / "stopped"
-  command = [sys.executable, "experiments/fml.py", *run]
   for number in (signal.SIGTERM, signal.SIGKILL):
-    before = _checkpoints(workdir)
-    process = subprocess.Popen(
-      [*command, f"--workdir={workdir}"],
-      cwd=ROOT,
-      env=environment,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 120
-    while _checkpoints(workdir) == before and time.monotonic() < deadline:
-      time.sleep(0.01)
-      assert process.poll() is None
-    process.send_signal(number)
-    code = process.wait()
+    process = fml.start(*run, f"--workdir={workdir}")
+    code = stop(process, workdir, 0, number)
     assert code == (143 if number == signal.SIGTERM else -number)
     assert not (workdir / "result.json").exists(), "too fast to be stopped"
   done = fml(*run, f"--workdir={workdir}")
   assert done.returncode == 0, done.stderr
   assert outcome(workdir) == outcome(tmp_path / "undisturbed")
-  assert arrays(workdir) == arrays(tmp_path / "undisturbed")
-
-
-def _checkpoints(workdir):
-  folder = workdir / "checkpoints"
-  return sorted(p.name for p in folder.iterdir()) if folder.exists() else []
+  assert manifest(workdir) == manifest(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow
@@ -191,8 +127,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
   held = tmp_path / "held"
   one = (*QUICK, "--algorithm=fedavg", "--rounds=1", f"--workdir={held}")
   assert fml(*one).returncode == 0
-  before = {p: p.read_bytes() for p in sorted(held.rglob("*")) if p.is_file()}
-  fresh = f"--workdir={tmp_path}/fresh"
+  before = everything(held)
   mnist = ("--dataset=mnist", f"--data_dir={tmp_path}/data")
   (tmp_path / "data/mnist").mkdir(parents=True)
   cases = [
@@ -210,15 +145,8 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
     (mnist, "mnist not found"),
     ((*one, "--rounds=2"), "rounds: there 1, here 2"),
   ]
-  for flags, message in cases:
-    done = fml(fresh, *flags)
-    lines = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
-    assert done.returncode != 0, flags
-    assert len(lines) == 1 and message in lines[0], (flags, done.stderr)
-    assert "Traceback" not in done.stderr, flags
-    assert not (tmp_path / "fresh").exists(), flags
-  after = {p: p.read_bytes() for p in sorted(held.rglob("*")) if p.is_file()}
-  assert after == before
+  fml.refuse(cases, fresh=tmp_path / "fresh")
+  assert everything(held) == before
 
 
 @pytest.mark.slow

@@ -1,0 +1,200 @@
+"""Rounds of FedAvg, PeriodicCodist and MergedCodist on the paper's CNNs.
+
+FedAvg against FedJAX and PyTorch (`benchmarks.peers`); codistillation, which
+neither has, against the same algorithm as one would write it in JAX at first: a
+`vmap` over the clients, `nn.Conv`'s convolutions, one program.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import peers, rounds
+from hetfl import augment, core, distill, engine, population
+from hetfl.codist import merged_codist, periodic_codist
+from hetfl.fedavg import fedavg, Pool
+from hetfl.models import vision
+
+CNNS = {"small": vision.small_cnn, "large": vision.large_cnn}
+EQUAL = [peers.EXAMPLES] * peers.NUM_CLIENTS
+DISTILL_STEPS, DISTILL_BATCH = 32, 128
+
+
+def scale(key, batch):
+  """Pixels to [0, 1], as the peers do it."""
+  del key
+  return {**batch, "x": batch["x"].astype(jnp.float32) / 255}
+
+
+def clients_of(sizes) -> population.ClientPopulation:
+  """Clients with so many of the peers' synthetic images."""
+  clients = peers.synthetic()
+  bank = {
+    name: np.concatenate([np.asarray(client[name]) for client in clients])
+    for name in ("x", "y")
+  }
+  return rounds.gathered(bank, sizes)
+
+
+@functools.cache
+def pool_of(size: str, conv: str = "patches") -> Pool:
+  """The peers' model and rates."""
+  example = jnp.zeros((1, peers.SIDE, peers.SIDE, 3))
+  module = CNNS[size](peers.NUM_CLASSES, conv=conv)
+  return Pool(
+    name=size,
+    model=core.Model.from_flax(module, example),
+    client_lr=peers.CLIENT_LR,
+    server_lr=peers.SERVER_LR,
+    transform=scale,
+  )
+
+
+def plan_of(
+  clients, round: int, num_lanes: int, num_pools: int, distills: bool
+) -> population.RoundPlan:
+  """20 clients of each pool and, if it distils, 32 batches of 128 images."""
+  lanes = tuple(
+    population.plan_clients(
+      clients,
+      seed=0,
+      round=round,
+      pool=pool,
+      clients_per_round=peers.COHORT,
+      batch_size=peers.BATCH_SIZE,
+      num_lanes=num_lanes,
+    )
+    for pool in range(num_pools)
+  )
+  batches = None
+  if distills:
+    batches = population.plan_distillation(
+      clients.examples(),
+      seed=0,
+      round=round,
+      steps=DISTILL_STEPS,
+      batch_size=DISTILL_BATCH,
+    )
+  return population.RoundPlan(np.int32(round), lanes, batches)
+
+
+def fedavg_round(size: str, sizes=EQUAL) -> rounds.Round:
+  """A FedAvg round of 20 clients, by default of 60 with 100 images each."""
+  runner = engine.default_engine()
+  clients = clients_of(sizes)
+  bank = jax.device_put(dict(clients.bank))
+  num_lanes = runner.num_lanes(peers.COHORT)
+  return rounds.looped(
+    fedavg([pool_of(size)], rounds=1500, engine=runner),
+    runner,
+    lambda round: plan_of(clients, round, num_lanes, 1, False),
+    {"pools": (bank,)},
+  )
+
+
+def codist_round(name: str, plain: bool = False) -> rounds.Round:
+  """A round of both CNNs in which they codistil.
+
+  Args:
+    name: 'merged' or 'periodic'.
+    plain: as one would write it at first, instead of ours.
+
+  Returns:
+    The round.
+  """
+  if plain:
+    runner, conv, num_lanes, part = engine.Inline(), "native", 20, None
+  else:
+    runner = engine.default_engine()
+    on_threads = isinstance(runner, engine.Threads)
+    conv = "patches" if on_threads else "native"
+    num_lanes = runner.num_lanes(peers.COHORT)
+    part = 16 if on_threads else None
+  clients = clients_of(EQUAL)
+  bank = jax.device_put(dict(clients.bank))
+  distiller = distill.Distiller(
+    transform=augment.RECIPES["crop24"].distill,
+    mixup_beta=2,
+    microbatch=part,
+  )
+  pools = [pool_of(size, conv) for size in CNNS]
+  options = dict(rounds=1500, engine=runner)
+  algorithm = (
+    merged_codist(pools, distiller, alpha=0.5, **options)
+    if name == "merged"
+    else periodic_codist(pools, distiller, period=1, **options)
+  )
+  return rounds.looped(
+    algorithm,
+    runner,
+    lambda round: plan_of(clients, round, num_lanes, 2, True),
+    {"pools": (bank, bank), "distill": bank},
+  )
+
+
+def image_flops(size: str, train: bool) -> float:
+  """FLOPs of the products of one image, trained on or predicted."""
+  shape = (peers.BATCH_SIZE, peers.SIDE, peers.SIDE, 3)
+  return rounds.example_flops(
+    pool_of(size).model, core.cross_entropy, shape, jnp.float32, train
+  )
+
+
+def fedavg_flops(size: str, images: int) -> float:
+  """FLOPs of a FedAvg round."""
+  return images * image_flops(size, True)
+
+
+def codist_flops() -> float:
+  """FLOPs of a round of both pools with its codistillation."""
+  images, distilled = peers.COHORT * peers.EXAMPLES, 32 * 128
+  return sum(
+    (images + distilled) * image_flops(size, True)
+    + distilled * image_flops(size, False)
+    for size in CNNS
+  )
+
+
+def rows() -> dict[str, rounds.Row]:
+  """The lines of the table."""
+  lines = {}
+  images = peers.COHORT * peers.EXAMPLES
+  for size, (filters, dense, _) in peers.SIZES.items():
+    row = functools.partial(
+      rounds.Row,
+      functools.partial(fedavg_round, size),
+      flops=functools.partial(fedavg_flops, size, images),
+      work=lambda: (images, "images"),
+    )
+    for backend in ("jit", "pmap", "debug"):
+      lines[f"fedavg_{size}_fedjax_{backend}"] = row(
+        f"FedJAX 0.0.17, {backend}",
+        functools.partial(peers.fedjax_round, backend, filters, dense),
+      )
+    for channels_last in (False, True):
+      layout = "channels_last" if channels_last else "default"
+      lines[f"fedavg_{size}_torch_{layout}"] = row(
+        f"PyTorch loop, {layout.replace('_', ' ')}",
+        functools.partial(
+          peers.torch_round, filters, dense, channels_last=channels_last
+        ),
+      )
+  ragged, equal = rounds.ragged_sizes(peers.COHORT, peers.BATCH_SIZE)
+  lines["fedavg_large_ragged"] = rounds.Row(
+    functools.partial(fedavg_round, "large", ragged),
+    "the same batches in equal clients",
+    functools.partial(fedavg_round, "large", equal),
+    functools.partial(fedavg_flops, "large", sum(ragged)),
+    lambda: (sum(ragged), "images"),
+  )
+  for name in ("merged", "periodic"):
+    lines[f"{name}_plain"] = rounds.Row(
+      functools.partial(codist_round, name),
+      "vmap over 20 clients, nn.Conv's form, one program",
+      functools.partial(codist_round, name, True),
+      codist_flops,
+      lambda: (2 * (images + DISTILL_STEPS * DISTILL_BATCH), "images"),
+    )
+  return lines

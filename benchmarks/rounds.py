@@ -1,0 +1,219 @@
+"""What the benchmarks share: rows, rounds to time, and what they are worth."""
+
+from collections.abc import Callable
+import functools
+import math
+import statistics
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetfl import core, engine, population
+
+Round = Callable[[], None]
+
+
+class Row(NamedTuple):
+  """A line of the table, not yet measured.
+
+  Attributes:
+    ours: makes our round: sets up, compiles, and gives a callable that runs
+      one more round and blocks until it is done.
+    peer: what it is compared with, in words.
+    other: makes the peer's round.
+    flops: of the matrix products of a round of ours, as the algorithm needs
+      them, without padding.
+    work: what a round works on, as `(amount, unit)`.
+  """
+
+  ours: Callable[[], Round]
+  peer: str
+  other: Callable[[], Round]
+  flops: Callable[[], float]
+  work: Callable[[], tuple[float, str]]
+
+
+def looped(algorithm, runner, plan, data, cycle: int | None = None) -> Round:
+  """A callable that runs the next round and blocks till it is done.
+
+  Args:
+    algorithm: ours.
+    runner: the engine it was built with.
+    plan: the round's number to its plan.
+    data: what `step` takes.
+    cycle: begin again after so many rounds, all of which are run once before,
+      so that rounds of unlike shapes are compiled before the clock runs.
+
+  Returns:
+    The callable.
+  """
+  state = jax.jit(algorithm.init)(jax.random.key(0))
+  step = runner.compile(algorithm.step, donate=(0,))
+  count = 0
+
+  def run():
+    nonlocal state, count
+    round = 1 + (count % cycle if cycle else count)
+    count += 1
+    state, _ = step(state, plan(round), data)
+    jax.block_until_ready(state)
+
+  for _ in range(cycle or 2):
+    run()
+  return run
+
+
+def take_turns(
+  ours: Round, peer: Round, runs: int, products: Round | None = None
+) -> dict[str, float]:
+  """Seconds of a round of both, and of products if there are any, in turn."""
+  turns = (ours, peer, products) if products else (ours, peer)
+  seconds = []
+  for _ in range(runs):
+    pair = []
+    for run in turns:
+      start = time.perf_counter()
+      run()
+      pair.append(time.perf_counter() - start)
+    seconds.append(pair)
+  a, b, *c = zip(*seconds)
+  row = {
+    "ours_s": statistics.median(a),
+    "ours_min_s": min(a),
+    "ours_max_s": max(a),
+    "peer_s": statistics.median(b),
+    "peer_min_s": min(b),
+    "peer_max_s": max(b),
+    "ratio": statistics.median(y / x for x, y in zip(a, b)),
+  }
+  if products:
+    row["ceiling_gflop_s"] = products.flops / statistics.median(c[0]) / 1e9
+  return row
+
+
+def ceiling(side: int = 1024, products: int = 8) -> Round:
+  """A callable that multiplies large matrices on all cores or the device."""
+
+  def multiply(a):
+    return jax.lax.fori_loop(0, products, lambda _, b: a @ b, a)
+
+  runner = engine.default_engine()
+  number = getattr(runner, "num_threads", 1)
+  if number == 1:
+    multiply = jax.jit(multiply)
+  # Orthogonal, so that powers neither grow nor vanish.
+  q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(side, side)))
+  jobs = [engine.Call(multiply, (jnp.asarray(q, jnp.float32),))] * number
+  run = lambda: jax.block_until_ready(runner.run(*jobs))
+  run()
+  run.flops = 2.0 * side**3 * products * number
+  return run
+
+
+def product_flops(jaxpr) -> float:
+  """FLOPs of the products of a traced function: `dot`s and convolutions.
+
+  Args:
+    jaxpr: of a function whose loops are `lax.scan`s.
+
+  Returns:
+    Two for each multiplication with its addition.
+
+  >>> f = lambda a, b: jax.lax.scan(lambda c, _: (c @ b, None), a, None, 5)
+  >>> product_flops(jax.make_jaxpr(f)(jnp.ones((2, 3)), jnp.ones((3, 3))).jaxpr)
+  180.0
+  """
+  total = 0.0
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == "dot_general":
+      (contracted, _), _ = equation.params["dimension_numbers"]
+      left = equation.invars[0].aval.shape
+      depth = math.prod(left[axis] for axis in contracted)
+      total += 2.0 * depth * math.prod(equation.outvars[0].aval.shape)
+    elif equation.primitive.name == "conv_general_dilated":
+      _, features, *space = equation.params["dimension_numbers"].rhs_spec
+      kernel = equation.invars[1].aval.shape
+      depth = math.prod(kernel[axis] for axis in (features, *space))
+      # Between a dilated image's rows lie zeros.
+      depth /= math.prod(equation.params["lhs_dilation"])
+      total += 2.0 * depth * math.prod(equation.outvars[0].aval.shape)
+    times = equation.params.get("length", 1)
+    for value in equation.params.values():
+      inner = getattr(value, "jaxpr", value)
+      if hasattr(inner, "eqns"):
+        total += times * product_flops(inner)
+  return total
+
+
+@functools.cache
+def example_flops(
+  model: core.Model, loss: core.Loss, shape: tuple, dtype, train: bool
+) -> float:
+  """FLOPs of the products of one example, trained on or predicted.
+
+  Args:
+    model: a model; convolutions as such or as products of patches.
+    loss: of its outputs.
+    shape: of a batch `x`.
+    dtype: of `x`.
+    train: whether to count the gradient too.
+
+  Returns:
+    The FLOPs of the batch by its size.
+  """
+  variables = model.init(jax.random.key(0))
+  x = jnp.zeros(shape, dtype)
+  labels = x if dtype == jnp.int32 else jnp.zeros(shape[0], jnp.int32)
+  batch = {"x": x, "y": labels, "mask": jnp.ones(shape[0])}
+  key = jax.random.key(0)
+
+  def run(params):
+    there = core.Variables(params, variables.stats)
+    return jnp.sum(loss(model.apply(there, x, key, train)[0], batch))
+
+  fn = jax.grad(run) if train else run
+  return product_flops(jax.make_jaxpr(fn)(variables.params).jaxpr) / shape[0]
+
+
+def ragged_sizes(cohort: int, batch_size: int) -> tuple[list[int], list[int]]:
+  """Clients of 1 to 64 batches, lognormal, and as many of equal size.
+
+  Args:
+    cohort: how many clients.
+    batch_size: B.
+
+  Returns:
+    The numbers of examples of the unlike and of the equal clients, whose
+    batches are as many.
+
+  >>> unlike, equal = ragged_sizes(20, 10)
+  >>> sum(unlike) == sum(equal), max(unlike) > 3 * max(equal)
+  (True, True)
+  """
+  draw = np.random.default_rng(1).lognormal(2.0, 1.0, cohort)
+  steps = np.clip(np.round(draw), 1, 64).astype(int)
+  equal = np.full(cohort, steps.sum() // cohort)
+  equal[: steps.sum() - equal.sum()] += 1
+  return list(steps * batch_size), list(equal * batch_size)
+
+
+def gathered(
+  bank: dict[str, np.ndarray], sizes: list[int]
+) -> population.ClientPopulation:
+  """Clients with so many examples, drawn from a bank.
+
+  Args:
+    bank: the examples.
+    sizes: the number of examples of each client.
+
+  Returns:
+    The clients.
+  """
+  draw = np.random.default_rng(0)
+  number = population.num_examples(bank)
+  return population.ClientPopulation.from_lists(
+    bank, [draw.integers(0, number, n) for n in sizes]
+  )

@@ -1,0 +1,122 @@
+"""Experiments, run as a user runs them, and what they left."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+class Experiment:
+  """A script of `experiments/`.
+
+  Args:
+    name: of the script.
+    environment: of its processes.
+  """
+
+  def __init__(self, name, environment):
+    self._command = [sys.executable, str(ROOT / f"experiments/{name}.py")]
+    self._environment = environment
+
+  def __call__(self, *args, **environment):
+    """Runs it to its end."""
+    return subprocess.run(
+      [*self._command, *map(str, args)],
+      env=self._environment | environment,
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=300,
+    )
+
+  def start(self, *args):
+    """Starts it."""
+    return subprocess.Popen(
+      [*self._command, *map(str, args)],
+      env=self._environment,
+      cwd=ROOT,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+    )
+
+  def refuse(self, cases, *args, fresh):
+    """Checks that bad flags are one line and leave nothing behind.
+
+    Args:
+      cases: flags, and what the line has to say, of each case.
+      *args: flags of all cases.
+      fresh: a folder that is not there, for the runs.
+    """
+    for flags, message in cases:
+      done = self(f"--workdir={fresh}", *args, *flags)
+      assert done.returncode != 0, flags
+      assert message in error_of(done), (flags, done.stderr)
+      assert not fresh.exists(), flags
+
+
+def error_of(done):
+  """The one line in which a process says what is wrong."""
+  assert "Traceback" not in done.stderr, done.stderr
+  lines = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
+  assert len(lines) == 1, done.stderr
+  return lines[0]
+
+
+def outcome(workdir):
+  """The result but for the time it took, and the rows but for theirs."""
+  result = json.loads((workdir / "result.json").read_text())
+  rows = [
+    json.loads(line)
+    for line in (workdir / "metrics.jsonl").read_text().splitlines()
+  ]
+  for entry in (result, *rows):
+    del entry["seconds"]
+  return result, rows
+
+
+def manifest(workdir):
+  """The digests and shapes of the last checkpoint's arrays."""
+  last = sorted((workdir / "checkpoints").iterdir())[-1]
+  text = (last / "manifest.json").read_text().split("\n")[1]
+  stored = json.loads(text)
+  return last.name, stored["sha256"], stored["leaves"]
+
+
+def everything(workdir):
+  """All files of a folder and their contents."""
+  return {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}
+
+
+def checkpoints(workdir):
+  """The names of the checkpoints of a folder that need not be there."""
+  folder = workdir / "checkpoints"
+  return sorted(p.name for p in folder.iterdir()) if folder.exists() else []
+
+
+def stop(process, workdir, pause, sent=signal.SIGKILL):
+  """Stops a process some time after its next checkpoint.
+
+  Args:
+    process: the process.
+    workdir: where it leaves checkpoints.
+    pause: seconds to wait after the checkpoint.
+    sent: the signal.
+
+  Returns:
+    Its exit code.
+  """
+  before = checkpoints(workdir)
+  deadline = time.monotonic() + 120
+  while (
+    checkpoints(workdir) == before
+    and process.poll() is None
+    and time.monotonic() < deadline
+  ):
+    time.sleep(0.005)
+  time.sleep(pause)
+  process.send_signal(sent)
+  return process.wait()
