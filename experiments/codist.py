@@ -299,26 +299,15 @@ class Experiment:
     self.task = TASKS[config["dataset"]].Task(config, speed, self.engine)
     self.data, self.models = self.task.data, self.task.models
     self._pools = {}
-    banks = {}
-
-    def put(bank):
-      """Puts a bank on the device, once for all sets that share it."""
-      if id(bank) not in banks:
-        banks[id(bank)] = jax.device_put(dict(bank))
-      return banks[id(bank)]
-
-    self.device_data = {
-      "pools": tuple(put(clients.bank) for clients in self.data.pools),
-      "distill": put(self.data.distill.bank),
-    }
+    *pools, distill, test, heldout = population.put_banks(
+      *self.data.pools, self.data.distill, self.data.test, self.data.heldout
+    )
+    self.device_data = {"pools": tuple(pools), "distill": distill}
     self.evaluator = evaluate.Evaluator(
       self.models,
       {
-        name: population.Subset(put(subset.bank), subset.index)
-        for name, subset in (
-          ("test", self.data.test),
-          ("heldout", self.data.heldout),
-        )
+        "test": population.Subset(test, self.data.test.index),
+        "heldout": population.Subset(heldout, self.data.heldout.index),
       },
       engine=self.engine,
       batch_size=speed["eval_batch_size"],
@@ -376,38 +365,29 @@ class Experiment:
 
   def plan(self, config: dict, speed: dict, round: int) -> population.RoundPlan:
     """The plan of a round; a pure function of it."""
-    lanes = tuple(
-      population.plan_clients(
-        clients,
-        seed=config["seed"],
-        round=round,
-        pool=i,
-        clients_per_round=config["clients_per_round"],
-        batch_size=config["client_batch_size"],
-        epochs=config["client_epochs"],
-        uniform_weights=config["client_weights"] == "uniform",
-        num_lanes=speed["lanes"],
-      )
-      for i, clients in enumerate(self.data.pools)
-    )
     every = {
       "fedavg": 0,
       "periodic": config["codist_period"],
       "merged": config["merge_every"],
     }[config["algorithm"]]
+    due = every and round % every == 0
     shape = (config["distill_steps"], config["distill_batch_size"])
-    batches = None
-    if every:
-      batches = np.zeros(shape, np.int32)
-      if round % every == 0:
-        batches = population.plan_distillation(
-          self.data.distill,
-          seed=config["seed"],
-          round=round,
-          steps=shape[0],
-          batch_size=shape[1],
-        )
-    return population.RoundPlan(np.int32(round), lanes, batches)
+    plan = population.plan_round(
+      self.data.pools,
+      self.data.distill if due else None,
+      seed=config["seed"],
+      round=round,
+      clients_per_round=config["clients_per_round"],
+      batch_size=config["client_batch_size"],
+      epochs=config["client_epochs"],
+      uniform_weights=config["client_weights"] == "uniform",
+      num_lanes=speed["lanes"],
+      distill_steps=shape[0],
+      distill_batch_size=shape[1],
+    )
+    if every and not due:  # All rounds have one structure.
+      plan = plan._replace(distill=np.zeros(shape, np.int32))
+    return plan
 
   def evaluate(self, state) -> dict[str, float]:
     """Accuracy and loss of each pool on the test and the held-out set."""

@@ -105,6 +105,11 @@ class Mean(NamedTuple):
   total: jax.Array
   count: jax.Array
 
+  @property
+  def value(self) -> jax.Array:
+    """The mean; not a number if nothing was measured."""
+    return self.total / self.count
+
 
 Metrics = dict[str, Mean]
 

@@ -15,6 +15,7 @@ import dataclasses
 import heapq
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 Bank = Mapping[str, np.ndarray]
@@ -370,6 +371,99 @@ def plan_distillation(
     [rng.permutation(examples.index) for _ in range(passes)]
   )
   return order[:number].reshape(steps, batch_size).astype(np.int32)
+
+
+def plan_round(
+  pools: Sequence[ClientPopulation],
+  distill: Subset | None = None,
+  *,
+  seed: int,
+  round: int,
+  clients_per_round: int,
+  batch_size: int,
+  epochs: int = 1,
+  max_steps: int | None = None,
+  uniform_weights: bool = False,
+  num_lanes: int | None = None,
+  distill_steps: int = 1,
+  distill_batch_size: int = 128,
+) -> RoundPlan:
+  """Plans a round of FedAvg, PeriodicCodist or MergedCodist.
+
+  Args:
+    pools: P pools' clients.
+    distill: the distillation set; `None` where none is needed.
+    seed: see `plan_clients`.
+    round: the number of the round, from 1.
+    clients_per_round: of each pool.
+    batch_size: see `plan_clients`.
+    epochs: see `plan_clients`.
+    max_steps: see `plan_clients`.
+    uniform_weights: see `plan_clients`.
+    num_lanes: L; an engine's `num_lanes(clients_per_round)` is a good number.
+      By default one for each client, which suits accelerators.
+    distill_steps: see `plan_distillation`.
+    distill_batch_size: see `plan_distillation`.
+
+  Returns:
+    The plan, a pure function of its arguments.
+
+  Raises:
+    ValueError: if a pool has fewer clients than a round needs.
+
+  >>> bank = {'y': np.arange(6)}
+  >>> clients = ClientPopulation.from_lists(bank, [[0, 1, 2], [3, 4, 5]])
+  >>> plan = plan_round(
+  ...     [clients, clients], clients.examples(), seed=0, round=1,
+  ...     clients_per_round=2, batch_size=2, distill_batch_size=4)
+  >>> len(plan.pools), plan.pools[0].steps, plan.distill.shape
+  (2, array([2, 2], dtype=int32), (1, 4))
+  """
+  lanes = tuple(
+    plan_clients(
+      clients,
+      seed=seed,
+      round=round,
+      pool=pool,
+      clients_per_round=clients_per_round,
+      batch_size=batch_size,
+      epochs=epochs,
+      max_steps=max_steps,
+      uniform_weights=uniform_weights,
+      num_lanes=num_lanes or clients_per_round,
+    )
+    for pool, clients in enumerate(pools)
+  )
+  batches = None
+  if distill is not None:
+    batches = plan_distillation(
+      distill,
+      seed=seed,
+      round=round,
+      steps=distill_steps,
+      batch_size=distill_batch_size,
+    )
+  return RoundPlan(np.int32(round), lanes, batches)
+
+
+def put_banks(*sets: ClientPopulation | Subset) -> list[dict[str, jax.Array]]:
+  """Puts the banks of some sets on the device, those they share once.
+
+  Args:
+    *sets: populations and subsets.
+
+  Returns:
+    The bank of each.
+
+  >>> bank = {'y': np.arange(6)}
+  >>> clients = ClientPopulation.from_lists(bank, [[0, 1, 2], [3, 4, 5]])
+  >>> one, same = put_banks(clients, clients.examples())
+  >>> one['y'] is same['y']
+  True
+  """
+  banks = {id(s.bank): s.bank for s in sets}
+  there = {key: jax.device_put(dict(bank)) for key, bank in banks.items()}
+  return [there[id(s.bank)] for s in sets]
 
 
 def stack_plans(plans: Sequence[RoundPlan]) -> RoundPlan:
