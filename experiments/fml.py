@@ -178,6 +178,13 @@ def _define_flags() -> None:
     lower_bound=0,
     upper_bound=1,
   )
+  flags.DEFINE_integer(
+    "heldout_examples",
+    0,
+    "Training examples, as many of each client, that none trains on, to choose"
+    " hyper-parameters by; none in the paper.",
+    lower_bound=0,
+  )
 
 
 def numbers(name: str, kind: type, low: float, high: float) -> list:
@@ -295,6 +302,7 @@ class Experiment:
       partition_seed=config["partition_seed"],
       bad_clients=config["bad_clients"],
       bad_label_share=config["bad_label_share"],
+      heldout_examples=config["heldout_examples"],
       download=FLAGS.download,
     )
     self.engine = common.make_engine()
@@ -345,26 +353,33 @@ class Experiment:
     ]
     # What a meme is as a whole, for each client.
     self.memes = [splice(self.global_model, c.adaptor) for c in self.clients]
-    banks = {}
-
-    def put(bank):
-      """Puts a bank on the device, once for all sets that share it."""
-      if id(bank) not in banks:
-        banks[id(bank)] = jax.device_put(dict(bank))
-      return banks[id(bank)]
-
-    self.banks = {c.dataset: put(c.train.bank) for c in self.data.clients}
+    # Clients of one data set share its banks.
+    everywhere = population.Subset(
+      self.data.clients[0].heldout.bank,
+      np.concatenate([c.heldout.index for c in self.data.clients]),
+    )
     sets = {
       f"client{k}": held.validation for k, held in enumerate(self.data.clients)
     }
+    sets |= {
+      f"client{k}_heldout": held.heldout
+      for k, held in enumerate(self.data.clients)
+      if config["heldout_examples"]
+    }
     if not trunk:
-      # Clients of one data set share its test images, and so its bank.
       sets["test"] = next(iter(self.data.test.values()))
-    names = [{f"client{k}"} for k in range(len(self.clients))]
+      if config["heldout_examples"]:
+        sets["heldout"] = everywhere
+    train = [c.train for c in self.data.clients]
+    banks = population.put_banks(*train, *sets.values())
+    self.banks = {c.dataset: bank for c, bank in zip(self.data.clients, banks)}
+    names = [
+      {f"client{k}", f"client{k}_heldout"} for k in range(len(self.clients))
+    ]
     options = dict(
       sets={
-        name: population.Subset(put(subset.bank), subset.index)
-        for name, subset in sets.items()
+        name: population.Subset(bank, subset.index)
+        for (name, subset), bank in zip(sets.items(), banks[len(train) :])
       },
       transform=self.recipe.evaluate,
       engine=self.engine,
@@ -448,34 +463,44 @@ class Experiment:
     one (the paper's Figure 4).
     """
     row, clients = {}, range(len(self.clients))
-    mutual = config["algorithm"] == "fml"
-    if config["algorithm"] in ("fedavg", "fedprox"):
-      server = state.pools[0].variables
-    else:
-      server = state.server
+    kinds = {"validation": ""}
+    if config["heldout_examples"]:
+      kinds["heldout"] = "_heldout"
+    prefix = "global_" if config["algorithm"] == "fml" else ""
+
+    def add(k, values, prefix):
+      for kind, suffix in kinds.items():
+        for name in ("accuracy", "loss"):
+          value = values[f"client{k}{suffix}_{name}"]
+          row[f"client{k}/{prefix}{kind}_{name}"] = value
+
+    server = self.server(config, state)
+    if config["algorithm"] in ("fml", "independent"):
       locals_ = [state.local(k) for k in clients]
       for k, values in zip(clients, self.local_evaluator(locals_)):
-        for name in ("accuracy", "loss"):
-          row[f"client{k}/validation_{name}"] = values[f"client{k}_{name}"]
+        add(k, values, "")
     if server is not None and self.clients[0].adaptor is None:
       (values,) = self.global_evaluator([server])
-      for name in ("accuracy", "loss"):
-        row[f"global/test_{name}"] = values[f"test_{name}"]
-      for k in clients:
+      for kind in ("test", *kinds.keys() - {"validation"}):
         for name in ("accuracy", "loss"):
-          kind = "global_validation" if mutual else "validation"
-          row[f"client{k}/{kind}_{name}"] = values[f"client{k}_{name}"]
+          row[f"global/{kind}_{name}"] = values[f"{kind}_{name}"]
+      for k in clients:
+        add(k, values, prefix)
     elif server is not None:
       memes = [state.meme(k) for k in clients]
       for k, values in zip(clients, self.meme_evaluator(memes)):
-        for name in ("accuracy", "loss"):
-          row[f"client{k}/global_validation_{name}"] = values[
-            f"client{k}_{name}"
-          ]
-    row["clients/validation_accuracy"] = float(
-      np.mean([row[f"client{k}/validation_accuracy"] for k in clients])
-    )
+        add(k, values, prefix)
+    for kind in kinds:
+      row[f"clients/{kind}_accuracy"] = float(
+        np.mean([row[f"client{k}/{kind}_accuracy"] for k in clients])
+      )
     return row
+
+  def server(self, config: dict, state) -> core.Variables | None:
+    """The global model's variables; `None` if there is none."""
+    if config["algorithm"] in ("fedavg", "fedprox"):
+      return state.pools[0].variables
+    return state.server
 
   def summarize(
     self, config: dict, folder: logs.RunFolder, state, evaluation
@@ -489,6 +514,10 @@ class Experiment:
         name: evaluation.get(f"{prefix}/{name}"),
         f"best_{name}": max(known, default=None),
       }
+
+    def heldout(prefix):
+      value = evaluation.get(f"{prefix}/heldout_accuracy")
+      return {} if value is None else {"heldout_accuracy": value}
 
     alone = config["algorithm"] == "independent"
     personal = alone or config["algorithm"] == "fml"
@@ -505,6 +534,7 @@ class Experiment:
         "examples": len(held.train.index),
         "validation_examples": len(held.validation.index),
         **last_and_best(f"client{k}", "validation_accuracy"),
+        **heldout(f"client{k}"),
         # What it receives, and again what it sends, in a round.
         "bytes_per_round": 0 if alone else 4 * parameters,
       }
@@ -520,6 +550,7 @@ class Experiment:
         "model": None if alone else config["global_model"],
         "parameters": None if alone else parameters,
         **last_and_best("global", "test_accuracy"),
+        **({} if alone else heldout("global")),
       },
       "clients": clients,
     }

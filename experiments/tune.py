@@ -4,8 +4,9 @@ r"""Searches for an experiment's hyper-parameters on held-out data.
       --workdir=DIR -- --algorithm=merged --dataset=digits --rounds=60
 
 What follows `--` are the experiment's own flags. The space is the paper's by
-default (Lichtarge et al. 2023, appendix F), the objective the mean of the
-models' accuracies on held-out, never on test data. DIR then holds
+default (codist: Lichtarge et al. 2023, appendix F), the objective the mean of
+the models' accuracies on held-out, never on test data; `--experiment=fml` wants
+`--heldout_examples` for that. DIR then holds
 
   trials.jsonl  a line a trial
   best.flags    a flag file of the best, for the experiment
@@ -39,19 +40,26 @@ class Tunable(NamedTuple):
 
   Attributes:
     module: its name.
-    models: the names of its models.
+    models: the names of the models that flags may have values of their own
+      for.
     space: algorithm -> dimension -> range. `FLAG` is one value for all
       models, `FLAG.MODEL` that of one.
     place: `(state, flag, value) -> state` with the value in it, traceable;
       KeyError if the state has no place for it.
-    variables: `state -> ` what its `evaluator` takes.
+    data: `(experiment, config) ->` what its steps take.
+    heldout: `(experiment, config) -> (names, evaluate, data)`: the held-out
+      accuracies that can be objectives, and `evaluate(state, data)`, which
+      gives a `Mean` for each.
   """
 
   module: str
   models: tuple[str, ...]
   space: dict[str, dict[str, str]]
   place: Callable[[PyTree, str, Any], PyTree]
-  variables: Callable[[PyTree], list[core.Variables]]
+  data: Callable[[Any, dict], PyTree]
+  heldout: Callable[
+    [Any, dict], tuple[tuple[str, ...], Callable[..., core.Metrics], PyTree]
+  ]
 
 
 # Where the flags are in the state: of each pool, or of the exchange.
@@ -119,14 +127,106 @@ def _codist_space() -> dict[str, dict[str, str]]:
   return {"fedavg": fedavg, "periodic": periodic, "merged": merged}
 
 
+def heldout_codist(experiment, config):
+  """Accuracy of each pool's model on the held-out clients' examples."""
+  del config
+  evaluator = experiment.evaluator
+
+  def evaluate(state, data):
+    sums = evaluator.sums([pool.variables for pool in state.pools], data)
+    return {
+      pool: result["heldout_accuracy"]
+      for pool, result in zip(("small", "large"), sums)
+    }
+
+  return ("small", "large"), evaluate, evaluator.data("heldout")
+
+
+def place_fml(state: PyTree, flag: str, value: Any) -> PyTree:
+  """Puts the value of a flag into the state of FML or of its baselines.
+
+  Args:
+    state: the state.
+    flag: the flag.
+    value: its value.
+
+  Returns:
+    The state.
+
+  Raises:
+    KeyError: the state has no place for it.
+  """
+  value = jnp.asarray(value, jnp.float32)
+  if not hasattr(state, "pools"):
+    if flag not in state.hyper:
+      raise KeyError(flag)
+    return state.replace(hyper=state.hyper | {flag: value})
+  (pool,) = state.pools
+  name = {"learning_rate": "client_lr"}.get(flag, flag)
+  if name not in pool.hyper:
+    raise KeyError(flag)
+  return state.replace(pools=(pool.replace(hyper=pool.hyper | {name: value}),))
+
+
+def heldout_fml(experiment, config):
+  """Accuracies of the global model and, as a mean, of the clients' own."""
+  if not config["heldout_examples"]:
+    raise common.UsageError(
+      "--heldout_examples=0: a search chooses by training examples that no"
+      " client trains on; give it some"
+    )
+  number = len(experiment.clients)
+  personal = config["algorithm"] in ("fml", "independent")
+  data = {}
+  if personal:
+    data["clients"] = experiment.local_evaluator.data(
+      *(f"client{k}_heldout" for k in range(number))
+    )
+  whole = experiment.clients[0].adaptor is None
+  if whole and config["algorithm"] != "independent":
+    data["global"] = experiment.global_evaluator.data("heldout")
+
+  def evaluate(state, data):
+    means = {}
+    if "global" in data:
+      server = experiment.server(config, state)
+      (sums,) = experiment.global_evaluator.sums([server], data["global"])
+      means["global"] = sums["heldout_accuracy"]
+    if "clients" in data:
+      sums = experiment.local_evaluator.sums(
+        [state.local(k) for k in range(number)], data["clients"]
+      )
+      all_of = [s[f"client{k}_heldout_accuracy"] for k, s in enumerate(sums)]
+      means["clients"] = jax.tree.map(lambda *parts: sum(parts), *all_of)
+    return means
+
+  return tuple(data), evaluate, data
+
+
+_FML_RATE = {"learning_rate": "log:1e-3:0.3"}
 EXPERIMENTS = {
   "codist": Tunable(
     module="codist",
     models=("small", "large"),
     space=_codist_space(),
     place=place_codist,
-    variables=lambda state: [pool.variables for pool in state.pools],
-  )
+    data=lambda experiment, _: experiment.device_data,
+    heldout=heldout_codist,
+  ),
+  "fml": Tunable(
+    module="fml",
+    models=(),
+    space={
+      "fml": _FML_RATE
+      | {"alpha": "linear:0.05:0.95", "beta": "linear:0.05:0.95"},
+      "fedavg": _FML_RATE,
+      "fedprox": _FML_RATE | {"prox_mu": "log:1e-4:1"},
+      "independent": _FML_RATE,
+    },
+    place=place_fml,
+    data=lambda experiment, config: experiment.device_data(config),
+    heldout=heldout_fml,
+  ),
 }
 # Flags of the search that change its result.
 _SEARCH_FLAGS = (
@@ -174,8 +274,9 @@ def _define_flags() -> None:
   flags.DEFINE_string(
     "objective",
     "mean",
-    "Held-out accuracy of what is to be maximized: a model (small, large), or"
-    " mean.",
+    "Held-out accuracy of what is to be maximized: for codist a model (small,"
+    " large), for fml the global model or the clients' own (global, clients);"
+    " or mean.",
   )
   flags.DEFINE_enum(
     "proposer",
@@ -225,9 +326,10 @@ def make_space(tunable: Tunable, algorithm: str) -> tune.Space:
     name, _, text = item.partition("=")
     flag, _, model = name.partition(".")
     if flag not in FLAGS or model not in ("", *tunable.models):
+      models = f" nor FLAG.MODEL with one of {', '.join(tunable.models)}"
       raise common.UsageError(
-        f"--space={item}: {name!r} is neither a flag of {tunable.module} nor"
-        f" FLAG.MODEL with one of {', '.join(tunable.models)}"
+        f"--space={item}: {name!r} is no flag of {tunable.module}"
+        f"{models if tunable.models else ''}"
       )
     # One value for all models, or one for each: not both.
     each = [f"{flag}.{m}" for m in tunable.models]
@@ -236,7 +338,7 @@ def make_space(tunable: Tunable, algorithm: str) -> tune.Space:
       space |= {n: whole for n in each if whole}
       names = [name]
     else:
-      names = each if each[0] in space else [flag]
+      names = each if set(each) & set(space) else [flag]
     for n in names:
       space.pop(n, None)
       if text != "fixed":
@@ -277,13 +379,13 @@ def flag_values(
   return result
 
 
-def make_objective(models: tuple[str, ...]) -> Callable[[dict], float]:
-  """The objective that `--objective` names."""
+def make_objective(names: tuple[str, ...]) -> Callable[[dict], float]:
+  """The objective that `--objective` names, of the held-out accuracies."""
   if FLAGS.objective == "mean":
-    return lambda heldout: float(np.mean([heldout[m] for m in models]))
-  if FLAGS.objective not in models:
+    return lambda heldout: float(np.mean(list(heldout.values())))
+  if FLAGS.objective not in names:
     raise common.UsageError(
-      f"--objective={FLAGS.objective}: choose from mean, {', '.join(models)}"
+      f"--objective={FLAGS.objective}: choose from mean, {', '.join(names)}"
     )
   return lambda heldout: heldout[FLAGS.objective]
 
@@ -293,7 +395,7 @@ def make_problem(
 ) -> trials.Problem:
   """The experiment as a search sees it."""
   algorithm = experiment.algorithm(config, speed)
-  evaluator = experiment.evaluator
+  names, evaluate, eval_data = tunable.heldout(experiment, config)
 
   def init(values, seed):
     state = algorithm.init(jax.random.key(seed))
@@ -308,23 +410,16 @@ def make_problem(
         ) from error
     return state
 
-  def evaluate(state, data):
-    sums = evaluator.sums(tunable.variables(state), data)
-    return {
-      model: result["heldout_accuracy"]
-      for model, result in zip(tunable.models, sums)
-    }
-
   return trials.Problem(
     init=init,
     step=algorithm.step if vmap else experiment.engine.compile(algorithm.step),
     plan=lambda seed, round: experiment.plan(
       config | {"seed": seed}, speed, round
     ),
-    data=experiment.device_data,
+    data=tunable.data(experiment, config),
     evaluate=evaluate if vmap else experiment.engine.compile(evaluate),
-    eval_data=evaluator.data("heldout"),
-    objective=make_objective(tunable.models),
+    eval_data=eval_data,
+    objective=make_objective(names),
     rounds=config["rounds"],
   )
 
@@ -413,7 +508,7 @@ def main() -> None:
     workdir / "parallel.png",
     log={name: d.log for name, d in space.items()},
     label=f"held-out % ({FLAGS.objective})",
-    title=f"{names[0]}, {config['dataset']}: {len(rows)} trials",
+    title=f"{names[0]}, {_text(config['dataset'])}: {len(rows)} trials",
   )
   print(tune.table(rows, space, FLAGS.top))
   print(f"\nBest flags: {workdir / 'best.flags'}")
@@ -440,6 +535,10 @@ def write_best(tunable, rows, config, workdir) -> None:
   ]
   text = "\n".join([*head, logs.flags_text(config | found)]) + "\n"
   logs.write_bytes(workdir / "best.flags", text.encode())
+
+
+def _text(value: Any) -> str:
+  return ",".join(value) if isinstance(value, list | tuple) else str(value)
 
 
 def _range(name: str, dimension: tune.Dimension) -> str:

@@ -434,6 +434,47 @@ def test_the_best_flags_repeat_the_best_trial(tmp_path):
   assert (tmp_path / "tune/trials.jsonl").read_text().splitlines() == lines
 
 
+@pytest.mark.slow
+def test_a_search_for_fml(tmp_path):
+  run = ("--algorithm=fml", "--rounds=2", "--heldout_examples=100")
+  run += ("--client_models=mlp", "--global_model=mlp", "--local_epochs=1")
+  search = ("--experiment=fml", "--trials=2", "--block=2", "--halvings=0")
+  done = run_script(
+    "tune.py", *search, f"--workdir={tmp_path}/tune", "--", *run
+  )
+  assert done.returncode == 0, done.stderr
+  lines = (tmp_path / "tune/trials.jsonl").read_text().splitlines()
+  best = max(map(json.loads, lines), key=lambda row: row["objective"])
+  assert set(best["values"]) == {"learning_rate", "alpha", "beta"}
+  alone = run_script(
+    "fml.py",
+    f"--flagfile={tmp_path}/tune/best.flags",
+    f"--workdir={tmp_path}/best",
+    "--notensorboard",
+  )
+  assert alone.returncode == 0, alone.stderr
+  result = json.loads((tmp_path / "best/result.json").read_text())
+  clients = [c["heldout_accuracy"] for c in result["clients"]]
+  assert best["heldout"] == pytest.approx(
+    {
+      "global": result["global"]["heldout_accuracy"],
+      "clients": sum(clients) / 5,
+    }
+  )
+  # 1,437 images: 20 of each client are held out.
+  assert sum(c["examples"] for c in result["clients"]) == 1337
+  for flags, message in (
+    (("--heldout_examples=0",), "--heldout_examples=0: a search chooses"),
+    (("--heldout_examples=7",), "give a multiple of the 5 clients"),
+    (("--alpha=1,0",), "--alpha is no part of the state"),
+  ):
+    bad = run_script(
+      "tune.py", *search, f"--workdir={tmp_path}/bad", "--", *run, *flags
+    )
+    assert bad.returncode != 0 and message in bad.stderr, bad.stderr
+    assert not (tmp_path / "bad").exists()
+
+
 @pytest.fixture(scope="module")
 def script():
   """experiments/tune.py as a module, its flags not defined."""
@@ -478,7 +519,7 @@ def test_spaces(script, monkeypatch):
   assert set(script.make_space(tunable, "fedavg")) == {"client_lr"}
   for item, message in (
     ("client_lr=log:0:1", "above 0 on a log scale"),
-    ("color=log:1:2", "neither a flag"),
+    ("color=log:1:2", "is no flag of codist"),
     ("client_lr.huge=log:1:2", "small, large"),
     ("client_lr=fixed,server_lr=fixed", "all is fixed"),
   ):

@@ -31,12 +31,15 @@ class ClientData(NamedTuple):
   Attributes:
     dataset: the name of its data set.
     train: its private training examples.
+    heldout: private training examples that it does not train on, to choose
+      hyper-parameters; none unless asked for.
     validation: its private validation examples, a part of the test images in
       which classes have the same pattern.
   """
 
   dataset: str
   train: Subset
+  heldout: Subset
   validation: Subset
 
 
@@ -68,6 +71,7 @@ def load_fml_images(
   partition_seed: int = 0,
   bad_clients: Sequence[int] = (),
   bad_label_share: float = 1.0,
+  heldout_examples: int = 0,
   download: bool = False,
 ) -> FmlImages:
   """Clients that share out the images of one or more data sets.
@@ -91,6 +95,8 @@ def load_fml_images(
     bad_clients: the numbers of clients with wrong training labels.
     bad_label_share: the share of their labels that is replaced by uniform
       draws of a class.
+    heldout_examples: training examples of all clients together that are held
+      out, as many of each client; the paper has none.
     download: download a data set that is not there into `data_dir`.
 
   Returns:
@@ -127,6 +133,12 @@ def load_fml_images(
       raise ValueError(
         f"--bad_clients={k}: clients are numbered 0 to {num_clients - 1}"
       )
+  if heldout_examples % num_clients:
+    raise ValueError(
+      f"--heldout_examples={heldout_examples}: give a multiple of the"
+      f" {num_clients} clients"
+    )
+  kept = heldout_examples // num_clients
   of = list(datasets) * (num_clients if len(datasets) == 1 else 1)
   clients: list[ClientData | None] = [None] * num_clients
   test, num_classes, shapes = {}, {}, {}
@@ -136,13 +148,25 @@ def load_fml_images(
     parts = _parts(images, members, split, partition_seed)
     bank = {"x": images.train["x"], "y": images.train["y"].copy()}
     test_bank = {"x": images.test["x"], "y": images.test["y"]}
-    for k, train, validation in zip(members, *parts):
+    for k, held, validation in zip(members, *parts):
+      if kept >= len(held):
+        raise ValueError(
+          f"--heldout_examples={heldout_examples}: client {k} has"
+          f" {len(held)} training images"
+        )
+      order = np.random.default_rng([8, partition_seed, k]).permutation(
+        len(held)
+      )
+      heldout, train = held[order[:kept]], held[np.sort(order[kept:])]
       if k in bad_clients:
         rng = np.random.default_rng([7, partition_seed, k])
         wrong = train[rng.random(len(train)) < bad_label_share]
         bank["y"][wrong] = rng.integers(0, images.num_classes, len(wrong))
       clients[k] = ClientData(
-        dataset, Subset(bank, train), Subset(test_bank, validation)
+        dataset,
+        Subset(bank, train),
+        Subset(bank, heldout),
+        Subset(test_bank, validation),
       )
     test[dataset] = Subset.whole(test_bank)
     num_classes[dataset] = images.num_classes
