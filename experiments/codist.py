@@ -93,6 +93,14 @@ def _define_flags() -> None:
     " 330, 684 or 1,411 in its Stack Overflow.",
     lower_bound=1,
   )
+  flags.DEFINE_enum(
+    "bank",
+    "device",
+    ["device", "round"],
+    "Where the examples lie: all on each device, or on the host, from which"
+    " each round's alone are sent, for data sets larger than a device. Changes"
+    " speed and memory only.",
+  )
   flags.DEFINE_integer(
     "partition_seed", 0, "Seed of the clients' shares.", lower_bound=0
   )
@@ -283,6 +291,10 @@ def configuration(
   }
   values["algorithm"] = algorithm
   config, speed = common.resolved_flags(__name__, values, speed, workdir)
+  if speed["bank"] == "round":
+    reason = "--bank=round sends each round's examples by themselves"
+    common.refuse(reason, "autotune", "rounds_per_dispatch")
+    speed["rounds_per_dispatch"] = 1
   return dict(sorted(config.items())), speed
 
 
@@ -299,15 +311,21 @@ class Experiment:
     self.task = TASKS[config["dataset"]].Task(config, speed, self.engine)
     self.data, self.models = self.task.data, self.task.models
     self._pools = {}
-    *pools, distill, test, heldout = population.put_banks(
-      *self.data.pools, self.data.distill, self.data.test, self.data.heldout
-    )
-    self.device_data = {"pools": tuple(pools), "distill": distill}
+    sets = {"test": self.data.test, "heldout": self.data.heldout}
+    self.device_data = {}
+    if speed["bank"] == "round":
+      sets = {name: subset.alone() for name, subset in sets.items()}
+      banks = population.put_banks(*sets.values())
+    else:
+      *banks, distill = population.put_banks(
+        *sets.values(), *self.data.pools, self.data.distill
+      )
+      self.device_data = {"pools": tuple(banks[2:]), "distill": distill}
     self.evaluator = evaluate.Evaluator(
       self.models,
       {
-        "test": population.Subset(test, self.data.test.index),
-        "heldout": population.Subset(heldout, self.data.heldout.index),
+        name: population.Subset(bank, subset.index)
+        for bank, (name, subset) in zip(banks, sets.items())
       },
       engine=self.engine,
       batch_size=speed["eval_batch_size"],
@@ -389,6 +407,13 @@ class Experiment:
       plan = plan._replace(distill=np.zeros(shape, np.int32))
     return plan
 
+  def localized(self, config: dict, speed: dict, round: int):
+    """The plan of a round and the examples that it needs."""
+    plan = self.plan(config, speed, round)
+    work = population.localize(plan, self.data.pools, self.data.distill)
+    # Over several processes the engine places them, as it does the plan.
+    return work if jax.process_count() > 1 else jax.device_put(work)
+
   def evaluate(self, state) -> dict[str, float]:
     """Accuracy and loss of each pool on the test and the held-out set."""
     results = self.evaluator([pool.variables for pool in state.pools])
@@ -460,11 +485,17 @@ def train(
   """Runs one algorithm in a folder of its own, or goes on with it."""
   keep_files(folder, experiment.task.files)
   algorithm = experiment.algorithm(config, speed)
+  plan = experiment.plan
+  if speed["bank"] == "round":
+    plan, step = experiment.localized, algorithm.step
+    algorithm = algorithm._replace(
+      step=lambda state, work, _: step(state, *work)
+    )
   compile = functools.partial(experiment.engine.compile, donate=(0,))
   return training.run(
     algorithm._replace(step=compile(algorithm.step)),
     jax.random.key(config["seed"]),
-    functools.partial(experiment.plan, config, speed),
+    functools.partial(plan, config, speed),
     experiment.device_data,
     experiment.evaluate,
     rounds=config["rounds"],

@@ -24,6 +24,7 @@ FLAGS = flags.FLAGS
 # Flags that change the speed of a run and not its result.
 SPEED_FLAGS = (
   "autotune",
+  "bank",
   "cpu_devices",
   "checkpoint_every",
   "conv",

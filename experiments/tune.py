@@ -447,6 +447,10 @@ def main() -> None:
     "distributed_coordinator",
   )
   common.refuse("trials run round by round", "rounds_per_dispatch")
+  if "bank" in FLAGS and FLAGS.bank == "round":
+    raise common.UsageError(
+      "--bank=round: trials share the banks on the device"
+    )
   tunable = EXPERIMENTS[FLAGS.experiment]
   module = importlib.import_module(tunable.module)
   names = FLAGS.algorithm

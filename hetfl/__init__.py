@@ -31,6 +31,7 @@ from hetfl.next_word import (
 from hetfl.party import fit, Party, plan_fit
 from hetfl.population import (
   ClientPopulation,
+  localize,
   plan_clients,
   plan_distillation,
   plan_round,
@@ -69,6 +70,7 @@ __all__ = (
   "fml",
   "group_clients",
   "independent",
+  "localize",
   "merge_gradients",
   "merged_codist",
   "momentum_sgd",

@@ -13,7 +13,7 @@ Letters used throughout: K clients, L lanes, S steps, B batch size.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import heapq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,6 +36,14 @@ class Subset(NamedTuple):
   def whole(cls, bank: Bank) -> "Subset":
     """All examples of a bank."""
     return cls(bank, np.arange(num_examples(bank), dtype=np.int32))
+
+  def alone(self) -> "Subset":
+    """The same examples in a bank of their own.
+
+    >>> Subset({'y': np.arange(9)}, np.array([2, 7])).alone().bank['y']
+    array([2, 7])
+    """
+    return Subset.whole({name: a[self.index] for name, a in self.bank.items()})
 
 
 def num_examples(bank: Bank) -> int:
@@ -464,6 +472,66 @@ def put_banks(*sets: ClientPopulation | Subset) -> list[dict[str, jax.Array]]:
   banks = {id(s.bank): s.bank for s in sets}
   there = {key: jax.device_put(dict(bank)) for key, bank in banks.items()}
   return [there[id(s.bank)] for s in sets]
+
+
+def localize(
+  plan: RoundPlan,
+  pools: Sequence[ClientPopulation],
+  distill: Subset | None = None,
+) -> tuple[RoundPlan, dict[str, Any]]:
+  """Cuts the banks down to what one round needs of them.
+
+  For banks that are too large for a device: the round's own are a few clients'
+  examples and the distillation batches, and the results are the same.
+
+  Args:
+    plan: the round's plan.
+    pools: P pools' clients.
+    distill: the distillation set, if the plan has batches of it.
+
+  Returns:
+    The plan with positions in the new banks, and the banks as `step` takes
+    them, still on the host. Their lengths are powers of two, so that unlike
+    rounds share a few compiled programs.
+
+  >>> clients = ClientPopulation.from_lists({'y': np.arange(9)}, [[4, 8], [2]])
+  >>> plan = plan_round(
+  ...     [clients], seed=0, round=1, clients_per_round=1, batch_size=2,
+  ...     num_lanes=1)
+  >>> small, data = localize(plan, [clients])
+  >>> bank = data['pools'][0]
+  >>> len(bank['y']), clients.bank['y'][plan.pools[0].index[0, 0]].tolist() == (
+  ...     bank['y'][small.pools[0].index[0, 0]].tolist())
+  (8, True)
+  """
+  used = [(p.bank, lanes.index) for p, lanes in zip(pools, plan.pools)]
+  if plan.distill is not None:
+    used.append((distill.bank, plan.distill))
+  together = {}
+  for bank, index in used:
+    together.setdefault(id(bank), (bank, []))[1].append(index[index >= 0])
+  positions, cut = {}, {}
+  for key, (bank, indices) in together.items():
+    there = np.unique(np.concatenate(indices))
+    positions[key] = there
+    fill = np.full(_padded_length(len(there)) - len(there), there[0])
+    rows = np.concatenate([there, fill])
+    cut[key] = {name: array[rows] for name, array in bank.items()}
+
+  def moved(bank, index):
+    new = np.searchsorted(positions[id(bank)], index)
+    return np.where(index >= 0, new, -1).astype(np.int32)
+
+  lanes = tuple(
+    lanes._replace(index=moved(p.bank, lanes.index))
+    for p, lanes in zip(pools, plan.pools)
+  )
+  data = {"pools": tuple(cut[id(p.bank)] for p in pools)}
+  batches = plan.distill
+  if batches is not None:
+    batches = moved(distill.bank, batches)
+    data["distill"] = cut[id(distill.bank)]
+  return RoundPlan(plan.round, lanes, batches), data
 
 
 def stack_plans(plans: Sequence[RoundPlan]) -> RoundPlan:

@@ -124,6 +124,24 @@ def test_ten_rounds_in_one_dispatch(name):
 
 
 @every_algorithm
+def test_a_rounds_own_banks_are_enough(reference, name):
+  algorithm = jitted(build(name))
+  state = algorithm.init(jax.random.key(0))
+  clients = [federation.POPULATION] * 2
+  for round in range(1, ROUNDS + 1):
+    plan, data = population.localize(
+      federation.make_plan(round), clients, federation.POPULATION.examples()
+    )
+    # Both pools and the distillation share one bank, and still do.
+    assert data["pools"][0] is data["distill"]
+    assert len(data["distill"]["y"]) in (32, 64)
+    state, metrics = algorithm.step(state, plan, data)
+  expected, expected_metrics = reference[name]
+  assert_close(federation.params(state), federation.params(expected))
+  assert_close(metrics, expected_metrics)
+
+
+@every_algorithm
 def test_trials_are_a_batch_axis(name):
   trials = 4
   algorithm = build(name)

@@ -77,7 +77,7 @@ def test_speed_flags_change_nothing_but_rounding(codist, tmp_path):
       "--microbatch=0",
       "--rounds_per_dispatch=3",
     ),
-    "mesh": ("--engine=mesh", "--cpu_devices=2", "--lanes=4"),
+    "mesh": ("--engine=mesh", "--cpu_devices=2", "--lanes=4", "--bank=round"),
   }
   results = {}
   for name, flags in cases.items():
