@@ -353,33 +353,25 @@ class Experiment:
     ]
     # What a meme is as a whole, for each client.
     self.memes = [splice(self.global_model, c.adaptor) for c in self.clients]
-    # Clients of one data set share its banks.
-    everywhere = population.Subset(
-      self.data.clients[0].heldout.bank,
-      np.concatenate([c.heldout.index for c in self.data.clients]),
-    )
-    sets = {
-      f"client{k}": held.validation for k, held in enumerate(self.data.clients)
-    }
-    sets |= {
-      f"client{k}_heldout": held.heldout
-      for k, held in enumerate(self.data.clients)
-      if config["heldout_examples"]
-    }
-    if not trunk:
+    held, sets = self.data.clients, {}
+    for k, client in enumerate(held):
+      sets[f"client{k}"] = client.validation
+      if config["heldout_examples"]:
+        sets[f"client{k}_heldout"] = client.heldout
+    if not trunk:  # All clients have one data set.
       sets["test"] = next(iter(self.data.test.values()))
       if config["heldout_examples"]:
-        sets["heldout"] = everywhere
-    train = [c.train for c in self.data.clients]
-    banks = population.put_banks(*train, *sets.values())
-    self.banks = {c.dataset: bank for c, bank in zip(self.data.clients, banks)}
+        everywhere = np.concatenate([c.heldout.index for c in held])
+        sets["heldout"] = population.Subset(held[0].heldout.bank, everywhere)
+    banks = population.put_banks(*(c.train for c in held), *sets.values())
+    self.banks = {c.dataset: bank for c, bank in zip(held, banks)}
     names = [
       {f"client{k}", f"client{k}_heldout"} for k in range(len(self.clients))
     ]
     options = dict(
       sets={
         name: population.Subset(bank, subset.index)
-        for (name, subset), bank in zip(sets.items(), banks[len(train) :])
+        for (name, subset), bank in zip(sets.items(), banks[len(held) :])
       },
       transform=self.recipe.evaluate,
       engine=self.engine,
@@ -481,9 +473,9 @@ class Experiment:
         add(k, values, "")
     if server is not None and self.clients[0].adaptor is None:
       (values,) = self.global_evaluator([server])
-      for kind in ("test", *kinds.keys() - {"validation"}):
-        for name in ("accuracy", "loss"):
-          row[f"global/{kind}_{name}"] = values[f"{kind}_{name}"]
+      for name, value in values.items():
+        if name.startswith(("test_", "heldout_")):
+          row[f"global/{name}"] = value
       for k in clients:
         add(k, values, prefix)
     elif server is not None:
