@@ -114,6 +114,34 @@ class Chunks(NamedTuple):
   when: jax.Array | bool = True
 
 
+class Stages(NamedTuple):
+  """A function of a row that can be interrupted between its steps.
+
+  Attributes:
+    begin: `(*shared, row) -> carry`.
+    advance: `(*shared, row, carry, first, last) -> carry`, runs steps `first`
+      to `last - 1`.
+    end: `(*shared, row, carry) -> result`.
+  """
+
+  begin: Callable[..., PyTree]
+  advance: Callable[..., PyTree]
+  end: Callable[..., PyTree]
+
+  def whole(self, *args, steps: jax.Array) -> PyTree:
+    """Runs all steps at once.
+
+    Args:
+      *args: the shared arguments and the row.
+      steps: how many steps the row has.
+
+    Returns:
+      The result.
+    """
+    carry = self.begin(*args)
+    return self.end(*args, self.advance(*args, carry, 0, steps))
+
+
 class Each(NamedTuple):
   """Applies `fn(*shared, row)` to each row of `rows` and stacks the results.
 
@@ -124,11 +152,14 @@ class Each(NamedTuple):
     fn: a pure function of one row.
     shared: arguments that all rows see.
     rows: a pytree of arrays with N rows.
+    stages: the same in stages, so that threads can change rows between them,
+      and the number of steps of each row, `int32[N]`; `None` if it has none.
   """
 
   fn: Callable[..., PyTree]
   shared: tuple[PyTree, ...]
   rows: PyTree
+  stages: tuple[Stages, np.ndarray] | None = None
 
 
 Job = Call | Lanes | Chunks | Each
@@ -406,7 +437,7 @@ class Threads:
     flat = [task for group in tasks for task in group]
     # Longest first, by what the program took before; new ones lead.
     order = sorted(range(len(flat)), key=lambda i: -self._cost(*flat[i]))
-    running = {i: self._pool.submit(self._execute, *flat[i]) for i in order}
+    running = {i: self._start(*flat[i]) for i in order}
     results = iter([running[i].result() for i in range(len(flat))])
     return tuple(
       self._join(job, [next(results) for _ in group])
@@ -426,8 +457,12 @@ class Threads:
       return [(fn, job.args, 1)] if fn else []
     if isinstance(job, Each):
       rows = len(jax.tree.leaves(job.rows)[0])
+      fn, steps = job.fn, [1] * rows
+      if job.stages and rows % self.num_threads:
+        fn, steps = job.stages
       return [
-        (job.fn, (*job.shared, part(job.rows, i)), 1) for i in range(rows)
+        (fn, (*job.shared, part(job.rows, i)), int(n))
+        for i, n in zip(range(rows), steps)
       ]
     if not job.when:
       return []
@@ -439,9 +474,39 @@ class Threads:
       for i in range(0, rows, size)
     ]
 
-  def _cost(self, fn: Callable, args: tuple, size: int) -> float:
+  def _start(self, fn: Callable | Stages, args: tuple, size: int):
+    """Submits a task, and one in stages piece by piece.
+
+    Rows that the threads cannot share equally take turns: the next piece goes
+    to the end of the queue, so that all rows end at about the same time.
+    """
+    if not isinstance(fn, Stages):
+      return self._pool.submit(self._execute, fn, args, size)
+    result = futures.Future()
+    cuts = np.linspace(0, size, self.num_pieces + 1).astype(np.int32)
+
+    def piece(i, carry):
+      try:
+        if i == 0:
+          carry = self._execute(fn.begin, args, 1)
+        first, last = cuts[i], cuts[i + 1]
+        carry = self._execute(
+          fn.advance, (*args, carry, first, last), int(last - first)
+        )
+        if i + 2 < len(cuts):
+          self._pool.submit(piece, i + 1, carry)
+        else:
+          result.set_result(self._execute(fn.end, (*args, carry), 1))
+      except BaseException as error:
+        result.set_exception(error)
+
+    self._pool.submit(piece, 0, None)
+    return result
+
+  def _cost(self, fn: Callable | Stages, args: tuple, size: int) -> float:
     """Seconds that a program may take; infinite if it never ran."""
     del args
+    fn = fn.advance if isinstance(fn, Stages) else fn
     return self._seconds.get(fn, math.inf) * max(size, 1)
 
   def _join(self, job: Job, results: list[PyTree]) -> PyTree:

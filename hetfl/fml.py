@@ -10,6 +10,7 @@ equation 5.
 """
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -219,6 +220,12 @@ def _merge(memes, weights):
   return jax.tree.map(mean, *memes)
 
 
+def _whole(stages, *args):
+  """All steps of a client's round."""
+  _, work = args[-1]
+  return stages.whole(*args, steps=work.steps)
+
+
 def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
   """Algorithm 1, or its clients without a server."""
   clients = tuple(clients)
@@ -234,10 +241,11 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
     microbatch=(1, float("inf")),
   )
   groups = group_clients(clients)
-  programs = [
+  stages = [
     client_program(clients[group[0]], global_model, **options)
     for group in groups
   ]
+  programs = [functools.partial(_whole, one) for one in stages]
   as_array = lambda x: jnp.asarray(x, jnp.float32)
   optimizer = options["optimizer"]
 
@@ -280,9 +288,10 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
           program,
           (state.server, now, key, data[clients[group[0]].bank]),
           (kept, work),
+          (one, work.steps),
         )
-        for program, group, kept, work in zip(
-          programs, groups, state.groups, plan.groups
+        for program, one, group, kept, work in zip(
+          programs, stages, groups, state.groups, plan.groups
         )
       )
     )

@@ -6,7 +6,6 @@ Reference: Shen et al. 2020, "Federated Mutual Learning", equation 5 and
 ClientUpdate of algorithm 1; Zhang et al. 2018, "Deep Mutual Learning".
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -18,6 +17,7 @@ import optax
 from hetfl import client as client_lib
 from hetfl import core
 from hetfl import distill as distill_lib
+from hetfl import engine as engine_lib
 
 PyTree = Any
 
@@ -223,7 +223,7 @@ def client_program(
   temperature: float = 1.0,
   sequential: bool = False,
   microbatch: int | None = None,
-) -> Callable[..., tuple[GroupState, core.Variables | None, core.Metrics]]:
+) -> engine_lib.Stages:
   """A client's round: ClientUpdate of algorithm 1.
 
   Args:
@@ -236,8 +236,8 @@ def client_program(
     microbatch: see `fml`.
 
   Returns:
-    `(server, hyper, key, bank, (kept, work)) -> (kept, meme, metrics)`:
-    `server` is the global model's `Variables`, `hyper` the round's
+    The stages of `(server, hyper, key, bank, (kept, work)) -> (kept, meme,
+    metrics)`: `server` is the global model's `Variables`, `hyper` the round's
     `learning_rate`, `alpha` and `beta`, `key` the round's key, `bank` the
     examples on the device, `kept` a row of a `GroupState` and `work` a row of
     `ClientRounds`. Step `s` of client `k` draws from
@@ -327,14 +327,23 @@ def client_program(
     )
     return scale(grads), {n: after[n].stats for n in names}, sums, count
 
-  def program(server, hyper, key, bank, row):
-    kept, work = jax.tree.map(jnp.asarray, row)  # NumPy's, if not under jit.
+  def begin(server, hyper, key, bank, row):
+    del key, bank
+    kept, _ = jax.tree.map(jnp.asarray, row)  # NumPy's, if not under jit.
     variables = {"local": kept.local}
     opt_states = {"local": kept.opt_state}
-    sgd = optimizer(hyper["learning_rate"])
     if global_model is not None:
       variables["meme"] = fork(server, kept.adaptor)  # Line 3.
+      sgd = optimizer(hyper["learning_rate"])
       opt_states["meme"] = sgd.init(variables["meme"].params)
+    zero = core.Mean(jnp.zeros(()), jnp.zeros(()))
+    means = {f"{n}_{x}": zero for n in models for x in ("loss", "kl")}
+    return variables, opt_states, means
+
+  def advance(server, hyper, key, bank, row, carry, first, last):
+    del server
+    _, work = jax.tree.map(jnp.asarray, row)
+    sgd = optimizer(hyper["learning_rate"])
 
     def step(s, carry):  # Lines 4 and 5.
       variables, opt_states, means = carry
@@ -359,11 +368,12 @@ def client_program(
         }
       return variables, opt_states, means
 
-    zero = core.Mean(jnp.zeros(()), jnp.zeros(()))
-    means = {f"{n}_{x}": zero for n in models for x in ("loss", "kl")}
-    variables, opt_states, means = jax.lax.fori_loop(
-      0, work.steps, step, (variables, opt_states, means)
-    )
+    return jax.lax.fori_loop(first, last, step, carry)
+
+  def end(server, hyper, key, bank, row, carry):
+    del server, hyper, key, bank
+    kept, _ = row
+    variables, opt_states, means = carry
     meme, adaptor = None, kept.adaptor
     if global_model is not None:
       meme, adaptor = _unsplice(variables["meme"], kept.adaptor)
@@ -372,4 +382,4 @@ def client_program(
     )
     return kept, meme, means
 
-  return program
+  return engine_lib.Stages(begin, advance, end)

@@ -88,3 +88,40 @@ def test_each_row_by_itself(rows):
     ((sums, numbers),) = runner.run(job)
     np.testing.assert_array_equal(sums, 2 * v.sum(axis=1))
     np.testing.assert_array_equal(numbers, np.arange(rows))
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_rows_in_stages_are_rows(rows):
+  """Sums 1 + 2 + ... + n; some rows have fewer steps than there are pieces."""
+  whole = []
+  stages = engine.Stages(
+    begin=lambda row: jnp.zeros(()),
+    advance=lambda row, carry, first, last: jax.lax.fori_loop(
+      first, last, lambda s, total: total + s + 1, carry
+    ),
+    end=lambda row, carry: (row["n"], carry),
+  )
+
+  def fn(row):
+    whole.append(row)
+    return stages.whole(row, steps=row["n"])
+
+  steps = np.array([9, 1, 0, 20, 7][:rows], np.int32)
+  job = engine.Each(fn, (), {"n": steps}, (stages, steps))
+  for runner in (engine.Threads(2), engine.Inline(max_lanes=2)):
+    ((numbers, sums),) = runner.run(job)
+    np.testing.assert_array_equal(numbers, steps)
+    np.testing.assert_array_equal(sums, steps * (steps + 1) / 2)
+    if isinstance(runner, engine.Threads):
+      # Two threads share four rows equally, and five piece by piece.
+      assert bool(whole) == (rows == 4)
+
+
+def test_an_error_in_a_stage_is_raised():
+  def broken(row, carry, first, last):
+    raise ValueError("no step")
+
+  stages = engine.Stages(lambda row: row, broken, lambda row, carry: carry)
+  rows = np.arange(3)
+  with pytest.raises(ValueError, match="no step"):
+    engine.Threads(2).run(engine.Each(None, (), rows, (stages, rows)))
