@@ -7,7 +7,8 @@ drifts slows both. The table gives medians; `ratio` is the median of the
 ratios peer / ours turn by turn: above one, ours is faster. `ceiling_share` is
 how much of the speed of large matrix products, measured beside, the products
 of our round come to. `--only` takes names and beginnings of names, such as
-`fedavg_large` or `fml`. A chart is drawn beside the JSON.
+`fedavg_large` or `fml`; the rows in `_plain` take minutes on a CPU. A chart is
+drawn beside the JSON.
 """
 
 import argparse
