@@ -56,28 +56,17 @@ def plan_of(
   clients, round: int, num_lanes: int, num_pools: int, distills: bool
 ) -> population.RoundPlan:
   """20 clients of each pool and, if it distils, 32 batches of 128 images."""
-  lanes = tuple(
-    population.plan_clients(
-      clients,
-      seed=0,
-      round=round,
-      pool=pool,
-      clients_per_round=peers.COHORT,
-      batch_size=peers.BATCH_SIZE,
-      num_lanes=num_lanes,
-    )
-    for pool in range(num_pools)
+  return population.plan_round(
+    [clients] * num_pools,
+    clients.examples() if distills else None,
+    seed=0,
+    round=round,
+    clients_per_round=peers.COHORT,
+    batch_size=peers.BATCH_SIZE,
+    num_lanes=num_lanes,
+    distill_steps=DISTILL_STEPS,
+    distill_batch_size=DISTILL_BATCH,
   )
-  batches = None
-  if distills:
-    batches = population.plan_distillation(
-      clients.examples(),
-      seed=0,
-      round=round,
-      steps=DISTILL_STEPS,
-      batch_size=DISTILL_BATCH,
-    )
-  return population.RoundPlan(np.int32(round), lanes, batches)
 
 
 def fedavg_round(size: str, sizes=EQUAL) -> rounds.Round:
@@ -149,7 +138,10 @@ def fedavg_flops(size: str, images: int) -> float:
 
 def codist_flops() -> float:
   """FLOPs of a round of both pools with its codistillation."""
-  images, distilled = peers.COHORT * peers.EXAMPLES, 32 * 128
+  images, distilled = (
+    peers.COHORT * peers.EXAMPLES,
+    DISTILL_STEPS * DISTILL_BATCH,
+  )
   return sum(
     (images + distilled) * image_flops(size, True)
     + distilled * image_flops(size, False)

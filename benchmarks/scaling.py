@@ -66,15 +66,14 @@ def many_clients(
 
 
 def plan_of(clients, round, per_round, lanes) -> population.RoundPlan:
-  plan = population.plan_clients(
-    clients,
+  return population.plan_round(
+    [clients],
     seed=0,
     round=round,
     clients_per_round=per_round,
     batch_size=BATCH_SIZE,
     num_lanes=lanes,
   )
-  return population.RoundPlan(np.int32(round), (plan,), None)
 
 
 def timed(run: Callable[[int], object], runs: int) -> Row:

@@ -11,6 +11,8 @@ import tempfile
 from typing import Any
 import urllib.request
 
+import numpy as np
+
 from hetfl.data.errors import DataError
 
 _BLOCK = 1 << 20
@@ -95,6 +97,38 @@ def read_tfds(
       f" it and prepare {name} with TFDS again (version 3.0.2 or newer,"
       " array_record)"
     ) from error
+
+
+def read_tfds_images(
+  folder: str, name: str, split: str
+) -> tuple[np.ndarray, np.ndarray]:
+  """Images and labels of a prepared set, in its order.
+
+  Args:
+    folder: what `prepared_tfds` gave.
+    name: the set's name in TFDS.
+    split: 'train' or 'test'.
+
+  Returns:
+    The images, as they are stored, and the labels.
+
+  Raises:
+    DataError: the set cannot be read, or its images are of unlike shapes.
+    ImportError: TFDS is not there.
+  """
+  images, labels = [], []
+
+  def visit(example):
+    images.append(np.asarray(example["image"]))
+    labels.append(int(example["label"]))
+
+  read_tfds(folder, name, split, visit)
+  if len({image.shape for image in images}) != 1:
+    raise DataError(
+      f"{folder}: its {split} part is empty or has images of unlike shapes:"
+      f" delete it and prepare {name} with TFDS again (array_record)"
+    )
+  return np.stack(images), np.array(labels)
 
 
 def download(url: str, path: str, md5: str, page: str) -> None:

@@ -286,14 +286,9 @@ def _read_sqlite(path: str) -> Bank:
 def _read_tfds(folder: str) -> tuple[Bank, Bank]:
   banks = []
   for split in SIZES:
-    images, labels = [], []
-
-    def visit(example, images=images, labels=labels):
-      images.append(np.squeeze(example["image"]))
-      labels.append(int(example["label"]))
-
-    files.read_tfds(folder, "emnist/letters", split, visit)
-    images, labels = np.stack(images), np.array(labels)
+    images, labels = files.read_tfds_images(folder, "emnist/letters", split)
+    if images.shape[-1] == 1:
+      images = images[..., 0]
     where = f"{folder} ({split})"
     banks.append(
       _bank(where, _transposed(images), labels, first=1, split=split)

@@ -224,14 +224,7 @@ def _read_tfds(folder: str) -> tuple[Bank, Bank]:
   """Reads a prepared set, in its order."""
   banks = []
   for split, files in (("train", _TRAIN), ("test", _TEST)):
-    images, labels = [], []
-
-    def visit(example, images=images, labels=labels):
-      images.append(np.asarray(example["image"]))
-      labels.append(int(example["label"]))
-
-    files_lib.read_tfds(folder, "mnist", split, visit)
-    images, labels = np.asarray(images), np.asarray(labels)
+    images, labels = files_lib.read_tfds_images(folder, "mnist", split)
     want = files[0].shape
     if images.shape != (*want, 1):
       raise DataError(
