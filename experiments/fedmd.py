@@ -25,7 +25,6 @@ import jax.numpy as jnp
 
 from hetfl import (
   augment,
-  checkpoint,
   core,
   evaluate,
   logs,
@@ -34,6 +33,7 @@ from hetfl import (
   training,
 )
 from hetfl.data import fedmd_images
+from hetfl.engine import from_first
 from hetfl.fedmd import (
   bytes_per_round,
   fedmd,
@@ -191,8 +191,10 @@ class Experiment:
       for name, value in self.config.items()
       if name not in settings.COLLABORATION | others
     }
+    # Of several processes only the first has the other run's folder.
+    other = FLAGS.pretrained if jax.process_index() == 0 else None
     return logs.RunFolder(
-      pathlib.Path(FLAGS.pretrained or workdir) / phase, config, self.speed
+      pathlib.Path(other or workdir) / phase, config, self.speed
     )
 
   def fit(
@@ -263,15 +265,8 @@ class Experiment:
       eval_every=1,
       **self.options(folder),
     )
-    found = checkpoint.Checkpoints(folder.checkpoints).latest(
-      like=jax.eval_shape(algorithm.init, start)
-    )
-    if found is None or found[0] != result["rounds"]:
-      raise ValueError(
-        f"{folder.path}: finished, but its last checkpoint is gone; delete"
-        " the folder, and the same command runs the phase again"
-      )
-    return [learner.trained for learner in found[1].parties], result["parties"]
+    state = training.final_state(algorithm, start, folder)
+    return [learner.trained for learner in state.parties], result["parties"]
 
   def algorithm(self) -> core.Algorithm:
     """The collaboration."""
@@ -368,7 +363,7 @@ class Experiment:
     """Runs the collaboration, or goes on with it."""
     algorithm = self.compiled(self.algorithm())
     start = (self.key(len(settings.PHASES)), trained)
-    if not logs.read_rows(folder.metrics):
+    if not from_first(bool(logs.read_rows(folder.metrics))):
       # Round 0: what the parties can do before they say a word.
       with logs.MetricsLog(
         folder, tensorboard=self.speed["tensorboard"]
@@ -408,11 +403,12 @@ def main() -> None:
   common.refuse(
     "not for FedMD, whose rounds are long", "autotune", "rounds_per_dispatch"
   )
-  common.refuse(
-    "FedMD's phases hand their models on in one process; its devices are used"
-    " by --engine=mesh",
-    "distributed_coordinator",
-  )
+  first = jax.process_index() == 0
+  if FLAGS.pretrained and first and not pathlib.Path(FLAGS.pretrained).is_dir():
+    raise common.UsageError(
+      f"--pretrained={FLAGS.pretrained}: there is no such folder; give the"
+      " --workdir of a run, or leave it out"
+    )
   workdir = common.default_workdir("fedmd", FLAGS.environment)
   config, speed = settings.configuration(workdir)
   experiment = Experiment(config, speed)

@@ -570,7 +570,6 @@ def train(
     rounds_per_dispatch=speed["rounds_per_dispatch"],
     scanned_step=compile(training.scanned(algorithm.step)),
     # All rounds have one shape.
-    stack_plans=lambda plans: jax.tree.map(lambda *a: np.stack(a), *plans),
   )
 
 

@@ -263,6 +263,7 @@ def fedmd(
             data["public"],
             plan.subset,
           ),
+          apart=True,
         )
         for program, party in zip(speak, state.parties)
       )
@@ -287,6 +288,7 @@ def fedmd(
             private,
             revisit,
           ),
+          apart=True,
         )
         for k, (program, party, digest, private, revisit) in enumerate(
           zip(

@@ -260,6 +260,7 @@ def fit(
           ),
           learner.wait < patience,
           _stopped,
+          apart=True,
         )
         for k, (epoch, learner, bank, batches) in enumerate(
           zip(epochs, state.parties, data["train"], plan.batches, strict=True)

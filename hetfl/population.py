@@ -534,12 +534,12 @@ def localize(
   return RoundPlan(plan.round, lanes, batches), data
 
 
-def stack_plans(plans: Sequence[RoundPlan]) -> RoundPlan:
+def stack_plans(plans: Sequence[Any]) -> Any:
   """Puts the plans of several rounds on one axis, for `jax.lax.scan`.
 
   Args:
-    plans: plans with as many pools and lanes, and distillation batches of one
-      shape; lanes of unlike lengths are filled up.
+    plans: plans of one kind; a `RoundPlan`'s lanes of unlike lengths are
+      filled up, all else must be of one shape.
 
   Returns:
     A plan with rounds on the first axis of each array.
@@ -551,25 +551,27 @@ def stack_plans(plans: Sequence[RoundPlan]) -> RoundPlan:
   >>> stack_plans(plans).pools[0].index.shape
   (2, 1, 16, 1)
   """
-  pools = []
-  for lanes in zip(*(plan.pools for plan in plans)):
-    size = max(plan.client.shape[1] for plan in lanes)
+  if isinstance(plans[0], RoundPlan):
+    pools = zip(*(map(_filled, zip(*(plan.pools for plan in plans)))))
+    plans = [plan._replace(pools=p) for plan, p in zip(plans, pools)]
+  return jax.tree.map(lambda *arrays: np.stack(arrays), *plans)
 
-    def fill(array, value, size=size):
-      missing = size - array.shape[1]
-      widths = [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2)
-      return np.pad(array, widths, constant_values=value)
 
-    pools.append(
-      LanePlan(
-        index=np.stack([fill(plan.index, -1) for plan in lanes]),
-        client=np.stack([fill(plan.client, 0) for plan in lanes]),
-        step=np.stack([fill(plan.step, 0) for plan in lanes]),
-        weight=np.stack([fill(plan.weight, 0) for plan in lanes]),
-        steps=np.stack([plan.steps for plan in lanes]),
-      )
+def _filled(lanes: Sequence[LanePlan]) -> list[LanePlan]:
+  """Plans of a pool in several rounds, all as long as the longest."""
+  size = max(plan.client.shape[1] for plan in lanes)
+
+  def fill(array, value):
+    widths = [(0, 0)] * array.ndim
+    widths[1] = (0, size - array.shape[1])
+    return np.pad(array, widths, constant_values=value)
+
+  return [
+    plan._replace(
+      index=fill(plan.index, -1),
+      client=fill(plan.client, 0),
+      step=fill(plan.step, 0),
+      weight=fill(plan.weight, 0),
     )
-  distill = None
-  if plans[0].distill is not None:
-    distill = np.stack([plan.distill for plan in plans])
-  return RoundPlan(np.stack([p.round for p in plans]), tuple(pools), distill)
+    for plan in lanes
+  ]

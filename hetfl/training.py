@@ -136,7 +136,6 @@ def run(
   stop_on_nonfinite: bool = False,
   rounds_per_dispatch: int = 1,
   scanned_step: Callable | None = None,
-  stack_plans: Callable[[Sequence[Any]], Any] = population.stack_plans,
 ) -> dict[str, Any]:
   """Trains, or goes on training, to the last round.
 
@@ -177,7 +176,6 @@ def run(
       one by one. Changes nothing but rounding.
     scanned_step: that program, for more than one:
       `engine.compile(scanned(step), donate=(0,))`.
-    stack_plans: puts plans of several rounds on one axis.
 
   Returns:
     What `result.json` holds: what `summarize` returned, `rounds`, `seconds`
@@ -241,9 +239,7 @@ def run(
     dispatches = _dispatches(
       done + 1, rounds, (eval_every, checkpoint_every), rounds_per_dispatch
     )
-    plans = stack.enter_context(
-      contextlib.closing(_ahead(plan_fn, stack_plans, dispatches))
-    )
+    plans = stack.enter_context(contextlib.closing(_ahead(plan_fn, dispatches)))
 
     def seconds() -> float:
       return before + time.monotonic() - started
@@ -309,6 +305,35 @@ def run(
     )
     raise SystemExit(128 + (signals or [signal.SIGTERM])[0])
   return _shared(folder)
+
+
+def final_state(
+  algorithm: core.Algorithm, key: Any, folder: logs.RunFolder
+) -> Any:
+  """What a finished run ended with, in every process.
+
+  Args:
+    algorithm: the run's algorithm.
+    key: what `run` was given for `algorithm.init`.
+    folder: the run's folder.
+
+  Returns:
+    The state after the last round.
+
+  Raises:
+    ValueError: the folder has no checkpoint of that round any more.
+  """
+  rounds = _shared(folder)["rounds"]
+  found = _latest(
+    checkpoint.Checkpoints(folder.checkpoints),
+    core.strong(jax.jit(algorithm.init)(key)),
+  )
+  if found is None or found[0] != rounds:
+    raise ValueError(
+      f"{folder.path}: finished, but its last checkpoint is gone; delete the"
+      " folder, and the same command runs it again"
+    )
+  return found[1]
 
 
 def scanned(step: Callable) -> Callable:
@@ -458,14 +483,15 @@ def _dispatches(
 
 def _ahead(
   plan_fn: Callable[[int], Any],
-  stack_plans: Callable[[Sequence[Any]], Any],
   dispatches: Iterator[range],
 ) -> Iterator[tuple[range, Any]]:
   """Dispatches and their plans, made while the ones before are at work."""
 
   def plan(rounds):
     plans = [plan_fn(round) for round in rounds]
-    return rounds, plans[0] if len(plans) == 1 else stack_plans(plans)
+    return rounds, (
+      plans[0] if len(plans) == 1 else population.stack_plans(plans)
+    )
 
   executor = futures.ThreadPoolExecutor(1, thread_name_prefix="plan")
   try:

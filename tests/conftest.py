@@ -1,4 +1,4 @@
-"""Four CPU devices, so that meshes can be tested anywhere, and experiments."""
+"""Eight CPU devices, so that meshes can be tested anywhere, and experiments."""
 
 import functools
 import os
@@ -8,7 +8,7 @@ import pytest
 
 from tests import runs
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 # An array that broadcasts by accident is an error.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

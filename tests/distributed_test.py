@@ -1,5 +1,6 @@
 """Many devices and many processes give what one gives."""
 
+import functools
 import json
 import shutil
 import socket
@@ -13,7 +14,7 @@ import pytest
 from hetfl import engine
 from tests.runs import ROOT
 
-ALGORITHMS = ("fedavg", "periodic", "merged")
+ALGORITHMS = ("periodic", "merged", "fml", "fit", "fedmd")
 # Sums of the same float32 numbers, taken in another order in each round.
 TOLERANCE = dict(rtol=5e-4, atol=5e-6)
 
@@ -195,6 +196,56 @@ def test_the_command_line_of_two_processes(environment, tmp_path):
   _, err = process.communicate(timeout=120)
   assert process.returncode != 0 and not folder.exists()
   assert "error: --distributed_processes: missing" in err
+
+
+@pytest.mark.slow
+def test_the_phases_of_fedmd_over_two_processes(environment, tmp_path):
+  run = ("experiments/fedmd.py", "--num_parties=2", "--public_subset=96")
+  run += ("--public_epochs=2", "--transfer_epochs=2", "--pooled_epochs=1")
+  run += ("--rounds=2", "--notensorboard")
+  address = f"--distributed_coordinator=localhost:{free_port()}"
+  finish(
+    start(environment, *run, "--engine=inline", f"--workdir={tmp_path}/one")
+  )
+  finish(
+    *(
+      start(
+        environment,
+        *run,
+        f"--workdir={tmp_path}/two",
+        address,
+        "--distributed_processes=2",
+        f"--distributed_process_id={process}",
+      )
+      for process in range(2)
+    )
+  )
+  one, two = (
+    json.loads((tmp_path / name / "result.json").read_text())["parties"]
+    for name in ("one", "two")
+  )
+  for a, b in zip(one, two, strict=True):
+    assert b == pytest.approx(a, abs=0.02)  # An image or two of 360.
+
+
+def test_devices_take_a_call_each():
+  mesh = jax.make_mesh((4,), (engine.AXIS,), devices=jax.devices()[:4])
+  runner, ran = engine.Inline(mesh), []
+
+  def times(k, x):
+    jax.debug.callback(lambda: ran.append(k))
+    return k * x
+
+  two = (np.float32(2.0),)
+  calls = [
+    engine.Call(functools.partial(times, k), two, apart=True) for k in range(6)
+  ]
+  calls[2] = calls[2]._replace(when=np.bool_(False))
+  calls.insert(1, engine.Call(lambda x: -x, two))
+  results = jax.jit(lambda: runner.run(*calls))()
+  assert [float(result) for result in results] == [0, -2, 2, 0, 6, 8, 10]
+  jax.effects_barrier()
+  assert sorted(ran) == [0, 1, 3, 4, 5]  # Once, not on every device.
 
 
 def test_devices_share_a_batch():

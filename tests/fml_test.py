@@ -1,51 +1,38 @@
 """Federated Mutual Learning against its oracle, its limits and its engines."""
 
 from absl import logging
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from hetfl import core, engine, population
+from hetfl import engine, population
 from hetfl.fedavg import fedavg, fedavg_server, Pool
 from hetfl.fml import as_lanes, fml, group_clients, independent, plan_mutual
 from hetfl.models import fml as nets
 from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient
-from tests import federation
+from tests.algorithms import (
+  CNN,
+  HEAD,
+  MLP,
+  model,
+  noisy,
+  POPULATION,
+  SIZES,
+  WIDE,
+)
 from tests.oracles import codist
 from tests.oracles import fml as oracle
 
-SIZES = (3, 7, 4, 9, 5)
-POPULATION = federation.make_population(SIZES)
 ROUNDS = 3
 # The same numbers in another order of addition, in float32.
 TOLERANCE = dict(rtol=2e-4, atol=2e-6)
 
-
-def model(module):
-  return core.Model.from_flax(module, jnp.zeros(federation.EXAMPLE.shape))
-
-
-MLP, CNN, WIDE = map(model, federation.MODELS)
 TRUNK = model(nets.Net((2, 3), 3, (), None, padding="SAME"))
-HEAD = core.Model.from_flax(nn.Dense(federation.CLASSES), jnp.zeros((1, 3)))
 ALIKE = [MutualClient(MLP)] * 5
 UNLIKE = [MutualClient(m) for m in (MLP, WIDE, MLP, MLP, WIDE)]
 SPLICED = [c._replace(adaptor=HEAD) for c in UNLIKE]
-# Partial global model and adaptors that compile fast.
-DENSE_TRUNK = model(
-  nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(3)])
-)
-
-
-def noisy(key, batch):
-  """A transform that shows which key it was given."""
-  return {**batch, "x": batch["x"] + jax.random.uniform(key, batch["x"].shape)}
-
-
-NOISY = [c._replace(transform=noisy) for c in SPLICED]
 
 
 def held():
@@ -78,10 +65,6 @@ def build(clients=UNLIKE, runner=None, jit=True, **settings):
   options = dict(global_model=MLP, alpha=0.75, beta=0.25, learning_rate=0.125)
   algorithm = fml(clients, **{**options, **settings}, engine=runner)
   return algorithm._replace(step=jax.jit(algorithm.step)) if jit else algorithm
-
-
-def arrays(state):
-  return state.replace(key=None)
 
 
 def assert_close(a, b, **tolerance):
@@ -283,100 +266,6 @@ def test_clients_start_unlike_and_persist():
   for i in range(6):
     for j in range(i):
       assert not np.allclose(first[i], first[j])
-
-
-# --- Its engines ------------------------------------------------------------
-
-
-def mesh(size):
-  return jax.make_mesh((size,), (engine.AXIS,), devices=jax.devices()[:size])
-
-
-@pytest.fixture(scope="module")
-def reference():
-  return run(build(NOISY, global_model=DENSE_TRUNK))
-
-
-RUNNERS = {
-  "some": lambda: engine.Inline(max_lanes=2),
-  "mesh1": lambda: engine.Inline(mesh(1)),
-  "mesh4": lambda: engine.Inline(mesh(4)),
-  "threads": lambda: engine.Threads(2),
-}
-
-
-@pytest.mark.parametrize("name", RUNNERS)
-def test_engines_agree(reference, name):
-  expected, expected_metrics = reference
-  runner = RUNNERS[name]()
-  threads = isinstance(runner, engine.Threads)
-  algorithm = build(NOISY, runner, not threads, global_model=DENSE_TRUNK)
-  state, metrics = run(algorithm)
-  assert_close(arrays(state), arrays(expected))
-  assert_close(metrics, expected_metrics)
-  if threads:
-    assert_equal(arrays(run(algorithm)[0]), arrays(state))
-
-
-def test_rounds_in_one_scan(reference):
-  expected, _ = reference
-  algorithm = build(NOISY, jit=False, global_model=DENSE_TRUNK)
-  plans = [make_plan(round) for round in range(1, ROUNDS + 1)]
-  plans = jax.tree.map(lambda *a: np.stack(a), *plans)
-  data = make_data()
-  state, _ = jax.jit(
-    lambda state: jax.lax.scan(
-      lambda state, plan: algorithm.step(state, plan, data), state, plans
-    )
-  )(algorithm.init(jax.random.key(0)))
-  assert_close(arrays(state), arrays(expected))
-
-
-def test_trials_are_a_batch_axis():
-  algorithm = build(jit=False)
-  state = algorithm.init(jax.random.key(0))
-  trials = [
-    state.replace(hyper=jax.tree.map(lambda x, i=i: x * 0.8**i, state.hyper))
-    for i in range(3)
-  ]
-  stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(arrays, trials)).replace(
-    key=jnp.broadcast_to(state.key, (3,))
-  )
-  many = jax.jit(jax.vmap(algorithm.step, in_axes=(0, None, None)))
-  together, _ = run(algorithm._replace(step=many), 2, state=stacked)
-  ends = [run(build(), 2, state=trial)[0] for trial in trials]
-  for i, end in enumerate(ends):
-    ours = jax.tree.map(lambda x, i=i: x[i], arrays(together))
-    assert_close(ours, arrays(end))
-  with pytest.raises(AssertionError):
-    assert_close(ends[0].server, ends[1].server)
-
-
-def test_going_on_leaks_and_compilations(reference):
-  expected, _ = reference
-  algorithm = build(NOISY, jit=False, global_model=DENSE_TRUNK)
-  with jax.checking_leaks():
-    step = jax.jit(algorithm.step)
-    state, _ = run(algorithm._replace(step=step), 1)
-  host = jax.tree.map(np.asarray, arrays(state))
-  state = jax.tree.map(jnp.asarray, host).replace(key=state.key)
-  state, _ = run(algorithm._replace(step=step), 2, state=state, first=2)
-  assert step._cache_size() == 1
-  assert_equal(arrays(state), arrays(expected))
-
-
-def test_threads_compile_nothing_after_the_first_round():
-  events = []
-  jax.monitoring.register_event_duration_secs_listener(
-    lambda event, *_, **__: events.append(event)
-  )
-  compiled = lambda: sum("backend_compile" in event for event in events)
-  algorithm = build(runner=engine.Threads(2), jit=False)
-  state, _ = run(algorithm, 2)
-  before = compiled()
-  assert before > 0
-  run(algorithm, 3, state=state, first=3)
-  assert compiled() == before
 
 
 # --- Options ----------------------------------------------------------------

@@ -15,61 +15,34 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import codist, distill, engine, logs, training
-from hetfl.fedavg import fedavg, fedavg_server
-from tests import federation
+from hetfl import engine, logs, training
+from tests.algorithms import arrays, CASES
 
 ROUNDS = 4
 
 
-def build(name, runner):
-  # Two dense models, which compile quickly.
-  pools = federation.make_pools(
-    3, server_optimizer=fedavg_server, server_lr=1.0
-  )[::2]
-  distiller = distill.Distiller(
-    learning_rate=0.02,
-    regularization=0.1,
-    optimizer=optax.sgd,
-    mixup_beta=2,
-    # Draws of a whole batch, which devices must not draw for their part alone.
-    transform=lambda key, batch: {
-      **batch,
-      "x": batch["x"] + 0.1 * jax.random.normal(key, batch["x"].shape),
-    },
-  )
-  options = dict(rounds=ROUNDS, engine=runner)
-  return {
-    "fedavg": lambda: fedavg(pools, **options),
-    "periodic": lambda: codist.periodic_codist(
-      pools, distiller, period=2, **options
-    ),
-    "merged": lambda: codist.merged_codist(
-      pools, distiller, alpha=0.5, **options
-    ),
-  }[name]()
-
-
 def norms(state):
   """What an evaluation may be: a number of all parameters."""
-  return {"pool0/norm": float(optax.tree.norm(state.pools[0].params))}
+  floats = [a for a in jax.tree.leaves(arrays(state)) if a.dtype == jnp.float32]
+  return {"norm": float(optax.tree.norm(floats))}
 
 
 def run(name, folder, runner, dispatch=1):
-  algorithm = build(name, runner)
+  case = CASES[name]
+  algorithm = case.build(runner, ROUNDS)
   path = pathlib.Path(folder, name)
   path.parent.mkdir(parents=True, exist_ok=True)
 
   def summarize(state, evaluation):
-    leaves = jax.tree.leaves(federation.params(state))
+    leaves = jax.tree.leaves(arrays(state))
     np.savez(path.with_suffix(".npz"), *map(np.asarray, leaves))
     return {"algorithm": name, **evaluation}
 
   return training.run(
     algorithm._replace(step=runner.compile(algorithm.step, donate=(0,))),
     jax.random.key(0),
-    lambda round: federation.make_plan(round, num_lanes=4),
-    federation.make_data(),
+    lambda round: case.plan(round, 4),
+    case.data(),
     norms,
     rounds=ROUNDS,
     folder=logs.RunFolder(path, {"name": name}),

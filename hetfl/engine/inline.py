@@ -1,0 +1,296 @@
+"""The engine of accelerators: all jobs within one program."""
+
+from collections.abc import Callable
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetfl.engine.jobs import (
+  Call,
+  Chunks,
+  Each,
+  Job,
+  Lanes,
+  PyTree,
+  Shard,
+  stack,
+  zeros_of,
+)
+
+
+class Inline:
+  """Runs jobs within the program being traced; see the module's docstring.
+
+  Calls run on every device alike, but for those that share their work, such as
+  the students of a codistillation, and those that go to a device each, such as
+  FedMD's parties.
+
+  Args:
+    mesh: a mesh with one axis, over which lanes and chunks are split. It may
+      span processes, all of which then call the same functions with the same
+      arguments. `None`: one device.
+    max_lanes: how many lanes to run side by side on a device; `None`: as many
+      as there are clients, which suits accelerators.
+
+  >>> double = Call(lambda x: 2 * x, (jnp.ones(()),))
+  >>> [float(y) for y in Inline().run(double, double._replace(when=False))]
+  [2.0, 0.0]
+  """
+
+  def __init__(
+    self,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    max_lanes: int | None = None,
+  ):
+    if mesh is not None:
+      # With explicit axes, inputs would have to come split already.
+      auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+      mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+    self._mesh = mesh
+    self._max_lanes = max_lanes
+    self.num_pieces = mesh.size if mesh else 1
+    self._placed = {}
+
+  def num_lanes(self, num_clients: int) -> int:
+    """The clients or `max_lanes` a device, a multiple of the mesh's size."""
+    each = -(-num_clients // self.num_pieces)
+    return self.num_pieces * min(each, self._max_lanes or each)
+
+  def run(self, *jobs: Job) -> tuple[PyTree, ...]:
+    """Returns the jobs' results, in their order."""
+    run = {
+      Call: self._call,
+      Lanes: self._lanes,
+      Chunks: self._chunks,
+      Each: self._each,
+    }
+    calls = self._split(jobs)
+    if len(calls) < 2:
+      return tuple(run[type(job)](job) for job in jobs)
+    done = dict(zip(calls, self._apart(list(calls.values()))))
+
+    def result(i, job):
+      if isinstance(job, Each):
+        rows = [done[key] for key in done if key[0] == i]
+        return stack(*rows) if rows else self._each(job)
+      return done[i, 0] if (i, 0) in done else run[type(job)](job)
+
+    return tuple(result(i, job) for i, job in enumerate(jobs))
+
+  def _split(self, jobs: tuple[Job, ...]) -> dict[tuple[int, int], Call]:
+    """Which calls go to a device each, by the job's number and the row's.
+
+    The rows of several groups do too, where there are no more than devices:
+    else each device would run a row of every group.
+    """
+    if self._mesh is None:
+      return {}
+    calls = {
+      (i, 0): job
+      for i, job in enumerate(jobs)
+      if isinstance(job, Call) and job.apart
+    }
+    groups = {
+      i: len(jax.tree.leaves(job.rows)[0])
+      for i, job in enumerate(jobs)
+      if isinstance(job, Each)
+    }
+    if len(groups) > 1 and sum(groups.values()) <= self._mesh.size:
+      calls |= {
+        (i, k): Call(
+          jobs[i].fn,
+          (*jobs[i].shared, jax.tree.map(lambda a, k=k: a[k], jobs[i].rows)),
+        )
+        for i, rows in groups.items()
+        for k in range(rows)
+      }
+    return calls
+
+  def _apart(self, calls: list[Call]) -> list[PyTree]:
+    """Runs each call on one device; then all devices have all results."""
+    axis, size = self._mesh.axis_names[0], self._mesh.size
+    whens = [None if call.when is True else call.when for call in calls]
+    shapes = [jax.eval_shape(call.fn, *call.args) for call in calls]
+
+    def result(i, mine, when, args):
+      zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes[i])
+      if not mine:
+        return zeros
+      call = calls[i]._replace(args=args)
+      if when is not None:
+        call = call._replace(when=when)
+      # All branches must agree in their types.
+      cast = lambda zero, x: jnp.asarray(x, zero.dtype)
+      return jax.tree.map(cast, zeros, self._call(call))
+
+    def on_device(d, whens, args):
+      return [
+        result(i, i % size == d, when, a)
+        for i, (when, a) in enumerate(zip(whens, args))
+      ]
+
+    def run(whens, args):
+      branches = [functools.partial(on_device, d) for d in range(size)]
+      return jax.lax.psum(
+        jax.lax.switch(jax.lax.axis_index(axis), branches, whens, args), axis
+      )
+
+    same = jax.sharding.PartitionSpec()
+    return jax.shard_map(
+      run, mesh=self._mesh, in_specs=same, out_specs=same, check_vma=False
+    )(whens, [call.args for call in calls])
+
+  def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
+    """Jits the function; arguments `donate` are given up to it."""
+    program = jax.jit(fn, donate_argnums=donate)
+    if self._mesh is None or not self._mesh.is_multi_process:
+      return program
+
+    def run(*args):
+      return program(
+        *(self._place(arg, i not in donate) for i, arg in enumerate(args))
+      )
+
+    return run
+
+  def _place(self, tree: PyTree, keep: bool) -> PyTree:
+    """Makes arrays of this process arrays of the whole mesh.
+
+    Args:
+      tree: arrays, the same in every process.
+      keep: whether to remember them, as for a bank that comes every round.
+    """
+
+    def place(leaf):
+      if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
+        return leaf  # NumPy's count as everywhere, the others are.
+      if id(leaf) in self._placed:
+        return self._placed[id(leaf)][1]
+      everywhere = jax.sharding.NamedSharding(
+        self._mesh, jax.sharding.PartitionSpec()
+      )
+      if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jax.make_array_from_process_local_data(
+          everywhere, np.asarray(jax.random.key_data(leaf))
+        )
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+      placed = jax.make_array_from_process_local_data(
+        everywhere, np.asarray(leaf)
+      )
+      if keep:
+        # With the leaf itself, so that no other can take its id.
+        self._placed[id(leaf)] = (leaf, placed)
+      return placed
+
+    return jax.tree.map(place, tree)
+
+  def _call(self, job: Call):
+    if job.shared and self._mesh is not None:
+      shard = Shard(self._mesh.axis_names[0], self._mesh.size)
+      same = jax.sharding.PartitionSpec()
+      fn = jax.shard_map(
+        functools.partial(job.fn, shard=shard),
+        mesh=self._mesh,
+        in_specs=same,
+        out_specs=same,
+        check_vma=False,
+      )
+      job = job._replace(fn=fn, shared=False)
+    if job.when is True:
+      return job.fn(*job.args)
+
+    def otherwise(*args):
+      zeros = zeros_of(job.fn, *args)
+      if job.otherwise is None:
+        return zeros
+      # Both branches of a cond must agree in their types.
+      return jax.tree.map(
+        lambda zero, x: x.astype(zero.dtype), zeros, job.otherwise(*args)
+      )
+
+    return jax.lax.cond(job.when, job.fn, otherwise, *job.args)
+
+  def _lanes(self, job: Lanes):
+    num_lanes = len(job.steps)
+    if num_lanes == 1 and self._mesh is None:
+      lane = jax.tree.map(lambda a: a[0], job.lanes)
+      return job.fn(*job.shared, lane, job.steps[0])
+
+    def run(shared, lanes, steps):
+      results = jax.vmap(lambda lane: job.fn(*shared, lane, jnp.max(steps)))(
+        lanes
+      )
+      return jax.tree.map(lambda a: jnp.sum(a, axis=0), results)
+
+    if self._mesh is None:
+      return run(job.shared, job.lanes, job.steps)
+    missing = -num_lanes % self._mesh.size
+    if missing:
+      # Lanes of another number of devices: filled up with ones that count not.
+      fn, counts = job.fn, np.arange(num_lanes + missing) < num_lanes
+
+      def counted(*args):
+        *shared, (lane, count), steps = args
+        return jax.tree.map(
+          lambda a: jnp.where(count, a, jnp.zeros_like(a)),
+          fn(*shared, lane, steps),
+        )
+
+      lanes, steps = jax.tree.map(
+        lambda a: jnp.concatenate([a, jnp.repeat(a[:1], missing, axis=0)]),
+        (job.lanes, job.steps),
+      )
+      job = job._replace(fn=counted, lanes=(lanes, counts), steps=steps)
+    axis = self._mesh.axis_names[0]
+    spec = jax.sharding.PartitionSpec
+    return jax.shard_map(
+      lambda *args: jax.lax.psum(run(*args), axis),
+      mesh=self._mesh,
+      in_specs=(spec(), spec(axis), spec(axis)),
+      out_specs=spec(),
+      check_vma=False,
+    )(job.shared, job.lanes, job.steps)
+
+  def _chunks(self, job: Chunks):
+    if self._mesh is None:
+      return self._call(Call(job.fn, (*job.shared, job.rows), job.when))
+    rows = len(jax.tree.leaves(job.rows)[0])
+    axis = self._mesh.axis_names[0]
+    spec = jax.sharding.PartitionSpec
+    split = spec(axis) if rows % self._mesh.size == 0 else spec()
+    fn = jax.shard_map(
+      lambda shared, rows: job.fn(*shared, rows),
+      mesh=self._mesh,
+      in_specs=(spec(), split),
+      out_specs=split,
+      check_vma=False,
+    )
+    return self._call(Call(fn, (job.shared, job.rows), job.when))
+
+  def _each(self, job: Each):
+    def run(shared, rows):
+      one = lambda row: job.fn(*shared, row)
+      if self._max_lanes is None:
+        return jax.vmap(one)(rows)
+      return jax.lax.map(one, rows, batch_size=self._max_lanes)
+
+    if self._mesh is None:
+      return run(job.shared, job.rows)
+    rows = len(jax.tree.leaves(job.rows)[0])
+    # The last row again and again, up to as many for each device.
+    taken = np.minimum(
+      np.arange(-(-rows // self._mesh.size) * self._mesh.size), rows - 1
+    )
+    axis = self._mesh.axis_names[0]
+    spec = jax.sharding.PartitionSpec
+    results = jax.shard_map(
+      run,
+      mesh=self._mesh,
+      in_specs=(spec(), spec(axis)),
+      out_specs=spec(axis),
+      check_vma=False,
+    )(job.shared, jax.tree.map(lambda a: jnp.asarray(a)[taken], job.rows))
+    return jax.tree.map(lambda a: a[:rows], results)

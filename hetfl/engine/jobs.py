@@ -1,0 +1,174 @@
+"""Jobs: the ways in which a step asks an engine for work."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+
+
+class Shard(NamedTuple):
+  """A device's share of a batch, within a program that all devices run.
+
+  Attributes:
+    axis: the mesh axis.
+    count: how many devices share.
+  """
+
+  axis: str
+  count: int
+
+  def take(self, tree: PyTree) -> PyTree:
+    """Its rows of arrays whose rows all devices have."""
+
+    def part(x):
+      size = len(x) // self.count
+      start = jax.lax.axis_index(self.axis) * size
+      return jax.lax.dynamic_slice_in_dim(x, start, size)
+
+    return jax.tree.map(part, tree)
+
+  def sum(self, tree: PyTree) -> PyTree:
+    """The sum over the devices."""
+    return jax.lax.psum(tree, self.axis)
+
+
+class Call(NamedTuple):
+  """Runs `fn(*args)`.
+
+  Attributes:
+    fn: a pure function; keep the same object from round to round.
+    args: its arguments.
+    when: whether to run it; if not, the result is that of `otherwise`.
+    otherwise: a cheap function of the same arguments with results of the same
+      shapes; by default zeros.
+    shared: whether devices may share the work: where there are several, `fn`
+      is called with `shard`, a `Shard`, and must give all the same result.
+    apart: whether the calls of one `run` may go to a device each; for long
+      ones of unlike functions. Results must be numbers.
+  """
+
+  fn: Callable[..., PyTree]
+  args: tuple[PyTree, ...]
+  when: jax.Array | bool = True
+  otherwise: Callable[..., PyTree] | None = None
+  shared: bool = False
+  apart: bool = False
+
+
+class Lanes(NamedTuple):
+  """Sums `fn(*shared, lane, steps)` over lanes.
+
+  Attributes:
+    fn: a pure function of one lane.
+    shared: arguments that all lanes see.
+    lanes: a pytree with lanes on the first axes.
+    steps: `int32[L]`, how many steps of each lane are work. Side by side in
+      one program all lanes are told the largest.
+  """
+
+  fn: Callable[..., PyTree]
+  shared: tuple[PyTree, ...]
+  lanes: PyTree
+  steps: jax.Array | np.ndarray
+
+
+class Chunks(NamedTuple):
+  """Applies `fn(*shared, chunk)` to chunks of the rows of `rows`.
+
+  Attributes:
+    fn: a pure function of some rows that gives as many rows.
+    shared: arguments that all chunks see.
+    rows: a pytree of arrays with N rows.
+    when: as in `Call`; zeros if not.
+  """
+
+  fn: Callable[..., PyTree]
+  shared: tuple[PyTree, ...]
+  rows: PyTree
+  when: jax.Array | bool = True
+
+
+class Stages(NamedTuple):
+  """A function of a row that can be interrupted between its steps.
+
+  Attributes:
+    begin: `(*shared, row) -> carry`.
+    advance: `(*shared, row, carry, first, last) -> carry`, runs steps `first`
+      to `last - 1`.
+    end: `(*shared, row, carry) -> result`.
+  """
+
+  begin: Callable[..., PyTree]
+  advance: Callable[..., PyTree]
+  end: Callable[..., PyTree]
+
+  def whole(self, *args, steps: jax.Array) -> PyTree:
+    """Runs all steps at once.
+
+    Args:
+      *args: the shared arguments and the row.
+      steps: how many steps the row has.
+
+    Returns:
+      The result.
+    """
+    carry = self.begin(*args)
+    return self.end(*args, self.advance(*args, carry, 0, steps))
+
+
+class Each(NamedTuple):
+  """Applies `fn(*shared, row)` to each row of `rows` and stacks the results.
+
+  For clients that keep a state of their own: each is a program of its own on
+  threads, and one of a `jax.vmap` elsewhere.
+
+  Attributes:
+    fn: a pure function of one row.
+    shared: arguments that all rows see.
+    rows: a pytree of arrays with N rows.
+    stages: the same in stages, so that threads can change rows between them,
+      and the number of steps of each row, `int32[N]`; `None` if it has none.
+  """
+
+  fn: Callable[..., PyTree]
+  shared: tuple[PyTree, ...]
+  rows: PyTree
+  stages: tuple[Stages, np.ndarray] | None = None
+
+
+Job = Call | Lanes | Chunks | Each
+
+
+class Engine(Protocol):
+  """Runs jobs that do not depend on each other.
+
+  Attributes:
+    num_pieces: how many pieces independent work is best cut into.
+  """
+
+  num_pieces: int
+
+  def num_lanes(self, num_clients: int) -> int:
+    """How many lanes a round's clients are best packed into."""
+
+  def run(self, *jobs: Job) -> tuple[PyTree, ...]:
+    """Returns the jobs' results, in their order."""
+
+  def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
+    """Makes a function that runs jobs ready for a loop on the host."""
+
+
+def zeros_of(fn: Callable, *args) -> PyTree:
+  """Zeros of the shapes and types of `fn(*args)`, which is not run."""
+  return jax.tree.map(
+    lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(fn, *args)
+  )
+
+
+def stack(*trees: PyTree) -> PyTree:
+  """Trees on one new first axis."""
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

@@ -1,0 +1,186 @@
+"""The engine of CPUs: programs on threads."""
+
+from collections.abc import Callable
+from concurrent import futures
+import math
+import os
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetfl.engine.jobs import (
+  Call,
+  Each,
+  Job,
+  Lanes,
+  PyTree,
+  stack,
+  Stages,
+  zeros_of,
+)
+
+
+class Threads:
+  """Runs lanes, chunks, rows and calls as programs of their own, on threads.
+
+  Which thread runs what never changes a result: every program is the same
+  wherever it runs, and sums are taken in the order of the lanes. JAX's context
+  managers act on one thread; set options with `jax.config.update`.
+
+  Args:
+    num_threads: how many programs run at once; by default one for each core
+      this process may use.
+
+  >>> job = Call(lambda x: 2 * x, (np.ones(()),))
+  >>> [float(y) for y in Threads(2).run(job, job._replace(when=False))]
+  [2.0, 0.0]
+  """
+
+  def __init__(self, num_threads: int | None = None):
+    self.num_threads = num_threads or _num_cores()
+    # Twice as many as threads, so that a late thread costs half a piece.
+    self.num_pieces = 2 * self.num_threads
+    self._pool = futures.ThreadPoolExecutor(self.num_threads, "hetfl")
+    self._programs = {}
+    self._compiled = {}
+    self._seconds = {}
+    self._lock = threading.Lock()
+
+  def num_lanes(self, num_clients: int) -> int:
+    """Twice as many as threads, if there are as many clients."""
+    return min(self.num_pieces, num_clients)
+
+  def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
+    """Returns the function as it is: its programs are compiled one by one."""
+    del donate
+    return fn
+
+  def run(self, *jobs: Job) -> tuple[PyTree, ...]:
+    """Returns the jobs' results, in their order, when all are there."""
+    if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(jobs)):
+      raise TypeError(
+        "Threads() dispatches programs itself: its steps cannot be part of"
+        " jit, vmap or scan; build the algorithm with Inline() for that"
+      )
+    tasks = [self._tasks(job) for job in jobs]
+    flat = [task for group in tasks for task in group]
+    # Longest first, by what the program took before; new ones lead.
+    order = sorted(range(len(flat)), key=lambda i: -self._cost(*flat[i]))
+    running = {i: self._start(*flat[i]) for i in order}
+    results = iter([running[i].result() for i in range(len(flat))])
+    return tuple(
+      self._join(job, [next(results) for _ in group])
+      for job, group in zip(jobs, tasks)
+    )
+
+  def _tasks(self, job: Job) -> list[tuple[Callable, tuple, int]]:
+    """Cuts a job into programs that can run at once, each with its size."""
+    part = lambda tree, i: jax.tree.map(lambda a: a[i], tree)
+    if isinstance(job, Lanes):
+      return [
+        (job.fn, (*job.shared, part(job.lanes, i), n), int(n))
+        for i, n in enumerate(job.steps)
+      ]
+    if isinstance(job, Call):
+      fn = job.fn if job.when else job.otherwise
+      return [(fn, job.args, 1)] if fn else []
+    if isinstance(job, Each):
+      rows = len(jax.tree.leaves(job.rows)[0])
+      fn, steps = job.fn, [1] * rows
+      if job.stages and rows % self.num_threads:
+        fn, steps = job.stages
+      return [
+        (fn, (*job.shared, part(job.rows, i)), int(n))
+        for i, n in zip(range(rows), steps)
+      ]
+    if not job.when:
+      return []
+    # Equal chunks, so that one compiled program serves all of them.
+    rows = len(jax.tree.leaves(job.rows)[0])
+    size = rows // math.gcd(rows, 2 * self.num_pieces)
+    return [
+      (job.fn, (*job.shared, part(job.rows, slice(i, i + size))), 1)
+      for i in range(0, rows, size)
+    ]
+
+  def _start(self, fn: Callable | Stages, args: tuple, size: int):
+    """Submits a task, and one in stages piece by piece.
+
+    Rows that the threads cannot share equally take turns: the next piece goes
+    to the end of the queue, so that all rows end at about the same time.
+    """
+    if not isinstance(fn, Stages):
+      return self._pool.submit(self._execute, fn, args, size)
+    result = futures.Future()
+    cuts = np.linspace(0, size, self.num_pieces + 1).astype(np.int32)
+
+    def piece(i, carry):
+      try:
+        if i == 0:
+          carry = self._execute(fn.begin, args, 1)
+        first, last = cuts[i], cuts[i + 1]
+        carry = self._execute(
+          fn.advance, (*args, carry, first, last), int(last - first)
+        )
+        if i + 2 < len(cuts):
+          self._pool.submit(piece, i + 1, carry)
+        else:
+          result.set_result(self._execute(fn.end, (*args, carry), 1))
+      except BaseException as error:
+        result.set_exception(error)
+
+    self._pool.submit(piece, 0, None)
+    return result
+
+  def _cost(self, fn: Callable | Stages, args: tuple, size: int) -> float:
+    """Seconds that a program may take; infinite if it never ran."""
+    del args
+    fn = fn.advance if isinstance(fn, Stages) else fn
+    return self._seconds.get(fn, math.inf) * max(size, 1)
+
+  def _join(self, job: Job, results: list[PyTree]) -> PyTree:
+    if not results:
+      args = job.args if isinstance(job, Call) else (*job.shared, job.rows)
+      return zeros_of(job.fn, *args)
+    if isinstance(job, Each):
+      return self._execute(stack, results, 1)
+    if isinstance(job, Call) or len(results) == 1:
+      return results[0]
+    join = _sum if isinstance(job, Lanes) else _concatenate
+    return self._execute(join, results, 1)
+
+  def _execute(self, fn: Callable, args: tuple, size: int) -> PyTree:
+    """Runs one program to its end; compiles it once for each shape."""
+    leaves, tree = jax.tree.flatten(args)
+    key = (fn, tree, tuple(jax.typeof(leaf) for leaf in leaves))
+    with self._lock:
+      lock = self._compiled.setdefault(key, threading.Lock())
+      program = self._programs.setdefault(fn, jax.jit(fn))
+    if lock is not None:
+      # One thread compiles; the others that need the program wait for it.
+      with lock:
+        result = jax.block_until_ready(program(*args))
+      self._compiled[key] = None
+      return result
+    start = time.perf_counter()
+    result = jax.block_until_ready(program(*args))
+    self._seconds[fn] = (time.perf_counter() - start) / max(size, 1)
+    return result
+
+
+def _num_cores() -> int:
+  """How many cores this process may use."""
+  if hasattr(os, "sched_getaffinity"):  # not on macOS
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
+
+
+def _sum(*trees):
+  return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *trees)
+
+
+def _concatenate(*trees):
+  return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
