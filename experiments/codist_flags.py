@@ -6,6 +6,8 @@ from typing import Any
 import codist
 import tables as tables_lib
 
+from hetfl.data import codist_text
+
 # A flag file says all of these, though they are the defaults too.
 _SHARED = (
   "vocabulary",
@@ -27,6 +29,8 @@ _DOMAIN = {"": "", "in_domain": "_in", "cifar10": "_out", "c4": "_out"}
 _TARGETS = {"teacher_temperature": 1, "student_regularization": 0.01}
 # Clients of 433.6 sentences each, as 684 have 296,597 (the paper's Table 4).
 _CLIENTS = {"143k": 330, "296k": 684, "612k": 1411}
+# Figure 4: the paper's text has 600, its Table 4 all 13,500; others are ours.
+_DISTILL_EXAMPLES = (150, 600, 2_400, 13_500)
 
 
 def tables() -> dict[str, tables_lib.Table]:
@@ -43,6 +47,7 @@ def tables() -> dict[str, tables_lib.Table]:
       "stackoverflow", "Stack Overflow", "stackoverflow", _CLIENTS.get
     ),
     "codist_table2_stackoverflow": _table2(),
+    "codist_fig4": _figure4(),
   }
 
 
@@ -53,8 +58,8 @@ def _flags(
   flags = {"algorithm": algorithm, "dataset": dataset, **own}
   if distill_data:
     flags["distill_data"] = distill_data
-    if distill_data == "in_domain" and defaults.get("distill_examples"):
-      flags["distill_examples"] = defaults["distill_examples"]
+    if (dataset, distill_data) == ("stackoverflow", "in_domain"):
+      flags["distill_examples"] = codist_text.SO_DISTILL_EXAMPLES
   names = (*_SHARED, *_EXTRA[algorithm])
   flags |= {name: defaults[name] for name in names if name in defaults}
   return flags | (_TARGETS if distill_data else {})
@@ -65,7 +70,15 @@ def _notes(dataset: str, distill_data: str) -> list[str]:
     return []
   notes = ["DIR holds FedJAX's stackoverflow_{train,held_out,test}.sqlite."]
   if distill_data == "c4":
-    notes.append("Further: --c4_path=SHARDS, C4's json.gz files or any text.")
+    notes += [
+      "Further: --c4_path=SHARDS, C4's json.gz files or any text; 4,488,694",
+      "sentences of it are read at most, the paper's number.",
+    ]
+  if distill_data == "in_domain":
+    notes += [
+      "The paper distils on 122,250,952 sentences, too many for most memories;",
+      "these are drawn from thousands of users.",
+    ]
   return notes
 
 
@@ -119,3 +132,30 @@ def _table2() -> tables_lib.Table:
   return tables_lib.Table(
     "Lichtarge et al. 2023, Table 2 and Figure 3", "codist.py", cells
   )
+
+
+def _figure4() -> tables_lib.Table:
+  """Accuracy against the size of the distillation data, |P_H| = 4700."""
+  sizes = [(a, n) for a in ("periodic", "merged") for n in _DISTILL_EXAMPLES]
+  cells = []
+  for algorithm, size in [("fedavg", None), *sizes]:
+    own = {"high_capacity_clients": 47}
+    if size:
+      own["distill_examples"] = size
+    cells.append(
+      tables_lib.Cell(
+        name=f"fig4_cifar_{algorithm}" + (f"_{size}" if size else ""),
+        title=f"{algorithm}, {size or 'no'} distillation images",
+        flags=_flags("cifar100", algorithm, "in_domain" if size else "", own),
+        # Drawn only.
+        published={
+          f"pools.{pool}.test_accuracy": None for pool in ("small", "large")
+        },
+        notes=[
+          "One run; a point in the paper is the mean of its 25 best trials.",
+          "Of the sizes the paper's text names 600. 13,500 are all there are;",
+          "that run and fedavg's are Table 1's too (table1_cifar_4700_*).",
+        ],
+      )
+    )
+  return tables_lib.Table("Lichtarge et al. 2023, Figure 4", "codist.py", cells)

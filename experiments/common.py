@@ -450,6 +450,7 @@ def run(
       jax.config.update("jax_num_cpu_devices", FLAGS.cpu_devices)
     jax.config.update("jax_default_matmul_precision", FLAGS.matmul_precision)
     try:
+      _refuse_empty_lists()
       _join_processes()
       main()
     except (ValueError, OSError, FloatingPointError, ImportError) as error:
@@ -458,6 +459,13 @@ def run(
       sys.exit(_one_line(error))
 
   app.run(start, flags_parser=parse)
+
+
+def _refuse_empty_lists() -> None:
+  """Refuses `--name=` of a list that has to say something."""
+  for name in FLAGS:
+    if FLAGS[name].value == [] and FLAGS[name].default != []:
+      raise UsageError(f"--{name}=: give a value, or leave it out")
 
 
 def _join_processes() -> None:

@@ -91,30 +91,25 @@ class Experiment:
       "public": functools.partial(augment.center, mean=self.data.public_mean),
       "private": functools.partial(augment.center, mean=self.data.private_mean),
     }
-    banks = {}
-
-    def put(subset):
-      """Puts a set's bank on the device, once for all sets that share it."""
-      if subset is None:
-        return None
-      bank = subset.bank
-      if id(bank) not in banks:
-        banks[id(bank)] = jax.device_put(dict(bank))
-      return population.Subset(banks[id(bank)], subset.index)
-
     data = self.data
-    self.train = {
-      "public": put(data.public),
-      "private": put(data.private.examples()),
+    sets = {
+      "public": data.public,
+      "private": data.private.examples(),
+      "public_test": data.public_test,
+      "private_test": data.private_test,
+      "public_stopping": data.public_stopping,
+      "private_stopping": data.private_stopping,
     }
-    test = {"public": put(data.public_test), "private": put(data.private_test)}
+    given = {name: s for name, s in sets.items() if s is not None}
+    for name, bank in zip(given, population.put_banks(*given.values())):
+      sets[name] = population.Subset(bank, given[name].index)
+    kinds = ("public", "private")
+    self.train = {of: sets[of] for of in kinds}
+    test = {of: sets[f"{of}_test"] for of in kinds}
     self.stopping = {
-      "heldout": {
-        "public": put(data.public_stopping),
-        "private": put(data.private_stopping),
-      },
+      "heldout": {of: sets[f"{of}_stopping"] for of in kinds},
       "test": test,
-      "none": {"public": None, "private": None},
+      "none": dict.fromkeys(kinds),
     }[config["stopping_set"]]
     self.evaluators = {
       of: evaluate.Evaluator(
@@ -126,12 +121,6 @@ class Experiment:
       )
       for of in test
     }
-
-  def examples(self) -> list:
-    """Each party's positions in the private bank."""
-    return [
-      self.data.private.positions(k) for k in range(len(self.data.private))
-    ]
 
   def compiled(self, algorithm: core.Algorithm) -> core.Algorithm:
     """The algorithm for the loop; `init` takes its arguments as a tuple."""
@@ -171,7 +160,7 @@ class Experiment:
     if phase == "public":
       examples = [self.data.public.index] * len(self.parties)
     elif phase == "transfer":
-      examples = self.examples()
+      examples = self.data.private
     else:
       examples = [self.data.private.members] * len(self.parties)
     flags_of = "public" if phase == "public" else "transfer"
@@ -290,7 +279,7 @@ class Experiment:
       )
     return plan_fedmd(
       self.data.public,
-      self.examples(),
+      self.data.private,
       seed=self.config["seed"],
       round=round,
       subset=self.config["public_subset"],

@@ -95,7 +95,8 @@ PHASES = tuple(OF_PHASE)
 def define_flags() -> None:
   """Defines the flags of the experiment."""
   common.define_run_flags(
-    "12 for digits, 13 for cifar_noniid, else the paper's 20"
+    "12 for digits, 13 for cifar_noniid, else 20, as in the released code (the"
+    " paper says none)"
   )
   flags.DEFINE_enum(
     "environment",
@@ -124,7 +125,8 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     "min_writer_examples",
     18,
-    "mnist_letters_by_writer: letters a to f of a writer, at least.",
+    "mnist_letters_by_writer: letters a to f of a writer, at least, all six"
+    " together. 18 is the released code's; the paper has around 20 of each.",
     lower_bound=1,
   )
   flags.DEFINE_enum(
@@ -186,7 +188,8 @@ def define_flags() -> None:
     "consensus_weights",
     None,
     "A weight for each party, of which only the ratios count; by default"
-    " equal.",
+    " equal. The paper's CIFAR runs suppress parties 0 and 9 slightly; their"
+    " flag files have 0.5.",
   )
   flags.DEFINE_enum(
     "digest_loss",

@@ -242,6 +242,8 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   several = len(datasets) > 1
   default_clients = len(datasets) if several else 5
   values["num_clients"] = FLAGS.num_clients or default_clients
+  if several and FLAGS.partition is None:
+    values["partition"] = "iid"  # A client has all of its data set.
   for name in ("alpha", "beta"):
     values[name] = numbers(name, float, 0, 1)
     if len(values[name]) > 2:
@@ -366,7 +368,8 @@ class Experiment:
     banks = population.put_banks(*(c.train for c in held), *sets.values())
     self.banks = {c.dataset: bank for c, bank in zip(held, banks)}
     names = [
-      {f"client{k}", f"client{k}_heldout"} for k in range(len(self.clients))
+      {f"client{k}", f"client{k}_heldout"} & sets.keys()
+      for k in range(len(self.clients))
     ]
     options = dict(
       sets={

@@ -38,14 +38,19 @@ def rows_of(
 
   Returns:
     A head and a row for each cell that is done: its title, and for each number
-    ours, the published one and the difference, in percent; then rounds and
-    minutes.
+    ours and, if one of the cells has it, the published one and the difference,
+    in percent; then rounds and minutes.
   """
   paths = list(dict.fromkeys(p for c in cells for p in c.published))
+  known = {
+    p for c in cells for p, value in c.published.items() if value is not None
+  }
   head = ["run"]
   for path in paths:
     name = tables.label(path)
-    head += [name, f"{name}, published", "difference"]
+    head.append(name)
+    if path in known:
+      head += [f"{name}, published", "difference"]
   rows = [[*head, "rounds", "minutes"]]
   for cell in cells:
     if cell.name not in results:
@@ -55,11 +60,12 @@ def rows_of(
     for path in paths:
       ours = tables.lookup(result, path)
       theirs = cell.published.get(path)
-      row += [
-        "" if ours is None else f"{100 * ours:.2f}",
-        "" if theirs is None else f"{theirs:.2f}",
-        "" if None in (ours, theirs) else f"{100 * ours - theirs:+.2f}",
-      ]
+      row.append("" if ours is None else f"{100 * ours:.2f}")
+      if path in known:
+        row += [
+          "" if theirs is None else f"{theirs:.2f}",
+          "" if None in (ours, theirs) else f"{100 * ours - theirs:+.2f}",
+        ]
     seconds = result.get("seconds")
     row.append(str(result.get("rounds", "")))
     row.append("" if seconds is None else f"{seconds / 60:.1f}")

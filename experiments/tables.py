@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 import csv
 import pathlib
+import re
 from typing import Any, NamedTuple
 
 from hetfl import logs
@@ -98,32 +99,42 @@ def label(path: str) -> str:
   'large questions'
   >>> label("fml.clients.*.validation_accuracy")
   'fml clients'
+  >>> label("independent.clients.0.best_validation_accuracy")
+  'independent clients 0 best'
   >>> label("parties.*.final_accuracy")
   'parties final'
   """
   *middle, last = path.split(".")
   words = [word for word in middle if word not in ("pools", "*")]
-  suffix = last.partition("test_accuracy")[2].strip("_")
-  if "test_accuracy" not in last and "*" in middle and len(middle) == 2:
-    suffix = last.removesuffix("_accuracy")
-  return " ".join([*words, suffix]).strip() or last
+  name = last.removeprefix("best_")
+  words.append(name.partition("test_accuracy")[2].strip("_"))
+  if "parties" in middle:
+    words.append(name.removesuffix("_accuracy"))
+  if name != last:
+    words.append("best")
+  return " ".join(filter(None, words)) or last
 
 
 def lookup(result: Any, path: str) -> Any:
   """A number of `result.json` by its path; `None` if it is not there.
 
-  A star goes over a list, and the mean is taken.
+  A star goes over a list, `0-3` over those of its entries, and the mean is
+  taken.
 
   >>> lookup({"pools": {"small": {"test_accuracy": 0.5}}},
   ...        "pools.small.test_accuracy")
   0.5
-  >>> lookup({"clients": [{"accuracy": 0.5}, {"accuracy": 1.0}]},
-  ...        "clients.*.accuracy")
-  0.75
+  >>> clients = [{"accuracy": x} for x in (0.5, 1.0, 0.0)]
+  >>> [lookup({"clients": clients}, f"clients.{which}.accuracy")
+  ...  for which in ("*", "0-1", "2", "2-3")]
+  [0.5, 0.75, 0.0, None]
   """
   name, _, rest = path.partition(".")
-  if name == "*" and isinstance(result, list):
-    values = [lookup(entry, rest) for entry in result]
+  some = re.fullmatch(r"(\d+)-(\d+)", name)
+  if isinstance(result, list) and (some or name == "*"):
+    first, last = map(int, some.groups()) if some else (0, len(result) - 1)
+    chosen = range(first, last + 1)
+    values = [lookup(result, f"{i}.{rest}") for i in chosen]
     return None if None in values or not values else sum(values) / len(values)
   if isinstance(result, list) and name.isdigit() and int(name) < len(result):
     return lookup(result[int(name)], rest) if rest else result[int(name)]

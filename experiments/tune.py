@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from absl import flags
 import common
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hetfl import core, engine, logs, report, trials, tune
@@ -45,7 +44,7 @@ class Tunable(NamedTuple):
     space: algorithm -> dimension -> range. `FLAG` is one value for all
       models, `FLAG.MODEL` that of one.
     place: `(state, flag, value) -> state` with the value in it, traceable;
-      KeyError if the state has no place for it.
+      ValueError if the state has no place for it.
     data: `(experiment, config) ->` what its steps take.
     heldout: `(experiment, config) -> (names, evaluate, data)`: the held-out
       accuracies that can be objectives, and `evaluate(state, data)`, which
@@ -62,50 +61,14 @@ class Tunable(NamedTuple):
   ]
 
 
-# Where the flags are in the state: of each pool, or of the exchange.
-_POOL_HYPER = {
-  "client_lr": "client_lr",
-  "server_lr": "server_lr",
-  "prox_mu": "prox_mu",
-}
-_EXCHANGE_HYPER = {
-  "distill_lr": "distill_lr",
-  "distill_lr_decay": "final_share",
-  "teacher_temperature": "temperature",
-  "student_regularization": "regularization",
-  "merge_alpha": "alpha",
-}
-
-
-def place_codist(state: PyTree, flag: str, value: Any) -> PyTree:
-  """Puts the value of a flag into a codistillation's state.
-
-  Args:
-    state: the state.
-    flag: the flag.
-    value: its value, or one for each pool.
-
-  Returns:
-    The state.
-
-  Raises:
-    KeyError: the state has no place for it.
-  """
-  value = jnp.asarray(value, jnp.float32)
-  if flag in _EXCHANGE_HYPER:
-    name = _EXCHANGE_HYPER[flag]
-    value = jnp.broadcast_to(value, state.hyper[name].shape)
-    return state.replace(hyper=state.hyper | {name: value})
-  name = _POOL_HYPER[flag]
-  values = jnp.broadcast_to(value, (len(state.pools),))
-  if any(name not in pool.hyper for pool in state.pools):
-    raise KeyError(flag)
-  return state.replace(
-    pools=tuple(
-      pool.replace(hyper=pool.hyper | {name: v})
-      for pool, v in zip(state.pools, values)
-    )
-  )
+def _place_codist(state: PyTree, flag: str, value: Any) -> PyTree:
+  name = {
+    "distill_lr_decay": "final_share",
+    "teacher_temperature": "temperature",
+    "student_regularization": "regularization",
+    "merge_alpha": "alpha",
+  }.get(flag, flag)
+  return core.with_hyper(state, **{name: value})
 
 
 def _codist_space() -> dict[str, dict[str, str]]:
@@ -142,30 +105,10 @@ def heldout_codist(experiment, config):
   return ("small", "large"), evaluate, evaluator.data("heldout")
 
 
-def place_fml(state: PyTree, flag: str, value: Any) -> PyTree:
-  """Puts the value of a flag into the state of FML or of its baselines.
-
-  Args:
-    state: the state.
-    flag: the flag.
-    value: its value.
-
-  Returns:
-    The state.
-
-  Raises:
-    KeyError: the state has no place for it.
-  """
-  value = jnp.asarray(value, jnp.float32)
-  if not hasattr(state, "pools"):
-    if flag not in state.hyper:
-      raise KeyError(flag)
-    return state.replace(hyper=state.hyper | {flag: value})
-  (pool,) = state.pools
-  name = {"learning_rate": "client_lr"}.get(flag, flag)
-  if name not in pool.hyper:
-    raise KeyError(flag)
-  return state.replace(pools=(pool.replace(hyper=pool.hyper | {name: value}),))
+def _place_fml(state: PyTree, flag: str, value: Any) -> PyTree:
+  if flag == "learning_rate" and hasattr(state, "pools"):
+    flag = "client_lr"  # FedAvg's and FedProx's name of it.
+  return core.with_hyper(state, **{flag: value})
 
 
 def heldout_fml(experiment, config):
@@ -209,7 +152,7 @@ EXPERIMENTS = {
     module="codist",
     models=("small", "large"),
     space=_codist_space(),
-    place=place_codist,
+    place=_place_codist,
     data=lambda experiment, _: experiment.device_data,
     heldout=heldout_codist,
   ),
@@ -223,7 +166,7 @@ EXPERIMENTS = {
       "fedprox": _FML_RATE | {"prox_mu": "log:1e-4:1"},
       "independent": _FML_RATE,
     },
-    place=place_fml,
+    place=_place_fml,
     data=lambda experiment, config: experiment.device_data(config),
     heldout=heldout_fml,
   ),
@@ -402,7 +345,7 @@ def make_problem(
     for flag, value in flag_values(tunable, config, values).items():
       try:
         state = tunable.place(state, flag, value)
-      except KeyError as error:
+      except ValueError as error:
         raise common.UsageError(
           f"--space: --{flag} is no part of the state of"
           f" --algorithm={config['algorithm']} with these flags, so trials"

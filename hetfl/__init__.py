@@ -1,7 +1,7 @@
 """Heterogeneous federated learning by distillation, in JAX."""
 
 from hetfl.codist import merge_gradients, merged_codist, periodic_codist
-from hetfl.core import Algorithm, Mean, Model, Variables
+from hetfl.core import Algorithm, Mean, Model, Variables, with_hyper
 from hetfl.distill import Distiller
 from hetfl.engine import default_engine, Inline, Threads
 from hetfl.evaluate import Evaluator
@@ -88,4 +88,5 @@ __all__ = (
   "stack_plans",
   "token_divergence",
   "token_weights",
+  "with_hyper",
 )

@@ -18,6 +18,7 @@ from absl import logging
 import jax
 
 from hetfl import core, logs
+from hetfl.engine.threads import num_cores
 
 PyTree = Any
 Choice = dict[str, Any]
@@ -45,8 +46,8 @@ def key_of(algorithm: core.Algorithm, plan: PyTree, data: PyTree) -> str:
   shapes = jax.tree.map(lambda a: (a.shape, str(a.dtype)), (state, plan, data))
   digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
   return (
-    f"{device.platform} {device.device_kind} x {jax.device_count()}, {_cores()}"
-    f" cores, jax {jax.__version__}, shapes {digest}"
+    f"{device.platform} {device.device_kind} x {jax.device_count()},"
+    f" {num_cores()} cores, jax {jax.__version__}, shapes {digest}"
   )
 
 
@@ -138,9 +139,3 @@ def _remembered(cache: pathlib.Path) -> dict[str, Any]:
 
 def _text(choice: Choice) -> str:
   return ", ".join(f"{name}={value}" for name, value in choice.items())
-
-
-def _cores() -> int:
-  if hasattr(os, "sched_getaffinity"):  # not on macOS
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1

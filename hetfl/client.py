@@ -1,11 +1,10 @@
 """The local update of one client, and of a lane of clients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from hetfl import core
@@ -121,8 +120,7 @@ def local_sgd(
 
   def step(client, server, hyper, key, batch):
     transform_key, model_key = jax.random.split(key)
-    if transform is not None:
-      batch = transform(transform_key, batch)
+    batch = core.prepare(transform, transform_key, batch)
 
     def objective(params):
       variables = core.Variables(params, client.variables.stats)
@@ -198,37 +196,17 @@ def lane_program(client: ClientUpdate) -> Callable[..., ClientSums]:
         lane.weight[s],
       )
 
+    # At least float32, whatever the model's own types.
+    accumulator = lambda a: jnp.zeros(
+      a.shape, jnp.promote_types(a.dtype, jnp.float32)
+    )
     zero = jnp.zeros(())
     sums = ClientSums(
-      delta=optax.tree.zeros_like(server.params),
-      stats=optax.tree.zeros_like(server.stats),
+      delta=jax.tree.map(accumulator, server.params),
+      stats=jax.tree.map(accumulator, server.stats),
       weight=zero,
       loss=core.Mean(zero, zero),
     )
     return jax.lax.fori_loop(0, steps, body, (start, sums))[1]
 
   return program
-
-
-def check_hyper(hyper: Mapping[str, Any], **ranges) -> None:
-  """Checks hyper-parameters against their ranges.
-
-  Args:
-    hyper: names and values; `None`, schedules and arrays under tracing are
-      passed over.
-    **ranges: for some names, the least and the greatest allowed value.
-
-  Raises:
-    ValueError: naming the first value out of its range.
-
-  >>> check_hyper({'alpha': 1.5}, alpha=(0, 1))
-  Traceback (most recent call last):
-    ...
-  ValueError: alpha=1.5: must lie between 0 and 1
-  """
-  for name, (low, high) in ranges.items():
-    value = hyper.get(name)
-    if value is None or callable(value) or isinstance(value, jax.core.Tracer):
-      continue
-    if not np.all((low <= np.asarray(value)) & (np.asarray(value) <= high)):
-      raise ValueError(f"{name}={value}: must lie between {low} and {high}")

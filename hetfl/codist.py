@@ -9,7 +9,7 @@ pools, L and H; here are any number, the teacher of one being the mean of the
 others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import client as client_lib
 from hetfl import core
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 from hetfl.fedavg import (
+  check_pools,
   client_jobs,
   client_metrics,
   fedavg,
@@ -33,7 +33,6 @@ from hetfl.fedavg import (
 )
 
 PyTree = Any
-Schedule = Callable[[jax.Array], jax.Array]
 
 
 def merge_gradients(g: PyTree, delta: PyTree, alpha: jax.Array) -> PyTree:
@@ -73,8 +72,6 @@ class _Exchange:
     engine: engine_lib.Engine,
   ):
     num_pools = len(pools)
-    if num_pools < 2:
-      raise ValueError(f"codistillation needs two pools, not {num_pools}")
     distiller.hyper(num_pools)  # Raises if a value is out of its range.
     self._engine = engine
     self._stores = distiller.divergence is None
@@ -103,7 +100,7 @@ class _Exchange:
     if rows is None:
       raise ValueError("plan.distill is None: codistillation needs batches")
     steps = np.arange(len(rows), dtype=np.int32)
-    bank = data["distill"]
+    bank = core.part(data, "distill")
     views = tuple(teachers)
     if self._stores:
       views = self._engine.run(
@@ -171,12 +168,37 @@ def periodic_codist(
     ValueError: if a value is out of its range.
 
   Reference: Lichtarge et al. 2023, algorithm 1.
+
+  Two models that say (1/2, 1/2) and (3/4, 1/4) of the only image, of class 0.
+  FedAvg brings the first one to logits (1/2, -1/2); then each learns from the
+  other.
+
+  >>> from hetfl import fedavg_server, population
+  >>> def pool(name, *w):
+  ...   model = core.Model(
+  ...       lambda key: core.Variables(jnp.array([w]), {}),
+  ...       lambda v, x, key, train: (x @ v.params, v.stats))
+  ...   return Pool(name, model, 1., 1., server_optimizer=fedavg_server)
+  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> clients = population.ClientPopulation.from_lists(bank, [[0]])
+  >>> plan = population.plan_round(
+  ...     [clients] * 2, clients.examples(), seed=0, round=1,
+  ...     clients_per_round=1, batch_size=1, distill_batch_size=1)
+  >>> distiller = distill_lib.Distiller(
+  ...     1., regularization=0., optimizer=optax.sgd)
+  >>> algorithm = periodic_codist(
+  ...     [pool('a', 0., 0.), pool('b', jnp.log(3.), 0.)], distiller, period=1,
+  ...     rounds=None)
+  >>> state, metrics = algorithm.step(
+  ...     algorithm.init(jax.random.key(0)), plan,
+  ...     {'pools': (bank, bank), 'distill': bank})
+  >>> round(float(state.pools[0].params[0, 0]), 3)  # b says 0.83 now, a 0.73
+  0.601
   """
-  pools = tuple(pools)
+  pools = check_pools(pools, at_least=2)
   engine = engine or engine_lib.Inline()
   exchange = _Exchange(pools, distiller, engine)
-  if period < 1:
-    raise ValueError(f"codist_period={period}: must be at least 1")
+  core.check_counts(period=period)
   # Line 3: apply FedAvg to each model, sampling clients from its pool.
   federated = fedavg(pools, rounds=rounds, engine=engine)
 
@@ -220,7 +242,7 @@ def merged_codist(
   pools: Sequence[Pool],
   distiller: distill_lib.Distiller,
   *,
-  alpha: float | jax.Array | Schedule,
+  alpha: float | jax.Array | core.Schedule,
   rounds: int | None,
   engine: engine_lib.Engine | None = None,
 ) -> core.Algorithm:
@@ -250,15 +272,40 @@ def merged_codist(
     ValueError: if a value is out of its range.
 
   Reference: Lichtarge et al. 2023, algorithm 2.
+
+  Two models that say (1/2, 1/2) and (3/4, 1/4) of the only image, of class 0.
+  The first one's clients and the second model both pull it up, so that it goes
+  by ||g||; the second one's are held back by as much as they pull.
+
+  >>> from hetfl import fedavg_server, population
+  >>> def pool(name, *w):
+  ...   model = core.Model(
+  ...       lambda key: core.Variables(jnp.array([w]), {}),
+  ...       lambda v, x, key, train: (x @ v.params, v.stats))
+  ...   return Pool(name, model, 1., 1., server_optimizer=fedavg_server)
+  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> clients = population.ClientPopulation.from_lists(bank, [[0]])
+  >>> plan = population.plan_round(
+  ...     [clients] * 2, clients.examples(), seed=0, round=1,
+  ...     clients_per_round=1, batch_size=1, distill_batch_size=1)
+  >>> distiller = distill_lib.Distiller(
+  ...     1., regularization=0., optimizer=optax.sgd)
+  >>> algorithm = merged_codist(
+  ...     [pool('a', 0., 0.), pool('b', jnp.log(3.), 0.)], distiller, alpha=0.5,
+  ...     rounds=None)
+  >>> state, metrics = algorithm.step(
+  ...     algorithm.init(jax.random.key(0)), plan,
+  ...     {'pools': (bank, bank), 'distill': bank})
+  >>> [p.params.round(2).tolist() for p in state.pools]  # log 3 = 1.1
+  [[[0.5, -0.5]], [[1.1..., -0.0]]]
+  >>> float(metrics['a/distill_loss'].value)  # 3/4 log 3/2 + 1/4 log 1/2
+  0.130...
   """
-  pools = tuple(pools)
+  pools = check_pools(pools, at_least=2)
   engine = engine or engine_lib.Inline()
   exchange = _Exchange(pools, distiller, engine)
-  client_lib.check_hyper(
-    {"merge_alpha": alpha, "rounds": rounds},
-    merge_alpha=(0, 1),
-    rounds=(1, float("inf")),
-  )
+  core.check_hyper({"alpha": alpha}, alpha=(0, 1))
+  core.check_counts(rounds=rounds)
 
   def init(key):  # Line 1.
     hyper = distiller.hyper(len(pools))

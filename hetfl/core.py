@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 PyTree = Any
@@ -18,8 +19,12 @@ Batch = Mapping[str, jax.Array]
 # (logits [B, C], batch) -> losses [B]; or a scalar, the mean over those
 # examples whose mask is 1
 Loss = Callable[[jax.Array, Batch], jax.Array]
-# (key, batch as it lies in the bank) -> batch as the model takes it
+# (key, batch as it lies in the bank) -> batch as model and loss take it: inputs
+# `x` and, for the losses here, labels `y`; without a transform the bank holds
+# them itself. `mask` stays as it was unless the transform gives another.
 Transform = Callable[[jax.Array, Batch], Batch]
+# round -> value
+Schedule = Callable[[jax.Array], jax.Array]
 
 
 class Variables(NamedTuple):
@@ -61,6 +66,9 @@ class Model(NamedTuple):
     Returns:
       The model.
 
+    Raises:
+      ValueError: the module's switch has another name.
+
     >>> model = Model.from_flax(nn.Dense(3), jnp.zeros((1, 2)))
     >>> variables = model.init(jax.random.key(0))
     >>> num_parameters(variables.params)
@@ -69,7 +77,14 @@ class Model(NamedTuple):
     >>> logits.shape
     (5, 3)
     """
-    takes_train = "train" in inspect.signature(module.__call__).parameters
+    arguments = inspect.signature(module.__call__).parameters
+    takes_train = "train" in arguments
+    for name in ("training", "is_training", "deterministic"):
+      if name in arguments and not takes_train:
+        raise ValueError(
+          f"{type(module).__name__} takes {name!r}, which nobody would pass:"
+          " wrap it in a module whose __call__ takes `train`"
+        )
 
     def init(key):
       params_key, dropout_key = jax.random.split(key)
@@ -167,6 +182,82 @@ def gather(bank: Batch, index: jax.Array) -> Batch:
   return {**batch, "mask": (index >= 0).astype(jnp.float32)}
 
 
+def prepare(transform: Callable[..., Batch] | None, *args) -> Batch:
+  """A gathered batch as model and loss take it.
+
+  Args:
+    transform: `(*args) -> batch`; `None` leaves the batch as it is.
+    *args: a key, where the transform takes one, and the batch.
+
+  Returns:
+    What the transform gives, with the batch's own `mask` where it gives none.
+
+  Raises:
+    ValueError: it has no `x`.
+
+  >>> batch = {'image': jnp.ones(2), 'mask': jnp.ones(2)}
+  >>> sorted(prepare(lambda batch: {'x': batch['image']}, batch))
+  ['mask', 'x']
+  """
+  batch = args[-1]
+  if transform is not None:
+    batch = {"mask": batch["mask"], **transform(*args)}
+  if "x" not in batch:
+    raise ValueError(
+      f"a batch holds {sorted(batch)}, but models take 'x': name the bank's"
+      " inputs so, or give a transform"
+    )
+  return batch
+
+
+def scaled(factor: jax.Array, tree: PyTree) -> PyTree:
+  """`factor * x` of each array, in the array's own type.
+
+  >>> scaled(jnp.float32(0.5), jnp.ones(2, jnp.bfloat16))
+  Array([0.5, 0.5], dtype=bfloat16)
+  """
+  return jax.tree.map(lambda x: (factor * x).astype(x.dtype), tree)
+
+
+def part(data: Mapping[str, Any], name: str) -> Any:
+  """`data[name]`, of what a step is given.
+
+  Raises:
+    ValueError: it is not there.
+
+  >>> part({'pool': 1}, 'pools')
+  Traceback (most recent call last):
+    ...
+  ValueError: data has no 'pools'; it has ['pool']
+  """
+  if name not in data:
+    raise ValueError(f"data has no {name!r}; it has {sorted(data)}")
+  return data[name]
+
+
+def same_outputs(*logits: jax.Array) -> None:
+  """Checks that models which learn from each other have the same outputs.
+
+  Args:
+    *logits: what each of them says of the same examples.
+
+  Raises:
+    ValueError: they are of unlike shapes.
+
+  >>> same_outputs(jnp.zeros((8, 3)), jnp.zeros((8, 5)))
+  Traceback (most recent call last):
+    ...
+  ValueError: outputs of shapes (8, 3), (8, 5): models that learn from each \
+other need the same classes
+  """
+  shapes = list(dict.fromkeys(jnp.shape(z) for z in logits))
+  if len(shapes) > 1:
+    raise ValueError(
+      f"outputs of shapes {', '.join(map(str, shapes))}: models that learn from"
+      " each other need the same classes"
+    )
+
+
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
   """Mean of the values whose mask is 1; 0 if there are none.
 
@@ -196,6 +287,121 @@ def num_parameters(params: PyTree) -> int:
   8
   """
   return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def check_hyper(hyper: Mapping[str, Any], **ranges) -> None:
+  """Checks hyper-parameters against their ranges.
+
+  Args:
+    hyper: names and values; `None`, schedules and arrays under tracing are
+      passed over.
+    **ranges: for some names, the least and the greatest allowed value.
+
+  Raises:
+    ValueError: naming the first value that is no number or out of its range.
+
+  >>> check_hyper({'alpha': 1.5}, alpha=(0, 1))
+  Traceback (most recent call last):
+    ...
+  ValueError: alpha=1.5: must lie between 0 and 1
+  """
+  for name, (low, high) in ranges.items():
+    value = hyper.get(name)
+    if value is None or callable(value) or isinstance(value, jax.core.Tracer):
+      continue
+    array = np.asarray(value)
+    if not np.issubdtype(array.dtype, np.number):
+      raise ValueError(f"{name}={value!r}: must be a number")
+    if not np.all((low <= array) & (array <= high)):
+      raise ValueError(f"{name}={value}: must lie between {low} and {high}")
+
+
+def check_counts(**counts: int | None) -> None:
+  """Checks numbers of rounds, steps, examples and the like.
+
+  Args:
+    **counts: names and values; `None` is passed over.
+
+  Raises:
+    ValueError: naming the first that is no whole number of at least one.
+
+  >>> check_counts(rounds=20, batch_size=0)
+  Traceback (most recent call last):
+    ...
+  ValueError: batch_size=0: must be a whole number, at least 1
+  """
+  for name, value in counts.items():
+    if value is None:
+      continue
+    if not isinstance(value, int | np.integer) or value < 1:
+      raise ValueError(f"{name}={value!r}: must be a whole number, at least 1")
+
+
+def check_factories(**optimizers: Any) -> None:
+  """Checks that optimizers come as functions of their learning rate.
+
+  Raises:
+    ValueError: naming the first that does not.
+
+  >>> check_factories(server_optimizer=optax.adam(1e-3))
+  Traceback (most recent call last):
+    ...
+  ValueError: server_optimizer: give a function of the learning rate, such as \
+optax.adam, not an optimizer
+  """
+  for name, optimizer in optimizers.items():
+    if not callable(optimizer):
+      raise ValueError(
+        f"{name}: give a function of the learning rate, such as optax.adam, not"
+        " an optimizer"
+      )
+
+
+def with_hyper(state: PyTree, **values: Any) -> PyTree:
+  """A trial's state: the same, with hyper-parameters of its own.
+
+  Args:
+    state: the state of any algorithm here.
+    **values: hyper-parameters by their names in the state's `hyper`, or in
+      those of its pools or parties; one value, or one for each.
+
+  Returns:
+    The state.
+
+  Raises:
+    ValueError: the state has no hyper-parameter of a name.
+
+  >>> from hetfl.fedavg import State
+  >>> state = State(None, (), {'alpha': jnp.zeros(())})
+  >>> with_hyper(state, alpha=0.5).hyper
+  {'alpha': Array(0.5, dtype=float32)}
+  >>> with_hyper(state, beta=0.5)
+  Traceback (most recent call last):
+    ...
+  ValueError: beta: this state has no such hyper-parameter; it has ['alpha']
+  """
+  field = next((n for n in ("pools", "parties") if hasattr(state, n)), None)
+  members = getattr(state, field) if field else ()
+  own = getattr(state, "hyper", {})
+  for name, value in values.items():
+    value = jnp.asarray(value, jnp.float32)
+    if name in own:
+      own = own | {name: jnp.broadcast_to(value, own[name].shape)}
+    elif members and all(name in member.hyper for member in members):
+      members = tuple(
+        member.replace(hyper=member.hyper | {name: v})
+        for member, v in zip(
+          members, jnp.broadcast_to(value, (len(members),)), strict=True
+        )
+      )
+    else:
+      names = {*own, *(n for member in members for n in member.hyper)}
+      raise ValueError(
+        f"{name}: this state has no such hyper-parameter; it has"
+        f" {sorted(names)}"
+      )
+  changed = {field: members} if field else {}
+  return state.replace(**changed, **({"hyper": own} if own else {}))
 
 
 def strong(tree: PyTree) -> PyTree:

@@ -85,6 +85,7 @@ def codist_target(
   >>> [round(float(x), 4) for x in codist_target([p], q, [1.], 0.25)]
   [0.3, 0.7]
   """
+  core.same_outputs(*teachers, student)
   views = [tempered_softmax(z, t) for z, t in zip(teachers, temperatures)]
   teacher = sum(views) / len(views)
   own = jax.nn.softmax(student, axis=-1)
@@ -201,7 +202,7 @@ class Distiller:
       "temperature": (self.temperature, 1e-6, float("inf")),
       "regularization": (self.regularization, 0, 1),
     }
-    client_lib.check_hyper(
+    core.check_hyper(
       {"label_weight": self.label_weight, "mixup_beta": self.mixup_beta},
       label_weight=(0, 1),
       mixup_beta=(1e-6, float("inf")),
@@ -215,7 +216,7 @@ class Distiller:
     hyper = {}
     for name, (value, low, high) in values.items():
       for v in value if isinstance(value, Sequence) else [value]:
-        client_lib.check_hyper({name: v}, **{name: (low, high)})
+        core.check_hyper({name: v}, **{name: (low, high)})
       array = jnp.asarray(value, jnp.float32)
       if array.shape not in ((), (num_pools,)):
         raise ValueError(f"{name}={value}: give one or {num_pools} values")
@@ -235,9 +236,9 @@ class Distiller:
       The batch as models take it, with `mixup: float32[B]` if it was mixed.
     """
     transform_key, mixup_key = jax.random.split(jax.random.fold_in(key, step))
-    batch = core.gather(bank, index)
-    if self.transform is not None:
-      batch = self.transform(transform_key, batch)
+    batch = core.prepare(
+      self.transform, transform_key, core.gather(bank, index)
+    )
     if self.mixup_beta is not None:
       weight = symmetric_beta(mixup_key, self.mixup_beta, index.shape)
       batch = {**batch, "x": mixup(batch["x"], weight), "mixup": weight}
@@ -385,7 +386,7 @@ class Distiller:
       total, grads, stats = shard.sum(sums)
       stats = optax.tree.scale(1 / shard.count, stats)
     count = jnp.maximum(jnp.sum(weights), 1)
-    return total / count, optax.tree.scale(1 / count, grads), stats
+    return total / count, core.scaled(1 / count, grads), stats
 
 
 def _split(x, parts):

@@ -55,6 +55,9 @@ class Evaluator:
     batch_size: examples at once; changes speed and memory only.
     only: for each model the names of the sets it is evaluated on; by default
       all.
+
+  Raises:
+    ValueError: `only` names a set that there is not.
   """
 
   def __init__(
@@ -62,7 +65,7 @@ class Evaluator:
     models: Sequence[core.Model],
     sets: dict[str, population.Subset],
     *,
-    transform: Callable[[core.Batch], core.Batch],
+    transform: Callable[[core.Batch], core.Batch] | None = None,
     measure: Measure = classification,
     engine: engine_lib.Engine | None = None,
     batch_size: int = 40,
@@ -79,8 +82,9 @@ class Evaluator:
       model: lane_program(model, transform, measure) for model in models
     }
     self._programs = [programs[model] for model in models]
-    only = only or [sets] * len(models)
-    self._names = [sorted(set(names) & set(sets)) for names in only]
+    self._names = [sorted(names) for names in only or [sets] * len(models)]
+    if strange := {n for names in self._names for n in names} - set(sets):
+      raise ValueError(f"only: no set {min(strange)!r}; there are {[*sets]}")
     self._compiled = self._engine.compile(self._evaluate)
 
   def __call__(
@@ -95,6 +99,10 @@ class Evaluator:
       For each model a flat dict such as `{'test_accuracy': 0.5}`, without what
       a set has nothing to measure for.
     """
+    if len(variables) != len(self._programs):
+      raise ValueError(
+        f"variables: {len(variables)} for {len(self._programs)} models"
+      )
     sums = self._compiled(tuple(variables), self._banks, self._plans)
     return [
       {n: float(m.total) / float(m.count) for n, m in model.items() if m.count}
@@ -152,7 +160,7 @@ def _lanes(index, batch_size, num_lanes):
 
 def lane_program(
   model: core.Model,
-  transform: Callable[[core.Batch], core.Batch],
+  transform: Callable[[core.Batch], core.Batch] | None = None,
   measure: Measure = classification,
 ) -> Callable[..., dict[str, core.Mean]]:
   """Sums a measure over the batches of a lane.
@@ -169,7 +177,7 @@ def lane_program(
   """
 
   def of_batch(variables, bank, index):
-    batch = transform(core.gather(bank, index))
+    batch = core.prepare(transform, core.gather(bank, index))
     return measure(model.apply(variables, batch["x"], None, False)[0], batch)
 
   def program(variables, bank, lane, steps):

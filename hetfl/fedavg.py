@@ -46,6 +46,10 @@ class Pool:
     client_optimizer: a learning rate to an optax optimizer.
     server_optimizer: a learning rate to an optax optimizer.
     prox_mu: FedProx's weight; `None` leaves its term out.
+
+  Raises:
+    ValueError: a rate is no number or negative, or an optimizer is no function
+      of a rate.
   """
 
   name: str
@@ -57,6 +61,19 @@ class Pool:
   client_optimizer: client_lib.Optimizer = optax.sgd
   server_optimizer: client_lib.Optimizer = fedadam_server
   prox_mu: float | jax.Array | None = None
+
+  def __post_init__(self):
+    core.check_factories(
+      client_optimizer=self.client_optimizer,
+      server_optimizer=self.server_optimizer,
+    )
+    positive = (0, float("inf"))
+    core.check_hyper(
+      {n: getattr(self, n) for n in ("client_lr", "server_lr", "prox_mu")},
+      client_lr=positive,
+      server_lr=positive,
+      prox_mu=positive,
+    )
 
   @functools.cached_property
   def train_lane(self) -> Callable[..., client_lib.ClientSums]:
@@ -83,10 +100,15 @@ class Pool:
 
     def program(state, gradient, stats, decay):
       optimizer = self.server_optimizer(decay * state.hyper["server_lr"])
+      # Sums are float32 at least; the model and its optimizer stay as they are.
+      like = lambda x, old: x.astype(old.dtype)
       updates, opt_state = optimizer.update(
-        gradient, state.opt_state, state.params
+        jax.tree.map(like, gradient, state.params),
+        state.opt_state,
+        state.params,
       )
       params = optax.apply_updates(state.params, updates)
+      stats = jax.tree.map(like, stats, state.stats)
       return state.replace(params=params, stats=stats, opt_state=opt_state)
 
     return program
@@ -182,6 +204,27 @@ class State:
   key: jax.Array
   pools: tuple[PoolState, ...]
   hyper: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+
+def check_pools(pools: Sequence[Pool], at_least: int = 1) -> tuple[Pool, ...]:
+  """The pools, if they are enough and can be told apart.
+
+  Args:
+    pools: P pools.
+    at_least: how many are needed.
+
+  Returns:
+    The same.
+
+  Raises:
+    ValueError: if not.
+  """
+  names = [pool.name for pool in pools]
+  if len(names) < at_least or len(set(names)) != len(names):
+    raise ValueError(
+      f"pools={names}: give at least {at_least}, of unlike names"
+    )
+  return tuple(pools)
 
 
 def init_pools(
@@ -293,14 +336,15 @@ def client_jobs(
   Raises:
     ValueError: if plan or data are for another number of pools.
   """
-  if not len(pools) == len(plan.pools) == len(data["pools"]):
+  banks = core.part(data, "pools")
+  if not len(pools) == len(plan.pools) == len(banks):
     raise ValueError(
       f"{len(pools)} pools, but a plan for {len(plan.pools)} and data for"
-      f" {len(data['pools'])}"
+      f" {len(banks)}"
     )
   return [
     pool.lanes(*args)
-    for pool, *args in zip(pools, state.pools, keys, data["pools"], plan.pools)
+    for pool, *args in zip(pools, state.pools, keys, banks, plan.pools)
   ]
 
 
@@ -347,14 +391,33 @@ def fedavg(
     `{'pools': (bank, ...)}`, the banks on the device.
 
   Raises:
-    ValueError: if there are no rounds.
+    ValueError: if there are no rounds or no pools, or two of one name.
 
   Reference: McMahan et al. 2017, algorithm 1; Reddi et al. 2021, algorithm 2;
   Lichtarge et al. 2023, appendix C.3.
+
+  One client, one image of class 0, and logits (0, 0): the client goes to
+  (1/2, -1/2), and so does the server, at a rate of 1.
+
+  >>> model = core.Model(
+  ...     lambda key: core.Variables(jnp.zeros((1, 2)), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> pool = Pool('a', model, 1., 1., server_optimizer=fedavg_server)
+  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> clients = population.ClientPopulation.from_lists(bank, [[0]])
+  >>> plan = population.plan_round(
+  ...     [clients], seed=0, round=1, clients_per_round=1, batch_size=1)
+  >>> algorithm = fedavg([pool], rounds=None)
+  >>> state = algorithm.init(jax.random.key(0))
+  >>> state, metrics = algorithm.step(state, plan, {'pools': (bank,)})
+  >>> state.pools[0].params.tolist()
+  [[0.5, -0.5]]
+  >>> float(metrics['a/client_loss'].value)  # log 2
+  0.693...
   """
-  pools = tuple(pools)
+  pools = check_pools(pools)
   engine = engine or engine_lib.Inline()
-  client_lib.check_hyper({"rounds": rounds}, rounds=(1, float("inf")))
+  core.check_counts(rounds=rounds)
 
   def init(key):
     return init_pools(pools, key, {})

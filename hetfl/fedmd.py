@@ -18,19 +18,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import client as client_lib
 from hetfl import core, population
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 from hetfl.data import partition
 from hetfl.party import (
+  check_number,
   check_parties,
   fresh_models,
   padded_rows,
   Party,
+  Preparation,
   shuffled_epochs,
   Trained,
-  Transform,
 )
 
 PyTree = Any
@@ -64,8 +64,13 @@ def absolute_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
 
   >>> float(absolute_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
   1.5
+  >>> jax.grad(lambda z: absolute_error(z, jnp.zeros(2)))(jnp.array([0., 3.]))
+  Array([0. , 0.5], dtype=float32)
   """
-  return jnp.mean(jnp.abs(logits - consensus), axis=-1)
+  distance = logits - consensus
+  # The gradient of JAX's abs is 1 at 0, where there is nothing to learn.
+  distance = jnp.where(distance == 0, 0.0, jnp.abs(distance))
+  return jnp.mean(distance, axis=-1)
 
 
 def squared_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
@@ -112,6 +117,7 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
   >>> consensus(f, jnp.array([3., 1.])).tolist()
   [[1.0, 3.0]]
   """
+  core.same_outputs(*scores)
   weights = weights / jnp.sum(weights)
   return sum(weights[k] * f for k, f in enumerate(scores))
 
@@ -172,8 +178,8 @@ def fedmd(
   digest_loss: str = "mae",
   consensus_weights: Sequence[float] | jax.Array | None = None,
   temperature: float | jax.Array = 1.0,
-  public_transform: Transform | None = None,
-  private_transform: Transform | None = None,
+  public_transform: Preparation | None = None,
+  private_transform: Preparation | None = None,
   eval_batch_size: int = 40,
   engine: engine_lib.Engine | None = None,
 ) -> core.Algorithm:
@@ -208,6 +214,28 @@ def fedmd(
   Reference: Li & Wang 2019, algorithm 1; the paper gives neither the loss, nor
   epochs, nor batch sizes: those of `plan_fedmd` are the released code's.
   Departures: see `shuffled_epochs` and `Party.optimizer`.
+
+  Parties that say (0, 0) and (2, 0) of the only image agree on (3/2, 0) if the
+  second one counts three times as much.
+
+  >>> linear = lambda *w: core.Model(
+  ...     lambda key: core.Variables(jnp.array([w]), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> import optax
+  >>> parties = [
+  ...     Party('a', linear(0., 0.), learning_rate=1., optimizer=optax.sgd),
+  ...     Party('b', linear(2., 0.), learning_rate=1., optimizer=optax.sgd)]
+  >>> plan = plan_fedmd(population.Subset.whole(bank), [[0], [0]], seed=0,
+  ...                   round=1, subset=1, revisit_epochs=1)
+  >>> algorithm = fedmd(parties, consensus_weights=(1, 3))
+  >>> state, metrics = algorithm.step(
+  ...     algorithm.init(jax.random.key(0)), plan,
+  ...     {'public': bank, 'private': (bank, bank)})
+  >>> [float(metrics[f'{k}/digest_loss'].value) for k in 'ab']
+  [0.75, 0.25]
+  >>> state.parties[0].variables.params.round(2).tolist()  # Digest: (1/2, 0)
+  [[0.8..., -0.3...]]
   """
   parties = check_parties(parties)
   engine = engine or engine_lib.Inline()
@@ -217,7 +245,7 @@ def fedmd(
     )
   translator = TRANSLATORS[digest_loss]
   weights = _weights(consensus_weights, len(parties))
-  client_lib.check_hyper(
+  core.check_hyper(
     {"temperature": temperature}, temperature=(1e-6, float("inf"))
   )
   speak = [
@@ -230,6 +258,7 @@ def fedmd(
   ]
 
   def init(key, trained=None):
+    check_number(trained, parties, "trained")
     trained = trained or [
       party.start(v) for party, v in zip(parties, fresh_models(parties, key))
     ]
@@ -252,6 +281,7 @@ def fedmd(
 
   def step(state, plan, data):
     key = jax.random.fold_in(state.key, plan.round)
+    public, private = (core.part(data, n) for n in ("public", "private"))
     # Communicate: each party computes its scores on the public subset.
     scores = engine.run(
       *(
@@ -260,7 +290,7 @@ def fedmd(
           (
             party.variables,
             state.hyper["temperature"],
-            data["public"],
+            public,
             plan.subset,
           ),
           apart=True,
@@ -281,21 +311,21 @@ def fedmd(
             party,
             state.hyper["temperature"],
             jax.random.fold_in(key, k),
-            data["public"],
+            public,
             agreed,
             plan.subset,
             digest,
-            private,
+            bank,
             revisit,
           ),
           apart=True,
         )
-        for k, (program, party, digest, private, revisit) in enumerate(
+        for k, (program, party, digest, bank, revisit) in enumerate(
           zip(
             learn,
             state.parties,
             plan.digest,
-            data["private"],
+            private,
             plan.revisit,
             strict=True,
           )
@@ -315,7 +345,7 @@ def fedmd(
 def speak_program(
   party: Party,
   translator: Translator,
-  transform: Transform | None,
+  transform: Preparation | None,
   batch_size: int,
 ) -> Callable[..., jax.Array]:
   """What a party says of some public examples, in inference mode.
@@ -332,9 +362,7 @@ def speak_program(
 
   def program(variables, temperature, bank, subset):
     def speak(index):
-      batch = core.gather(bank, index)
-      if transform is not None:
-        batch = transform(batch)
+      batch = core.prepare(transform, core.gather(bank, index))
       logits, _ = party.model.apply(variables, batch["x"], None, False)
       return translator.scores(logits, temperature)
 
@@ -347,8 +375,8 @@ def speak_program(
 def learn_program(
   party: Party,
   translator: Translator,
-  public_transform: Transform | None,
-  private_transform: Transform | None,
+  public_transform: Preparation | None,
+  private_transform: Preparation | None,
 ) -> Callable[..., tuple["PartyState", core.Mean, core.Mean]]:
   """A party's Digest and Revisit.
 
@@ -436,7 +464,7 @@ def bytes_per_round(
 
 def plan_fedmd(
   public: population.Subset,
-  private: Sequence[np.ndarray],
+  private: population.ClientPopulation | Sequence[np.ndarray],
   *,
   seed: int,
   round: int,
@@ -452,9 +480,10 @@ def plan_fedmd(
 
   Args:
     public: the public examples; the bank has `y`.
-    private: P arrays, each party's positions in its bank.
+    private: the parties' private examples, or each party's positions in its
+      bank.
     seed: the run's seed.
-    round: the number of the round.
+    round: the number of the round, from 1.
     subset: N, at most as many as there are.
     digest_batch_size: B of Digest, at most.
     digest_epochs: epochs over the subset.
@@ -465,7 +494,8 @@ def plan_fedmd(
     The plan; the same for the same arguments.
 
   Raises:
-    ValueError: if the subset is larger than the public set.
+    ValueError: if the subset is larger than the public set, a party has no
+      examples, or a number is not at least 1.
 
   Reference: Li & Wang 2019, supplement, method 2; the released code draws
   with scikit-learn's `StratifiedShuffleSplit`.
@@ -476,6 +506,20 @@ def plan_fedmd(
   >>> sorted((plan.subset // 6).tolist()), plan.digest.shape
   ([0, 0, 1, 1], (1, 2, 2))
   """
+  core.check_counts(
+    round=round,
+    subset=subset,
+    digest_batch_size=digest_batch_size,
+    digest_epochs=digest_epochs,
+    revisit_batch_size=revisit_batch_size,
+    revisit_epochs=revisit_epochs,
+  )
+  if subset > len(public.index):
+    raise ValueError(
+      f"subset={subset}: there are {len(public.index)} public examples; take"
+      " so many at most"
+    )
+  private = population.holdings(private)
   drawn = partition.stratified(
     np.asarray(public.bank["y"])[public.index],
     size=subset,

@@ -9,7 +9,7 @@ Reference: Shen et al. 2020, "Federated Mutual Learning", algorithm 1 and
 equation 5.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -33,7 +33,6 @@ from hetfl.mutual import (
 )
 
 PyTree = Any
-Schedule = Callable[[jax.Array], jax.Array]
 
 
 class MutualPlan(NamedTuple):
@@ -56,7 +55,7 @@ class MutualState:
     key: the run's key; never changes, every draw folds the round into it.
     server: the global model's variables; `None` if there is none.
     groups: a `GroupState` for each group.
-    hyper: `learning_rate` and, unless they are schedules, `alpha` and `beta`:
+    hyper: `learning_rate`, `alpha` and `beta`, unless they are schedules:
       `float32[]` each, so that trials with unlike values are a batch axis.
   """
 
@@ -119,7 +118,7 @@ def group_clients(
 
 
 def plan_mutual(
-  held: Sequence[np.ndarray],
+  held: population.ClientPopulation | Sequence[np.ndarray],
   groups: Sequence[Sequence[int]],
   *,
   seed: int,
@@ -134,10 +133,10 @@ def plan_mutual(
   and cut into batches; the last batch of a pass holds what is left.
 
   Args:
-    held: K integer arrays, each client's positions in its bank.
+    held: the clients, or each one's positions in its bank.
     groups: the clients' groups, see `group_clients`.
     seed: the run's seed.
-    round: the number of the round.
+    round: the number of the round, from 1.
     batch_size: B.
     epochs: E, passes of a client over its examples.
     weighted: weight memes by their client's number of examples in the merge,
@@ -146,6 +145,9 @@ def plan_mutual(
   Returns:
     The plan, a pure function of its arguments; clients do not depend on each
     other.
+
+  Raises:
+    ValueError: if a client holds nothing, or a number is not at least 1.
 
   Reference: Shen et al. 2020, algorithm 1, line 4 of ClientUpdate.
 
@@ -156,6 +158,8 @@ def plan_mutual(
   >>> plan.groups[0].index[0, 1, 1], plan.groups[0].weight
   (np.int32(-1), array([1., 1.], dtype=float32))
   """
+  core.check_counts(round=round, batch_size=batch_size, epochs=epochs)
+  held = population.holdings(held)
   rounds = []
   for group in groups:
     batches = [-(-len(held[k]) // batch_size) for k in group]
@@ -213,11 +217,27 @@ def _merge(memes, weights):
   total = sum(jnp.sum(w) for w in weights)
 
   def mean(*leaves):
-    return (
-      sum(jnp.tensordot(w, leaf, 1) for w, leaf in zip(weights, leaves)) / total
-    )
+    parts = [jnp.tensordot(w, leaf, 1) for w, leaf in zip(weights, leaves)]
+    return (sum(parts) / total).astype(leaves[0].dtype)
 
   return jax.tree.map(mean, *memes)
+
+
+def _check_plan(plan, groups):
+  """Whether a plan is for these groups of clients, as far as can be seen."""
+  numbers = [work.client for work in plan.groups]
+  if len(numbers) != len(groups):
+    raise ValueError(
+      f"{len(groups)} groups of clients, but a plan for {len(numbers)}"
+    )
+  for group, planned in zip(groups, numbers):
+    hidden = isinstance(planned, jax.core.Tracer)
+    if len(planned) != len(group) or not hidden and any(planned != group):
+      raise ValueError(
+        f"clients {group} are alike, but a plan for"
+        f" {len(planned) if hidden else planned.tolist()}: plan by"
+        " group_clients(clients)"
+      )
 
 
 def _whole(stages, *args):
@@ -232,7 +252,7 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
   if not clients:
     raise ValueError("clients: there are none")
   engine = engine or engine_lib.Inline()
-  client_lib.check_hyper(
+  core.check_hyper(
     hyper | options,
     learning_rate=(1e-12, float("inf")),
     alpha=(0, 1),
@@ -273,10 +293,8 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
     return MutualState(run_key, server, tuple(map(group_state, groups)), values)
 
   def step(state, plan, data):
-    if len(plan.groups) != len(groups):
-      raise ValueError(
-        f"{len(groups)} groups of clients, but a plan for {len(plan.groups)}"
-      )
+    _check_plan(plan, groups)
+    banks = [core.part(data, clients[group[0]].bank) for group in groups]
     key, *_ = round_keys(state.key, plan.round, 1)
     now = {
       name: as_array(x(plan.round)) if callable(x) else state.hyper[name]
@@ -286,12 +304,12 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
       *(
         engine_lib.Each(
           program,
-          (state.server, now, key, data[clients[group[0]].bank]),
+          (state.server, now, key, bank),
           (kept, work),
           (one, work.steps),
         )
-        for program, one, group, kept, work in zip(
-          programs, stages, groups, state.groups, plan.groups
+        for program, one, bank, kept, work in zip(
+          programs, stages, banks, state.groups, plan.groups
         )
       )
     )
@@ -315,9 +333,9 @@ def fml(
   clients: Sequence[MutualClient],
   *,
   global_model: core.Model,
-  alpha: float | jax.Array | Schedule = 0.5,
-  beta: float | jax.Array | Schedule = 0.5,
-  learning_rate: float | jax.Array | Schedule = 0.01,
+  alpha: float | jax.Array | core.Schedule = 0.5,
+  beta: float | jax.Array | core.Schedule = 0.5,
+  learning_rate: float | jax.Array | core.Schedule = 0.01,
   optimizer: client_lib.Optimizer = momentum_sgd,
   temperature: float = 1.0,
   sequential: bool = False,
@@ -366,6 +384,27 @@ def fml(
   Reference: Shen et al. 2020, algorithm 1 and equation 5; the released code
     for what these leave open: simultaneous steps, a new meme optimizer in
     each round, a mean that counts clients alike.
+
+  A client that says (1/2, 1/2) of its only image, of class 0, and a global
+  model that says (3/4, 1/4): labels and meme both pull the client's model up,
+  by 1/2 and 1/4; the meme's 1/4 are held back by as much.
+
+  >>> linear = lambda *w: core.Model(
+  ...     lambda key: core.Variables(jnp.array([w]), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> clients = [MutualClient(linear(0., 0.))]
+  >>> plan = plan_mutual([[0]], [(0,)], seed=0, round=1, batch_size=1, epochs=1)
+  >>> algorithm = fml(clients, global_model=linear(jnp.log(3.), 0.),
+  ...                 learning_rate=1.)
+  >>> state, metrics = algorithm.step(
+  ...     algorithm.init(jax.random.key(0)), plan, {'train': bank})
+  >>> state.local(0).params.round(3).tolist()  # (1/2 + 1/4) / 2
+  [[0.37..., -0.37...]]
+  >>> round(float(state.server.params[0, 0]), 2)  # log 3
+  1.1
+  >>> float(metrics['local_kl'].value)  # 3/4 log 3/2 + 1/4 log 1/2
+  0.130...
   """
   for name, value, loser in (
     ("alpha", alpha, "the clients' models learn nothing from the memes"),
@@ -388,7 +427,7 @@ def fml(
 def independent(
   clients: Sequence[MutualClient],
   *,
-  learning_rate: float | jax.Array | Schedule = 0.01,
+  learning_rate: float | jax.Array | core.Schedule = 0.01,
   optimizer: client_lib.Optimizer = momentum_sgd,
   microbatch: int | None = None,
   engine: engine_lib.Engine | None = None,
@@ -412,6 +451,17 @@ def independent(
     ValueError: if a value is out of its range.
 
   Reference: Shen et al. 2020, figures 5 and 6 ("independently training").
+
+  >>> linear = lambda *w: core.Model(
+  ...     lambda key: core.Variables(jnp.array([w]), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> plan = plan_mutual([[0]], [(0,)], seed=0, round=1, batch_size=1, epochs=1)
+  >>> algorithm = independent([MutualClient(linear(0., 0.))], learning_rate=1.)
+  >>> state, _ = algorithm.step(
+  ...     algorithm.init(jax.random.key(0)), plan, {'train': bank})
+  >>> state.local(0).params.round(3).tolist()
+  [[0.5, -0.5]]
   """
   return _build(
     clients,

@@ -286,7 +286,7 @@ class MetricsLog:
       tensorboard: whether to write `tensorboard/` too.
     """
     kept = [r for r in read_rows(folder.metrics) if r.get("round", 0) <= after]
-    write_bytes(folder.metrics, b"".join(map(_line, kept)))
+    write_bytes(folder.metrics, b"".join(map(json_line, kept)))
     self._file = open(folder.metrics, "ab")
     self._board = None
     if tensorboard:
@@ -303,7 +303,7 @@ class MetricsLog:
     Args:
       row: `round` and metrics, `'pool/name'` -> number.
     """
-    self._file.write(_line(row))
+    self._file.write(json_line(row))
     self._file.flush()
     os.fsync(self._file.fileno())
     if self._board is not None:
@@ -326,7 +326,8 @@ class MetricsLog:
     self.close()
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
+def json_line(row: Mapping[str, Any]) -> bytes:
+  """A row as a line of strict JSON."""
   return (json.dumps(to_json(row), allow_nan=False) + "\n").encode()
 
 

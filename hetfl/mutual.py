@@ -146,6 +146,7 @@ def mutual_loss(
   >>> [round(float(x[0]), 4) for x in (kl, loss)]  # log(4 / 3) / 2, + 2 / 2
   [0.1438, 1.0719]
   """
+  core.same_outputs(logits, partner)
   target = distill_lib.tempered_softmax(
     jax.lax.stop_gradient(partner), temperature
   )
@@ -298,7 +299,7 @@ def client_program(
     params = {name: variables[name].params for name in names}
     grad = jax.grad(part_loss, has_aux=True)
     count = jnp.sum(batch["mask"])
-    scale = lambda grads: optax.tree.scale(1 / jnp.maximum(count, 1), grads)
+    scale = lambda grads: core.scaled(1 / jnp.maximum(count, 1), grads)
     parts = core.num_parts(len(batch["mask"]), microbatch)
     if parts == 1:
       grads, (sums, stats) = grad(params, variables, hyper, batch, key)
@@ -349,9 +350,9 @@ def client_program(
       variables, opt_states, means = carry
       step_key = jax.random.fold_in(jax.random.fold_in(key, work.client), s)
       transform_key, model_key = jax.random.split(step_key)
-      batch = core.gather(bank, work.index[s])
-      if client.transform is not None:
-        batch = client.transform(transform_key, batch)
+      batch = core.prepare(
+        client.transform, transform_key, core.gather(bank, work.index[s])
+      )
       for names in turns:
         grads, stats, sums, count = gradients(
           names, variables, hyper, batch, model_key

@@ -17,12 +17,14 @@ import numpy as np
 import optax
 
 from hetfl import client as client_lib
-from hetfl import core
+from hetfl import core, population
 from hetfl import engine as engine_lib
 from hetfl import evaluate as evaluate_lib
 
 PyTree = Any
-Transform = Callable[[core.Batch], core.Batch]
+# A batch as it lies in the bank -> as the model takes it; without a key, since
+# FedMD's parties draw nothing, and as an evaluation has it.
+Preparation = Callable[[core.Batch], core.Batch]
 _FIT = 104  # a stream of random numbers
 # Keras's defaults, which the released code trains with.
 keras_adam = functools.partial(optax.adam, b1=0.9, b2=0.999, eps=1e-7)
@@ -57,13 +59,13 @@ class Party:
       ValueError: if a value is out of its range.
     """
     values = {"learning_rate": self.learning_rate, "l2": self.l2}
-    client_lib.check_hyper(
+    core.check_hyper(
       values, learning_rate=(0, float("inf")), l2=(0, float("inf"))
     )
     return {name: jnp.asarray(v, jnp.float32) for name, v in values.items()}
 
   def trainer(
-    self, transform: Transform | None, loss: core.Loss
+    self, transform: Preparation | None, loss: core.Loss
   ) -> Callable[..., tuple["Trained", core.Mean]]:
     """The program that makes optimizer steps on a bank's examples.
 
@@ -85,9 +87,7 @@ class Party:
 
       def step(trained, row):
         s, positions, more = row
-        batch = core.gather(bank, positions)
-        if transform is not None:
-          batch = transform(batch)
+        batch = core.prepare(transform, core.gather(bank, positions))
         batch = {**batch, **more}
 
         def objective(params):
@@ -181,7 +181,7 @@ class FitPlan(NamedTuple):
 def fit(
   parties: Sequence[Party],
   *,
-  transform: Transform | None = None,
+  transform: Preparation | None = None,
   patience: int = 3,
   min_delta: float = 1e-3,
   eval_batch_size: int = 40,
@@ -205,8 +205,8 @@ def fit(
   Returns:
     The algorithm. Its `init` takes a key and, to go on from models that there
     are, P `Variables`, whose optimizers begin anew. Its `step` takes a
-    `FitPlan` and `{'train': P banks, 'stopping': Subset or None}`, the banks on
-    the device; without a stopping set no party stops.
+    `FitPlan` and `{'train': P banks, 'stopping': Subset}`, the banks on the
+    device; without a stopping set no party stops.
 
   Raises:
     ValueError: if a value is out of its range.
@@ -214,10 +214,24 @@ def fit(
   Reference: Li & Wang 2019, algorithm 1, "Transfer learning", and table 4's
   training on pooled data; Keras's `EarlyStopping` without
   `restore_best_weights`, as in the released code.
+
+  >>> linear = lambda *w: core.Model(
+  ...     lambda key: core.Variables(jnp.array([w]), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> party = Party('a', linear(0., 0.), learning_rate=1., optimizer=optax.sgd)
+  >>> plan = plan_fit([[0]], seed=0, phase=0, round=1, batch_size=1)
+  >>> algorithm = fit([party])
+  >>> state, metrics = algorithm.step(
+  ...     algorithm.init(jax.random.key(0)), plan, {'train': (bank,)})
+  >>> state.parties[0].trained.variables.params.tolist()
+  [[0.5, -0.5]]
+  >>> float(metrics['a/loss'].value)  # log 2
+  0.693...
   """
   parties = check_parties(parties)
   engine = engine or engine_lib.Inline()
-  client_lib.check_hyper(
+  core.check_hyper(
     {"patience": patience, "min_delta": min_delta},
     patience=(1, float("inf")),
     min_delta=(0, 1),
@@ -228,6 +242,7 @@ def fit(
   ]
 
   def init(key, variables=None):
+    check_number(variables, parties, "variables")
     variables = variables or fresh_models(parties, key)
     zero = jnp.zeros((), jnp.int32)
     return FitState(
@@ -256,14 +271,20 @@ def fit(
             jax.random.fold_in(key, k),
             bank,
             batches,
-            data["stopping"],
+            data.get("stopping"),
           ),
           learner.wait < patience,
           _stopped,
           apart=True,
         )
         for k, (epoch, learner, bank, batches) in enumerate(
-          zip(epochs, state.parties, data["train"], plan.batches, strict=True)
+          zip(
+            epochs,
+            state.parties,
+            core.part(data, "train"),
+            plan.batches,
+            strict=True,
+          )
         )
       )
     )
@@ -279,9 +300,7 @@ def fit(
 def _epoch_program(party, transform, min_delta, batch_size):
   """One epoch of a party, and what it says of going on."""
   train = party.trainer(transform, core.cross_entropy)
-  measure = evaluate_lib.lane_program(
-    party.model, transform or (lambda batch: batch)
-  )
+  measure = evaluate_lib.lane_program(party.model, transform)
 
   def program(learner, key, bank, batches, stopping):
     trained, loss = train(
@@ -351,7 +370,7 @@ def shuffled_epochs(
 
 
 def plan_fit(
-  examples: Sequence[np.ndarray],
+  examples: population.ClientPopulation | Sequence[np.ndarray],
   *,
   seed: int,
   phase: int,
@@ -361,20 +380,24 @@ def plan_fit(
   """One epoch of every party over its examples, in an order of its own.
 
   Args:
-    examples: P arrays, each party's positions in its bank.
+    examples: the parties' examples, or each party's positions in its bank.
     seed: the run's seed.
     phase: tells apart the phases of a run.
-    round: the number of the epoch.
+    round: the number of the epoch, from 1.
     batch_size: B, at most.
 
   Returns:
     The plan; the same for the same arguments.
+
+  Raises:
+    ValueError: if a party has no examples, or a number is not at least 1.
 
   >>> plan = plan_fit(
   ...     [np.arange(4), np.arange(9)], seed=0, phase=0, round=1, batch_size=5)
   >>> [batches.shape for batches in plan.batches]
   [(1, 4), (2, 5)]
   """
+  core.check_counts(round=round, batch_size=batch_size)
   return FitPlan(
     np.int32(round),
     tuple(
@@ -383,13 +406,19 @@ def plan_fit(
         seed=[_FIT, seed, phase, round, k],
         batch_size=batch_size,
       )
-      for k, positions in enumerate(examples)
+      for k, positions in enumerate(population.holdings(examples))
     ),
   )
 
 
 def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
   """The parties, if they can be told apart and their values make sense.
+
+  Args:
+    parties: P parties.
+
+  Returns:
+    The same.
 
   Raises:
     ValueError: if not.
@@ -399,11 +428,34 @@ def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
     raise ValueError(f"parties={names}: give one or more, of unlike names")
   for party in parties:
     party.hyper()
+    core.check_factories(optimizer=party.optimizer)
   return tuple(parties)
 
 
+def check_number(
+  given: Sequence[Any] | None, parties: Sequence[Party], name: str
+) -> None:
+  """Checks that what parties are to start from is there for each of them.
+
+  Raises:
+    ValueError: if not.
+  """
+  if given is not None and len(given) != len(parties):
+    raise ValueError(
+      f"{name}: {len(given)} for {len(parties)} parties; give one each"
+    )
+
+
 def fresh_models(parties, key) -> list[core.Variables]:
-  """New models. Keys 2**31 + k are apart from those of any round."""
+  """New models of all parties.
+
+  Args:
+    parties: P parties.
+    key: the run's key; 2**31 + k, folded into it, is apart from any round.
+
+  Returns:
+    P `Variables`.
+  """
   return [
     party.model.init(jax.random.fold_in(key, 2**31 + k))
     for k, party in enumerate(parties)
@@ -411,7 +463,15 @@ def fresh_models(parties, key) -> list[core.Variables]:
 
 
 def padded_rows(index: jax.Array, batch_size: int) -> jax.Array:
-  """Lays positions out as rows, the last one filled up with -1."""
+  """Lays positions out as rows, the last one filled up with -1.
+
+  Args:
+    index: `int32[N]`.
+    batch_size: B; N if that is less.
+
+  Returns:
+    `int32[ceil(N / B), B]`.
+  """
   size = min(batch_size, len(index))
   missing = -len(index) % size
   return jnp.pad(jnp.asarray(index), (0, missing), constant_values=-1).reshape(

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from hetfl import core
+
 Bank = Mapping[str, np.ndarray]
 
 
@@ -25,7 +27,8 @@ class Subset(NamedTuple):
   """Some examples of a bank.
 
   Attributes:
-    bank: the arrays, each with examples on its first axis.
+    bank: the arrays, each with examples on its first axis: inputs `x` and
+      labels `y`, or what a transform makes them of.
     index: `int32[N]`, the positions of the examples in the bank.
   """
 
@@ -44,6 +47,20 @@ class Subset(NamedTuple):
     array([2, 7])
     """
     return Subset.whole({name: a[self.index] for name, a in self.bank.items()})
+
+
+def _positions(positions: Any, bank: Bank, name: str) -> np.ndarray:
+  """Positions as `int32[n]`, if they are positions in the bank."""
+  array = np.asarray(positions)
+  if len(array) and not np.issubdtype(array.dtype, np.integer):
+    hint = "; give np.flatnonzero of a mask" if array.dtype == bool else ""
+    raise ValueError(
+      f"{name}: positions must be integers, not {array.dtype}{hint}"
+    )
+  n = num_examples(bank)
+  if len(array) and not (0 <= array.min() and array.max() < n):
+    raise ValueError(f"{name}: positions outside the bank of {n} examples")
+  return array.astype(np.int32)
 
 
 def num_examples(bank: Bank) -> int:
@@ -85,17 +102,13 @@ class ClientPopulation:
   ids: tuple[str, ...]
 
   def __post_init__(self):
-    n = num_examples(self.bank)
+    _positions(self.members, self.bank, "members")
     if len(set(self.ids)) != len(self.ids):
       raise ValueError("ids: two clients have the same id")
     if len(self.ids) != len(self.offsets) - 1:
       raise ValueError(
         f"ids: {len(self.ids)} ids for {len(self.offsets) - 1} clients"
       )
-    if len(self.members) and not (
-      0 <= self.members.min() and self.members.max() < n
-    ):
-      raise ValueError(f"members: positions outside the bank of {n} examples")
     if len(self.sizes) and self.sizes.min() < 1:
       empty = self.ids[int(self.sizes.argmin())]
       raise ValueError(f"client {empty!r} holds no examples; leave it out")
@@ -127,11 +140,13 @@ class ClientPopulation:
     if ids is None:
       ids = [str(k) for k in range(len(assignment))]
     sizes = np.array([len(a) for a in assignment], np.int64)
+    members = [np.zeros(0, np.int32), *map(np.asarray, assignment)]
+    for k, positions in enumerate(members[1:]):
+      if len(positions) and positions.dtype.kind not in "iu":
+        _positions(positions, bank, f"assignment[{k}]")
     return cls(
       bank=bank,
-      members=np.concatenate(
-        [np.zeros(0, np.int32)] + [np.asarray(a, np.int32) for a in assignment]
-      ),
+      members=np.concatenate(members).astype(np.int32),
       offsets=np.concatenate([[0], np.cumsum(sizes)]),
       ids=tuple(ids),
     )
@@ -176,6 +191,36 @@ class ClientPopulation:
   def examples(self) -> Subset:
     """All examples that any client holds."""
     return Subset(self.bank, self.members)
+
+
+def holdings(
+  clients: ClientPopulation | Sequence[np.ndarray],
+) -> list[np.ndarray]:
+  """Each client's positions in its bank.
+
+  Args:
+    clients: a population, or the positions themselves.
+
+  Returns:
+    K arrays `int32[n_k]`.
+
+  Raises:
+    ValueError: a client holds nothing, or positions are no integers.
+
+  >>> holdings([[3, 1], [2]])
+  [array([3, 1], dtype=int32), array([2], dtype=int32)]
+  """
+  if isinstance(clients, ClientPopulation):
+    return [clients.positions(k) for k in range(len(clients))]
+  arrays = [np.asarray(positions) for positions in clients]
+  for k, array in enumerate(arrays):
+    if not len(array):
+      raise ValueError(f"client {k} holds no examples; leave it out")
+    if array.dtype.kind not in "iu":
+      raise ValueError(
+        f"client {k}: positions must be integers, not {array.dtype}"
+      )
+  return [array.astype(np.int32) for array in arrays]
 
 
 class LanePlan(NamedTuple):
@@ -301,7 +346,7 @@ def plan_clients(
   Args:
     population: the pool's clients.
     seed: the run's seed.
-    round: the number of the round.
+    round: the number of the round, from 1.
     pool: the number of the pool; pools draw independently.
     clients_per_round: how many clients train.
     batch_size: B.
@@ -315,7 +360,8 @@ def plan_clients(
     layout if only `num_lanes` differs.
 
   Raises:
-    ValueError: if the pool has fewer clients than a round needs.
+    ValueError: if the pool has fewer clients than a round needs, or a number
+      is not at least 1.
 
   Reference: FedJAX's `ClientDataset.shuffle_repeat_batch`; Lichtarge et al.
   2023, appendix C.3.
@@ -327,9 +373,16 @@ def plan_clients(
   >>> plan.steps, plan.weight[:, :2]
   (array([2], dtype=int32), array([[0., 3.]], dtype=float32))
   """
+  core.check_counts(
+    round=round,
+    batch_size=batch_size,
+    epochs=epochs,
+    max_steps=max_steps,
+    num_lanes=num_lanes,
+  )
   if not 1 <= clients_per_round <= len(population):
     raise ValueError(
-      f"--clients_per_round={clients_per_round}: pool {pool} has"
+      f"clients_per_round={clients_per_round}: pool {pool} has"
       f" {len(population)} clients; choose 1 to {len(population)}"
     )
   rng = np.random.default_rng([seed, round, pool])
@@ -355,30 +408,39 @@ def plan_distillation(
   Args:
     examples: the distillation set.
     seed: the run's seed.
-    round: the number of the round.
+    round: the number of the round, from 1.
     steps: S, distillation steps.
     batch_size: B; may exceed the number of examples.
 
   Returns:
     `int32[S, B]`, positions in the bank of `examples`.
 
+  Raises:
+    ValueError: if there are no examples, one is not in the bank, or a number
+      is not at least 1.
+
   >>> examples = Subset({'y': np.zeros(9)}, np.array([2, 5, 7]))
   >>> plan_distillation(
   ...     examples, seed=0, round=1, steps=3, batch_size=1).T.tolist()
   [[...]]
   """
+  core.check_counts(round=round, steps=steps, batch_size=batch_size)
+  if not len(examples.index):
+    raise ValueError("examples: there are none to distil on")
   # 2**32 - 1 keeps these draws apart from those of any pool.
   rng = np.random.default_rng([seed, round, 2**32 - 1])
   number = steps * batch_size
   if len(examples.index) > 50 * number:
     # Shuffling millions of examples for a few takes longer than a round.
     chosen = rng.choice(len(examples.index), number, replace=False)
-    return examples.index[chosen].reshape(steps, batch_size).astype(np.int32)
-  passes = -(-number // len(examples.index))
-  order = np.concatenate(
-    [rng.permutation(examples.index) for _ in range(passes)]
-  )
-  return order[:number].reshape(steps, batch_size).astype(np.int32)
+    order = examples.index[chosen]
+  else:
+    passes = -(-number // len(examples.index))
+    order = np.concatenate(
+      [rng.permutation(examples.index) for _ in range(passes)]
+    )[:number]
+  order = _positions(order, examples.bank, "examples.index")
+  return order.reshape(steps, batch_size)
 
 
 def plan_round(

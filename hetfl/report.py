@@ -27,6 +27,7 @@ def curves(
   ylabel: str = "Test accuracy (%)",
   scale: float = 100.0,
   published: Mapping[str, Mapping[str, float]] | None = None,
+  dashed: str = "published",
   title: str | None = None,
 ) -> None:
   """Draws a metric over the rounds, one panel a pool, to a PNG.
@@ -39,6 +40,7 @@ def curves(
     scale: factor from the rows' unit to that of `ylabel`.
     published: pool -> label -> a value, in the unit of the rows, for a
       horizontal dashed line. A label of `runs` gives the line its colour.
+    dashed: what these values are, for the legend.
     title: above the panels.
 
   Raises:
@@ -88,7 +90,7 @@ def curves(
         color=colors.get(label, "0.35"),
         linestyle="--",
         linewidth=1.2,
-        label=f"{label}, published ({scale * value:.1f})",
+        label=f"{label}, {dashed} ({scale * value:.1f})",
       )
     ax.set_title(f"{pool} model", fontsize=11)
     ax.set_xlabel("Round")
@@ -261,9 +263,7 @@ def parallel_coordinates(
   ax.spines[:].set_visible(False)
   if title:
     fig.suptitle(title, fontsize=12)
-  content = io.BytesIO()
-  fig.savefig(content, format="png", metadata={"Software": None})
-  logs.write_bytes(path, content.getvalue())
+  _save(fig, path)
 
 
 def _axis(

@@ -87,16 +87,6 @@ class Dimension(NamedTuple):
       value = self.low + (self.high - self.low) * share
     return float(f"{value:.6g}")
 
-  def share(self, value: float) -> float:
-    """Where a value lies in the range, from 0 to 1.
-
-    >>> Dimension(0., 4.).share(3.)
-    0.75
-    """
-    if self.log:
-      return math.log(value / self.low) / math.log(self.high / self.low)
-    return (value - self.low) / (self.high - self.low)
-
 
 Space = Mapping[str, Dimension]
 
@@ -278,7 +268,7 @@ class TrialLog:
     # A row says how large its block is.
     while rows and rows[-1]["trial"] != rows[-1]["block_end"] - 1:
       rows.pop()
-    content = b"".join(map(_line, rows))
+    content = b"".join(map(logs.json_line, rows))
     if rows and self._path.stat().st_size != len(content):
       logs.write_bytes(path, content)
     elif not rows:
@@ -288,15 +278,11 @@ class TrialLog:
   def append(self, rows: Sequence[Row]) -> None:
     """Adds a block's rows; they are on the disk when this returns."""
     with open(self._path, "ab") as f:
-      f.write(b"".join(map(_line, rows)))
+      f.write(b"".join(map(logs.json_line, rows)))
       f.flush()
       os.fsync(f.fileno())
     # As they will be read: floats that are not finite are None.
-    self.rows += [json.loads(_line(row)) for row in rows]
-
-
-def _line(row: Row) -> bytes:
-  return (json.dumps(logs.to_json(row), allow_nan=False) + "\n").encode()
+    self.rows += [json.loads(logs.json_line(row)) for row in rows]
 
 
 def search(

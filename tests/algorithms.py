@@ -1,6 +1,7 @@
 """Every algorithm, small, for the tests of what all of them must do."""
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -262,10 +263,16 @@ CASES = {
 }
 
 
+@functools.cache
+def initial(name):
+  """An algorithm's first state, which is the same for every engine."""
+  return jax.jit(CASES[name].build(None, 4).init)(jax.random.key(0))
+
+
 def run(name, algorithm, rounds, *, state=None, first=1, lanes=1):
   """Runs some rounds; returns the state and the last metrics."""
   case = CASES[name]
-  state = algorithm.init(jax.random.key(0)) if state is None else state
+  state = initial(name) if state is None else state
   data = case.data()
   for round in range(first, first + rounds):
     state, metrics = algorithm.step(state, case.plan(round, lanes), data)

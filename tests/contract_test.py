@@ -11,7 +11,7 @@ import pytest
 from hetfl import codist, distill, engine, population
 from hetfl.fedavg import fedadam_server, fedavg, fedavg_server
 from tests import federation
-from tests.algorithms import arrays, CASES, make_distiller, run
+from tests.algorithms import arrays, CASES, initial, make_distiller, run
 
 ROUNDS = 4
 # The same numbers in another order of addition, in float32.
@@ -100,7 +100,7 @@ def test_ten_rounds_in_one_dispatch(name):
     lambda state: jax.lax.scan(
       lambda state, plan: algorithm.step(state, plan, data), state, plans
     )
-  )(algorithm.init(jax.random.key(0)))
+  )(initial(name))
   expected, expected_metrics = run(name, jitted(algorithm), 10)
   assert_close(arrays(state), arrays(expected))
   assert_close(jax.tree.map(lambda m: m[-1], metrics), expected_metrics)
@@ -108,8 +108,7 @@ def test_ten_rounds_in_one_dispatch(name):
 
 @those_with_pools
 def test_a_rounds_own_banks_are_enough(reference, name):
-  algorithm = build(name)
-  state = algorithm.init(jax.random.key(0))
+  algorithm, state = build(name), initial(name)
   clients = [federation.POPULATION] * 2
   for round in range(1, ROUNDS + 1):
     plan, data = population.localize(
@@ -128,8 +127,7 @@ def test_a_rounds_own_banks_are_enough(reference, name):
 def test_trials_are_a_batch_axis(name):
   trials, rounds = 4, 2
   case = CASES[name]
-  algorithm = case.build(None, ROUNDS)
-  state = algorithm.init(jax.random.key(0))
+  algorithm, state = case.build(None, ROUNDS), initial(name)
   states = [case.unlike(state, 1 - 0.2 * i) for i in range(trials)]
   # Keys cannot be stacked by jnp.stack in all versions.
   stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(arrays, states)).replace(
@@ -319,35 +317,3 @@ def test_threads_refuse_to_be_traced():
   )
   with pytest.raises(TypeError, match="Inline"):
     federation.run(jitted(algorithm), 1)
-
-
-def test_what_is_out_of_range_is_refused():
-  pools = federation.make_pools()
-  with pytest.raises(ValueError, match="merge_alpha=1.5"):
-    codist.merged_codist(pools, make_distiller(), alpha=1.5, rounds=1)
-  with pytest.raises(ValueError, match="codist_period=0"):
-    codist.periodic_codist(pools, make_distiller(), period=0, rounds=1)
-  with pytest.raises(ValueError, match="needs two pools"):
-    codist.merged_codist(pools[:1], make_distiller(), alpha=0.5, rounds=1)
-  for alpha in (np.float32(-0.5), jnp.asarray(2.0)):
-    with pytest.raises(ValueError, match="merge_alpha="):
-      codist.merged_codist(pools, make_distiller(), alpha=alpha, rounds=1)
-  with pytest.raises(ValueError, match="rounds=0"):
-    fedavg(pools, rounds=0)
-  with pytest.raises(ValueError, match="temperature=-1.0"):
-    bad = make_distiller(temperature=-1.0)
-    codist.periodic_codist(pools, bad, period=2, rounds=1)
-  with pytest.raises(ValueError, match="label_weight=7"):
-    make_distiller(label_weight=7).hyper(2)
-  with pytest.raises(ValueError, match="temperature=.* one or 2 values"):
-    make_distiller(temperature=(1.0, 2.0, 3.0)).hyper(2)
-  with pytest.raises(ValueError, match="regularization=-1"):
-    make_distiller(regularization=-1).hyper(2)
-  with pytest.raises(ValueError, match="--clients_per_round=10: pool 0 has 9"):
-    federation.make_plan(1, clients_per_round=10)
-  with pytest.raises(ValueError, match="2 pools, but a plan for 1"):
-    fedavg(pools, rounds=1).step(
-      fedavg(pools, rounds=1).init(jax.random.key(0)),
-      federation.make_plan(1, num_pools=1),
-      federation.make_data(2),
-    )

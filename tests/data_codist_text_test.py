@@ -139,41 +139,124 @@ def test_arguments_out_of_range(dump, kwargs, message):
     load("stackexchange", **{"data_dir": dump, **kwargs})
 
 
-def test_stackoverflow_files(tmp_path, monkeypatch):
-  """The official splits serve for what they are for."""
-  for split, n in (("train", 40), ("held_out", 5), ("test", 6)):
+def stackoverflow(folder, train, *, held_out=5, test=6, each=3):
+  """FedJAX's three files; of `train` each user's domains are said."""
+  parts = {"train": dict(enumerate(train))}
+  both = ["question", *["answer"] * (each - 1)]
+  parts["held_out"] = {k: both for k in range(held_out)}
+  parts["test"] = {k: both for k in range(test)}
+  for split, of in parts.items():
     files.write_sqlite(
-      tmp_path / f"stackoverflow_{split}.sqlite",
+      folder / f"stackoverflow_{split}.sqlite",
       [
         (
           f"{split}{k}".encode(),
-          files.packed(
-            ["question", "answer", "answer"], [f"{split}{k} asks", "x", "y"]
-          ),
+          files.packed(kinds, [f"{split}{k} n{i}" for i in range(len(kinds))]),
         )
-        for k in range(n)
+        for k, kinds in of.items()
       ],
     )
+  return dict(dataset="stackoverflow", data_dir=folder, vocabulary_size=5000)
+
+
+def test_stackoverflow_files(tmp_path, monkeypatch):
+  """The official splits serve for what they are for."""
+  files_there = stackoverflow(tmp_path, [["question", "answer", "answer"]] * 40)
   monkeypatch.setattr(codist_text, "_SO_POOL_CLIENTS", 30)
-  monkeypatch.setattr(codist_text, "_SO_DOMAIN_CLIENTS", 12)
-  data = load(
-    "stackoverflow",
-    data_dir=tmp_path,
-    high_capacity_clients=7,
-    distill_examples=20,
-    vocabulary_size=500,
-  )
+  data = load(**files_there, high_capacity_clients=7, distill_examples=20)
   assert [len(p) for p in data.pools] == [30, 7]
   assert len(data.distill.index) == 20
   assert len(data.heldout.index) == 15 and len(data.test.index) == 18
-  assert data.vocabulary.size == 4 + 30 + 3  # Names, asks, x, y.
+  assert data.vocabulary.size == 4 + 30 + 3  # Names, n0, n1, n2.
   assert not words(data, data.test) & {f"test{k}" for k in range(6)}
-  # Two answers to one question: everyone answers.
-  assert "one of the domains has no users" in str(
-    pytest.raises(
-      DataError, load, "stackoverflow", data_dir=tmp_path, pools="domain"
-    ).value
-  )
+  # By default what there is, of ten users; asked for, so many it must be.
+  assert len(load(**files_there).distill.index) == 30
+  with pytest.raises(ValueError, match="--distill_examples=31.*1 to 30"):
+    load(**files_there, distill_examples=31)
+  monkeypatch.setattr(codist_text, "SO_DISTILL_EXAMPLES", 12)
+  assert len(load(**files_there).distill.index) == 12
+  monkeypatch.setattr(codist_text, "_SO_POOL_CLIENTS", 40)
+  with pytest.raises(DataError, match="no users beyond the 40 of the pools"):
+    load(**files_there)
+
+
+def test_c4_needs_no_more_sentences_than_there_are(tmp_path, monkeypatch):
+  files_there = stackoverflow(tmp_path, [["question", "answer"]] * 4)
+  monkeypatch.setattr(codist_text, "_SO_POOL_CLIENTS", 4)
+  (tmp_path / "c4.txt").write_text("One.\nTwo.\nThree.\n")
+  c4 = dict(**files_there, distill_data="c4", c4_path=tmp_path / "c4.txt")
+  # All users are in the pool: C4 takes none for the distillation.
+  few = dict(c4, high_capacity_clients=2)
+  assert len(load(**few).distill.index) == 3
+  with pytest.raises(ValueError, match="--distill_examples=4.*1 to 3"):
+    load(**few, distill_examples=4)
+  monkeypatch.setattr(codist_text, "_C4_SENTENCES", 2)
+  assert len(load(**few).distill.index) == 2
+
+
+def test_stackoverflow_sentences_are_of_many_users(tmp_path, monkeypatch):
+  kinds = [["answer"] * 100] * 60
+  files_there = stackoverflow(tmp_path, kinds, held_out=50, test=50, each=100)
+  monkeypatch.setattr(codist_text, "_SO_POOL_CLIENTS", 10)
+  monkeypatch.setattr(codist_text, "_SO_SENTENCES", 100)
+  monkeypatch.setattr(codist_text, "_SO_LOOKED_AT", 4_000)
+  few = dict(**files_there, high_capacity_clients=2)
+  data = load(**few, distill_examples=200)
+  assert [len(s.index) for s in (data.distill, data.heldout)] == [200, 100]
+  read = codist_text._stackoverflow
+  parts = read(tmp_path, "capacity", None, 200, 0)
+  for name, n in (("distill", 200), ("heldout", 100), ("test", 100)):
+    corpus, chosen = parts.others[name]
+    assert len(chosen) == len(np.unique(chosen)) == n
+    used = sum(bool(np.isin(m, chosen).any()) for m in corpus.members)
+    # Whole users would be two for 200 sentences and one for 100.
+    assert used > 25, name
+  pool = set(parts.train.ids)
+  assert len(pool) == 10 and not pool & set(parts.others["distill"][0].ids)
+  # More than a first draw gives: further sentences, none of them twice.
+  parts = read(tmp_path, "capacity", None, 4_900, 0)
+  corpus, chosen = parts.others["distill"]
+  sentences = np.split(corpus.words, corpus.offsets[1:-1])
+  assert len({tuple(sentences[n]) for n in chosen}) == len(chosen) == 4_900
+
+
+def test_stackoverflow_by_domain(tmp_path, monkeypatch, caplog):
+  """Users are read until both domains have their number, and no further."""
+  # One of five asks.
+  train = [
+    ["question", "question", "answer"] if k % 5 == 0 else ["answer"] * 3
+    for k in range(100)
+  ]
+  files_there = dict(stackoverflow(tmp_path, train), pools="domain")
+  monkeypatch.setattr(codist_text, "_SO_DOMAIN_CLIENTS", 8)
+  data = load(**files_there)
+  answers, questions = data.pools
+  assert len(answers) == len(questions) == 8
+  assert set(answers.sizes) == {3} and set(questions.sizes) == {2}
+  asks = lambda client: int(client.removeprefix("train")) % 5 == 0
+  assert all(map(asks, questions.ids)) and not any(map(asks, answers.ids))
+  assert not caplog.text
+  parts = codist_text._stackoverflow(tmp_path, "domain", None, 1000, 0)
+  others = set(parts.others["distill"][0].ids)
+  used = {*answers.ids, *questions.ids}
+  passed_over = parts.skipped["train: clients of a domain that has enough"]
+  # Who was read serves for nothing else, and all others distil.
+  assert not others & used and passed_over > 8
+  assert len(others) == 100 - parts.train.clients_read
+  assert parts.train.clients_read == len(used) + passed_over
+  capped = load(**files_there, max_sentences_per_client=1)
+  assert set(capped.pools[0].sizes) == set(capped.pools[1].sizes) == {1}
+  # Too few who ask: a warning, and nobody left for distillation.
+  monkeypatch.setattr(codist_text, "_SO_DOMAIN_CLIENTS", 30)
+  (tmp_path / "c4.txt").write_text("One.\n")
+  c4 = dict(distill_data="c4", c4_path=tmp_path / "c4.txt")
+  assert [len(p) for p in load(**files_there, **c4).pools] == [30, 20]
+  assert "20 users write mostly questions, not 30" in caplog.text
+  with pytest.raises(DataError, match="no users beyond the 100 of the pools"):
+    load(**files_there)
+  stackoverflow(tmp_path, [["question", "answer", "answer"]] * 40)
+  with pytest.raises(DataError, match="domains has no users.*mostly questions"):
+    load(**files_there)
 
 
 def wasted(pool, lanes, rounds=200, **kwargs):

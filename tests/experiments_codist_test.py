@@ -162,8 +162,8 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
     (("--learning_rat=1",), "learning_rat"),
     (("--merge_alpha=1.5",), "merge_alpha"),
     (("--clients_per_round=0",), "clients_per_round"),
-    (("--clients_per_round=9",), "--clients_per_round=9: pool 1 has 8"),
-    (("--clients_per_round=99",), "--clients_per_round=99: pool 0 has 42"),
+    (("--clients_per_round=9",), "clients_per_round=9: pool 1 has 8"),
+    (("--clients_per_round=99",), "clients_per_round=99: pool 0 has 42"),
     (("--high_capacity_clients=99",), "--high_capacity_clients"),
     (("--client_lr=0.1,x",), "--client_lr=0.1,x: not a number"),
     (("--client_lr=1,2,3",), "--client_lr=1,2,3: give one value, or two"),
@@ -290,7 +290,7 @@ def test_language_models_of_two_domains(codist, tmp_path):
     (("--distill_data=cifar10",), "--distill_data=cifar10"),
     (("--dataset=digits",), "not for --dataset=digits"),
     ((f"--data_dir={tmp_path}/nowhere",), "archive.org/details/stackexchange"),
-    (("--clients_per_round=30",), "--clients_per_round=30: pool 0 has"),
+    (("--clients_per_round=30",), "clients_per_round=30: pool 0 has"),
   ]
   codist.refuse(cases, *run, fresh=tmp_path / "fresh")
   posts.write_text(posts.read_text().replace("Say", "Shout"))

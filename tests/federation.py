@@ -101,7 +101,7 @@ def make_data(num_pools=2):
 
 def run(algorithm, rounds, *, state=None, first=1, data=None, **settings):
   """Runs some rounds and returns the state and the last metrics."""
-  state = algorithm.init(jax.random.key(0)) if state is None else state
+  state = state or jax.jit(algorithm.init)(jax.random.key(0))
   data = data or make_data(len(state.pools))
   for round in range(first, first + rounds):
     plan = make_plan(round, num_pools=len(state.pools), **settings)

@@ -117,8 +117,8 @@ def load_codist_images(
   >>> images.pools[1].bank is images.pools[0].bank
   True
 
-  Reference: Lichtarge et al. 2023, appendix C and Table 4; `distill_examples`
-    as in Figure 4.
+  Reference: Lichtarge et al. 2023, appendix C and Tables 1, 3 and 4;
+    `distill_examples` as in Figure 4.
   """
   if dataset not in _TASKS:
     raise ValueError(f"--dataset={dataset}: want one of {sorted(_TASKS)}")

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import pathlib
 
+from absl import logging
 import numpy as np
 
 from hetfl.data import partition, text, text_sources
@@ -67,7 +68,14 @@ _TASKS = {
 DATASETS = tuple(_TASKS)
 _SO_POOL_CLIENTS = 34_248
 _SO_DOMAIN_CLIENTS = 30_000  # of each domain
-_SO_SENTENCES = 100_000
+_SO_SENTENCES = 100_000  # held out, and of the test
+# Distillation sentences unless asked for; the paper's 122,250,952 are too many
+# for most memories.
+SO_DISTILL_EXAMPLES = 1_000_000
+# Sentences are drawn from about so many, those of 23,000 users or more: for
+# 100,000 a hundredth of each user's. Looking at one takes 2 microseconds.
+_SO_LOOKED_AT = 10_000_000
+_C4_SENTENCES = 4_488_694
 
 
 def load_codist_text(
@@ -94,8 +102,11 @@ def load_codist_text(
   - `stackexchange`: users of a dump, `data_dir/stackexchange/Posts.xml`;
     25 %, 5 % and 10 % of them. Not in the paper.
   - `stackoverflow`: FedJAX's files. 34,248 users of the training split are the
-    pool (by domain: 30,000 for each), others the distillation data; 100,000
-    sentences of the held-out and of the test split each.
+    pool; by domain, users are drawn until 30,000 are there for each. Users that
+    were not drawn are the distillation data; 100,000 sentences of the held-out
+    and of the test split each. These, and the distillation's, are a share of
+    each user's sentences, so that they are of thousands of users; the paper
+    draws them from all.
 
   By capacity the large model's clients are a sample of the pool; fewer are
   nested in more. By domain a user belongs to the domain of most of their
@@ -111,11 +122,14 @@ def load_codist_text(
     max_sentences_per_client: a user's further sentences are left out (by
       domain, those beyond so many of the domain that is kept).
     distill_data: 'in_domain', sentences of the distillation users, or 'c4'.
-    distill_examples: keep so many distillation sentences; by default all.
+    distill_examples: keep so many distillation sentences. By default all, but
+      of C4 the paper's 4,488,694 at most, and of Stack Overflow's own 1,000,000
+      at most, where the paper has 122,250,952.
     c4_path: for 'c4', see `text_sources.c4_mod`.
     c4_tokenizer: for 'c4', 'rules' or 'nltk'.
     seed: the run's seed; draws what `distill_examples` keeps, and no more.
-    partition_seed: shares out the users.
+    partition_seed: shares out the users; of Stack Overflow it draws the
+      distillation sentences too.
 
   Returns:
     The pools and the server's data.
@@ -162,11 +176,12 @@ def load_codist_text(
     )
 
   if dataset == "stackoverflow":
+    in_domain = distill_data == "in_domain"
     parts = _stackoverflow(
       pathlib.Path(data_dir).expanduser(),
       pools,
       max_sentences_per_client,
-      distill_examples if distill_data == "in_domain" else 1,
+      (distill_examples or SO_DISTILL_EXAMPLES) if in_domain else None,
       partition_seed,
     )
   else:
@@ -201,7 +216,7 @@ def load_codist_text(
     corpus = text_sources.c4_mod(
       c4_path,
       max_words=LENGTH,
-      max_sentences=distill_examples,
+      max_sentences=distill_examples or _C4_SENTENCES,
       tokenizer=c4_tokenizer,
     )
     skipped |= {f"c4: {reason}": n for reason, n in corpus.skipped.items()}
@@ -282,26 +297,33 @@ def _stackoverflow(
   read = lambda split, **kwargs: text_sources.stackoverflow(
     paths[split], seed=partition_seed, max_words=LENGTH, **kwargs
   )
-  users = _SO_POOL_CLIENTS if pools == "capacity" else 2 * _SO_DOMAIN_CLIENTS
-  # Both domains' cap is applied later: here it would favour a user's first
-  # domain.
-  cap = max_sentences if pools == "capacity" else None
+  sample = lambda split, n, **kwargs: read(
+    split, max_sentences=n, share=min(n / _SO_LOOKED_AT, 1.0), **kwargs
+  )
+  users = {"max_clients": _SO_POOL_CLIENTS}
+  if pools == "domain":
+    users = {"clients_per_domain": _SO_DOMAIN_CLIENTS}
+  train = read("train", max_sentences_per_client=max_sentences, **users)
+  if pools == "domain":
+    _check_domains(paths["train"], train)
+  sizes = {"heldout": _SO_SENTENCES, "test": _SO_SENTENCES}
   corpora = {
-    "train": read("train", max_clients=users, max_sentences_per_client=cap),
-    "distill": read(
-      "train", skip_clients=users, max_sentences=distill_examples
-    ),
-    "heldout": read("held_out", max_sentences=_SO_SENTENCES),
-    "test": read("test", max_sentences=_SO_SENTENCES),
+    "train": train,
+    "heldout": sample("held_out", _SO_SENTENCES),
+    "test": sample("test", _SO_SENTENCES),
   }
-  whole = lambda corpus, n=None: (corpus, np.arange(len(corpus.domains))[:n])
+  if distill_examples is not None:
+    sizes["distill"] = distill_examples
+    corpora["distill"] = sample(
+      "train", distill_examples, skip_clients=train.clients_read
+    )
+  first = lambda corpus, n: np.arange(min(n, len(corpus.domains)))
   return _Parts(
-    corpora["train"],
-    np.arange(len(corpora["train"].ids)),
+    train,
+    np.arange(len(train.ids)),
     {
-      "distill": whole(corpora["distill"]),
-      "heldout": whole(corpora["heldout"], _SO_SENTENCES),
-      "test": whole(corpora["test"], _SO_SENTENCES),
+      name: (corpora[name], first(corpora[name], n))
+      for name, n in sizes.items()
     },
     {
       f"{name}: {reason}": n
@@ -309,6 +331,30 @@ def _stackoverflow(
       for reason, n in corpus.skipped.items()
     },
   )
+
+
+def _check_domains(path: pathlib.Path, corpus: text.Corpus) -> None:
+  """Says so if a domain has not its number of users, though all are read."""
+  domains = corpus.domains[[members[0] for members in corpus.members]]
+  for domain, name in (
+    (text_sources.ANSWER, "answers"),
+    (text_sources.QUESTION, "questions"),
+  ):
+    n = int((domains == domain).sum())
+    if not n:
+      raise DataError(
+        f"{path}: one of the domains has no users: none writes mostly {name};"
+        " take --pools=capacity, or the whole file"
+      )
+    if n < _SO_DOMAIN_CLIENTS:
+      logging.warning(
+        "%s: --pools=domain: %d users write mostly %s, not %d as in the paper,"
+        " and all users are read.",
+        path,
+        n,
+        name,
+        _SO_DOMAIN_CLIENTS,
+      )
 
 
 def _assign(
@@ -320,16 +366,9 @@ def _assign(
     assigned = [[], []]
     for k in clients:
       domains = corpus.domains[corpus.members[k]]
-      answers = int((domains == text_sources.ANSWER).sum())
-      domain = (
-        text_sources.ANSWER
-        if answers > len(domains) - answers
-        else text_sources.QUESTION
-      )
+      domain = text_sources.prevailing(domains)
       kept = corpus.members[k][domains == domain]
       assigned[_DOMAINS.index(domain)].append((cut(kept), corpus.ids[k]))
-    limit = _SO_DOMAIN_CLIENTS if dataset == "stackoverflow" else None
-    assigned = [pool[:limit] for pool in assigned]
     if not all(assigned):
       raise DataError(f"{dataset}: one of the domains has no users")
     return assigned

@@ -100,7 +100,9 @@ def load_fedmd_images(
     num_parties: P.
     examples_per_class: images of each private class of a party; by default
       as above.
-    min_writer_examples: letters a to f that a writer must have written.
+    min_writer_examples: letters a to f that a writer must have written, all
+      six together. 18 is the released code's number; the paper's table 3 has
+      "around 20 (varies)" per class and party.
     superclasses: 'paper', CIFAR-100's 0 to 5, or 'code', 0, 1, 7, 9, 12, 18,
       those of the released code.
     heldout_examples: images, at most, of each stopping set. Public ones, drawn
@@ -269,8 +271,9 @@ def one_writer(
   Raises:
     ValueError: too few writers.
 
-  Reference: Li & Wang 2019, section 3; the released code takes writers of at
-  least 18 letters a to f.
+  Reference: Li & Wang 2019, section 3 and table 3, whose "around 20 (varies)"
+  is a number per class and party; the released code takes writers of at least
+  18 letters a to f, all classes together.
 
   >>> clients = one_writer(np.array([0, 0, 1, 0, 7]), np.array([5, 5, 5, 6, 6]),
   ...                      classes=[0, 1], num_clients=1, min_examples=2,

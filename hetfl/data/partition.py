@@ -322,9 +322,10 @@ def codist_split(
   >>> [len(part) for part in split]
   [315, 47, 135, 50]
 
-  Reference: Lichtarge et al. 2023, Table 4, which gives these in examples:
-    CIFAR-100's 50,000 are 31,500 + 13,500 + 5,000, the high capacity pool has
-    3,100, 4,700 or 6,300.
+  Reference: Lichtarge et al. 2023, which gives these in examples: CIFAR-100's
+    50,000 are a pool of 31,500, 13,500 for distillation (Table 4) and 5,000
+    held out (Table 3); the high capacity pool has 4,700 (Table 4), 3,100 or
+    6,300 (Table 1).
   """
   for name, value in (
     ("distill_clients", distill_clients),

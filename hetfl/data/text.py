@@ -114,6 +114,8 @@ class Corpus:
     members: for each of K clients, `int64[n_k]`, its sentences.
     ids: K client ids.
     skipped: what was left out, by reason.
+    clients_read: of a file with a row a client, the rows that were read, those
+      that gave nothing too.
   """
 
   lexicon: tuple[str, ...]
@@ -123,6 +125,7 @@ class Corpus:
   members: tuple[np.ndarray, ...]
   ids: tuple[str, ...]
   skipped: dict[str, int]
+  clients_read: int = 0
 
   def counts(self, chosen: np.ndarray) -> Counter:
     """How often each word stands in some sentences."""

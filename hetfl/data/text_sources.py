@@ -6,8 +6,10 @@ and no block or row may be larger than the bounds here.
 """
 
 import ast
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 import contextlib
+import dataclasses
 import gzip
 import html
 import io
@@ -283,6 +285,16 @@ def _without_comments(body: str) -> str:
   return "".join(parts) + body[at:]
 
 
+def prevailing(domains: Sequence[int]) -> int:
+  """The domain of most sentences; questions if there are as many.
+
+  >>> prevailing([QUESTION, ANSWER]), prevailing([ANSWER, QUESTION, ANSWER])
+  (0, 1)
+  """
+  answers = list(domains).count(ANSWER)
+  return ANSWER if answers > len(domains) - answers else QUESTION
+
+
 def stackoverflow(
   path: str | os.PathLike,
   *,
@@ -292,6 +304,8 @@ def stackoverflow(
   max_sentences: int | None = None,
   max_sentences_per_client: int | None = None,
   skip_clients: int = 0,
+  clients_per_domain: int | None = None,
+  share: float = 1.0,
 ) -> text.Corpus:
   """Some clients of a FedJAX Stack Overflow SQLite file.
 
@@ -299,24 +313,34 @@ def stackoverflow(
 
   Args:
     path: `stackoverflow_{train,held_out,test}.sqlite`.
-    seed: draws the order of the clients.
+    seed: draws the order of the clients, and their sentences for `share`.
     max_words: see `text.CorpusBuilder`.
     max_clients: clients to read; `None` for all.
     max_sentences: stop after the client that reaches so many.
     max_sentences_per_client: see `text.CorpusBuilder`.
     skip_clients: of the order drawn, leave so many out first: those that
       serve for something else.
+    clients_per_domain: read on until each domain prevails with so many
+      clients, and keep a client's sentences of that domain only; `None` for
+      any clients.
+    share: of each client about this share of its sentences, in (0, 1], so that
+      `max_sentences` are of many clients. If all clients together have too few
+      then, as much again of each, and so on.
 
   Returns:
     The corpus; words are the file's own tokens. Damaged clients are counted
     in `skipped`.
 
   Raises:
-    DataError: the file is missing, damaged as a whole or of another kind.
+    DataError: the file is missing, damaged as a whole or of another kind, or
+      nobody is left after `skip_clients`.
+    ValueError: `share` is out of its range.
 
   Reference: `fedjax/datasets/stackoverflow.py`; type `question` is domain 0,
   `answer` 1.
   """
+  if not 0 < share <= 1:
+    raise ValueError(f"share={share}: want more than 0, and 1 at most")
   path = pathlib.Path(path).expanduser()
   if not path.is_file():
     raise DataError(
@@ -328,6 +352,13 @@ def stackoverflow(
     max_words=max_words, max_sentences_per_client=max_sentences_per_client
   )
   uri = path.resolve().as_uri() + "?mode=ro"
+  prevails, clients_read = Counter(), 0
+
+  def enough():
+    if clients_per_domain is not None:
+      return all(prevails[d] >= clients_per_domain for d in (QUESTION, ANSWER))
+    return max_sentences is not None and len(builder) >= max_sentences
+
   try:
     with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
       numbers = [
@@ -338,32 +369,71 @@ def stackoverflow(
       ]
       random.Random(f"{seed}/clients").shuffle(numbers)
       end = None if max_clients is None else skip_clients + max_clients
-      for number in numbers[skip_clients:end]:
-        if max_sentences is not None and len(builder) >= max_sentences:
-          break
-        row = connection.execute(
-          "SELECT client_id, data FROM federated_data WHERE rowid = ?",
-          (number,),
-        ).fetchone()
-        try:
-          client, examples = _fedjax_client(*row)
-        except (ValueError, TypeError, KeyError, zlib.error) as error:
-          del error
-          builder.skipped["clients that cannot be read"] += 1
-          continue
-        for domain, tokens in examples:
-          builder.add(client, domain, tokens)
+      numbers = numbers[skip_clients:end]
+      for low, high in _parts(share):
+        for i, number in enumerate(numbers):
+          if enough():
+            break
+          clients_read = max(clients_read, i + 1)
+          row = connection.execute(
+            "SELECT client_id, data FROM federated_data WHERE rowid = ?",
+            (number,),
+          ).fetchone()
+          draw = random.Random(f"{seed}/{number}").random if share < 1 else None
+          try:
+            client, kinds, sentences = _fedjax_client(*row)
+            chosen = range(len(kinds))
+            if clients_per_domain is not None:
+              domain = prevailing(kinds)
+              if prevails[domain] >= clients_per_domain:
+                builder.skipped["clients of a domain that has enough"] += 1
+                continue
+              chosen = [n for n in chosen if kinds[n] == domain]
+            if draw:
+              chosen = [n for n in chosen if low <= draw() < high]
+            examples = [(kinds[n], _tokens(sentences[n])) for n in chosen]
+          except _DAMAGED:
+            if low == 0:
+              builder.skipped["clients that cannot be read"] += 1
+            continue
+          before = len(builder)
+          for kind, tokens in examples:
+            builder.add(client, kind, tokens)
+          if clients_per_domain is not None:
+            prevails[domain] += len(builder) > before
   except sqlite3.Error as error:
     raise DataError(
       f"{path}: no FedJAX SQLite file, or damaged ({error}); fetch it again"
     ) from error
+  if not len(builder) and skip_clients:
+    raise DataError(
+      f"{path}: holds no users beyond the {skip_clients} of the pools, and"
+      " in-domain distillation wants others; fetch the whole file, or take"
+      " --distill_data=c4"
+    )
   if not len(builder):
     raise DataError(f"{path}: holds no sentences that can be read")
-  return builder.build()
+  return dataclasses.replace(builder.build(), clients_read=clients_read)
 
 
-def _fedjax_client(client_id, data) -> tuple[str, list[tuple[int, list[str]]]]:
-  """One client's id and examples; ValueError and the like if damaged."""
+def _parts(share: float) -> Iterator[tuple[float, float]]:
+  """[0, share), then as much again, and so on up to 1.
+
+  >>> list(_parts(0.3))
+  [(0.0, 0.3), (0.3, 0.6), (0.6, 1.0)]
+  """
+  low, high = 0.0, min(share, 1.0)
+  while low < 1:
+    yield low, high
+    low, high = high, min(2 * high, 1.0)
+
+
+# What zlib, msgpack and Python raise of a client's bytes that are wrong.
+_DAMAGED = (ValueError, TypeError, KeyError, AttributeError, zlib.error)
+
+
+def _fedjax_client(client_id, data) -> tuple[str, list[int], list[bytes]]:
+  """One client's id, domains and sentences; `_DAMAGED` if they are so."""
   import msgpack
 
   unpack = zlib.decompressobj()
@@ -383,15 +453,17 @@ def _fedjax_client(client_id, data) -> tuple[str, list[tuple[int, list[str]]]]:
   kinds = [
     {b"question": QUESTION, b"answer": ANSWER}[t] for t in examples["type"]
   ]
-  sentences = [
-    [w[: text.MAX_WORD] for w in s.decode("utf-8", "replace").split()]
-    for s in examples["tokens"]
-  ]
+  sentences = examples["tokens"]
   if len(kinds) != len(sentences):
     raise ValueError("unlike numbers of types and tokens")
   if isinstance(client_id, bytes):
     client_id = client_id.decode("utf-8", "surrogateescape")
-  return str(client_id), list(zip(kinds, sentences))
+  return str(client_id), kinds, sentences
+
+
+def _tokens(sentence: bytes) -> list[str]:
+  words = sentence.decode("utf-8", "replace").split()
+  return [w[: text.MAX_WORD] for w in words]
 
 
 def c4_mod(

@@ -40,7 +40,7 @@ class Threads:
   """
 
   def __init__(self, num_threads: int | None = None):
-    self.num_threads = num_threads or _num_cores()
+    self.num_threads = num_threads or num_cores()
     # Twice as many as threads, so that a late thread costs half a piece.
     self.num_pieces = 2 * self.num_threads
     self._pool = futures.ThreadPoolExecutor(self.num_threads, "hetfl")
@@ -171,7 +171,7 @@ class Threads:
     return result
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
   """How many cores this process may use."""
   if hasattr(os, "sched_getaffinity"):  # not on macOS
     return len(os.sched_getaffinity(0))

@@ -1,0 +1,261 @@
+"""What calls that make no sense say, and values that are only unusual."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hetfl import codist, core, distill, evaluate, party, population
+from hetfl.fedavg import fedavg
+from hetfl.fedmd import fedmd, plan_fedmd
+from hetfl.fml import fml, group_clients, plan_mutual
+from hetfl.mutual import MutualClient
+from tests import algorithms, federation
+from tests.algorithms import CASES, make_distiller
+
+POOLS = federation.make_pools()
+BANK = dict(federation.POPULATION.bank)
+PUBLIC = population.Subset.whole(algorithms.PUBLIC)
+# Of another number of classes than its peers.
+WIDER = core.Model.from_flax(
+  nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(5)]),
+  jnp.zeros(federation.EXAMPLE.shape),
+)
+
+
+class Training(nn.Module):
+  @nn.compact
+  def __call__(self, x, training):
+    return nn.Dropout(0.5, deterministic=not training)(x)
+
+
+def plan_clients(**settings):
+  return federation.make_plan(1, **settings)
+
+
+def plan_distillation(examples=PUBLIC, **settings):
+  settings = {**dict(seed=0, round=1, steps=1, batch_size=2), **settings}
+  return population.plan_distillation(examples, **settings)
+
+
+def mutual(held=((0, 1), (2,)), **settings):
+  settings = {**dict(seed=0, round=1, batch_size=2, epochs=1), **settings}
+  return plan_mutual(held, ((0, 1),), **settings)
+
+
+def parties(private=((0, 1), (2,)), **settings):
+  return plan_fedmd(
+    PUBLIC, private, seed=0, **{**dict(round=1, subset=4), **settings}
+  )
+
+
+def step(name, plan=None, data=None):
+  """A first step with another plan or other data."""
+  case = CASES[name]
+  algorithm = case.build(None, 1)
+  return algorithm.step(
+    algorithm.init(jax.random.key(0)),
+    plan or case.plan(1, 1),
+    case.data() if data is None else data,
+  )
+
+
+def merged(pools=POOLS, distiller=None, **settings):
+  settings = {**dict(alpha=0.5, rounds=1), **settings}
+  return codist.merged_codist(pools, distiller or make_distiller(), **settings)
+
+
+def from_lists(*assignment, **settings):
+  return population.ClientPopulation.from_lists(BANK, assignment, **settings)
+
+
+def unlike_pools():
+  pools = [POOLS[0], federation.make_pools(client_lr=1.0)[1]]
+  pools[1] = type(pools[1])("wider", WIDER, 0.1, 0.1)
+  algorithm = merged(pools)
+  state = algorithm.init(jax.random.key(0))
+  return algorithm.step(state, plan_clients(), federation.make_data())
+
+
+def unlike_clients():
+  clients = [MutualClient(WIDER)] * 2
+  algorithm = fml(clients, global_model=algorithms.MLP)
+  state = algorithm.init(jax.random.key(0))
+  return algorithm.step(state, mutual(), {"train": jax.device_put(BANK)})
+
+
+def swapped_groups():
+  plan = CASES["fml"].plan(1, 1)
+  first, second = (g._replace(client=g.client[::-1]) for g in plan.groups)
+  return step("fml", plan._replace(groups=(first, second)))
+
+
+WRONG = {
+  # Values.
+  "alpha=1.5: must lie between 0 and 1": lambda: merged(alpha=1.5),
+  "alpha=-0.5:": lambda: merged(alpha=np.float32(-0.5)),
+  "alpha=2.0:": lambda: merged(alpha=jnp.asarray(2.0)),
+  "alpha='0.5': must be a number": lambda: merged(alpha="0.5"),
+  "rounds=0:": lambda: fedavg(POOLS, rounds=0),
+  "period=0:": lambda: codist.periodic_codist(
+    POOLS, make_distiller(), period=0, rounds=1
+  ),
+  "temperature=-1.0": lambda: merged(
+    distiller=make_distiller(temperature=-1.0)
+  ),
+  "label_weight=7": lambda: make_distiller(label_weight=7).hyper(2),
+  "give one or 2 values": lambda: make_distiller(temperature=(1, 2, 3)).hyper(
+    2
+  ),
+  "regularization=-1": lambda: make_distiller(regularization=-1).hyper(2),
+  "client_lr=-1:": lambda: federation.make_pools(client_lr=-1),
+  "server_lr=nan:": lambda: federation.make_pools(server_lr=float("nan")),
+  "prox_mu=-1:": lambda: federation.make_pools(prox_mu=-1),
+  "server_optimizer: give a function": lambda: federation.make_pools(
+    server_optimizer=optax.adam(1e-3)
+  ),
+  "at least 2, of unlike names": lambda: merged(POOLS[:1]),
+  "at least 1, of unlike names": lambda: fedavg([POOLS[0]] * 2, rounds=1),
+  "client_LR: this state has no such": lambda: core.with_hyper(
+    merged().init(jax.random.key(0)), client_LR=1.0
+  ),
+  # Who holds what.
+  "assignment[0]: positions must be integers, not bool; give np.flat": (
+    lambda: from_lists(BANK["y"] == 0)
+  ),
+  "assignment[1]: positions must be integers, not float64": (
+    lambda: from_lists([0], [0.5])
+  ),
+  "members: positions outside": lambda: from_lists([0, 999]),
+  "client '1' holds no examples": lambda: from_lists([0], []),
+  "examples.index: positions outside": lambda: plan_distillation(
+    population.Subset(PUBLIC.bank, np.arange(24, 30))
+  ),
+  "examples.index: positions must be integers": lambda: plan_distillation(
+    population.Subset(PUBLIC.bank, PUBLIC.bank["y"] == 0)
+  ),
+  "examples: there are none": lambda: plan_distillation(
+    population.Subset(PUBLIC.bank, np.arange(0))
+  ),
+  # Plans.
+  "clients_per_round=10: pool 0 has 9": lambda: plan_clients(
+    clients_per_round=10
+  ),
+  "batch_size=0:": lambda: plan_clients(batch_size=0),
+  "max_steps=0:": lambda: plan_clients(max_steps=0),
+  "round=0:": lambda: federation.make_plan(0),
+  "steps=0:": lambda: plan_distillation(steps=0),
+  "client 1 holds no examples": lambda: mutual(((0, 1), ())),
+  "epochs=0:": lambda: mutual(epochs=0),
+  "client 0: positions must be integers": lambda: mutual(
+    (BANK["y"] == 0, (1,))
+  ),
+  "subset=99: there are 24 public": lambda: parties(subset=99),
+  "digest_epochs=0:": lambda: parties(digest_epochs=0),
+  "client 0 holds no examples": lambda: parties(((), (1,))),
+  # Steps.
+  "2 pools, but a plan for 1": lambda: step(
+    "merged", federation.make_plan(1, num_pools=1)
+  ),
+  "data has no 'pools'": lambda: step("fedavg", data={"pool": 1}),
+  "data has no 'distill'": lambda: step(
+    "periodic", data={"pools": federation.make_data()["pools"]}
+  ),
+  "data has no 'train'": lambda: step("fml", data={}),
+  "(0, 2, 3) are alike, but a plan for [3, 2, 0]": swapped_groups,
+  "data has no 'private'": lambda: step("fedmd", data={"public": 1}),
+  "outputs of shapes (8, ": unlike_pools,
+  "outputs of shapes (2, ": unlike_clients,
+  "trained: 1 for 3 parties": lambda: fedmd(algorithms.PARTIES).init(
+    jax.random.key(0), [None]
+  ),
+  "variables: 1 for 3 parties": lambda: party.fit(algorithms.PARTIES).init(
+    jax.random.key(0), [None]
+  ),
+  # Models.
+  "Training takes 'training'": lambda: core.Model.from_flax(
+    Training(), jnp.zeros((1, 2))
+  ),
+  "a batch holds ['mask', 'y']": lambda: step(
+    "fit", data={"train": ({"y": jnp.zeros(11, jnp.int32)},) * 3}
+  ),
+  "no set 'tset'": lambda: evaluate.Evaluator(
+    [POOLS[0].model], {"test": PUBLIC}, only=[["tset"]]
+  ),
+  "variables: 1 for 2 models": lambda: evaluate.Evaluator(
+    [POOLS[0].model] * 2, {"test": PUBLIC}
+  )([None]),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_makes_no_sense_is_refused(message):
+  with pytest.raises(ValueError) as error:
+    WRONG[message]()
+  assert message in str(error.value)
+
+
+def test_a_population_is_as_good_as_its_positions():
+  held = algorithms.POPULATION
+  groups = group_clients(algorithms.MUTUAL)
+  options = dict(seed=0, round=1, batch_size=4, epochs=2)
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    plan_mutual(held, groups, **options),
+    CASES["fml"].plan(1, 1)._replace(),
+  )
+
+
+def test_transforms_need_not_hand_the_mask_on():
+  model = core.Model.from_flax(
+    nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(3)]),
+    jnp.zeros(federation.EXAMPLE.shape),
+  )
+  ends = []
+  for transform in (None, lambda key, batch: {n: batch[n] for n in ("x", "y")}):
+    pools = [
+      type(POOLS[0])(name, model, 0.1, 0.1, transform=transform)
+      for name in ("one", "two")
+    ]
+    algorithm = codist.merged_codist(
+      pools, distill.Distiller(transform=transform), alpha=0.5, rounds=2
+    )
+    state = algorithm.init(jax.random.key(0))
+    state, _ = algorithm.step(state, plan_clients(), federation.make_data())
+    ends.append(federation.params(state))
+  jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+@pytest.mark.parametrize("name", ["merged", "fml"])
+def test_models_keep_their_own_types(name):
+  """Parameters of bfloat16, and a statistic that is a whole number."""
+
+  class Half(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+      count = self.variable("stats", "count", lambda: jnp.zeros((), jnp.int32))
+      if train:
+        count.value += 1
+      x = x.reshape(len(x), -1).astype(jnp.bfloat16)
+      return nn.Dense(3, param_dtype=jnp.bfloat16)(x).astype(jnp.float32)
+
+  half = core.Model.from_flax(Half(), jnp.zeros(federation.EXAMPLE.shape))
+  if name == "merged":
+    pools = [type(POOLS[0])(n, half, 0.1, 0.1) for n in ("one", "two")]
+    algorithm = merged(pools, rounds=9)
+    plans = [federation.make_plan(t) for t in (1, 2)]
+    data = federation.make_data()
+  else:
+    algorithm = fml([MutualClient(half)] * 2, global_model=half)
+    plans = [mutual(round=t) for t in (1, 2)]
+    data = {"train": jax.device_put(BANK)}
+  step = jax.jit(algorithm.step)
+  state = algorithm.init(jax.random.key(0))
+  types = jax.tree.map(jnp.result_type, state)
+  for plan in plans:
+    state, metrics = step(state, plan, data)
+  assert jax.tree.map(jnp.result_type, state) == types
+  assert step._cache_size() == 1
+  assert all(np.isfinite(mean.value) for mean in metrics.values())

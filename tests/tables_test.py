@@ -1,0 +1,178 @@
+"""The papers' tables as cells, and our numbers beside the published."""
+
+import importlib
+import json
+import sys
+
+import matplotlib.image
+import pytest
+
+from tests.runs import ROOT
+
+
+@pytest.fixture(scope="module")
+def modules():
+  """The modules of `experiments`, which is no package."""
+  sys.path.insert(0, str(ROOT / "experiments"))
+  try:
+    names = ("fml_report", "make_flags", "reproduce", "tables")
+    return {name: importlib.import_module(name) for name in names}
+  finally:
+    sys.path.pop(0)
+
+
+@pytest.fixture(scope="module")
+def known(modules):
+  return modules["make_flags"].tables_of_the_papers()
+
+
+def cell_of(table, name):
+  (cell,) = (c for c in table.cells if c.name == name)
+  return cell
+
+
+def test_every_cell_has_a_name_of_its_own(known):
+  names = [cell.name for table in known.values() for cell in table.cells]
+  assert len(names) == len(set(names))
+  assert len(known["codist_fig4"].cells) == 9
+
+
+def test_published_numbers_are_of_the_setting_that_was_published(known):
+  environments = {}
+  for name in ("fedmd_fig2", "fedmd_weak"):
+    for cell in known[name].cells:
+      environments[cell.name] = {
+        path.split(".")[-1].removesuffix("_accuracy")
+        for path, value in cell.published.items()
+        if value is not None
+      }
+  paper = {"public", "pooled"}
+  assert environments == {
+    "fedmd_mnist_letters_iid": paper,
+    "fedmd_mnist_letters_by_writer": paper,
+    "fedmd_cifar_iid": paper,
+    "fedmd_cifar_noniid": paper,
+    "fedmd_cifar_noniid_code": {"pooled"},
+    "fedmd_weak_equal": set(),
+    "fedmd_weak_suppressed": set(),
+  }
+  # Models 0 and 9 are suppressed in the paper's CIFAR cells only.
+  for cell in known["fedmd_fig2"].cells:
+    weights = cell.flags.get("consensus_weights")
+    paper = cell.name in ("fedmd_cifar_iid", "fedmd_cifar_noniid")
+    assert weights == ([0.5, *[1.0] * 8, 0.5] if paper else None), cell.name
+
+
+def test_stack_overflow_cells_ask_for_no_c4_that_may_not_be_there(known):
+  for name in ("codist_table1_stackoverflow", "codist_table2_stackoverflow"):
+    for cell in known[name].cells:
+      examples = {"in_domain": 1_000_000}.get(cell.flags.get("distill_data"))
+      assert cell.flags.get("distill_examples") == examples, cell.name
+
+
+def test_fml_is_compared_with_what_the_paper_compares_it_with(known):
+  for cell in known["fml_table1"].cells:
+    last, best = cell.published.items()
+    assert last == ("global.test_accuracy", None)
+    assert best[0] == "global.best_test_accuracy" and best[1] > 30
+  (fig5,) = known["fml_fig5"].cells
+  for k in range(5):
+    assert f"fml.clients.{k}.validation_accuracy" in fig5.published
+    best = f"independent.clients.{k}.best_validation_accuracy"
+    assert best in fig5.published
+  for cell in known["fml_sec6"].cells:
+    # Neither the catfish nor the badly trained client.
+    assert not [p for p in cell.published if "*" in p or ".4." in p]
+  bad = cell_of(known["fml_sec6"], "fml_sec6_bad_client")
+  assert "fml_fig5_model_heterogeneity" in " ".join(bad.notes)
+  differ = {n for n in bad.flags if bad.flags[n] != fig5.flags.get(n)}
+  assert differ == {"algorithm", "bad_clients", "bad_label_share"}
+
+
+def test_rows_have_published_columns_only_where_something_is_published(
+  modules, known
+):
+  rows_of = modules["reproduce"].rows_of
+  cells = [cell_of(known["fml_sec6"], "fml_sec6_catfish")]
+  clients = [{"validation_accuracy": k / 10} for k in range(5)]
+  result = {"clients": clients, "global": {"test_accuracy": 0.5}, "rounds": 9}
+  head, row = rows_of(cells, {"fml_sec6_catfish": result})
+  assert dict(zip(head, row)) == {
+    "run": cells[0].title,
+    "clients 0-3": "15.00",
+    "clients 0": "0.00",
+    "clients 1": "10.00",
+    "clients 2": "20.00",
+    "clients 3": "30.00",
+    "global": "50.00",
+    "rounds": "9",
+    "minutes": "",
+  }
+  cells = known["fml_table1"].cells[:2]
+  result = {"global": {"test_accuracy": 0.5, "best_test_accuracy": 0.9844}}
+  head, row = rows_of(cells, {cells[0].name: result})
+  assert head[1:5] == [
+    "global",
+    "global best",
+    "global best, published",
+    "difference",
+  ]
+  assert row[1:5] == ["50.00", "98.44", "98.44", "+0.00"]
+
+
+def runs_of(names):
+  models = ["mlp", "cnn1"]
+  config = {"client_models": models, "dataset": ["x"], "partition": "iid"}
+  rows = [
+    {"round": t, "global/test_accuracy": 0.1 * t}
+    | {f"client{k}/validation_accuracy": 0.3 - 0.1 * t for k in range(2)}
+    for t in (1, 2)
+  ]
+  return {name: rows for name in names}, config
+
+
+def test_curves_say_whose_model_they_are_of(modules, tmp_path, monkeypatch):
+  fml_report = modules["fml_report"]
+  drawn = {}
+
+  def curves(runs, path, *, published, **kwargs):
+    drawn.update(names=set(runs["fml"][0]), dashed=published)
+
+  runs, config = runs_of(("fml", "independent"))
+  fml_report.draw(runs, config, tmp_path)
+  image = matplotlib.image.imread(tmp_path / "curves.png")
+  assert image.shape[0] > 400
+  monkeypatch.setattr(fml_report.report, "curves", curves)
+  fml_report.draw(runs, config, tmp_path)
+  assert "client 0's mlp/accuracy" in drawn["names"]
+  # The best of two rounds, the first.
+  assert drawn["dashed"]["client 1's cnn1"]["independent"] == pytest.approx(0.2)
+  runs, config = runs_of(("fedavg", "fml"))
+  fml_report.draw(runs, config, tmp_path)
+  assert "client 0's/accuracy" in drawn["names"] and not drawn["dashed"]
+
+
+def test_the_table_names_a_model_only_if_all_have_it(modules):
+  def result(*models):
+    clients = [{"model": m, "validation_accuracy": 0.5} for m in models]
+    best = {"test_accuracy": 0.5, "best_test_accuracy": 0.75}
+    return {"clients": clients, "global": best, "rounds": 1, "seconds": 1.0}
+
+  table = modules["fml_report"].table
+  results = {"fml": result("mlp", "lenet5"), "independent": result("mlp", "x")}
+  assert "0: mlp" in table(results) and "1: " not in table(results)
+  results = {"fedavg": result("lenet5", "lenet5"), "fml": result("mlp", "mlp")}
+  assert "mlp" not in table(results) and "lenet5" not in table(results)
+
+
+def test_results_of_several_algorithms_are_read_by_name(modules, tmp_path):
+  for name in ("fml", "independent"):
+    (tmp_path / name).mkdir()
+    clients = [{"best_validation_accuracy": 0.5}]
+    (tmp_path / name / "result.json").write_text(
+      json.dumps({"rounds": 3, "seconds": 2.0, "clients": clients})
+    )
+  result = modules["reproduce"].read_result(tmp_path)
+  assert (result["rounds"], result["seconds"]) == (3, 4.0)
+  path = "independent.clients.0.best_validation_accuracy"
+  assert modules["tables"].lookup(result, path) == 0.5
