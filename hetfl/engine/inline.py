@@ -67,18 +67,16 @@ class Inline:
       Chunks: self._chunks,
       Each: self._each,
     }
-    calls = self._split(jobs)
-    if len(calls) < 2:
-      return tuple(run[type(job)](job) for job in jobs)
-    done = dict(zip(calls, self._apart(list(calls.values()))))
-
-    def result(i, job):
-      if isinstance(job, Each):
-        rows = [done[key] for key in done if key[0] == i]
-        return stack(*rows) if rows else self._each(job)
-      return done[i, 0] if (i, 0) in done else run[type(job)](job)
-
-    return tuple(result(i, job) for i, job in enumerate(jobs))
+    calls, done, results = self._split(jobs), {}, []
+    if len(calls) > 1:
+      done = dict(zip(calls, self._apart(list(calls.values()))))
+    for i, job in enumerate(jobs):
+      rows = [result for (number, _), result in done.items() if number == i]
+      if not rows:
+        results.append(run[type(job)](job))
+      else:
+        results.append(stack(*rows) if isinstance(job, Each) else rows[0])
+    return tuple(results)
 
   def _split(self, jobs: tuple[Job, ...]) -> dict[tuple[int, int], Call]:
     """Which calls go to a device each, by the job's number and the row's.
