@@ -29,12 +29,12 @@ def curve_rows(
   >>> curve_rows({"client_models": ["mlp"]}, [row])
   [{'round': 1, "client 0's mlp/accuracy": 0.5}]
   >>> curve_rows({"client_models": ["mlp"]}, [row], personal=False)
-  [{'round': 1, "client 0's/accuracy": 0.5}]
+  [{'round': 1, 'client 0/accuracy': 0.5}]
   """
   names = {"global/test_accuracy": "global/accuracy"}
   for k, model in enumerate(config["client_models"]):
-    whose = f"client {k}'s {model}" if personal else f"client {k}'s"
-    names[f"client{k}/validation_accuracy"] = f"{whose}/accuracy"
+    which = f"client {k}'s {model}" if personal else f"client {k}"
+    names[f"client{k}/validation_accuracy"] = f"{which}/accuracy"
   return [
     {"round": row["round"]} | {names[n]: row[n] for n in names if n in row}
     for row in rows

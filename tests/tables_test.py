@@ -149,7 +149,7 @@ def test_curves_say_whose_model_they_are_of(modules, tmp_path, monkeypatch):
   assert drawn["dashed"]["client 1's cnn1"]["independent"] == pytest.approx(0.2)
   runs, config = runs_of(("fedavg", "fml"))
   fml_report.draw(runs, config, tmp_path)
-  assert "client 0's/accuracy" in drawn["names"] and not drawn["dashed"]
+  assert "client 0/accuracy" in drawn["names"] and not drawn["dashed"]
 
 
 def test_the_table_names_a_model_only_if_all_have_it(modules):
