@@ -2,10 +2,12 @@
 
 import atexit
 from collections.abc import Callable, Sequence
+import hashlib
 import json
 import logging as std_logging
 import os
 import pathlib
+import platform
 import shutil
 import sys
 import tempfile
@@ -39,6 +41,7 @@ SPEED_FLAGS = (
 )
 # Flags that say where things are.
 PLACE_FLAGS = (
+  "compilation_cache",
   "data_dir",
   "distributed_coordinator",
   "distributed_process_id",
@@ -170,6 +173,13 @@ def define_run_flags(default_rounds: str) -> None:
     "The number of this process, from 0; on SLURM $SLURM_PROCID. Not with"
     " --distributed_coordinator=auto.",
     lower_bound=0,
+  )
+  flags.DEFINE_string(
+    "compilation_cache",
+    None,
+    "Folder for compiled programs, so that the next run begins sooner; 'none'"
+    " for none. By default what the environment variable"
+    " JAX_COMPILATION_CACHE_DIR says, or one in the user's cache folder.",
   )
   flags.DEFINE_enum(
     "matmul_precision",
@@ -451,6 +461,7 @@ def run(
     jax.config.update("jax_default_matmul_precision", FLAGS.matmul_precision)
     try:
       _refuse_empty_lists()
+      _keep_programs()
       _join_processes()
       main()
     except (ValueError, OSError, FloatingPointError, ImportError) as error:
@@ -466,6 +477,39 @@ def _refuse_empty_lists() -> None:
   for name in FLAGS:
     if FLAGS[name].value == [] and FLAGS[name].default != []:
       raise UsageError(f"--{name}=: give a value, or leave it out")
+
+
+def _keep_programs() -> None:
+  """Lets compiled programs serve later runs, as --compilation_cache says."""
+  folder = FLAGS.compilation_cache
+  if folder == "none":
+    jax.config.update("jax_enable_compilation_cache", False)
+    return
+  if folder is None:
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+      return
+    folder = autotune_lib.cache_folder() / "programs" / _processor()
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+      return  # A home that cannot be written to is no reason to stop.
+  jax.config.update("jax_compilation_cache_dir", str(folder))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _processor() -> str:
+  """Tells processors apart: programs of one may not run on another."""
+  description = platform.processor() + platform.machine()
+  try:
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+      lines = file.read().splitlines()
+  except OSError:  # not on Linux
+    lines = []
+  kinds = ("model name", "flags", "Features")
+  description += "".join(
+    sorted({line for line in lines if line.startswith(kinds)})
+  )
+  return hashlib.sha256(description.encode()).hexdigest()[:16]
 
 
 def _join_processes() -> None:

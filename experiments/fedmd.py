@@ -357,7 +357,7 @@ class Experiment:
       with logs.MetricsLog(
         folder, tensorboard=self.speed["tensorboard"]
       ) as log:
-        state = jax.jit(algorithm.init)(start)
+        state = core.jit_once(algorithm.init)(start)
         log.write({"round": 0, **self.evaluate(state), "seconds": 0.0})
     logging.info("Collaboration, in %s", folder.path)
     result = training.run(

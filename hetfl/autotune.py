@@ -24,10 +24,15 @@ PyTree = Any
 Choice = dict[str, Any]
 
 
-def cache_file() -> pathlib.Path:
-  """Where choices are kept: `autotune.json` in the user's cache folder."""
+def cache_folder() -> pathlib.Path:
+  """Where what was measured and compiled is kept for later runs."""
   cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-  return pathlib.Path(cache, "hetfl", "autotune.json")
+  return pathlib.Path(cache, "hetfl")
+
+
+def cache_file() -> pathlib.Path:
+  """Where choices are kept: `autotune.json` in the cache folder."""
+  return cache_folder() / "autotune.json"
 
 
 def key_of(algorithm: core.Algorithm, plan: PyTree, data: PyTree) -> str:
@@ -66,7 +71,7 @@ def seconds_of(
   Returns:
     Seconds.
   """
-  state = core.strong(jax.jit(init)(jax.random.key(0)))
+  state = core.strong(core.jit_once(init)(jax.random.key(0)))
   seconds = []
   for _ in range(runs + 1):
     start = time.perf_counter()

@@ -214,8 +214,7 @@ def run(
   checkpoints = checkpoint.Checkpoints(folder.checkpoints, keep)
   with contextlib.ExitStack() as stack:
     signals = stack.enter_context(_signals())
-    # As one program, and not as hundreds of small ones.
-    state = core.strong(jax.jit(algorithm.init)(key))
+    state = core.strong(core.jit_once(algorithm.init)(key))
     done, extra = 0, {}
     found = _latest(checkpoints, state)
     if found is not None:
@@ -326,7 +325,7 @@ def final_state(
   rounds = _shared(folder)["rounds"]
   found = _latest(
     checkpoint.Checkpoints(folder.checkpoints),
-    core.strong(jax.jit(algorithm.init)(key)),
+    core.strong(core.jit_once(algorithm.init)(key)),
   )
   if found is None or found[0] != rounds:
     raise ValueError(

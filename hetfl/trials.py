@@ -116,7 +116,9 @@ class SideBySide:
     self.seeds = tuple(seeds)
     self._problem = problem
     self._at_once = at_once
-    self._init = jax.jit(lambda v, seed: core.strong(problem.init(v, seed)))
+    self._init = core.jit_once(
+      lambda v, seed: core.strong(problem.init(v, seed))
+    )
     self._finite = jax.jit(all_finite)
     self._plans = {}
     self._lock = threading.Lock()
@@ -212,7 +214,7 @@ class Vmapped:
     self.seeds = tuple(seeds)
     self._problem = problem
     self._devices = len(devices or [0])
-    self._init = jax.jit(
+    self._init = core.jit_once(
       jax.vmap(lambda v, seed: core.strong(problem.init(v, seed)), (0, None))
     )
     step = jax.vmap(self._guarded, in_axes=(0, 0, None, None))

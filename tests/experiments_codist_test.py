@@ -356,3 +356,22 @@ def test_reproduce_puts_our_numbers_beside_the_published(environment, tmp_path):
   assert fedavg["small"] == f"{ours:.2f}"
   assert fedavg["small, published"] == "31.84"
   assert merged["small, published"] == "33.02" and merged["rounds"] == "4"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--compilation_cache=none",)])
+def test_compiled_programs_serve_later_runs(experiment, tmp_path, flags):
+  done = experiment("codist")(
+    "--algorithm=fedavg",
+    "--rounds=1",
+    "--notensorboard",
+    f"--workdir={tmp_path}/run",
+    *flags,
+    JAX_COMPILATION_CACHE_DIR="",
+    XDG_CACHE_HOME=str(tmp_path / "cache"),
+  )
+  assert done.returncode == 0, done.stderr
+  programs = [*tmp_path.glob("cache/hetfl/programs/*/*-cache")]
+  assert bool(programs) == (not flags)
+  config = (tmp_path / "run/config.flags").read_text()
+  assert "compilation_cache" not in config

@@ -2,10 +2,7 @@
 
 import importlib
 import json
-import os
-import pathlib
 import re
-import subprocess
 import sys
 
 import jax
@@ -25,9 +22,8 @@ from hetfl import (
 )
 from hetfl import evaluate as evaluate_lib
 from hetfl.fedavg import fedavg_server
-from tests import federation
+from tests import federation, runs
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROUNDS = 3
 
 
@@ -374,31 +370,15 @@ def test_parallel_coordinates(tmp_path):
   assert [text for _, text in marks] == ["0.01", "0.0316", "0.1", "0.316", "1"]
 
 
-def run_script(name, *args):
-  return subprocess.run(
-    [sys.executable, str(ROOT / "experiments" / name), *map(str, args)],
-    env=os.environ
-    | {
-      "JAX_PLATFORMS": "cpu",
-      "PYTHONPATH": str(ROOT),
-      "JAX_COMPILATION_CACHE_DIR": "",
-    },
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-
-
 QUICK = ("--algorithm=fedavg", "--rounds=4", "--eval_every=4")
 
 
 @pytest.mark.slow
-def test_the_best_flags_repeat_the_best_trial(tmp_path):
+def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
+  tune = experiment("tune")
   search = ("--experiment=codist", "--trials=4", "--block=2", "--halvings=1")
   space = "--space=client_lr=log:1e-2:0.3,server_lr.large=fixed"
-  done = run_script(
-    "tune.py", *search, space, f"--workdir={tmp_path}/tune", "--", *QUICK
-  )
+  done = tune(*search, space, f"--workdir={tmp_path}/tune", "--", *QUICK)
   assert done.returncode == 0, done.stderr
   lines = (tmp_path / "tune/trials.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]
@@ -413,8 +393,7 @@ def test_the_best_flags_repeat_the_best_trial(tmp_path):
   )
   assert re.search(rf"^ +{best['trial']} ", done.stdout, re.MULTILINE)
   assert (tmp_path / "tune/parallel.png").exists()
-  alone = run_script(
-    "codist.py",
+  alone = experiment("codist")(
     f"--flagfile={tmp_path}/tune/best.flags",
     f"--workdir={tmp_path}/best",
     "--notensorboard",
@@ -423,28 +402,24 @@ def test_the_best_flags_repeat_the_best_trial(tmp_path):
   result = json.loads((tmp_path / "best/result.json").read_text())
   for model, accuracy in best["heldout"].items():
     assert result["pools"][model]["heldout_accuracy"] == pytest.approx(accuracy)
-  done = run_script(
-    "tune.py", *search, "--seed=9", f"--workdir={tmp_path}/tune", "--", *QUICK
-  )
+  done = tune(*search, "--seed=9", f"--workdir={tmp_path}/tune", "--", *QUICK)
   (line,) = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
   assert done.returncode != 0 and "holds another run" in line
   assert (tmp_path / "tune/trials.jsonl").read_text().splitlines() == lines
 
 
 @pytest.mark.slow
-def test_a_search_for_fml(tmp_path):
+def test_a_search_for_fml(experiment, tmp_path):
+  tune = experiment("tune")
   run = ("--algorithm=fml", "--rounds=2", "--heldout_examples=100")
   run += ("--client_models=mlp", "--global_model=mlp", "--local_epochs=1")
   search = ("--experiment=fml", "--trials=2", "--block=2", "--halvings=0")
-  done = run_script(
-    "tune.py", *search, f"--workdir={tmp_path}/tune", "--", *run
-  )
+  done = tune(*search, f"--workdir={tmp_path}/tune", "--", *run)
   assert done.returncode == 0, done.stderr
   lines = (tmp_path / "tune/trials.jsonl").read_text().splitlines()
   best = max(map(json.loads, lines), key=lambda row: row["objective"])
   assert set(best["values"]) == {"learning_rate", "alpha", "beta"}
-  alone = run_script(
-    "fml.py",
+  alone = experiment("fml")(
     f"--flagfile={tmp_path}/tune/best.flags",
     f"--workdir={tmp_path}/best",
     "--notensorboard",
@@ -465,9 +440,7 @@ def test_a_search_for_fml(tmp_path):
     (("--heldout_examples=7",), "give a multiple of the 5 clients"),
     (("--alpha=1,0",), "--alpha is no part of the state"),
   ):
-    bad = run_script(
-      "tune.py", *search, f"--workdir={tmp_path}/bad", "--", *run, *flags
-    )
+    bad = tune(*search, f"--workdir={tmp_path}/bad", "--", *run, *flags)
     assert bad.returncode != 0 and message in bad.stderr, bad.stderr
     assert not (tmp_path / "bad").exists()
 
@@ -475,7 +448,7 @@ def test_a_search_for_fml(tmp_path):
 @pytest.fixture(scope="module")
 def script():
   """experiments/tune.py as a module, its flags not defined."""
-  sys.path.insert(0, str(ROOT / "experiments"))
+  sys.path.insert(0, str(runs.ROOT / "experiments"))
   try:
     yield importlib.import_module("tune")
   finally:
