@@ -160,7 +160,7 @@ def lane_program(client: ClientUpdate) -> Callable[..., ClientSums]:
     `fold_in(fold_in(key, k), s)`, wherever it is run.
   """
 
-  def program(server, hyper, key, bank, lane, steps):
+  def train_lane(server, hyper, key, bank, lane, steps):
     lane = jax.tree.map(jnp.asarray, lane)  # NumPy's, if not under jit.
     start = client.init(server, hyper)
 
@@ -209,4 +209,4 @@ def lane_program(client: ClientUpdate) -> Callable[..., ClientSums]:
     )
     return jax.lax.fori_loop(0, steps, body, (start, sums))[1]
 
-  return program
+  return train_lane

@@ -254,7 +254,7 @@ class Distiller:
       `(variables, key, bank, (step [N], index [N, B])) -> float[N, B, C]`.
     """
 
-    def program(variables, key, bank, rows):
+    def logits_of_batches(variables, key, bank, rows):
       def predict(row):
         x = self.batch(key, bank, *row)["x"]
         logits = jax.lax.map(
@@ -265,7 +265,7 @@ class Distiller:
 
       return jax.lax.map(predict, rows)
 
-    return program
+    return logits_of_batches
 
   def student(
     self, models: Sequence[core.Model], index: int
@@ -286,7 +286,7 @@ class Distiller:
     """
     others = [j for j in range(len(models)) if j != index]
 
-    def program(
+    def distil(
       variables, hyper, decay, key, bank, steps, rows, views, shard=None
     ):
       final = hyper["final_share"][index]
@@ -348,7 +348,7 @@ class Distiller:
         jnp.sum(losses), jnp.asarray(len(losses), jnp.float32)
       )
 
-    return program
+    return distil
 
   def _gradient(self, model, student, key, divergence, data, shard):
     """Mean loss, gradient and statistics over a batch, part by part."""

@@ -180,7 +180,7 @@ def lane_program(
     batch = core.prepare(transform, core.gather(bank, index))
     return measure(model.apply(variables, batch["x"], None, False)[0], batch)
 
-  def program(variables, bank, lane, steps):
+  def evaluate_lane(variables, bank, lane, steps):
     shapes = jax.eval_shape(of_batch, variables, bank, lane[0])
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
     return jax.lax.fori_loop(
@@ -192,4 +192,4 @@ def lane_program(
       zeros,
     )
 
-  return program
+  return evaluate_lane

@@ -98,7 +98,7 @@ class Pool:
     Algorithms share it, so that equal gradients give equal bits.
     """
 
-    def program(state, gradient, stats, decay):
+    def step_server(state, gradient, stats, decay):
       optimizer = self.server_optimizer(decay * state.hyper["server_lr"])
       # Sums are float32 at least; the model and its optimizer stay as they are.
       like = lambda x, old: x.astype(old.dtype)
@@ -111,17 +111,17 @@ class Pool:
       stats = jax.tree.map(like, stats, state.stats)
       return state.replace(params=params, stats=stats, opt_state=opt_state)
 
-    return program
+    return step_server
 
   @functools.cached_property
   def reset_server(self) -> Callable[..., "PoolState"]:
     """The program that forgets the server optimizer's moments."""
 
-    def program(state):
+    def reset_server(state):
       optimizer = self.server_optimizer(state.hyper["server_lr"])
       return state.replace(opt_state=optimizer.init(state.params))
 
-    return program
+    return reset_server
 
   def init(self, key: jax.Array) -> "PoolState":
     """Makes a fresh model and server.

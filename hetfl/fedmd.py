@@ -360,7 +360,7 @@ def speak_program(
     The program `(variables, temperature, bank, index [N]) -> float[N, C]`.
   """
 
-  def program(variables, temperature, bank, subset):
+  def speak_all(variables, temperature, bank, subset):
     def speak(index):
       batch = core.prepare(transform, core.gather(bank, index))
       logits, _ = party.model.apply(variables, batch["x"], None, False)
@@ -369,7 +369,7 @@ def speak_program(
     scores = jax.lax.map(speak, padded_rows(subset, batch_size))
     return scores.reshape(-1, scores.shape[-1])[: len(subset)]
 
-  return program
+  return speak_all
 
 
 def learn_program(
@@ -398,7 +398,7 @@ def learn_program(
   digest = party.trainer(public_transform, towards)
   revisit = party.trainer(private_transform, core.cross_entropy)
 
-  def program(
+  def digest_and_revisit(
     state, temperature, key, public, agreed, subset, digest_rows, private, rows
   ):
     digest_key, revisit_key = jax.random.split(key)
@@ -431,7 +431,7 @@ def learn_program(
     )
     return state, digested, revisited
 
-  return program
+  return digest_and_revisit
 
 
 def bytes_per_round(

@@ -82,7 +82,7 @@ class Party:
       loss is the mean over the steps, without the penalty.
     """
 
-    def program(trained, hyper, key, bank, index, more):
+    def train_batches(trained, hyper, key, bank, index, more):
       optimizer = self.optimizer(hyper["learning_rate"])
 
       def step(trained, row):
@@ -112,7 +112,7 @@ class Party:
       count = jnp.asarray(len(index), jnp.float32)
       return trained, core.Mean(jnp.sum(values), count)
 
-    return program
+    return train_batches
 
   def start(self, variables: core.Variables) -> "Trained":
     """The model with a fresh optimizer."""
@@ -302,7 +302,7 @@ def _epoch_program(party, transform, min_delta, batch_size):
   train = party.trainer(transform, core.cross_entropy)
   measure = evaluate_lib.lane_program(party.model, transform)
 
-  def program(learner, key, bank, batches, stopping):
+  def train_epoch(learner, key, bank, batches, stopping):
     trained, loss = train(
       learner.trained, learner.hyper, key, bank, batches, {}
     )
@@ -325,7 +325,7 @@ def _epoch_program(party, transform, min_delta, batch_size):
     )
     return learner, loss
 
-  return program
+  return train_epoch
 
 
 def _stopped(learner, *_):
