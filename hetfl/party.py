@@ -251,7 +251,7 @@ def fit(
           trained=party.start(v),
           hyper=party.hyper(),
           accuracy=jnp.zeros(()),
-          best=jnp.full((), -jnp.inf),
+          best=jnp.full((), -jnp.inf, jnp.float32),
           wait=zero,
           epochs=zero,
         )

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -92,7 +91,7 @@ POPULATION = federation.make_population(SIZES)
 
 
 def model(module):
-  return core.Model.from_flax(module, jnp.zeros(federation.EXAMPLE.shape))
+  return core.Model.from_flax(module, np.zeros(federation.EXAMPLE.shape))
 
 
 MLP, CNN, WIDE = map(model, federation.MODELS)
@@ -100,7 +99,7 @@ MLP, CNN, WIDE = map(model, federation.MODELS)
 DENSE_TRUNK = model(
   nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(3)])
 )
-HEAD = core.Model.from_flax(nn.Dense(federation.CLASSES), jnp.zeros((1, 3)))
+HEAD = core.Model.from_flax(nn.Dense(federation.CLASSES), np.zeros((1, 3)))
 MUTUAL = [
   MutualClient(m, transform=noisy, adaptor=HEAD)
   for m in (MLP, WIDE, MLP, MLP, WIDE)
@@ -162,7 +161,7 @@ PARTIES = [
   party.Party(
     name=f"party{k}",
     model=core.Model.from_flax(
-      PartyMlp(width, 0.25), jnp.zeros((1, *PUBLIC["x"].shape[1:]))
+      PartyMlp(width, 0.25), np.zeros((1, *PUBLIC["x"].shape[1:]))
     ),
     learning_rate=2.0 ** -(6 + k),
     l2=0.125,

@@ -485,7 +485,7 @@ def test_what_is_out_of_range_is_refused():
     fit(parties, patience=0)
   with pytest.raises(ValueError, match="learning_rate=-1"):
     fit([Party("a", parties[0].model, learning_rate=-1)])
-  with pytest.raises(ValueError, match="size=99: there are 24"):
+  with pytest.raises(ValueError, match="subset=99: there are 24"):
     plan_fedmd(
       population.Subset.whole(PUBLIC), EXAMPLES, seed=0, round=1, subset=99
     )

@@ -346,18 +346,17 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("size", [2, 3, 5, 12])
 def test_rounds_in_one_dispatch(undisturbed, tmp_path, size):
-  seen = []
+  program, seen = jax.jit(training.scanned(Regression().step)), []
 
-  def stack(plans):
+  def scanned_step(state, plans, data):
     seen.append(len(plans))
-    return np.stack(plans)
+    return program(state, plans, data)
 
   run(
     tmp_path,
     checkpoint_every=100,
     rounds_per_dispatch=size,
-    scanned_step=jax.jit(training.scanned(Regression().step)),
-    stack_plans=stack,
+    scanned_step=scanned_step,
   )
   # Evaluations after rounds 5, 10 and 12 cut the rounds into 5, 5 and 2.
   assert seen == {2: [2] * 5, 3: [3, 3], 5: [5, 5], 12: []}[size]
