@@ -400,8 +400,9 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
         f"{name}: this state has no such hyper-parameter; it has"
         f" {sorted(names)}"
       )
-  changed = {field: members} if field else {}
-  return state.replace(**changed, **({"hyper": own} if own else {}))
+  if field:
+    state = state.replace(**{field: members})
+  return state.replace(hyper=own) if own else state
 
 
 def strong(tree: PyTree) -> PyTree:

@@ -49,18 +49,23 @@ class Subset(NamedTuple):
     return Subset.whole({name: a[self.index] for name, a in self.bank.items()})
 
 
-def _positions(positions: Any, bank: Bank, name: str) -> np.ndarray:
-  """Positions as `int32[n]`, if they are positions in the bank."""
+def _integers(positions: Any, name: str) -> np.ndarray:
+  """Positions as `int32[n]`, if they are whole numbers."""
   array = np.asarray(positions)
-  if len(array) and not np.issubdtype(array.dtype, np.integer):
+  if len(array) and array.dtype.kind not in "iu":
     hint = "; give np.flatnonzero of a mask" if array.dtype == bool else ""
     raise ValueError(
       f"{name}: positions must be integers, not {array.dtype}{hint}"
     )
-  n = num_examples(bank)
+  return array.astype(np.int32)
+
+
+def _positions(positions: Any, bank: Bank, name: str) -> np.ndarray:
+  """Positions as `int32[n]`, if they are positions in the bank."""
+  array, n = _integers(positions, name), num_examples(bank)
   if len(array) and not (0 <= array.min() and array.max() < n):
     raise ValueError(f"{name}: positions outside the bank of {n} examples")
-  return array.astype(np.int32)
+  return array
 
 
 def num_examples(bank: Bank) -> int:
@@ -140,13 +145,12 @@ class ClientPopulation:
     if ids is None:
       ids = [str(k) for k in range(len(assignment))]
     sizes = np.array([len(a) for a in assignment], np.int64)
-    members = [np.zeros(0, np.int32), *map(np.asarray, assignment)]
-    for k, positions in enumerate(members[1:]):
-      if len(positions) and positions.dtype.kind not in "iu":
-        _positions(positions, bank, f"assignment[{k}]")
+    members = [
+      _integers(a, f"assignment[{k}]") for k, a in enumerate(assignment)
+    ]
     return cls(
       bank=bank,
-      members=np.concatenate(members).astype(np.int32),
+      members=np.concatenate([np.zeros(0, np.int32), *members]),
       offsets=np.concatenate([[0], np.cumsum(sizes)]),
       ids=tuple(ids),
     )
@@ -212,15 +216,11 @@ def holdings(
   """
   if isinstance(clients, ClientPopulation):
     return [clients.positions(k) for k in range(len(clients))]
-  arrays = [np.asarray(positions) for positions in clients]
+  arrays = [_integers(a, f"client {k}") for k, a in enumerate(clients)]
   for k, array in enumerate(arrays):
     if not len(array):
       raise ValueError(f"client {k} holds no examples; leave it out")
-    if array.dtype.kind not in "iu":
-      raise ValueError(
-        f"client {k}: positions must be integers, not {array.dtype}"
-      )
-  return [array.astype(np.int32) for array in arrays]
+  return arrays
 
 
 class LanePlan(NamedTuple):

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from hetfl import codist, core, distill, evaluate, party, population
-from hetfl.fedavg import fedavg
+from hetfl.fedavg import fedavg, Pool
 from hetfl.fedmd import fedmd, plan_fedmd
 from hetfl.fml import fml, group_clients, plan_mutual
 from hetfl.mutual import MutualClient
@@ -72,9 +72,7 @@ def from_lists(*assignment, **settings):
 
 
 def unlike_pools():
-  pools = [POOLS[0], federation.make_pools(client_lr=1.0)[1]]
-  pools[1] = type(pools[1])("wider", WIDER, 0.1, 0.1)
-  algorithm = merged(pools)
+  algorithm = merged([POOLS[0], Pool("wider", WIDER, 0.1, 0.1)])
   state = algorithm.init(jax.random.key(0))
   return algorithm.step(state, plan_clients(), federation.make_data())
 
@@ -204,19 +202,15 @@ def test_a_population_is_as_good_as_its_positions():
   jax.tree.map(
     np.testing.assert_array_equal,
     plan_mutual(held, groups, **options),
-    CASES["fml"].plan(1, 1)._replace(),
+    CASES["fml"].plan(1, 1),
   )
 
 
 def test_transforms_need_not_hand_the_mask_on():
-  model = core.Model.from_flax(
-    nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(3)]),
-    jnp.zeros(federation.EXAMPLE.shape),
-  )
-  ends = []
+  model, ends = algorithms.DENSE_TRUNK, []
   for transform in (None, lambda key, batch: {n: batch[n] for n in ("x", "y")}):
     pools = [
-      type(POOLS[0])(name, model, 0.1, 0.1, transform=transform)
+      Pool(name, model, 0.1, 0.1, transform=transform)
       for name in ("one", "two")
     ]
     algorithm = codist.merged_codist(
@@ -243,7 +237,7 @@ def test_models_keep_their_own_types(name):
 
   half = core.Model.from_flax(Half(), jnp.zeros(federation.EXAMPLE.shape))
   if name == "merged":
-    pools = [type(POOLS[0])(n, half, 0.1, 0.1) for n in ("one", "two")]
+    pools = [Pool(n, half, 0.1, 0.1) for n in ("one", "two")]
     algorithm = merged(pools, rounds=9)
     plans = [federation.make_plan(t) for t in (1, 2)]
     data = federation.make_data()

@@ -1,4 +1,4 @@
-"""FedMD against its oracle, and what it must do whatever the engine."""
+"""FedMD against its oracle, and what it must do beside the contract."""
 
 import contextlib
 import functools
@@ -21,11 +21,13 @@ from hetfl.fedmd import (
 )
 from hetfl.models import fedmd as models
 from hetfl.party import fit, keras_adam, Party, plan_fit, shuffled_epochs
+from tests import algorithms
+from tests.algorithms import PARTY_CLASSES, PartyMlp
 from tests.oracles import codist as codist_oracle
 from tests.oracles import fedmd as oracle
 from tests.oracles_test import check_gradient
 
-CLASSES, ROUNDS = 4, 3
+CLASSES = PARTY_CLASSES
 WEIGHTS = (0.75, 0.25)
 # The same numbers in another order of addition, in float32.
 TOLERANCE = dict(rtol=2e-4, atol=2e-6)
@@ -42,23 +44,9 @@ def transform(batch):
   return {**batch, "x": batch["x"] / 4}
 
 
-class Mlp(nn.Module):
-  """A dense network with dropout and batch normalisation; soon compiled."""
-
-  width: int
-  dropout: float
-
-  @nn.compact
-  def __call__(self, x, train: bool = False):
-    x = nn.Dense(self.width)(x.reshape(x.shape[0], -1))
-    x = nn.relu(nn.BatchNorm(not train, momentum=0.9)(x))
-    x = nn.Dropout(self.dropout, deterministic=not train)(x)
-    return nn.Dense(CLASSES, use_bias=False, name="head")(x)
-
-
 def make_parties(dropout=0.0, cnn=False):
   """Unlike models with unlike rates: dense ones, or two of the paper's."""
-  modules = [Mlp(3, dropout), Mlp(5, dropout)]
+  modules = [PartyMlp(3, dropout), PartyMlp(5, dropout)]
   if cnn:
     modules = [
       models.PartyCNN(models.blocks_of(filters), dropout, CLASSES)
@@ -83,11 +71,8 @@ SHAPE = (12, 12, 1)
 
 
 def make_bank(n, seed):
-  rng = np.random.default_rng(seed)
-  return {
-    "x": 4 * rng.normal(size=(n, *SHAPE)).astype(np.float32),
-    "y": rng.integers(0, CLASSES, n).astype(np.int32),
-  }
+  bank = algorithms.make_bank(n, seed, SHAPE)
+  return bank | {"x": 4 * bank["x"]}
 
 
 PUBLIC = make_bank(24, 0)

@@ -1,4 +1,4 @@
-"""Federated Mutual Learning against its oracle, its limits and its engines."""
+"""Federated Mutual Learning against its oracle, and its limits."""
 
 from absl import logging
 import jax

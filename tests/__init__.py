@@ -1,0 +1,1 @@
+"""Tests; modules here import one another as `tests.NAME`."""
