@@ -43,9 +43,9 @@ _DIGITS = dict(
   client_lr=0.05,
   server_lr=(0.01, 0.01),
   distill_lr=(1e-3, 1e-3),
-  distill_steps=30,
+  distill_steps=10,  # of all algorithms, which so share compiled programs
   distill_batch_size=64,
-  codist_period=25,
+  codist_period=10,
   merge_alpha=0.8,
   merge_every=1,
 )
@@ -55,7 +55,7 @@ DEFAULTS = {
   "digits": {
     "fedavg": _DIGITS,
     "periodic": _DIGITS,
-    "merged": _DIGITS | dict(distill_steps=8),
+    "merged": _DIGITS,
   },
 }
 

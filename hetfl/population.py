@@ -268,8 +268,8 @@ def pack_lanes(
 ) -> LanePlan:
   """Packs clients into lanes, longest client first into the shortest lane.
 
-  S is the longest lane's length rounded up to a power of two, so that unlike
-  rounds share a few compiled programs; the steps added that way are not run.
+  S is the longest lane's length rounded up to 32, 128, 512, ..., so that unlike
+  rounds share compiled programs; the steps added that way are not run.
 
   Args:
     batches: for each client `int32[s_k, B]`, its batches in order.
@@ -298,7 +298,7 @@ def pack_lanes(
     lanes[lane].append(k)
     heapq.heappush(heap, (length + len(batches[k]), lane))
   steps = np.array([sum(len(batches[k]) for k in lane) for lane in lanes])
-  size = _padded_length(int(steps.max()))
+  size = _lane_length(int(steps.max()))
   batch_size = batches[0].shape[1]
   plan = LanePlan(
     index=np.full((num_lanes, size, batch_size), -1, np.int32),
@@ -319,9 +319,12 @@ def pack_lanes(
   return plan
 
 
-def _padded_length(length: int) -> int:
-  """The least power of two that is long enough, and at least 8."""
-  return max(8, 1 << (length - 1).bit_length())
+def _lane_length(steps: int) -> int:
+  """The least of 32, 128, 512, ... that is enough."""
+  length = 32
+  while length < steps:
+    length *= 4
+  return length
 
 
 def plan_clients(
@@ -576,7 +579,8 @@ def localize(
   for key, (bank, indices) in together.items():
     there = np.unique(np.concatenate(indices))
     positions[key] = there
-    fill = np.full(_padded_length(len(there)) - len(there), there[0])
+    length = max(8, 1 << (len(there) - 1).bit_length())
+    fill = np.full(length - len(there), there[0])
     rows = np.concatenate([there, fill])
     cut[key] = {name: array[rows] for name, array in bank.items()}
 
@@ -606,12 +610,12 @@ def stack_plans(plans: Sequence[Any]) -> Any:
   Returns:
     A plan with rounds on the first axis of each array.
 
-  >>> lanes = pack_lanes([np.ones((9, 1), np.int32)], [0], [1.], num_lanes=1)
+  >>> lanes = pack_lanes([np.ones((33, 1), np.int32)], [0], [1.], num_lanes=1)
   >>> short = pack_lanes([np.ones((1, 1), np.int32)], [0], [1.], num_lanes=1)
   >>> plans = [RoundPlan(np.int32(t + 1), (p,), None)
   ...          for t, p in enumerate([lanes, short])]
   >>> stack_plans(plans).pools[0].index.shape
-  (2, 1, 16, 1)
+  (2, 1, 128, 1)
   """
   if isinstance(plans[0], RoundPlan):
     pools = zip(*(map(_filled, zip(*(plan.pools for plan in plans)))))

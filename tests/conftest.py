@@ -18,14 +18,21 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_configure(config):
+  """Programs compiled by one process, or run, serve the next."""
+  programs = config.cache.mkdir("programs")
+  jax.config.update("jax_compilation_cache_dir", str(programs))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory):
-  """Programs compiled by one process serve the next."""
+def environment():
+  """What experiments run in."""
   return os.environ | {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": _XLA_FLAGS,
-    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("jax")),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     "HETFL_DATA_DIR": "",
   }
 
