@@ -62,7 +62,7 @@ DEFAULTS = {dataset: task.DEFAULTS[dataset] for dataset, task in TASKS.items()}
 
 def _define_flags() -> None:
   common.define_run_flags(
-    "120 for digits, 60 for pydoc, 300 for stackexchange, else the paper's"
+    "120 for digits, 50 for pydoc, 300 for stackexchange, else the paper's"
     " 1,500"
   )
   codist_images.define_flags()

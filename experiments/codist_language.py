@@ -55,18 +55,18 @@ _PYDOC = _STACKEXCHANGE | dict(
   model_size="half",
   vocabulary_size=2_000,
   high_capacity_clients=40,
-  rounds=60,
+  rounds=50,
   eval_every=10,
   clients_per_round=10,
-  distill_steps=50,
+  distill_steps=20,  # of all algorithms, which so share compiled programs
   distill_batch_size=32,
-  codist_period=20,
+  codist_period=10,
 )
 DEFAULTS = {
   "pydoc": {
     "fedavg": _PYDOC,
     "periodic": _PYDOC,
-    "merged": _PYDOC | dict(distill_steps=16),
+    "merged": _PYDOC,
   },
   "stackexchange": {
     "fedavg": _STACKEXCHANGE,

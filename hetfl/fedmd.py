@@ -414,6 +414,7 @@ def learn_program(
       public,
       jnp.asarray(subset)[digest_rows],
       more,
+      len(digest_rows),
     )
     # Revisit: train on its own private data for a few epochs.
     (variables, revisit_opt_state), revisited = revisit(
@@ -423,6 +424,7 @@ def learn_program(
       private,
       rows,
       {},
+      len(rows),
     )
     state = state.replace(
       variables=variables,

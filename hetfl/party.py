@@ -77,16 +77,19 @@ class Party:
       loss: the loss of each example.
 
     Returns:
-      `(trained, hyper, key, bank, index [S, B], more) -> (trained, loss)`,
-      where `more` holds arrays `[S, B, ...]` that join the batches, and the
-      loss is the mean over the steps, without the penalty.
+      `(trained, hyper, key, bank, index [S, B], more, steps) -> (trained,
+      loss)`, where `more` holds arrays `[S, B, ...]` that join the batches,
+      `steps` says how many of the S are run, and the loss is the mean over
+      them, without the penalty.
     """
 
-    def train_batches(trained, hyper, key, bank, index, more):
+    def train_batches(trained, hyper, key, bank, index, more, steps):
       optimizer = self.optimizer(hyper["learning_rate"])
+      rows = jax.tree.map(jnp.asarray, (index, more))  # NumPy's, if not traced.
 
-      def step(trained, row):
-        s, positions, more = row
+      def step(s, carry):
+        trained, total = carry
+        positions, more = jax.tree.map(lambda a: a[s], rows)
         batch = core.prepare(transform, core.gather(bank, positions))
         batch = {**batch, **more}
 
@@ -105,12 +108,13 @@ class Party:
         grads, (value, stats) = jax.grad(objective, has_aux=True)(params)
         updates, opt_state = optimizer.update(grads, trained.opt_state, params)
         params = optax.apply_updates(params, updates)
-        return Trained(core.Variables(params, stats), opt_state), value
+        trained = Trained(core.Variables(params, stats), opt_state)
+        return trained, total + value
 
-      steps = jnp.arange(len(index))
-      trained, values = jax.lax.scan(step, trained, (steps, index, more))
-      count = jnp.asarray(len(index), jnp.float32)
-      return trained, core.Mean(jnp.sum(values), count)
+      trained, total = jax.lax.fori_loop(
+        0, steps, step, (trained, jnp.zeros(()))
+      )
+      return trained, core.Mean(total, jnp.asarray(steps, jnp.float32))
 
     return train_batches
 
@@ -171,11 +175,14 @@ class FitPlan(NamedTuple):
 
   Attributes:
     round: `int32[]`, the number of the epoch, from 1.
-    batches: P arrays `int32[S_k, B_k]`, positions in each party's bank.
+    batches: P arrays `int32[S_k, B_k]`, positions in each party's bank; S_k is
+      128, 512, ..., so that unlike phases share compiled programs.
+    steps: how many of the S_k batches are work, `int32[]` each.
   """
 
   round: np.ndarray
   batches: tuple[np.ndarray, ...]
+  steps: tuple[np.ndarray, ...]
 
 
 def fit(
@@ -271,18 +278,20 @@ def fit(
             jax.random.fold_in(key, k),
             bank,
             batches,
+            steps,
             data.get("stopping"),
           ),
           learner.wait < patience,
           _stopped,
           apart=True,
         )
-        for k, (epoch, learner, bank, batches) in enumerate(
+        for k, (epoch, learner, bank, batches, steps) in enumerate(
           zip(
             epochs,
             state.parties,
             core.part(data, "train"),
             plan.batches,
+            plan.steps,
             strict=True,
           )
         )
@@ -302,9 +311,9 @@ def _epoch_program(party, transform, min_delta, batch_size):
   train = party.trainer(transform, core.cross_entropy)
   measure = evaluate_lib.lane_program(party.model, transform)
 
-  def train_epoch(learner, key, bank, batches, stopping):
+  def train_epoch(learner, key, bank, batches, steps, stopping):
     trained, loss = train(
-      learner.trained, learner.hyper, key, bank, batches, {}
+      learner.trained, learner.hyper, key, bank, batches, {}, steps
     )
     accuracy, best, wait = learner.accuracy, learner.best, learner.wait
     if stopping is not None:
@@ -394,20 +403,25 @@ def plan_fit(
 
   >>> plan = plan_fit(
   ...     [np.arange(4), np.arange(9)], seed=0, phase=0, round=1, batch_size=5)
-  >>> [batches.shape for batches in plan.batches]
-  [(1, 4), (2, 5)]
+  >>> [(b.shape, int(s)) for b, s in zip(plan.batches, plan.steps)]
+  [((128, 4), 1), ((128, 5), 2)]
   """
   core.check_counts(round=round, batch_size=batch_size)
+  epochs = [
+    shuffled_epochs(
+      positions, seed=[_FIT, seed, phase, round, k], batch_size=batch_size
+    )
+    for k, positions in enumerate(population.holdings(examples))
+  ]
+
+  def filled(batches):
+    length = population.padded_length(len(batches), at_least=128)
+    return np.pad(batches, ((0, length - len(batches)), (0, 0)))
+
   return FitPlan(
     np.int32(round),
-    tuple(
-      shuffled_epochs(
-        positions,
-        seed=[_FIT, seed, phase, round, k],
-        batch_size=batch_size,
-      )
-      for k, positions in enumerate(population.holdings(examples))
-    ),
+    tuple(map(filled, epochs)),
+    tuple(np.int32(len(batches)) for batches in epochs),
   )
 
 

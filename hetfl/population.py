@@ -298,7 +298,7 @@ def pack_lanes(
     lanes[lane].append(k)
     heapq.heappush(heap, (length + len(batches[k]), lane))
   steps = np.array([sum(len(batches[k]) for k in lane) for lane in lanes])
-  size = _lane_length(int(steps.max()))
+  size = padded_length(int(steps.max()), at_least=32)
   batch_size = batches[0].shape[1]
   plan = LanePlan(
     index=np.full((num_lanes, size, batch_size), -1, np.int32),
@@ -319,12 +319,23 @@ def pack_lanes(
   return plan
 
 
-def _lane_length(steps: int) -> int:
-  """The least of 32, 128, 512, ... that is enough."""
-  length = 32
-  while length < steps:
-    length *= 4
-  return length
+def padded_length(length: int, *, at_least: int) -> int:
+  """The least of `at_least`, four times that, and so on, that is enough.
+
+  Args:
+    length: what is needed.
+    at_least: the least length.
+
+  Returns:
+    The length; of few values, so that unlike rounds share compiled programs.
+
+  >>> [padded_length(n, at_least=32) for n in (1, 32, 33, 129)]
+  [32, 32, 128, 512]
+  """
+  padded = at_least
+  while padded < length:
+    padded *= 4
+  return padded
 
 
 def plan_clients(
