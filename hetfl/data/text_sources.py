@@ -351,7 +351,6 @@ def stackoverflow(
   builder = text.CorpusBuilder(
     max_words=max_words, max_sentences_per_client=max_sentences_per_client
   )
-  uri = path.resolve().as_uri() + "?mode=ro"
   prevails, clients_read = Counter(), 0
 
   def enough():
@@ -359,52 +358,31 @@ def stackoverflow(
       return all(prevails[d] >= clients_per_domain for d in (QUESTION, ANSWER))
     return max_sentences is not None and len(builder) >= max_sentences
 
-  try:
-    with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
-      numbers = [
-        row[0]
-        for row in connection.execute(
-          "SELECT rowid FROM federated_data ORDER BY rowid"
-        )
-      ]
-      random.Random(f"{seed}/clients").shuffle(numbers)
-      end = None if max_clients is None else skip_clients + max_clients
-      numbers = numbers[skip_clients:end]
-      for low, high in _parts(share):
-        for i, number in enumerate(numbers):
-          if enough():
-            break
-          clients_read = max(clients_read, i + 1)
-          row = connection.execute(
-            "SELECT client_id, data FROM federated_data WHERE rowid = ?",
-            (number,),
-          ).fetchone()
-          draw = random.Random(f"{seed}/{number}").random if share < 1 else None
-          try:
-            client, kinds, sentences = _fedjax_client(*row)
-            chosen = range(len(kinds))
-            if clients_per_domain is not None:
-              domain = prevailing(kinds)
-              if prevails[domain] >= clients_per_domain:
-                builder.skipped["clients of a domain that has enough"] += 1
-                continue
-              chosen = [n for n in chosen if kinds[n] == domain]
-            if draw:
-              chosen = [n for n in chosen if low <= draw() < high]
-            examples = [(kinds[n], _tokens(sentences[n])) for n in chosen]
-          except _DAMAGED:
-            if low == 0:
-              builder.skipped["clients that cannot be read"] += 1
+  with _fedjax_file(path) as connection:
+    end = None if max_clients is None else skip_clients + max_clients
+    numbers = _drawn_clients(connection, seed)[skip_clients:end]
+    for low, high in _parts(share):
+      for i, number in enumerate(numbers):
+        if enough():
+          break
+        clients_read = max(clients_read, i + 1)
+        try:
+          client, kinds, sentences = _fedjax_client(connection, number)
+        except _DAMAGED:
+          if low == 0:
+            builder.skipped["clients that cannot be read"] += 1
+          continue
+        domain, wanted = prevailing(kinds), {QUESTION, ANSWER}
+        if clients_per_domain is not None:
+          if prevails[domain] >= clients_per_domain:
+            builder.skipped["clients of a domain that has enough"] += 1
             continue
-          before = len(builder)
-          for kind, tokens in examples:
-            builder.add(client, kind, tokens)
-          if clients_per_domain is not None:
-            prevails[domain] += len(builder) > before
-  except sqlite3.Error as error:
-    raise DataError(
-      f"{path}: no FedJAX SQLite file, or damaged ({error}); fetch it again"
-    ) from error
+          wanted = {domain}
+        before, draw = len(builder), random.Random(f"{seed}/{number}").random
+        for kind, sentence in zip(kinds, sentences):
+          if kind in wanted and low <= draw() < high:
+            builder.add(client, kind, _tokens(sentence))
+        prevails[domain] += len(builder) > before
   if not len(builder) and skip_clients:
     raise DataError(
       f"{path}: holds no users beyond the {skip_clients} of the pools, and"
@@ -432,10 +410,36 @@ def _parts(share: float) -> Iterator[tuple[float, float]]:
 _DAMAGED = (ValueError, TypeError, KeyError, AttributeError, zlib.error)
 
 
-def _fedjax_client(client_id, data) -> tuple[str, list[int], list[bytes]]:
+@contextlib.contextmanager
+def _fedjax_file(path: pathlib.Path) -> Iterator[sqlite3.Connection]:
+  """Opens a file that FedJAX wrote; only to read."""
+  uri = path.resolve().as_uri() + "?mode=ro"
+  try:
+    with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+      yield connection
+  except sqlite3.Error as error:
+    raise DataError(
+      f"{path}: no FedJAX SQLite file, or damaged ({error}); fetch it again"
+    ) from error
+
+
+def _drawn_clients(connection: sqlite3.Connection, seed: int) -> list[int]:
+  """The numbers of all clients, in an order drawn at random."""
+  rows = connection.execute("SELECT rowid FROM federated_data ORDER BY rowid")
+  numbers = [number for (number,) in rows]
+  random.Random(f"{seed}/clients").shuffle(numbers)
+  return numbers
+
+
+def _fedjax_client(
+  connection: sqlite3.Connection, number: int
+) -> tuple[str, list[int], list[bytes]]:
   """One client's id, domains and sentences; `_DAMAGED` if they are so."""
   import msgpack
 
+  client_id, data = connection.execute(
+    "SELECT client_id, data FROM federated_data WHERE rowid = ?", (number,)
+  ).fetchone()
   unpack = zlib.decompressobj()
   raw = unpack.decompress(data, _MAX_CLIENT)
   if unpack.unconsumed_tail or not unpack.eof:
@@ -456,6 +460,8 @@ def _fedjax_client(client_id, data) -> tuple[str, list[int], list[bytes]]:
   sentences = examples["tokens"]
   if len(kinds) != len(sentences):
     raise ValueError("unlike numbers of types and tokens")
+  if not all(isinstance(sentence, bytes) for sentence in sentences):
+    raise TypeError("sentences are no strings")
   if isinstance(client_id, bytes):
     client_id = client_id.decode("utf-8", "surrogateescape")
   return str(client_id), kinds, sentences
