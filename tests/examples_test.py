@@ -1,0 +1,39 @@
+"""The examples run, and collaboration helps in them."""
+
+import jax
+import numpy as np
+import pytest
+
+from examples import fedmd_any_model, fine_tuning, mutual_hospitals
+
+
+@pytest.fixture(autouse=True)
+def user_settings():
+  """Users' code may broadcast as it likes."""
+  with jax.numpy_rank_promotion("allow"):
+    yield
+
+
+def accuracies(results):
+  return np.array([result["test_accuracy"] for result in results])
+
+
+@pytest.mark.slow
+def test_hospitals():
+  found = accuracies(mutual_hospitals.main(rounds=20))
+  alone, together, server = found[:4], found[4:8], found[8]
+  assert together[0] > alone[0]  # The smallest, of 20 records.
+  assert together.mean() > alone.mean()
+  assert server > 0.95
+
+
+@pytest.mark.slow
+def test_any_model():
+  alone, together = map(accuracies, fedmd_any_model.main(rounds=8))
+  assert (together - alone).min() > 0.03
+
+
+@pytest.mark.slow
+def test_fine_tuning():
+  before, after = fine_tuning.main(rounds=20)
+  assert after > before + 0.05
