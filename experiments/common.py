@@ -85,7 +85,8 @@ def define_run_flags(default_rounds: str) -> None:
   flags.DEFINE_integer(
     "checkpoint_every",
     None,
-    "Rounds from one checkpoint to the next; by default as --eval_every.",
+    "Rounds from one checkpoint to the next: at most so many are done again by"
+    " a run that goes on.",
     lower_bound=1,
   )
   flags.DEFINE_bool("tensorboard", True, "Write TensorBoard scalars.")
