@@ -91,11 +91,11 @@ def main(rounds: int = 15) -> list[list[dict[str, float]]]:
   )
   state = together.init(jax.random.key(1), trained)
   step = jax.jit(together.step)
+  data = {"public": bank, "private": (bank,) * 3}
   for t in range(1, rounds + 1):
     plan = hetfl.plan_fedmd(
       public, companies, seed=0, round=t, subset=300, digest_batch_size=20
     )
-    data = {"public": bank, "private": (bank,) * 3}
     state, _ = step(state, plan, data)
   results.append(evaluate([party.variables for party in state.parties]))
 

@@ -17,6 +17,7 @@ import hetfl
 from hetfl.client import local_sgd
 from hetfl.core import gather
 from hetfl.data.vision import load_digits
+from hetfl.evaluate import classification
 
 BATCH, STEPS, RATE = 5, 20, 0.1
 
@@ -77,8 +78,7 @@ def main(rounds: int = 40) -> tuple[float, float]:
     """Of one client's model on its images; -1 marks an empty place."""
     batch = prepare(None, gather(bank, index))
     logits, _ = model.apply(variables, batch["x"], None, False)
-    right = (jnp.argmax(logits, axis=-1) == batch["y"]) * batch["mask"]
-    return jnp.sum(right) / jnp.sum(batch["mask"])
+    return classification(logits, batch)["accuracy"].value
 
   batches = np.stack([rng.choice(half, (STEPS, BATCH)) for half, _ in halves])
   width = max(len(half) for _, half in halves)

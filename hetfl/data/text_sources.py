@@ -378,9 +378,10 @@ def stackoverflow(
             builder.skipped["clients of a domain that has enough"] += 1
             continue
           wanted = {domain}
-        before, draw = len(builder), random.Random(f"{seed}/{number}").random
+        before = len(builder)
+        draw = random.Random(f"{seed}/{number}").random if share < 1 else None
         for kind, sentence in zip(kinds, sentences):
-          if kind in wanted and low <= draw() < high:
+          if kind in wanted and (draw is None or low <= draw() < high):
             builder.add(client, kind, _tokens(sentence))
         prevails[domain] += len(builder) > before
   if not len(builder) and skip_clients:
