@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from hetfl import engine
+from tests.algorithms import CASES
 from tests.runs import ROOT
 
 ALGORITHMS = ("periodic", "merged", "fml", "fit", "fedmd")
@@ -30,7 +32,7 @@ def start(environment, *command):
   )
 
 
-def finish(*processes, timeout=300):
+def finish(*processes, timeout=600):
   """Waits for processes; returns what they wrote."""
   try:
     outputs = [process.communicate(timeout=timeout) for process in processes]
@@ -226,6 +228,23 @@ def test_the_phases_of_fedmd_over_two_processes(environment, tmp_path):
   )
   for a, b in zip(one, two, strict=True):
     assert b == pytest.approx(a, abs=0.02)  # An image or two of 360.
+
+
+def test_a_program_holds_no_collectives_but_its_jobs():
+  """The compiler splits nothing by itself, whatever does not divide evenly."""
+  mesh = jax.make_mesh((3,), (engine.AXIS,), devices=jax.devices()[:3])
+  runner, case = engine.Inline(mesh), CASES["merged"]
+  algorithm = case.build(runner, 4)
+  state = jax.eval_shape(algorithm.init, jax.random.key(0))
+  program = runner.compile(algorithm.step).lower(
+    state, case.plan(1, 4), case.data()
+  )
+  collectives = re.findall(
+    r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(",
+    program.compile().as_text(),
+  )
+  # Logits of each pool's model, and sums over lanes, one pool after the other.
+  assert sorted(collectives) == 2 * ["all-gather"] + 2 * ["all-reduce"]
 
 
 def test_devices_take_a_call_each():

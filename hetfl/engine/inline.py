@@ -52,6 +52,9 @@ class Inline:
     self._mesh = mesh
     self._max_lanes = max_lanes
     self.num_pieces = mesh.size if mesh else 1
+    # On CPUs a device may begin one loop with collectives before it has ended
+    # another, in an order of its own, and take the one's for the other's.
+    self._in_turn = mesh is not None and mesh.devices.flat[0].platform == "cpu"
     self._placed = {}
 
   def num_lanes(self, num_clients: int) -> int:
@@ -67,13 +70,16 @@ class Inline:
       Chunks: self._chunks,
       Each: self._each,
     }
-    calls, done, results = self._split(jobs), {}, []
+    calls, done, results, last = self._split(jobs), {}, [], None
     if len(calls) > 1:
       done = dict(zip(calls, self._apart(list(calls.values()))))
     for i, job in enumerate(jobs):
       rows = [result for (number, _), result in done.items() if number == i]
       if not rows:
+        if self._in_turn:
+          job = _after(last, job)
         results.append(run[type(job)](job))
+        last = results[-1] if _has_collectives(job) else last
       else:
         results.append(stack(*rows) if isinstance(job, Each) else rows[0])
     return tuple(results)
@@ -109,7 +115,7 @@ class Inline:
 
   def _apart(self, calls: list[Call]) -> list[PyTree]:
     """Runs each call on one device; then all devices have all results."""
-    axis, size = self._mesh.axis_names[0], self._mesh.size
+    size = self._mesh.size
     whens = [None if call.when is True else call.when for call in calls]
     shapes = [jax.eval_shape(call.fn, *call.args) for call in calls]
 
@@ -130,16 +136,12 @@ class Inline:
         for i, (when, a) in enumerate(zip(whens, args))
       ]
 
-    def run(whens, args):
+    def run(whens, args, shard):
       branches = [functools.partial(on_device, d) for d in range(size)]
-      return jax.lax.psum(
-        jax.lax.switch(jax.lax.axis_index(axis), branches, whens, args), axis
-      )
+      here = jax.lax.axis_index(shard.axis)
+      return shard.sum(jax.lax.switch(here, branches, whens, args))
 
-    same = jax.sharding.PartitionSpec()
-    return jax.shard_map(
-      run, mesh=self._mesh, in_specs=same, out_specs=same, check_vma=False
-    )(whens, [call.args for call in calls])
+    return self._on_devices(run, whens, [call.args for call in calls])
 
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
     """Jits the function; arguments `donate` are given up to it."""
@@ -187,15 +189,7 @@ class Inline:
 
   def _call(self, job: Call):
     if job.shared and self._mesh is not None:
-      shard = Shard(self._mesh.axis_names[0], self._mesh.size)
-      same = jax.sharding.PartitionSpec()
-      fn = jax.shard_map(
-        functools.partial(job.fn, shard=shard),
-        mesh=self._mesh,
-        in_specs=same,
-        out_specs=same,
-        check_vma=False,
-      )
+      fn = functools.partial(self._on_devices, job.fn)
       job = job._replace(fn=fn, shared=False)
     if job.when is True:
       return job.fn(*job.args)
@@ -242,31 +236,29 @@ class Inline:
         (job.lanes, job.steps),
       )
       job = job._replace(fn=counted, lanes=(lanes, counts), steps=steps)
-    axis = self._mesh.axis_names[0]
-    spec = jax.sharding.PartitionSpec
-    return jax.shard_map(
-      lambda *args: jax.lax.psum(run(*args), axis),
-      mesh=self._mesh,
-      in_specs=(spec(), spec(axis), spec(axis)),
-      out_specs=spec(),
-      check_vma=False,
-    )(job.shared, job.lanes, job.steps)
+
+    def on_device(shared, rows, shard):
+      return shard.sum(run(shared, *shard.take(rows)))
+
+    return self._on_devices(
+      on_device, job.shared, jax.tree.map(jnp.asarray, (job.lanes, job.steps))
+    )
 
   def _chunks(self, job: Chunks):
     if self._mesh is None:
       return self._call(Call(job.fn, (*job.shared, job.rows), job.when))
-    rows = len(jax.tree.leaves(job.rows)[0])
-    axis = self._mesh.axis_names[0]
-    spec = jax.sharding.PartitionSpec
-    split = spec(axis) if rows % self._mesh.size == 0 else spec()
-    fn = jax.shard_map(
-      lambda shared, rows: job.fn(*shared, rows),
-      mesh=self._mesh,
-      in_specs=(spec(), split),
-      out_specs=split,
-      check_vma=False,
-    )
-    return self._call(Call(fn, (job.shared, job.rows), job.when))
+    if len(jax.tree.leaves(job.rows)[0]) % self._mesh.size:
+      # Rows that the devices cannot share equally are for each of them.
+      return self._call(Call(job.fn, (*job.shared, job.rows), job.when))
+
+    def on_device(when, shared, rows, shard):
+      call = Call(job.fn, (*shared, shard.take(rows)), when)
+      return shard.gather(self._call(call))
+
+    if job.when is True:
+      fn = functools.partial(on_device, True)
+      return self._on_devices(fn, job.shared, job.rows)
+    return self._on_devices(on_device, job.when, job.shared, job.rows)
 
   def _each(self, job: Each):
     def run(shared, rows):
@@ -277,18 +269,46 @@ class Inline:
 
     if self._mesh is None:
       return run(job.shared, job.rows)
-    rows = len(jax.tree.leaves(job.rows)[0])
+    count = len(jax.tree.leaves(job.rows)[0])
     # The last row again and again, up to as many for each device.
-    taken = np.minimum(
-      np.arange(-(-rows // self._mesh.size) * self._mesh.size), rows - 1
-    )
-    axis = self._mesh.axis_names[0]
-    spec = jax.sharding.PartitionSpec
-    results = jax.shard_map(
-      run,
+    padded = -(-count // self._mesh.size) * self._mesh.size
+    taken = jnp.minimum(jnp.arange(padded), count - 1)
+
+    def on_device(shared, rows, shard):
+      mine = shard.take(taken)
+      rows = jax.tree.map(lambda a: jnp.asarray(a)[mine], rows)
+      return shard.gather(run(shared, rows))
+
+    results = self._on_devices(on_device, job.shared, job.rows)
+    return jax.tree.map(lambda a: a[:count], results)
+
+  def _on_devices(self, fn: Callable, *args: PyTree) -> PyTree:
+    """Runs `fn(*args, shard)` on each device, to the same result on all.
+
+    Arguments and results are whole on every device: were they split, the
+    compiler would split what lies before and after, with collectives between.
+    """
+    shard = Shard(self._mesh.axis_names[0], self._mesh.size)
+    same = jax.sharding.PartitionSpec()
+    return jax.shard_map(
+      lambda *args: fn(*args, shard=shard),
       mesh=self._mesh,
-      in_specs=(spec(), spec(axis)),
-      out_specs=spec(axis),
+      in_specs=same,
+      out_specs=same,
       check_vma=False,
-    )(job.shared, jax.tree.map(lambda a: jnp.asarray(a)[taken], job.rows))
-    return jax.tree.map(lambda a: a[:rows], results)
+    )(*args)
+
+
+def _has_collectives(job: Job) -> bool:
+  return job.shared if isinstance(job, Call) else not isinstance(job, Each)
+
+
+def _after(result: PyTree, job: Job) -> Job:
+  """The same job, which a program can only begin once it has the result."""
+  floats = [a for a in jax.tree.leaves(result) if a.dtype == jnp.float32]
+  if not floats or not _has_collectives(job):
+    return job
+  never = jnp.any(jnp.sign(floats[0]) > 1)  # Which no compiler knows.
+  if isinstance(job, Lanes):
+    return job._replace(steps=jnp.where(never, 0, job.steps))
+  return job._replace(when=job.when & ~never)

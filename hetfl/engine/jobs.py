@@ -35,6 +35,10 @@ class Shard(NamedTuple):
     """The sum over the devices."""
     return jax.lax.psum(tree, self.axis)
 
+  def gather(self, tree: PyTree) -> PyTree:
+    """The rows of all devices, where each has its own."""
+    return jax.lax.all_gather(tree, self.axis, tiled=True)
+
 
 class Call(NamedTuple):
   """Runs `fn(*args)`.
