@@ -39,8 +39,10 @@ def clients_of(sizes) -> population.ClientPopulation:
 
 
 @functools.cache
-def pool_of(size: str, conv: str = "patches") -> Pool:
-  """The peers' model and rates."""
+def pool_of(size: str, conv: str | None = None) -> Pool:
+  """The peers' model and rates; by default the form that experiments take."""
+  if conv is None:
+    conv = "winograd" if jax.default_backend() == "cpu" else "patches"
   example = jnp.zeros((1, peers.SIDE, peers.SIDE, 3))
   module = CNNS[size](peers.NUM_CLASSES, conv=conv)
   return Pool(
@@ -98,7 +100,7 @@ def codist_round(name: str, plain: bool = False) -> rounds.Round:
   else:
     runner = engine.default_engine()
     on_threads = isinstance(runner, engine.Threads)
-    conv = "patches" if on_threads else "native"
+    conv = "winograd" if on_threads else "native"
     num_lanes = runner.num_lanes(peers.COHORT)
     part = 16 if on_threads else None
   clients = clients_of(EQUAL)
@@ -127,7 +129,11 @@ def image_flops(size: str, train: bool) -> float:
   """FLOPs of the products of one image, trained on or predicted."""
   shape = (peers.BATCH_SIZE, peers.SIDE, peers.SIDE, 3)
   return rounds.example_flops(
-    pool_of(size).model, core.cross_entropy, shape, jnp.float32, train
+    pool_of(size, "patches").model,
+    core.cross_entropy,
+    shape,
+    jnp.float32,
+    train,
   )
 
 

@@ -1,6 +1,7 @@
 """Codistillation of image classifiers: what `codist.py` needs to know of it."""
 
 from absl import flags
+import common
 import jax
 import jax.numpy as jnp
 
@@ -80,7 +81,7 @@ def speed() -> dict:
   """Defaults of flags that change the speed only."""
   on_cpu = jax.default_backend() == "cpu"
   return {
-    "conv": "patches",
+    "conv": common.patches_form(FLAGS.dataset),
     "eval_batch_size": 40 if on_cpu else 1000,
     "microbatch": 16 if on_cpu else 0,
   }

@@ -275,7 +275,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   on_cpu = jax.default_backend() == "cpu"
   speed = {
     "checkpoint_every": 10,
-    "conv": "patches",
+    "conv": common.patches_form(FLAGS.dataset[0]),
     "eval_batch_size": 50 if on_cpu else 2000,
     "lanes": common.make_engine().num_lanes(values["num_clients"]),
     "microbatch": 16 if on_cpu else 0,

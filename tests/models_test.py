@@ -1,5 +1,7 @@
 """Models, layers and image recipes."""
 
+import typing
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -26,12 +28,13 @@ def test_parameter_counts_in_both_recipes(cnn, name):
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
-@pytest.mark.parametrize("form", ["patches", "native"])
+@pytest.mark.parametrize("form", typing.get_args(layers.ConvForm))
 def test_conv_is_flaxs_conv(form, padding):
   ours = layers.Conv(5, (3, 3), padding, form)
   theirs = nn.Conv(5, (3, 3), padding=padding)
   clients = 3
-  x = jax.random.normal(jax.random.key(0), (clients, 2, 7, 6, 4))
+  # Channels enough for any form, and one side that is no whole tile.
+  x = jax.random.normal(jax.random.key(0), (clients, 2, 7, 6, 8))
   variables = jax.vmap(theirs.init)(
     jax.random.split(jax.random.key(1), clients), x
   )
@@ -70,12 +73,14 @@ def test_fmls_networks(name):
       fml.net(name, classes, shape).init, jax.random.key(0), x
     )
     assert core.num_parameters(shapes["params"]) == count
-  # Both forms are one function of the same parameters.
+  # All forms are one function of the same parameters.
   x = jax.random.normal(jax.random.key(0), (3, 28, 28, 1))
-  nets = [fml.net(name, 10, (28, 28, 1), conv=c) for c in ("patches", "native")]
+  forms = typing.get_args(layers.ConvForm)
+  nets = [fml.net(name, 10, (28, 28, 1), conv=form) for form in forms]
   variables = nets[0].init(jax.random.key(1), x)
-  a, b = (net.apply(variables, x) for net in nets)
-  np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+  first, *others = (net.apply(variables, x) for net in nets)
+  for other in others:
+    np.testing.assert_allclose(first, other, rtol=1e-4, atol=1e-5)
   with pytest.raises(ValueError, match="choose from mlp"):
     fml.net("resnet", 10, (32, 32, 3))
 
@@ -190,7 +195,7 @@ def test_recipes(name):
     )
 
 
-@pytest.mark.parametrize("form", ["patches", "native"])
+@pytest.mark.parametrize("form", typing.get_args(layers.ConvForm))
 @pytest.mark.parametrize(
   "kernel,strides,padding",
   [

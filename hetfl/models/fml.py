@@ -48,7 +48,9 @@ class Net(nn.Module):
     if self.border:
       side = (self.border, self.border)
       x = jnp.pad(x, ((0, 0), side, side, (0, 0)), mode="edge")
-    planes = self.conv == "patches"
+    # `winograd` wants several channels; where there are few, planes are faster.
+    tiled = self.kernel == 3 and max(self.filters[:-1], default=0) > 16
+    planes = self.conv == "patches" or (self.conv == "winograd" and not tiled)
     if planes:
       x = x.transpose(3, 1, 2, 0)
     for i, features in enumerate(self.filters):
