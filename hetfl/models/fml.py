@@ -57,10 +57,11 @@ class Net(nn.Module):
       size, name = (self.kernel, self.kernel), f"Conv_{i}"
       # Pooling before the ReLU: the same value and gradient, on a quarter.
       if planes:
-        x = layers.PlanesConv(
-          features, size, self.padding, torch_init, name=name
-        )(x)
-        x = nn.relu(layers.max_pool_planes(x))
+        x = nn.relu(
+          layers.PooledPlanes(
+            features, size, self.padding, torch_init, name=name
+          )(x)
+        )
       else:
         x = layers.Conv(
           features, size, self.padding, self.conv, torch_init, name=name

@@ -180,13 +180,14 @@ def max_pool_2x2(x: jax.Array) -> jax.Array:
   return jnp.maximum(top, bottom)
 
 
-class PlanesConv(nn.Module):
-  """`Conv` with the batch as the last axis, for convolutions of few channels.
+class PooledPlanes(nn.Module):
+  """`Conv` and `max_pool_2x2` with the batch as the last axis.
 
-  Pixels of one channel lie together, so that the kernel's few rows multiply
-  one long matrix: on CPUs that is about twice as fast as the other way round
-  where there are few channels, and pooling works on whole vectors. Under
-  `vmap` over kernels, with the same images for all, it stays one product.
+  For convolutions of few channels: pixels of one channel lie together, so that
+  the kernel's few rows multiply long matrices, on CPUs about twice as fast as
+  the other way round. The four outputs of each square are products of their
+  own, so that pooling is a maximum of four matrices. Under `vmap` over kernels,
+  with the same images for all, they stay four.
 
   Attributes:
     features: number of output channels.
@@ -196,8 +197,8 @@ class PlanesConv(nn.Module):
 
   >>> x = jax.random.normal(jax.random.key(0), (5, 6, 7, 2))
   >>> variables = Conv(3, (3, 3)).init(jax.random.key(1), x)
-  >>> y = PlanesConv(3, (3, 3)).apply(variables, x.transpose(3, 1, 2, 0))
-  >>> expected = Conv(3, (3, 3)).apply(variables, x)
+  >>> y = PooledPlanes(3, (3, 3)).apply(variables, x.transpose(3, 1, 2, 0))
+  >>> expected = max_pool_2x2(Conv(3, (3, 3)).apply(variables, x))
   >>> bool(jnp.allclose(y.transpose(3, 1, 2, 0), expected, atol=1e-6))
   True
   """
@@ -209,7 +210,7 @@ class PlanesConv(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    """Maps `float[c, H, W, B]` to `float[features, H', W', B]`."""
+    """Maps `float[c, H, W, B]` to `float[features, H' // 2, W' // 2, B]`."""
     height, width = self.kernel_size
     kernel = self.param(
       "kernel", self.kernel_init, (height, width, x.shape[0], self.features)
@@ -218,26 +219,28 @@ class PlanesConv(nn.Module):
     if self.padding == "SAME":
       pads = [((k - 1) // 2, k // 2) for k in self.kernel_size]
       x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
-    rows, columns = x.shape[1] - height + 1, x.shape[2] - width + 1
-    patches = jnp.concatenate(
-      [
-        x[:, i : i + rows, j : j + columns]
-        for i, j in itertools.product(range(height), range(width))
-      ]
+    rows, columns = (
+      (x.shape[1] - height + 1) // 2,
+      (x.shape[2] - width + 1) // 2,
     )
     matrix = kernel.reshape(-1, self.features).T
-    y = matrix @ patches.reshape(len(patches), -1) + bias.reshape(-1, 1)
-    return y.reshape(self.features, *patches.shape[1:])
 
+    def outputs(down, across):
+      """The outputs at one place of all squares."""
+      patches = jnp.concatenate(
+        [
+          x[:, i : i + 2 * rows - 1 : 2, j : j + 2 * columns - 1 : 2]
+          for i in range(down, down + height)
+          for j in range(across, across + width)
+        ]
+      )
+      return matrix @ patches.reshape(len(patches), -1)
 
-def max_pool_planes(x: jax.Array) -> jax.Array:
-  """`max_pool_2x2` of `float[c, H, W, B]`."""
-  channels, height, width, batch = x.shape
-  x = x[:, : height // 2 * 2, : width // 2 * 2]
-  x = x.reshape(channels, height // 2, 2, width // 2, 2, batch)
-  top = jnp.maximum(x[:, :, 0, :, 0], x[:, :, 0, :, 1])
-  bottom = jnp.maximum(x[:, :, 1, :, 0], x[:, :, 1, :, 1])
-  return jnp.maximum(top, bottom)
+    top, bottom = (
+      jnp.maximum(outputs(down, 0), outputs(down, 1)) for down in (0, 1)
+    )
+    y = jnp.maximum(top, bottom) + bias.reshape(-1, 1)
+    return y.reshape(self.features, rows, columns, -1)
 
 
 def avg_pool_2x2(x: jax.Array, stride: int) -> jax.Array:
