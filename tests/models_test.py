@@ -34,7 +34,7 @@ def test_conv_is_flaxs_conv(form, padding):
   theirs = nn.Conv(5, (3, 3), padding=padding)
   clients = 3
   # Channels enough for any form, and one side that is no whole tile.
-  x = jax.random.normal(jax.random.key(0), (clients, 2, 7, 6, 8))
+  x = jax.random.normal(jax.random.key(0), (clients, 2, 7, 6, 32))
   variables = jax.vmap(theirs.init)(
     jax.random.split(jax.random.key(1), clients), x
   )

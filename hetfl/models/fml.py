@@ -48,8 +48,8 @@ class Net(nn.Module):
     if self.border:
       side = (self.border, self.border)
       x = jnp.pad(x, ((0, 0), side, side, (0, 0)), mode="edge")
-    # `winograd` wants several channels; where there are few, planes are faster.
-    tiled = self.kernel == 3 and max(self.filters[:-1], default=0) > 16
+    # `winograd` wants many channels; where there are few, planes are faster.
+    tiled = self.kernel == 3 and max(self.filters[:-1], default=0) >= 32
     planes = self.conv == "patches" or (self.conv == "winograd" and not tiled)
     if planes:
       x = x.transpose(3, 1, 2, 0)

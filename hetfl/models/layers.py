@@ -12,8 +12,8 @@ import numpy as np
 
 from hetfl.models.winograd import winograd_conv
 
-# Of fewer, sixteen products would be all overhead.
-_FEW_CHANNELS = 8
+# Input channels from which Winograd's sixteen products are the faster way.
+_MANY_CHANNELS = 32
 
 ConvForm = Literal["patches", "winograd", "native"]
 
@@ -50,7 +50,7 @@ class Conv(nn.Module):
   the kernel as one matrix. Under `vmap` over client weights that stays one
   batched matrix product, where XLA's own convolution falls back to slow paths,
   and on CPU it is faster in any case. `winograd` is the same for all but 3x3
-  kernels of stride 1 and several input channels, which then take 2.25 times
+  kernels of stride 1 and 32 input channels or more, which then take 2.25 times
   fewer multiplications; see `hetfl.models.winograd`. `native` is XLA's own. All
   give the same numbers to rounding.
 
@@ -98,7 +98,7 @@ class Conv(nn.Module):
       )
       return y + bias.reshape(1, 1, 1, -1)
     tiled = self.kernel_size == (3, 3) and self.strides == (1, 1)
-    if self.form == "winograd" and tiled and x.shape[-1] >= _FEW_CHANNELS:
+    if self.form == "winograd" and tiled and x.shape[-1] >= _MANY_CHANNELS:
       y = winograd_conv(x, kernel, self.padding)
       return y + bias.reshape(1, 1, 1, -1)
     patches = extract_patches(x, self.kernel_size, self.padding, self.strides)
