@@ -96,11 +96,10 @@ def codist_round(name: str, plain: bool = False) -> rounds.Round:
     The round.
   """
   if plain:
-    runner, conv, num_lanes, part = engine.Inline(), "native", 20, None
+    runner, num_lanes, part = engine.Inline(), 20, None
   else:
     runner = engine.default_engine()
     on_threads = isinstance(runner, engine.Threads)
-    conv = "winograd" if on_threads else "native"
     num_lanes = runner.num_lanes(peers.COHORT)
     part = 16 if on_threads else None
   clients = clients_of(EQUAL)
@@ -110,7 +109,7 @@ def codist_round(name: str, plain: bool = False) -> rounds.Round:
     mixup_beta=2,
     microbatch=part,
   )
-  pools = [pool_of(size, conv) for size in CNNS]
+  pools = [pool_of(size, "native" if plain else None) for size in CNNS]
   options = dict(rounds=1500, engine=runner)
   algorithm = (
     merged_codist(pools, distiller, alpha=0.5, **options)

@@ -5,10 +5,11 @@
 In one process; ours and the peer take turns, so that a machine whose speed
 drifts slows both. The table gives medians; `ratio` is the median of the
 ratios peer / ours turn by turn: above one, ours is faster. `ceiling_share` is
-how much of the speed of large matrix products, measured beside, the products
-of our round come to. `--only` takes names and beginnings of names, such as
-`fedavg_large` or `fml`; the rows in `_plain` take minutes on a CPU. A chart is
-drawn beside the JSON.
+how much of the speed of large matrix products, measured beside, our round comes
+to, with convolutions counted as direct ones: Winograd's form, which needs fewer
+products, may come to more than all of it. `--only` takes names and beginnings
+of names, such as `fedavg_large` or `fml`; the rows in `_plain` take minutes on
+a CPU. A chart is drawn beside the JSON.
 """
 
 import argparse

@@ -40,7 +40,7 @@ def scaled(batch):
 def ours(table: str, width: float) -> rounds.Round:
   """Our round."""
   runner = engine.default_engine()
-  conv = "winograd" if isinstance(runner, engine.Threads) else "native"
+  conv = "patches" if isinstance(runner, engine.Threads) else "native"
   example = jnp.zeros((1, SIDE, SIDE, 1))
   named = models.party_models(table, PARTIES, CLASSES, width=width, conv=conv)
   parties = [

@@ -24,8 +24,8 @@ class Row(NamedTuple):
       one more round and blocks until it is done.
     peer: what it is compared with, in words.
     other: makes the peer's round.
-    flops: of the matrix products of a round of ours, as the algorithm needs
-      them, without padding.
+    flops: of the matrix products of a round, as the algorithm needs them,
+      with direct convolutions and without padding.
     work: what a round works on, as `(amount, unit)`.
   """
 
@@ -155,7 +155,8 @@ def example_flops(
   """FLOPs of the products of one example, trained on or predicted.
 
   Args:
-    model: a model; convolutions as such or as products of patches.
+    model: a model; convolutions as such or as products of patches, which
+      Winograd's have fewer of.
     loss: of its outputs.
     shape: of a batch `x`.
     dtype: of `x`.

@@ -81,7 +81,7 @@ def speed() -> dict:
   """Defaults of flags that change the speed only."""
   on_cpu = jax.default_backend() == "cpu"
   return {
-    "conv": common.patches_form(FLAGS.dataset),
+    "conv": common.default_conv(FLAGS.dataset),
     "eval_batch_size": 40 if on_cpu else 1000,
     "microbatch": 16 if on_cpu else 0,
   }

@@ -239,7 +239,7 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
     # The rounds of digits take less time than a checkpoint.
     "checkpoint_every": 10 if FLAGS.environment == "digits" else 1,
     # No party's kernels are a batch axis here, so accelerators' own form.
-    "conv": common.patches_form(FLAGS.environment) if on_cpu else "native",
+    "conv": "patches" if on_cpu else "native",
     "eval_batch_size": 40 if on_cpu else 1000,
   }
   config, speed = common.resolved_flags(__name__, values, speed, workdir)

@@ -273,9 +273,10 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
       f" --algorithm={algorithm} wants a whole model"
     )
   on_cpu = jax.default_backend() == "cpu"
+  wide = any(n.startswith("cnn2") for n in (*models, values["global_model"]))
   speed = {
     "checkpoint_every": 10,
-    "conv": common.patches_form(FLAGS.dataset[0]),
+    "conv": common.default_conv(FLAGS.dataset[0]) if wide else "patches",
     "eval_batch_size": 50 if on_cpu else 2000,
     "lanes": common.make_engine().num_lanes(values["num_clients"]),
     "microbatch": 16 if on_cpu else 0,

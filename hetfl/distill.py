@@ -384,7 +384,9 @@ class Distiller:
     total, grads, stats = sums
     if shard:
       total, grads, stats = shard.sum(sums)
-      stats = optax.tree.scale(1 / shard.count, stats)
+      stats = jax.tree.map(
+        lambda total: (total / shard.count).astype(total.dtype), stats
+      )
     count = jnp.maximum(jnp.sum(weights), 1)
     return total / count, core.scaled(1 / count, grads), stats
 

@@ -26,7 +26,7 @@ class MutualClient(NamedTuple):
   """A client of Federated Mutual Learning; its configuration.
 
   Clients whose fields are the same objects form a group, whose states are
-  stacked and whose work is one program.
+  stacked and whose work is one program: make a model once and hand it to all.
 
   Attributes:
     model: the client's own model, the paper's local or personalized one.

@@ -247,6 +247,22 @@ def test_a_program_holds_no_collectives_but_its_jobs():
   assert sorted(collectives) == 2 * ["all-gather"] + 2 * ["all-reduce"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loops_with_collectives_take_turns(dtype):
+  """The second waits for the first, for trials too: a branch, no selection."""
+  mesh = jax.make_mesh((2,), (engine.AXIS,), devices=jax.devices()[:2])
+
+  def both(x):
+    call = engine.Call(lambda x, shard: shard.sum(x), (x,), shared=True)
+    return engine.Inline(mesh).run(call, call)
+
+  x = jax.numpy.ones(3, dtype)
+  for fn, arg in ((both, x), (jax.vmap(both), jax.numpy.stack([x, x]))):
+    assert str(jax.make_jaxpr(fn)(arg)).count("cond[") == 1
+    for total in jax.jit(fn)(arg):
+      np.testing.assert_array_equal(total, 2 * arg)
+
+
 def test_devices_take_a_call_each():
   mesh = jax.make_mesh((4,), (engine.AXIS,), devices=jax.devices()[:4])
   runner, ran = engine.Inline(mesh), []

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from hetfl import codist, core, distill, evaluate, party, population
+from hetfl import codist, core, distill, engine, evaluate, party, population
 from hetfl.fedavg import fedavg, Pool
 from hetfl.fedmd import fedmd, plan_fedmd
 from hetfl.fml import fml, group_clients, plan_mutual
@@ -222,7 +222,7 @@ def test_transforms_need_not_hand_the_mask_on():
   jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
-@pytest.mark.parametrize("name", ["merged", "fml"])
+@pytest.mark.parametrize("name", ["merged", "fml", "mesh"])
 def test_models_keep_their_own_types(name):
   """Parameters of bfloat16, and a statistic that is a whole number."""
 
@@ -236,9 +236,11 @@ def test_models_keep_their_own_types(name):
       return nn.Dense(3, param_dtype=jnp.bfloat16)(x).astype(jnp.float32)
 
   half = core.Model.from_flax(Half(), jnp.zeros(federation.EXAMPLE.shape))
-  if name == "merged":
+  if name != "fml":
+    mesh = jax.make_mesh((2,), (engine.AXIS,), devices=jax.devices()[:2])
+    runner = engine.Inline(mesh if name == "mesh" else None)
     pools = [Pool(n, half, 0.1, 0.1) for n in ("one", "two")]
-    algorithm = merged(pools, rounds=9)
+    algorithm = merged(pools, rounds=9, engine=runner)
     plans = [federation.make_plan(t) for t in (1, 2)]
     data = federation.make_data()
   else:
@@ -251,5 +253,6 @@ def test_models_keep_their_own_types(name):
   for plan in plans:
     state, metrics = step(state, plan, data)
   assert jax.tree.map(jnp.result_type, state) == types
-  assert step._cache_size() == 1
+  # On a mesh the first state lies on one device, those after it on all.
+  assert step._cache_size() == (2 if name == "mesh" else 1)
   assert all(np.isfinite(mean.value) for mean in metrics.values())

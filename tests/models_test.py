@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hetfl import augment, core
-from hetfl.models import fedmd, fml, layers, vision
+from hetfl.models import fedmd, fml, layers, vision, winograd
 
 COUNTS = {vision.small_cnn: 109_348, vision.large_cnn: 410_084}
 
@@ -123,6 +123,17 @@ def test_pooled_planes_are_flaxs_conv_and_pool(padding):
     value_and_grads(planes),
     value_and_grads(pooled),
   )
+
+
+def test_forms_of_convolution_say_what_they_cannot_do():
+  with pytest.raises(ValueError, match="2x4 is too small for a 3x3"):
+    layers.PooledPlanes(5, (3, 3), "VALID").init(
+      jax.random.key(0), jnp.zeros((1, 2, 4, 1))
+    )
+  x, kernel = jnp.zeros((0, 4, 4, 2)), jnp.zeros((3, 3, 2, 5))
+  assert winograd.winograd_conv(x, kernel).shape == (0, 4, 4, 5)
+  with pytest.raises(ValueError, match="choose SAME or VALID"):
+    winograd.winograd_conv(x, kernel, "CAUSAL")
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 8, 3), (1, 5, 7, 2)])

@@ -7,8 +7,9 @@ devices. Three engines give the same results to rounding:
 * `Inline()`: every job becomes part of the program being traced, lanes as a
   `jax.vmap`. The step stays a pure function, for `jax.jit`, `jax.vmap` over
   trials and `jax.lax.scan` over rounds. The choice for one accelerator.
-* `Inline(mesh)`: the same, with lanes, chunks and rows split over a mesh axis
-  by `jax.shard_map`. The choice for several accelerators.
+* `Inline(mesh)`: the same, with the work on lanes, chunks and rows split over a
+  mesh axis by `jax.shard_map`. What goes in and comes out is whole on every
+  device. The choice for several accelerators.
 * `Threads()`: for CPUs. Each lane, row and call is a program of its own, run
   by a pool of threads, the longest first. XLA uses one core well in a program
   of small matrix products and several badly, so this is the fast way to use

@@ -53,7 +53,9 @@ class Inline:
     self._max_lanes = max_lanes
     self.num_pieces = mesh.size if mesh else 1
     # On CPUs a device may begin one loop with collectives before it has ended
-    # another, in an order of its own, and take the one's for the other's.
+    # another, in an order of its own, and take the one's for the other's. The
+    # jobs of one `run` take turns there; those of the next wait for what they
+    # are given.
     self._in_turn = mesh is not None and mesh.devices.flat[0].platform == "cpu"
     self._placed = {}
 
@@ -252,8 +254,8 @@ class Inline:
       return self._call(Call(job.fn, (*job.shared, job.rows), job.when))
 
     def on_device(when, shared, rows, shard):
-      call = Call(job.fn, (*shared, shard.take(rows)), when)
-      return shard.gather(self._call(call))
+      fn = lambda *args: shard.gather(job.fn(*args))
+      return self._call(Call(fn, (*shared, shard.take(rows)), when))
 
     if job.when is True:
       fn = functools.partial(on_device, True)
@@ -300,15 +302,33 @@ class Inline:
 
 
 def _has_collectives(job: Job) -> bool:
+  """Whether it takes turns; `Each` does not, its gather comes at its end."""
   return job.shared if isinstance(job, Call) else not isinstance(job, Each)
 
 
 def _after(result: PyTree, job: Job) -> Job:
   """The same job, which a program can only begin once it has the result."""
-  floats = [a for a in jax.tree.leaves(result) if a.dtype == jnp.float32]
+  floats = [
+    a
+    for a in jax.tree.leaves(result)
+    if jnp.issubdtype(a.dtype, jnp.floating) and a.size
+  ]
   if not floats or not _has_collectives(job):
     return job
-  never = jnp.any(jnp.sign(floats[0]) > 1)  # Which no compiler knows.
+  never = _never(floats[0])
   if isinstance(job, Lanes):
     return job._replace(steps=jnp.where(never, 0, job.steps))
   return job._replace(when=job.when & ~never)
+
+
+@jax.custom_batching.custom_vmap
+def _never(x: jax.Array) -> jax.Array:
+  """False, which no compiler knows."""
+  return jnp.any(jnp.sign(x) > 1)
+
+
+@_never.def_vmap
+def _never_of_trials(axis_size, in_batched, x):
+  # One for all trials, or branches on it would become selections.
+  del axis_size, in_batched
+  return _never(x), False

@@ -24,7 +24,8 @@ class Net(nn.Module):
       one row an image, for a global model that is the convolutions alone.
     padding: `SAME` or `VALID`.
     border: rows and columns by which the edges of an image are repeated first.
-    conv: the form of the convolutions; changes speed only.
+    conv: the form of the convolutions; changes speed only. `patches`, and
+      `winograd` where no layer has channels enough for it, put the batch last.
 
   >>> import jax
   >>> net = Net((4,), 3, (), num_classes=None)
@@ -48,8 +49,8 @@ class Net(nn.Module):
     if self.border:
       side = (self.border, self.border)
       x = jnp.pad(x, ((0, 0), side, side, (0, 0)), mode="edge")
-    # `winograd` wants many channels; where there are few, planes are faster.
-    tiled = self.kernel == 3 and max(self.filters[:-1], default=0) >= 32
+    most = max(self.filters[:-1], default=0)
+    tiled = self.kernel == 3 and most >= layers.MANY_CHANNELS
     planes = self.conv == "patches" or (self.conv == "winograd" and not tiled)
     if planes:
       x = x.transpose(3, 1, 2, 0)

@@ -12,8 +12,9 @@ import numpy as np
 
 from hetfl.models.winograd import winograd_conv
 
-# Input channels from which Winograd's sixteen products are the faster way.
-_MANY_CHANNELS = 32
+# Input channels from which Winograd's sixteen products are the faster way, as
+# measured on a CPU.
+MANY_CHANNELS = 32
 
 ConvForm = Literal["patches", "winograd", "native"]
 
@@ -98,7 +99,7 @@ class Conv(nn.Module):
       )
       return y + bias.reshape(1, 1, 1, -1)
     tiled = self.kernel_size == (3, 3) and self.strides == (1, 1)
-    if self.form == "winograd" and tiled and x.shape[-1] >= _MANY_CHANNELS:
+    if self.form == "winograd" and tiled and x.shape[-1] >= MANY_CHANNELS:
       y = winograd_conv(x, kernel, self.padding)
       return y + bias.reshape(1, 1, 1, -1)
     patches = extract_patches(x, self.kernel_size, self.padding, self.strides)
@@ -195,6 +196,9 @@ class PooledPlanes(nn.Module):
     padding: `SAME` or `VALID`.
     kernel_init: draws the kernel; the bias starts at zero.
 
+  Raises:
+    ValueError: if there is no square to pool.
+
   >>> x = jax.random.normal(jax.random.key(0), (5, 6, 7, 2))
   >>> variables = Conv(3, (3, 3)).init(jax.random.key(1), x)
   >>> y = PooledPlanes(3, (3, 3)).apply(variables, x.transpose(3, 1, 2, 0))
@@ -223,6 +227,11 @@ class PooledPlanes(nn.Module):
       (x.shape[1] - height + 1) // 2,
       (x.shape[2] - width + 1) // 2,
     )
+    if rows < 1 or columns < 1:
+      raise ValueError(
+        f"a map of {x.shape[1]}x{x.shape[2]} is too small for a"
+        f" {height}x{width} convolution and 2x2 pooling: take larger images"
+      )
     matrix = kernel.reshape(-1, self.features).T
 
     def outputs(down, across):
