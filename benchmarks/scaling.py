@@ -311,21 +311,27 @@ SWEEPS = {
 
 def chart(results: dict[str, list[Row]], path: pathlib.Path) -> None:
   """Draws a panel a sweep, to a PNG."""
+  columns = min(3, len(results))
+  lines = -(-len(results) // columns)
   fig = figure.Figure(
-    figsize=(4.2 * len(results), 3.6), layout="constrained", dpi=150
+    figsize=(4.2 * columns, 3.4 * lines), layout="constrained", dpi=120
   )
   backend_agg.FigureCanvasAgg(fig)
-  axes = fig.subplots(1, len(results), squeeze=False)[0]
+  axes = fig.subplots(lines, columns, squeeze=False).ravel()
+  for ax in axes[len(results) :]:
+    ax.set_visible(False)
   for ax, (name, rows) in zip(axes, results.items()):
     _, x, y, label = SWEEPS[name]
     for group in dict.fromkeys(row.get("engine", "") for row in rows):
       points = [(r[x], r[y]) for r in rows if r.get("engine", "") == group]
       ax.plot(*zip(*points), marker="o", markersize=3.5, label=group)
     if name != "memory":
-      ax.set_xscale("log")
+      ax.set_xscale("log", base=2 if name in ("lanes", "devices") else 10)
+    heights = [row[y] for row in rows]
+    if max(heights) > 10 * min(heights):
       ax.set_yscale("log")
-    else:
-      ax.set_ylim(bottom=0)
+    else:  # What hardly changes should look so.
+      ax.set_ylim(0, 1.15 * max(heights))
     if ax.get_legend_handles_labels()[1]:
       ax.legend(fontsize=8.5, frameon=False)
     ax.set_xlabel(x.capitalize())
