@@ -25,7 +25,8 @@ class Net(nn.Module):
     padding: `SAME` or `VALID`.
     border: rows and columns by which the edges of an image are repeated first.
     conv: the form of the convolutions; changes speed only. `patches`, and
-      `winograd` where no layer has channels enough for it, put the batch last.
+      `winograd` where no layer has channels enough for it, put the batch last
+      for images of 16x16 or more.
 
   >>> import jax
   >>> net = Net((4,), 3, (), num_classes=None)
@@ -52,6 +53,7 @@ class Net(nn.Module):
     most = max(self.filters[:-1], default=0)
     tiled = self.kernel == 3 and most >= layers.MANY_CHANNELS
     planes = self.conv == "patches" or (self.conv == "winograd" and not tiled)
+    planes &= min(x.shape[1:3]) >= 16  # Else compiling them costs the most.
     if planes:
       x = x.transpose(3, 1, 2, 0)
     for i, features in enumerate(self.filters):
