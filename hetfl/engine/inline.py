@@ -78,10 +78,12 @@ class Inline:
     for i, job in enumerate(jobs):
       rows = [result for (number, _), result in done.items() if number == i]
       if not rows:
-        if self._in_turn:
+        waits = self._in_turn and _has_collectives(job)
+        if waits:
           job = _after(last, job)
         results.append(run[type(job)](job))
-        last = results[-1] if _has_collectives(job) else last
+        if waits:
+          last = results[-1]
       else:
         results.append(stack(*rows) if isinstance(job, Each) else rows[0])
     return tuple(results)
@@ -242,25 +244,19 @@ class Inline:
     def on_device(shared, rows, shard):
       return shard.sum(run(shared, *shard.take(rows)))
 
-    return self._on_devices(
-      on_device, job.shared, jax.tree.map(jnp.asarray, (job.lanes, job.steps))
-    )
+    return self._on_devices(on_device, job.shared, (job.lanes, job.steps))
 
   def _chunks(self, job: Chunks):
-    if self._mesh is None:
-      return self._call(Call(job.fn, (*job.shared, job.rows), job.when))
-    if len(jax.tree.leaves(job.rows)[0]) % self._mesh.size:
+    args, count = (*job.shared, job.rows), len(jax.tree.leaves(job.rows)[0])
+    if self._mesh is None or count % self._mesh.size:
       # Rows that the devices cannot share equally are for each of them.
-      return self._call(Call(job.fn, (*job.shared, job.rows), job.when))
+      return self._call(Call(job.fn, args, job.when))
 
-    def on_device(when, shared, rows, shard):
-      fn = lambda *args: shard.gather(job.fn(*args))
-      return self._call(Call(fn, (*shared, shard.take(rows)), when))
+    def on_device(*args, shard):
+      *shared, rows = args
+      return shard.gather(job.fn(*shared, shard.take(rows)))
 
-    if job.when is True:
-      fn = functools.partial(on_device, True)
-      return self._on_devices(fn, job.shared, job.rows)
-    return self._on_devices(on_device, job.when, job.shared, job.rows)
+    return self._call(Call(on_device, args, job.when, shared=True))
 
   def _each(self, job: Each):
     def run(shared, rows):
@@ -278,7 +274,7 @@ class Inline:
 
     def on_device(shared, rows, shard):
       mine = shard.take(taken)
-      rows = jax.tree.map(lambda a: jnp.asarray(a)[mine], rows)
+      rows = jax.tree.map(lambda a: a[mine], rows)
       return shard.gather(run(shared, rows))
 
     results = self._on_devices(on_device, job.shared, job.rows)
@@ -313,7 +309,7 @@ def _after(result: PyTree, job: Job) -> Job:
     for a in jax.tree.leaves(result)
     if jnp.issubdtype(a.dtype, jnp.floating) and a.size
   ]
-  if not floats or not _has_collectives(job):
+  if not floats:
     return job
   never = _never(floats[0])
   if isinstance(job, Lanes):
