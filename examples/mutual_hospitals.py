@@ -3,9 +3,10 @@
   python examples/mutual_hospitals.py
 
 Four hospitals hold unlike numbers of patients' records (569 tumours, 30
-measurements each: scikit-learn's breast cancer data). Each keeps its records
-and a model of its own design; what travels is one small network that all of
-them train, and that teaches their models as it learns from them.
+measurements each: scikit-learn's breast cancer data, so `pip install
+scikit-learn` first). Each keeps its records and a model of its own design; what
+travels is one small network that all of them train, and that teaches their
+models as it learns from them.
 """
 
 import flax.linen as nn

@@ -33,7 +33,7 @@ from hetfl import (
   training,
 )
 from hetfl.data import fedmd_images
-from hetfl.engine import from_first
+from hetfl.engine import from_first, jit
 from hetfl.fedmd import (
   bytes_per_round,
   fedmd,
@@ -357,7 +357,7 @@ class Experiment:
       with logs.MetricsLog(
         folder, tensorboard=self.speed["tensorboard"]
       ) as log:
-        state = core.jit_once(algorithm.init)(start)
+        state = jit(algorithm.init, once=True)(start)
         log.write({"round": 0, **self.evaluate(state), "seconds": 0.0})
     logging.info("Collaboration, in %s", folder.path)
     result = training.run(

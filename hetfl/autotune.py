@@ -18,6 +18,7 @@ from absl import logging
 import jax
 
 from hetfl import core, logs
+from hetfl.engine.compilation import jit
 from hetfl.engine.threads import num_cores
 
 PyTree = Any
@@ -71,7 +72,7 @@ def seconds_of(
   Returns:
     Seconds.
   """
-  state = core.strong(core.jit_once(init)(jax.random.key(0)))
+  state = core.strong(jit(init, once=True)(jax.random.key(0)))
   seconds = []
   for _ in range(runs + 1):
     start = time.perf_counter()

@@ -429,27 +429,6 @@ def strong(tree: PyTree) -> PyTree:
   return jax.tree.map(leaf, tree)
 
 
-def jit_once(fn: Callable) -> Callable:
-  """`jax.jit` of a function that runs once or twice, such as an `init`.
-
-  On CPUs the compilation of such a program takes far longer than its run; it
-  is done quickly, rather than well. As one program it still takes far less
-  than as hundreds of small ones.
-
-  Args:
-    fn: the function.
-
-  Returns:
-    The same, jitted.
-
-  >>> float(jit_once(lambda x: 2 * x)(3.0))
-  6.0
-  """
-  on_cpu = jax.default_backend() == "cpu"
-  options = {"xla_backend_optimization_level": 0} if on_cpu else None
-  return jax.jit(fn, compiler_options=options)
-
-
 def num_parts(
   batch_size: int, at_most: int | None, *, multiple: int = 1
 ) -> int:

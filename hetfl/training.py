@@ -214,7 +214,7 @@ def run(
   checkpoints = checkpoint.Checkpoints(folder.checkpoints, keep)
   with contextlib.ExitStack() as stack:
     signals = stack.enter_context(_signals())
-    state = core.strong(core.jit_once(algorithm.init)(key))
+    state = core.strong(engine.jit(algorithm.init, once=True)(key))
     done, extra = 0, {}
     found = _latest(checkpoints, state)
     if found is not None:
@@ -325,7 +325,7 @@ def final_state(
   rounds = _shared(folder)["rounds"]
   found = _latest(
     checkpoint.Checkpoints(folder.checkpoints),
-    core.strong(core.jit_once(algorithm.init)(key)),
+    core.strong(engine.jit(algorithm.init, once=True)(key)),
   )
   if found is None or found[0] != rounds:
     raise ValueError(

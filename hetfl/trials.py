@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import core
+from hetfl.engine import jit
 
 PyTree = Any
 Values = dict[str, float]
@@ -116,8 +117,8 @@ class SideBySide:
     self.seeds = tuple(seeds)
     self._problem = problem
     self._at_once = at_once
-    self._init = core.jit_once(
-      lambda v, seed: core.strong(problem.init(v, seed))
+    self._init = jit(
+      lambda v, seed: core.strong(problem.init(v, seed)), once=True
     )
     self._finite = jax.jit(all_finite)
     self._plans = {}
@@ -214,8 +215,9 @@ class Vmapped:
     self.seeds = tuple(seeds)
     self._problem = problem
     self._devices = len(devices or [0])
-    self._init = core.jit_once(
-      jax.vmap(lambda v, seed: core.strong(problem.init(v, seed)), (0, None))
+    self._init = jit(
+      jax.vmap(lambda v, seed: core.strong(problem.init(v, seed)), (0, None)),
+      once=True,
     )
     step = jax.vmap(self._guarded, in_axes=(0, 0, None, None))
     # One trial after another: side by side, evaluation would need more memory
@@ -235,8 +237,8 @@ class Vmapped:
           (evaluate, (split, same)),
         )
       )
-    self._step = jax.jit(step, donate_argnums=(0, 1))
-    self._evaluate = jax.jit(evaluate)
+    self._step = jit(step, (0, 1))
+    self._evaluate = jit(evaluate)
 
   def start(self, values: Sequence[Values]) -> PyTree:
     """States before the first round."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hetfl import engine
+from hetfl.engine import compilation
 
 
 def test_results_come_in_the_order_of_the_jobs():
@@ -125,3 +126,9 @@ def test_an_error_in_a_stage_is_raised():
   rows = np.arange(3)
   with pytest.raises(ValueError, match="no step"):
     engine.Threads(2).run(engine.Each(None, (), rows, (stages, rows)))
+
+
+def test_an_option_that_xla_does_not_know_is_left_out():
+  assert compilation._known("xla_cpu_no_such_option", False) == {}
+  option = {"xla_backend_optimization_level": 0}
+  assert compilation._known(*option.popitem()) != {}

@@ -91,8 +91,8 @@ def load_fedmd_images(
     sunflower, three of each a party.
   - `cifar_noniid`: CIFAR-10; six superclasses of CIFAR-100, of each of which a
     party has 20 images of one subclass, and is tested on all.
-  - `digits`: scikit-learn's 0 to 5, and 6 to 9, three of each a party, at 16 x
-    16 pixels. Not in the paper; made for trying out, with no download.
+  - `digits`: 0 to 5, and 6 to 9, three of each a party, at 16 x 16 pixels. Not
+    in the paper; made for trying out, with no download.
 
   Args:
     environment: its name.

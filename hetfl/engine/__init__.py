@@ -20,6 +20,7 @@ devices. Three engines give the same results to rounding:
 
 import jax
 
+from hetfl.engine.compilation import jit
 from hetfl.engine.inline import Inline
 from hetfl.engine.jobs import (
   Call,
@@ -51,6 +52,7 @@ __all__ = [
   "bytes_from_first",
   "default_engine",
   "from_first",
+  "jit",
 ]
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetfl.engine.compilation import jit
 from hetfl.engine.jobs import (
   Call,
   Chunks,
@@ -149,7 +150,7 @@ class Inline:
 
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
     """Jits the function; arguments `donate` are given up to it."""
-    program = jax.jit(fn, donate_argnums=donate)
+    program = jit(fn, donate)
     if self._mesh is None or not self._mesh.is_multi_process:
       return program
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetfl.engine.compilation import jit
 from hetfl.engine.jobs import (
   Call,
   Each,
@@ -158,7 +159,7 @@ class Threads:
     key = (fn, tree, tuple(jax.typeof(leaf) for leaf in leaves))
     with self._lock:
       lock = self._compiled.setdefault(key, threading.Lock())
-      program = self._programs.setdefault(fn, jax.jit(fn))
+      program = self._programs.setdefault(fn, jit(fn))
     if lock is not None:
       # One thread compiles; the others that need the program wait for it.
       with lock:
