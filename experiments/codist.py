@@ -288,10 +288,10 @@ def configuration(
       " use 0, or in_domain"
     )
   engine = engine or common.make_engine()
-  speed = task.speed() | {
+  speed = {
     "checkpoint_every": values["eval_every"],
     "lanes": engine.num_lanes(values["clients_per_round"]),
-  }
+  } | task.speed()
   values["algorithm"] = algorithm
   config, speed = common.resolved_flags(__name__, values, speed, workdir)
   if speed["bank"] == "round":

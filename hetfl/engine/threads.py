@@ -159,7 +159,9 @@ class Threads:
     key = (fn, tree, tuple(jax.typeof(leaf) for leaf in leaves))
     with self._lock:
       lock = self._compiled.setdefault(key, threading.Lock())
-      program = self._programs.setdefault(fn, jit(fn))
+      if fn not in self._programs:
+        self._programs[fn] = jit(fn)
+      program = self._programs[fn]
     if lock is not None:
       # One thread compiles; the others that need the program wait for it.
       with lock:
