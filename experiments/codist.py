@@ -476,8 +476,8 @@ def keep_files(folder: logs.RunFolder, files: dict[str, bytes]) -> None:
     path = folder.path / name
     if path.exists() and path.read_bytes() != content:
       raise common.UsageError(
-        f"{path} is not what --data_dir gives now: the data has changed. Use"
-        " another --workdir."
+        f"{path} is not what the data gives now: --data_dir has changed or, for"
+        " pydoc, Python. Use another --workdir."
       )
     logs.write_bytes(path, content)
 

@@ -1,9 +1,13 @@
 """Codistillation of image classifiers: what `codist.py` needs to know of it."""
 
+import json
+import zlib
+
 from absl import flags
 import common
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hetfl import augment, core, evaluate
 from hetfl.data import codist_images
@@ -89,6 +93,20 @@ def speed() -> dict:
   return speed | ({"checkpoint_every": 40} if FLAGS.dataset == "digits" else {})
 
 
+def _fingerprint(data: codist_images.CodistImages) -> bytes:
+  """What tells this data from other data: who holds what, and what it is."""
+  sets = (data.distill, data.heldout, data.test)
+  arrays = [pool.members for pool in data.pools] + [s.index for s in sets]
+  banks = {id(held.bank): held.bank for held in (*data.pools, *sets)}
+  for bank in banks.values():
+    arrays += [bank[name] for name in sorted(bank)]
+  crc = 0
+  for array in arrays:
+    crc = zlib.crc32(np.ascontiguousarray(array), crc)
+  record = {"partition": data.partition, "crc32": f"{crc:08x}"}
+  return (json.dumps(record) + "\n").encode()
+
+
 class Task:
   """Data, models and transforms of one data set.
 
@@ -102,7 +120,6 @@ class Task:
   """
 
   metrics = ("test_accuracy",)
-  files = {}
 
   def __init__(self, config: dict, speed: dict, engine):
     del engine
@@ -116,6 +133,7 @@ class Task:
       partition_seed=config["partition_seed"],
       download=FLAGS.download,
     )
+    self.files = {"data.json": _fingerprint(self.data)}
     self._recipe = augment.RECIPES[config["recipe"]]
     size = self._recipe.size
     example = jnp.zeros((1, size, size, self.data.image_shape[-1]))

@@ -254,6 +254,8 @@ def resolved_flags(
   given = {n: FLAGS[n].value for n in sorted(names)}
   result = {n: v for n, v in given.items() if n not in SPEED_FLAGS} | values
   stored = _stored_speed(workdir)
+  for name in ("engine", "threads", "cpu_devices"):
+    stored.pop(name, None)  # These are of this machine, now.
   speed = {"rounds_per_dispatch": 1} | speed
   chosen = {
     n: v if FLAGS[n].present else stored.get(n, speed.get(n, v))
@@ -315,7 +317,7 @@ def autotune(
   candidates = {
     name: [speed[name], *(v for v in values if v != speed[name])]
     for name, values in candidates.items()
-    if name in speed and not FLAGS[name].present
+    if speed.get(name) is not None and not FLAGS[name].present
   }
 
   def round_seconds(choice: dict) -> float:
@@ -390,8 +392,9 @@ def side_by_side(
     algorithms: those there are.
     configure: an algorithm and its folder to its resolved flags, `config` and
       `speed`.
-    build: `(config, speed)` to the experiment, which serves all of them; it
-      has `algorithm(config, speed)` and `plan(config, speed, round)`.
+    build: `(config, speed)` to the experiment, which serves all algorithms of
+      the same form of convolution and evaluation; it has
+      `algorithm(config, speed)` and `plan(config, speed, round)`.
     train: `(experiment, config, speed, folder)` to the result.
     draw: `(rows by algorithm, config, path, experiment)`, draws the curves.
     table: results by algorithm to text.
@@ -406,11 +409,11 @@ def side_by_side(
   several = len(names) > 1
   paths = {name: workdir / name if several else workdir for name in names}
   configs = {name: configure(name, paths[name]) for name in names}
-  experiment = build(*configs[names[0]])
+  experiments = _experiments(build, configs)
   # All that can be wrong should show before a folder is made.
-  for config, speed in configs.values():
-    experiment.algorithm(config, speed)
-    experiment.plan(config, speed, 1)
+  for name, (config, speed) in configs.items():
+    experiments[name].algorithm(config, speed)
+    experiments[name].plan(config, speed, 1)
   if several:
     _open_comparison(workdir, algorithms)
   folders = {
@@ -418,19 +421,32 @@ def side_by_side(
   }
   results, rows = {}, {}
   for name in names:
-    results[name] = train(experiment, *configs[name], folders[name])
+    results[name] = train(experiments[name], *configs[name], folders[name])
     rows[name] = logs.read_rows(folders[name].metrics)
-    draw({name: rows[name]}, configs[name][0], paths[name], experiment)
+    draw({name: rows[name]}, configs[name][0], paths[name], experiments[name])
   if several:
-    draw(rows, configs[names[0]][0], workdir, experiment)
+    draw(rows, configs[names[0]][0], workdir, experiments[names[0]])
   print(table(results))
   print(f"\nCurves: {workdir / 'curves.png'}")
+
+
+def _experiments(build, configs):
+  """An experiment for each algorithm; one, where the models are made alike."""
+  made, experiments = {}, {}
+  for name, (config, speed) in configs.items():
+    form = speed.get("conv"), speed.get("eval_batch_size")
+    if form not in made:
+      made[form] = build(config, speed)
+    experiments[name] = made[form]
+  return experiments
 
 
 def _open_comparison(workdir: pathlib.Path, algorithms: Sequence[str]) -> None:
   """Checks that a folder is fit to hold one run's folder an algorithm."""
   domains = ("", "_questions", "_answers")
-  allowed = {*algorithms, *(f"curves{domain}.png" for domain in domains)}
+  curves = [f"curves{domain}.png" for domain in domains]
+  # A run that was killed may leave a chart half written.
+  allowed = {*algorithms, *curves, *(f".{name}.part" for name in curves)}
   if workdir.is_dir():
     strange = sorted(p.name for p in workdir.iterdir() if p.name not in allowed)
     if strange:
@@ -454,8 +470,9 @@ def run(
     try:
       if define:
         argv = [arg for arg in argv if arg != "--"]
-        FLAGS(argv, known_only=True)
+        FLAGS([a for a in argv if a not in ("--help", "-h")], known_only=True)
         define()
+      _list_flags()
       rest = FLAGS(argv)
     except flags.Error as error:
       sys.exit(_one_line(error))
@@ -481,6 +498,14 @@ def run(
       sys.exit(_one_line(error))
 
   app.run(start, flags_parser=parse)
+
+
+def _list_flags() -> None:
+  """Has `--help` list the flags of all modules here, not only of the main."""
+  ours = {path.stem for path in pathlib.Path(__file__).parent.glob("*.py")}
+  for module, defined in FLAGS.flags_by_module_dict().items():
+    for flag in defined if module in ours else ():
+      FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
 
 def _refuse_empty_lists() -> None:

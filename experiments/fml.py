@@ -573,13 +573,14 @@ def train(
     stop_on_nonfinite=speed["stop_on_nonfinite"],
     rounds_per_dispatch=speed["rounds_per_dispatch"],
     scanned_step=compile(training.scanned(algorithm.step)),
-    # All rounds have one shape.
   )
 
 
 def main() -> None:
   """Runs what --algorithm names, then prints a table."""
-  common.refuse("FML's speed choices are not measured", "autotune")
+  common.refuse(
+    "leave it out: FML's speed choices are not measured", "autotune"
+  )
   common.side_by_side(
     ("fml", *FLAGS.dataset),
     ALGORITHMS,

@@ -110,10 +110,12 @@ def run_cell(
     *extra,
   ]
   print(" ".join(command), flush=True)
+  process = subprocess.Popen(command)
   try:
-    code = subprocess.run(command, check=False).returncode
+    code = process.wait()
   except KeyboardInterrupt:
-    sys.exit(130)  # The run had the signal too: it has saved.
+    process.wait()  # The run had the signal too: it saves.
+    sys.exit(130)
   if code:
     sys.exit(
       f"error: {cell.name} ended with status {code}, see above; the same"
@@ -174,7 +176,11 @@ def main(argv: Sequence[str]) -> None:
   if args.data_dir:
     extra.append(f"--data_dir={args.data_dir}")
   workdir = pathlib.Path(args.workdir or pathlib.Path("runs", args.table))
-  results = {}
+  results = {
+    cell.name: read_result(workdir / cell.name)
+    for cell in table.cells
+    if any((workdir / cell.name).glob("**/result.json"))
+  }
   for cell in cells:
     results[cell.name] = run_cell(
       table.script, cell, workdir / cell.name, extra

@@ -1,4 +1,8 @@
-"""Heterogeneous federated learning by distillation, in JAX."""
+"""Heterogeneous federated learning by distillation, in JAX.
+
+`hetfl.fedavg`, `hetfl.fml` and `hetfl.fedmd` are the functions; what else the
+modules of these names hold is had by `from hetfl.fml import as_lanes`.
+"""
 
 from hetfl.codist import merge_gradients, merged_codist, periodic_codist
 from hetfl.core import Algorithm, Mean, Model, Variables, with_hyper
@@ -12,23 +16,25 @@ from hetfl.fedavg import (
   fedavgm_server,
   fedyogi_server,
   Pool,
+  State,
 )
-from hetfl.fedmd import fedmd, plan_fedmd
+from hetfl.fedmd import fedmd, FedMDPlan, FedMDState, plan_fedmd
 from hetfl.fml import (
   fml,
   group_clients,
   independent,
   MutualPlan,
+  MutualState,
   plan_mutual,
 )
-from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient
+from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient, splice
 from hetfl.next_word import (
   next_word_metrics,
   sentence_loss,
   token_divergence,
   token_weights,
 )
-from hetfl.party import fit, Party, plan_fit
+from hetfl.party import fit, FitPlan, FitState, Party, plan_fit, Trained
 from hetfl.population import (
   ClientPopulation,
   localize,
@@ -48,16 +54,23 @@ __all__ = (
   "ClientPopulation",
   "Distiller",
   "Evaluator",
+  "FedMDPlan",
+  "FedMDState",
+  "FitPlan",
+  "FitState",
   "Inline",
   "Mean",
   "Model",
   "MutualClient",
   "MutualPlan",
+  "MutualState",
   "Party",
   "Pool",
   "RoundPlan",
+  "State",
   "Subset",
   "Threads",
+  "Trained",
   "Variables",
   "default_engine",
   "fedadam_server",
@@ -85,6 +98,7 @@ __all__ = (
   "plan_round",
   "put_banks",
   "sentence_loss",
+  "splice",
   "stack_plans",
   "token_divergence",
   "token_weights",

@@ -4,7 +4,7 @@ Letters used throughout: K clients, L lanes, S steps, B batch size, C classes,
 P pools (or parties).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import inspect
 from typing import Any, NamedTuple
 
@@ -235,6 +235,26 @@ def part(data: Mapping[str, Any], name: str) -> Any:
   return data[name]
 
 
+def banks(data: Mapping[str, Any], name: str, number: int) -> Sequence[Any]:
+  """`data[name]`, of what a step is given, if it is a sequence of N banks.
+
+  Raises:
+    ValueError: it is not there, or not that.
+
+  >>> banks({'pools': {'x': 1, 'y': 2}}, 'pools', 2)
+  Traceback (most recent call last):
+    ...
+  ValueError: data['pools']: give a sequence of 2 banks, one each, not a dict
+  """
+  found = part(data, name)
+  if isinstance(found, Mapping) or len(found) != number:
+    what = "a dict" if isinstance(found, Mapping) else f"{len(found)}"
+    raise ValueError(
+      f"data[{name!r}]: give a sequence of {number} banks, one each, not {what}"
+    )
+  return found
+
+
 def same_outputs(*logits: jax.Array) -> None:
   """Checks that models which learn from each other have the same outputs.
 
@@ -340,8 +360,10 @@ def check_counts(**counts: int | None) -> None:
 def check_factories(**optimizers: Any) -> None:
   """Checks that optimizers come as functions of their learning rate.
 
+  Their states must not hold the rate: it may change from step to step.
+
   Raises:
-    ValueError: naming the first that does not.
+    ValueError: naming the first that does not, or holds it.
 
   >>> check_factories(server_optimizer=optax.adam(1e-3))
   Traceback (most recent call last):
@@ -355,6 +377,21 @@ optax.adam, not an optimizer
         f"{name}: give a function of the learning rate, such as optax.adam, not"
         " an optimizer"
       )
+    if _holds_rate(optimizer):
+      raise ValueError(
+        f"{name}: its state holds the learning rate, which then could not"
+        " change; give it without optax.inject_hyperparams"
+      )
+
+
+def _holds_rate(optimizer: Any) -> bool:
+  """Whether an optimizer's first states for two rates differ."""
+  try:
+    states = [optimizer(rate).init(np.zeros(1)) for rate in (0.0, 1.0)]
+    first, second = (list(map(np.asarray, jax.tree.leaves(s))) for s in states)
+  except Exception:  # It wants parameters of a structure: it is not checked.
+    return False
+  return any(not np.array_equal(a, b) for a, b in zip(first, second))
 
 
 def with_hyper(state: PyTree, **values: Any) -> PyTree:
@@ -363,7 +400,8 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
   Args:
     state: the state of any algorithm here.
     **values: hyper-parameters by their names in the state's `hyper`, or in
-      those of its pools or parties; one value, or one for each.
+      those of its pools or parties; one value, or one for each. They are not
+      checked: tracers could not be.
 
   Returns:
     The state.
@@ -396,6 +434,11 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
       )
     else:
       names = {*own, *(n for member in members for n in member.hyper)}
+      if name in names:
+        raise ValueError(
+          f"{name}: not all {field} have it; give those without it a value"
+          " when they are made"
+        )
       raise ValueError(
         f"{name}: this state has no such hyper-parameter; it has"
         f" {sorted(names)}"

@@ -86,7 +86,9 @@ def codist_target(
   [0.3, 0.7]
   """
   core.same_outputs(*teachers, student)
-  views = [tempered_softmax(z, t) for z, t in zip(teachers, temperatures)]
+  views = [
+    tempered_softmax(z, t) for z, t in zip(teachers, temperatures, strict=True)
+  ]
   teacher = sum(views) / len(views)
   own = jax.nn.softmax(student, axis=-1)
   return (1 - regularization) * teacher + regularization * own
@@ -207,6 +209,7 @@ class Distiller:
       label_weight=(0, 1),
       mixup_beta=(1e-6, float("inf")),
     )
+    core.check_factories(optimizer=self.optimizer)
     if self.microbatch is not None and self.microbatch < 1:
       raise ValueError(f"microbatch={self.microbatch}: must be at least 1")
     if self.divergence and self.mixup_beta is not None:
@@ -387,7 +390,8 @@ class Distiller:
       stats = jax.tree.map(
         lambda total: (total / shard.count).astype(total.dtype), stats
       )
-    count = jnp.maximum(jnp.sum(weights), 1)
+    count = jnp.sum(weights)
+    count = jnp.where(count > 0, count, 1)
     return total / count, core.scaled(1 / count, grads), stats
 
 

@@ -57,7 +57,8 @@ class Evaluator:
       all.
 
   Raises:
-    ValueError: `only` names a set that there is not.
+    ValueError: `only` names a set that there is not, or a set has positions
+      outside its bank.
   """
 
   def __init__(
@@ -74,7 +75,11 @@ class Evaluator:
     self._engine = engine or engine_lib.Inline()
     self._banks = {name: subset.bank for name, subset in sets.items()}
     self._plans = {
-      name: _lanes(subset.index, batch_size, self._engine.num_pieces)
+      name: _lanes(
+        population.positions_in(subset.bank, subset.index, name),
+        batch_size,
+        self._engine.num_pieces,
+      )
       for name, subset in sets.items()
     }
     # Equal models share a program.
@@ -151,7 +156,7 @@ class Evaluator:
 def _lanes(index, batch_size, num_lanes):
   """Lays positions out as `int32[L, S, B]`, and counts each lane's steps."""
   batches = -(-len(index) // batch_size)
-  steps = -(-batches // num_lanes)
+  steps = max(1, -(-batches // num_lanes))
   padded = np.full(num_lanes * steps * batch_size, -1, np.int32)
   padded[: len(index)] = index
   lanes = padded.reshape(num_lanes, steps, batch_size)

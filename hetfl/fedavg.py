@@ -336,12 +336,9 @@ def client_jobs(
   Raises:
     ValueError: if plan or data are for another number of pools.
   """
-  banks = core.part(data, "pools")
-  if not len(pools) == len(plan.pools) == len(banks):
-    raise ValueError(
-      f"{len(pools)} pools, but a plan for {len(plan.pools)} and data for"
-      f" {len(banks)}"
-    )
+  banks = core.banks(data, "pools", len(pools))
+  if len(pools) != len(plan.pools):
+    raise ValueError(f"{len(pools)} pools, but a plan for {len(plan.pools)}")
   return [
     pool.lanes(*args)
     for pool, *args in zip(pools, state.pools, keys, banks, plan.pools)

@@ -110,6 +110,9 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
   Returns:
     `float[N, C]`.
 
+  Raises:
+    ValueError: scores of unlike shapes, or not as many as weights.
+
   Reference: Li & Wang 2019, algorithm 1, "Aggregate", and supplement, method
   4, whose weights are 1 / P but for two weak models.
 
@@ -118,6 +121,8 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
   [[1.0, 3.0]]
   """
   core.same_outputs(*scores)
+  if len(weights) != len(scores):
+    raise ValueError(f"weights: {len(weights)} for {len(scores)} scores")
   weights = weights / jnp.sum(weights)
   return sum(weights[k] * f for k, f in enumerate(scores))
 
@@ -281,7 +286,8 @@ def fedmd(
 
   def step(state, plan, data):
     key = jax.random.fold_in(state.key, plan.round)
-    public, private = (core.part(data, n) for n in ("public", "private"))
+    public = core.part(data, "public")
+    private = core.banks(data, "private", len(parties))
     # Communicate: each party computes its scores on the public subset.
     scores = engine.run(
       *(
@@ -521,15 +527,16 @@ def plan_fedmd(
       f"subset={subset}: there are {len(public.index)} public examples; take"
       " so many at most"
     )
+  positions = population.positions_in(public.bank, public.index, "public")
   private = population.holdings(private)
   drawn = partition.stratified(
-    np.asarray(public.bank["y"])[public.index],
+    np.asarray(public.bank["y"])[positions],
     size=subset,
     seed=[_SUBSET, seed, round],
   )
   return FedMDPlan(
     round=np.int32(round),
-    subset=np.asarray(public.index, np.int32)[drawn],
+    subset=positions[drawn],
     digest=np.stack(
       [
         shuffled_epochs(

@@ -83,8 +83,8 @@ class MutualState:
       client: the client's number.
 
     Returns:
-      The global model's variables, spliced with the client's adaptor if it
-      has one.
+      The global model's variables, with the client's adaptor if it has one:
+      those of `hetfl.splice(global_model, adaptor)`.
     """
     group, row = self._find(client)
     return fork(self.server, jax.tree.map(lambda a: a[row], group.adaptor))
@@ -126,6 +126,7 @@ def plan_mutual(
   batch_size: int,
   epochs: int,
   weighted: bool = False,
+  full_batches: bool = False,
 ) -> MutualPlan:
   """Orders the examples of all clients for a round.
 
@@ -141,13 +142,17 @@ def plan_mutual(
     epochs: E, passes of a client over its examples.
     weighted: weight memes by their client's number of examples in the merge,
       as FedAvg does, and not alike, as the paper does.
+    full_batches: fill up the last batch of a pass with the pass's first
+      examples. Models with batch statistics need it: those would count empty
+      places.
 
   Returns:
     The plan, a pure function of its arguments; clients do not depend on each
     other.
 
   Raises:
-    ValueError: if a client holds nothing, or a number is not at least 1.
+    ValueError: if a client holds nothing, a number is not at least 1, or the
+      groups are not of all clients.
 
   Reference: Shen et al. 2020, algorithm 1, line 4 of ClientUpdate.
 
@@ -160,6 +165,11 @@ def plan_mutual(
   """
   core.check_counts(round=round, batch_size=batch_size, epochs=epochs)
   held = population.holdings(held)
+  if sorted(k for group in groups for k in group) != list(range(len(held))):
+    raise ValueError(
+      f"groups={list(map(tuple, groups))}: {len(held)} clients hold examples;"
+      " give group_clients of as many"
+    )
   rounds = []
   for group in groups:
     batches = [-(-len(held[k]) // batch_size) for k in group]
@@ -168,8 +178,9 @@ def plan_mutual(
     for row, (k, n) in enumerate(zip(group, batches)):
       rng = np.random.default_rng([seed, round, k])
       for epoch in range(epochs):
-        order = np.full(n * batch_size, -1, np.int32)
-        order[: len(held[k])] = rng.permutation(held[k])
+        order = np.resize(rng.permutation(held[k]), n * batch_size)
+        if not full_batches:
+          order[len(held[k]) :] = -1
         index[row, epoch * n : (epoch + 1) * n] = order.reshape(n, batch_size)
     rounds.append(
       ClientRounds(
@@ -217,14 +228,17 @@ def _merge(memes, weights):
   total = sum(jnp.sum(w) for w in weights)
 
   def mean(*leaves):
-    parts = [jnp.tensordot(w, leaf, 1) for w, leaf in zip(weights, leaves)]
+    parts = [
+      jnp.tensordot(w, leaf, 1, precision=jax.lax.Precision.HIGHEST)
+      for w, leaf in zip(weights, leaves)
+    ]
     return (sum(parts) / total).astype(leaves[0].dtype)
 
   return jax.tree.map(mean, *memes)
 
 
-def _check_plan(plan, groups):
-  """Whether a plan is for these groups of clients, as far as can be seen."""
+def _check_plan(plan, groups, state):
+  """Whether a plan is for these clients and models, as far as can be seen."""
   numbers = [work.client for work in plan.groups]
   if len(numbers) != len(groups):
     raise ValueError(
@@ -237,6 +251,16 @@ def _check_plan(plan, groups):
         f"clients {group} are alike, but a plan for"
         f" {len(planned) if hidden else planned.tolist()}: plan by"
         " group_clients(clients)"
+      )
+  for work, kept in zip(plan.groups, state.groups):
+    stats = kept.local.stats, state.server and state.server.stats
+    if isinstance(work.index, jax.core.Tracer) or not jax.tree.leaves(stats):
+      continue
+    worked = np.arange(work.index.shape[1]) < np.asarray(work.steps)[:, None]
+    if (np.asarray(work.index)[worked] < 0).any():
+      raise ValueError(
+        "batches with empty places, which batch statistics would count: plan"
+        " with full_batches=True"
       )
 
 
@@ -260,6 +284,7 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
     temperature=(1e-6, float("inf")),
     microbatch=(1, float("inf")),
   )
+  core.check_factories(optimizer=options["optimizer"])
   groups = group_clients(clients)
   stages = [
     client_program(clients[group[0]], global_model, **options)
@@ -279,7 +304,7 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
     def group_state(group):
       client = clients[group[0]]
       local = jax.vmap(client.model.init)(keys(1, group))
-      # The optimizer's state does not depend on its learning rate.
+      # The state does not depend on the rate: `check_factories` sees to it.
       opt_state = jax.vmap(optimizer(0.0).init)(local.params)
       adaptor = None
       if client.adaptor is not None and global_model is not None:
@@ -293,7 +318,7 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
     return MutualState(run_key, server, tuple(map(group_state, groups)), values)
 
   def step(state, plan, data):
-    _check_plan(plan, groups)
+    _check_plan(plan, groups, state)
     banks = [core.part(data, clients[group[0]].bank) for group in groups]
     key, *_ = round_keys(state.key, plan.round, 1)
     now = {

@@ -258,8 +258,9 @@ def client_program(
       name: variables[name]._replace(params=params.get(name, held.params))
       for name, held in variables.items()
     }
-    # The meme draws what the model of a FedAvg client would.
-    keys = {"local": jax.random.fold_in(key, 0), "meme": key}
+    # The meme draws what the model of a FedAvg client would; 2**31 is apart
+    # from what `splice` folds in.
+    keys = {"local": jax.random.fold_in(key, 2**31), "meme": key}
     if alike:
       # Side by side the first layers of both are one matrix product.
       out = jax.vmap(client.model.apply, (0, None, 0, None))(

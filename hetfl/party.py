@@ -144,7 +144,7 @@ class Learner:
     trained: the model and its optimizer.
     hyper: `learning_rate`, `l2`: `float32[]`.
     accuracy: `float32[]`, on the stopping set after the last epoch.
-    best: `float32[]`, the best before it.
+    best: `float32[]`, the best so far that counted as progress.
     wait: `int32[]`, epochs since the best.
     epochs: `int32[]`, epochs trained.
   """
@@ -257,7 +257,7 @@ def fit(
         Learner(
           trained=party.start(v),
           hyper=party.hyper(),
-          accuracy=jnp.zeros(()),
+          accuracy=jnp.zeros((), jnp.float32),
           best=jnp.full((), -jnp.inf, jnp.float32),
           wait=zero,
           epochs=zero,
@@ -289,7 +289,7 @@ def fit(
           zip(
             epochs,
             state.parties,
-            core.part(data, "train"),
+            core.banks(data, "train", len(parties)),
             plan.batches,
             plan.steps,
             strict=True,

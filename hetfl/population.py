@@ -60,8 +60,26 @@ def _integers(positions: Any, name: str) -> np.ndarray:
   return array.astype(np.int32)
 
 
-def _positions(positions: Any, bank: Bank, name: str) -> np.ndarray:
-  """Positions as `int32[n]`, if they are positions in the bank."""
+def positions_in(bank: Bank, positions: Any, name: str) -> np.ndarray:
+  """Positions as `int32[n]`, if they are positions in the bank.
+
+  Args:
+    bank: the bank.
+    positions: whole numbers.
+    name: what an error calls them.
+
+  Returns:
+    The positions.
+
+  Raises:
+    ValueError: they are not whole numbers, or outside the bank.
+
+  >>> positions_in({'x': np.zeros(3)}, [True, False, True], 'index')
+  Traceback (most recent call last):
+    ...
+  ValueError: index: positions must be integers, not bool; give np.flatnonzero \
+of a mask
+  """
   array, n = _integers(positions, name), num_examples(bank)
   if len(array) and not (0 <= array.min() and array.max() < n):
     raise ValueError(f"{name}: positions outside the bank of {n} examples")
@@ -107,7 +125,7 @@ class ClientPopulation:
   ids: tuple[str, ...]
 
   def __post_init__(self):
-    _positions(self.members, self.bank, "members")
+    positions_in(self.bank, self.members, "members")
     if len(set(self.ids)) != len(self.ids):
       raise ValueError("ids: two clients have the same id")
     if len(self.ids) != len(self.offsets) - 1:
@@ -453,7 +471,7 @@ def plan_distillation(
     order = np.concatenate(
       [rng.permutation(examples.index) for _ in range(passes)]
     )[:number]
-  order = _positions(order, examples.bank, "examples.index")
+  order = positions_in(examples.bank, order, "examples.index")
   return order.reshape(steps, batch_size)
 
 

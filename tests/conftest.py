@@ -11,6 +11,8 @@ from tests import runs
 # The tests' own programs are small, and their compilation is most of the time.
 # Not for the experiments, which run as users run them.
 _QUICK_COMPILATION = "--xla_backend_optimization_level=0"
+if jax.__version_info__ < (0, 11):  # later XLA has no such flag
+  _QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
 _XLA_FLAGS = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = f"{_XLA_FLAGS} {_QUICK_COMPILATION}".strip()
 jax.config.update("jax_num_cpu_devices", 8)

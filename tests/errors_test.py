@@ -9,7 +9,7 @@ import pytest
 
 from hetfl import codist, core, distill, engine, evaluate, party, population
 from hetfl.fedavg import fedavg, Pool
-from hetfl.fedmd import fedmd, plan_fedmd
+from hetfl.fedmd import consensus, fedmd, plan_fedmd
 from hetfl.fml import fml, group_clients, plan_mutual
 from hetfl.mutual import MutualClient
 from tests import algorithms, federation
@@ -84,6 +84,17 @@ def unlike_clients():
   return algorithm.step(state, mutual(), {"train": jax.device_put(BANK)})
 
 
+def normed_round(held=(0, 1, 2), bank=algorithms.PRIVATE, **settings):
+  """A round of a client with batch statistics, in batches of two."""
+  normed = algorithms.PARTIES[0].model
+  algorithm = fml([MutualClient(normed)], global_model=normed)
+  plan = plan_mutual(
+    [held], [(0,)], seed=0, round=1, batch_size=2, epochs=1, **settings
+  )
+  state = algorithm.init(jax.random.key(0))
+  return algorithm.step(state, plan, {"train": jax.device_put(bank)})
+
+
 def swapped_groups():
   plan = CASES["fml"].plan(1, 1)
   first, second = (g._replace(client=g.client[::-1]) for g in plan.groups)
@@ -113,6 +124,24 @@ WRONG = {
   "prox_mu=-1:": lambda: federation.make_pools(prox_mu=-1),
   "server_optimizer: give a function": lambda: federation.make_pools(
     server_optimizer=optax.adam(1e-3)
+  ),
+  "optimizer: give a function": lambda: fml(
+    [MutualClient(WIDER)], global_model=WIDER, optimizer=optax.sgd(0.1)
+  ),
+  "optimizer: give a function of": lambda: make_distiller(
+    optimizer=optax.adam(1e-3)
+  ).hyper(2),
+  "its state holds the learning rate": lambda: federation.make_pools(
+    server_optimizer=optax.inject_hyperparams(optax.sgd)
+  ),
+  "weights: 3 for 2 scores": lambda: consensus(
+    jnp.zeros((2, 4, 3)), jnp.ones(3)
+  ),
+  "prox_mu: not all pools have it": lambda: core.with_hyper(
+    fedavg([POOLS[0], *federation.make_pools(prox_mu=0.1)[1:]], rounds=1).init(
+      jax.random.key(0)
+    ),
+    prox_mu=0.2,
   ),
   "at least 2, of unlike names": lambda: merged(POOLS[:1]),
   "at least 1, of unlike names": lambda: fedavg([POOLS[0]] * 2, rounds=1),
@@ -150,6 +179,11 @@ WRONG = {
   "client 0: positions must be integers": lambda: mutual(
     (BANK["y"] == 0, (1,))
   ),
+  "3 clients hold examples": lambda: mutual(((0,), (1,), (2,))),
+  "plan with full_batches=True": normed_round,
+  "public: positions outside": lambda: plan_fedmd(
+    PUBLIC._replace(index=np.arange(9, 99)), ((0,),), seed=0, round=1, subset=4
+  ),
   "subset=99: there are 24 public": lambda: parties(subset=99),
   "digest_epochs=0:": lambda: parties(digest_epochs=0),
   "client 0 holds no examples": lambda: parties(((), (1,))),
@@ -158,6 +192,12 @@ WRONG = {
     "merged", federation.make_plan(1, num_pools=1)
   ),
   "data has no 'pools'": lambda: step("fedavg", data={"pool": 1}),
+  "data['pools']: give a sequence of 2 banks, one each, not a dict": (
+    lambda: step("fedavg", data={"pools": {"x": 1, "y": 2}})
+  ),
+  "data['private']: give a sequence of 3 banks, one each, not 1": (
+    lambda: step("fedmd", data={"public": 1, "private": [BANK]})
+  ),
   "data has no 'distill'": lambda: step(
     "periodic", data={"pools": federation.make_data()["pools"]}
   ),
@@ -182,6 +222,9 @@ WRONG = {
   "no set 'tset'": lambda: evaluate.Evaluator(
     [POOLS[0].model], {"test": PUBLIC}, only=[["tset"]]
   ),
+  "test: positions must be integers": lambda: evaluate.Evaluator(
+    [POOLS[0].model], {"test": PUBLIC._replace(index=[True, False])}
+  ),
   "variables: 1 for 2 models": lambda: evaluate.Evaluator(
     [POOLS[0].model] * 2, {"test": PUBLIC}
   )([None]),
@@ -193,6 +236,24 @@ def test_what_makes_no_sense_is_refused(message):
   with pytest.raises(ValueError) as error:
     WRONG[message]()
   assert message in str(error.value)
+
+
+def test_full_batches_keep_others_from_batch_statistics():
+  held = (3, 4, 5)  # An empty place would be read as example 0.
+  statistics = []
+  for scale in (1, 1000):
+    bank = dict(algorithms.PRIVATE, x=algorithms.PRIVATE["x"].copy())
+    bank["x"][0] *= scale
+    state, _ = normed_round(held, bank, full_batches=True)
+    statistics.append(state.server.stats)
+  jax.tree.map(np.testing.assert_array_equal, *statistics)
+
+
+def test_an_empty_set_has_no_accuracy():
+  evaluator = evaluate.Evaluator(
+    [POOLS[0].model], {"none": population.Subset(BANK, np.arange(0))}
+  )
+  assert evaluator([POOLS[0].model.init(jax.random.key(0))]) == [{}]
 
 
 def test_a_population_is_as_good_as_its_positions():

@@ -146,6 +146,17 @@ def test_a_corrupted_checkpoint_is_passed_over(codist, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_does_not_go_on_with_other_data(codist, tmp_path):
+  run = ("--algorithm=fedavg", "--rounds=1", f"--workdir={tmp_path}/run")
+  assert codist(*run).returncode == 0
+  path = tmp_path / "run/data.json"
+  path.write_text(path.read_text().replace("dirichlet", "pachinko"))
+  done = codist(*run)
+  assert done.returncode != 0
+  assert "data.json is not what the data gives now" in done.stderr
+
+
+@pytest.mark.slow
 def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
   held = tmp_path / "held"
   one = ("--algorithm=fedavg", "--rounds=1", f"--workdir={held}")

@@ -101,13 +101,16 @@ def test_runs_share_what_comes_before(undisturbed, fedmd, tmp_path):
   )
   assert done.returncode == 0, done.stderr
   result, rows = outcome(tmp_path / "other")
-  theirs, _ = outcome(path)
+  theirs, other_rows = outcome(path)
   assert result["consensus_weights"] == [1, 0]
-  for ours, other in zip(result["parties"], theirs["parties"]):
+  for k, parties in enumerate(zip(result["parties"], theirs["parties"])):
+    ours, other = parties
     for phase in PHASES:
       name = f"{phase}_accuracy"
       assert ours[name] == other[name]
-    assert rows[0]
+    name = f"party{k}/test_loss"
+    assert rows[0][name] == pytest.approx(other_rows[0][name], rel=1e-4)
+    assert rows[1][name] != pytest.approx(other_rows[1][name], rel=1e-4)
   assert not (tmp_path / "other/public").exists()
   after = {p: p.stat().st_mtime_ns for p in path.rglob("checkpoints/*")}
   assert after == before

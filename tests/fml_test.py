@@ -286,7 +286,8 @@ def test_schedules_are_functions_of_the_round():
     if expected is not None:
       start = expected.replace(hyper=start.hyper)
     expected, _ = run(constant, 1, state=start, first=t)
-  assert_equal(state.server, expected.server)
+  # Two programs, of which one computes the values: to rounding.
+  assert_close(state.server, expected.server, rtol=1e-6, atol=1e-8)
 
 
 def test_plans_are_epochs():
