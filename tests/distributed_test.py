@@ -227,7 +227,8 @@ def test_the_phases_of_fedmd_over_two_processes(environment, tmp_path):
     for name in ("one", "two")
   )
   for a, b in zip(one, two, strict=True):
-    assert b == pytest.approx(a, abs=0.02)  # An image or two of 360.
+    # Rounding moves a few of a party's 148 images across a border.
+    assert b == pytest.approx(a, abs=0.04)
 
 
 def test_a_program_holds_no_collectives_but_its_jobs():
