@@ -61,10 +61,7 @@ DEFAULTS = {dataset: task.DEFAULTS[dataset] for dataset, task in TASKS.items()}
 
 
 def _define_flags() -> None:
-  common.define_run_flags(
-    "120 for digits, 50 for pydoc, 300 for stackexchange, else the paper's"
-    " 1,500"
-  )
+  common.define_run_flags()
   codist_images.define_flags()
   codist_language.define_flags()
   flags.DEFINE_list(
@@ -178,8 +175,8 @@ def _define_flags() -> None:
   flags.DEFINE_integer(
     "merge_every",
     None,
-    "merged: distil in every so many rounds only; alpha is 1 in the others. 4"
-    " for pydoc and stackexchange, else 1 as in the paper.",
+    "merged: distil in every so many rounds only; alpha is 1 in the others. 1"
+    " in the paper.",
     lower_bound=1,
   )
   flags.DEFINE_list(
@@ -199,6 +196,7 @@ def _define_flags() -> None:
     lower_bound=0,
     upper_bound=1,
   )
+  common.say_defaults(DEFAULTS)
 
 
 def per_pool(name: str, value, low: float, high: float) -> tuple[float, float]:

@@ -71,7 +71,7 @@ def define_flags() -> None:
     "recipe",
     None,
     sorted(augment.RECIPES),
-    "Image size, cropping and padding; by default crop24 for the CIFARs.",
+    "Image size, cropping and padding.",
   )
   flags.DEFINE_float(
     "mixup_beta",

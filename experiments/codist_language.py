@@ -100,7 +100,7 @@ def define_flags() -> None:
     "vocabulary",
     None,
     ["word", "wordpiece"],
-    "Tokens: the commonest words (default), or word pieces.",
+    "Tokens: the commonest words, or word pieces.",
   )
   flags.DEFINE_integer(
     "vocabulary_size",
@@ -126,8 +126,7 @@ def define_flags() -> None:
     "model_size",
     None,
     sorted(MODELS),
-    "The paper's LSTMs, or LSTMs of half their width; half for pydoc, else"
-    " paper.",
+    "The paper's LSTMs, or LSTMs of half their width.",
   )
   flags.DEFINE_string(
     "c4_path",

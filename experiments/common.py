@@ -1,7 +1,7 @@
 """What the experiments share: flags of every run, errors, and the engine."""
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import hashlib
 import json
 import logging as std_logging
@@ -55,7 +55,7 @@ class UsageError(ValueError):
   """A flag whose value makes no sense with the others."""
 
 
-def define_run_flags(default_rounds: str) -> None:
+def define_run_flags() -> None:
   """Defines the flags that every experiment has."""
   flags.DEFINE_string(
     "data_dir",
@@ -72,9 +72,7 @@ def define_run_flags(default_rounds: str) -> None:
     "Folder of the run; the same command on it goes on where it stopped."
     " By default runs/EXPERIMENT-DATASET-....",
   )
-  flags.DEFINE_integer(
-    "rounds", None, f"Rounds; {default_rounds}.", lower_bound=1
-  )
+  flags.DEFINE_integer("rounds", None, "Rounds.", lower_bound=1)
   flags.DEFINE_integer("seed", 0, "Seed of the run.", lower_bound=0)
   flags.DEFINE_integer(
     "eval_every",
@@ -191,6 +189,34 @@ def define_run_flags(default_rounds: str) -> None:
     ["float32", "tensorfloat32", "bfloat16"],
     "Precision of matrix products.",
   )
+
+
+def say_defaults(defaults: Mapping[str, Mapping[str, Mapping]]) -> None:
+  """Adds to the help of flags what they mean when they are not given.
+
+  Args:
+    defaults: what a data set and an algorithm make of flags; `""` for the
+      algorithm if there is one alone.
+  """
+  every = [values for d in defaults.values() for values in d.values()]
+  for name in {name for values in every for name in values}:
+    labels = {}  # of each value
+    for dataset, algorithms in defaults.items():
+      values = {a: _shown(v.get(name)) for a, v in algorithms.items()}
+      alike = len(set(values.values())) == 1
+      for algorithm, value in values.items():
+        label = dataset if alike else f"{dataset} {algorithm}"
+        if value and label not in labels.setdefault(value, []):
+          labels[value].append(label)
+    texts = [f"{value} ({', '.join(of)})" for value, of in labels.items()]
+    if texts:
+      FLAGS[name].help += f" By default {'; '.join(texts)}."
+
+
+def _shown(value: Any) -> str:
+  """A default as it would be given; empty for none."""
+  several = isinstance(value, tuple)
+  return ",".join(map(str, value)) if several else str(value or "")
 
 
 def make_engine() -> engine_lib.Engine:

@@ -94,10 +94,7 @@ PHASES = tuple(OF_PHASE)
 
 def define_flags() -> None:
   """Defines the flags of the experiment."""
-  common.define_run_flags(
-    "12 for digits, 13 for cifar_noniid, else 20, as in the released code (the"
-    " paper says none)"
-  )
+  common.define_run_flags()
   flags.DEFINE_enum(
     "environment",
     "digits",
@@ -204,6 +201,7 @@ def define_flags() -> None:
     "Folder of a run whose phases before the collaboration are taken, or gone"
     " on with; its flags for them must be the same.",
   )
+  common.say_defaults({name: {"": d} for name, d in DEFAULTS.items()})
 
 
 def _define_integers(**helps) -> None:

@@ -68,7 +68,7 @@ DEFAULTS = {
 
 
 def _define_flags() -> None:
-  common.define_run_flags("40 for digits, else the paper's 200")
+  common.define_run_flags()
   flags.DEFINE_list(
     "algorithm",
     list(ALGORITHMS),
@@ -185,6 +185,7 @@ def _define_flags() -> None:
     " hyper-parameters by; none in the paper.",
     lower_bound=0,
   )
+  common.say_defaults({dataset: {"": d} for dataset, d in DEFAULTS.items()})
 
 
 def numbers(name: str, kind: type, low: float, high: float) -> list:

@@ -347,17 +347,18 @@ def test_reproduce_puts_our_numbers_beside_the_published(environment, tmp_path):
   assert "table1_cifar_4700_merged_in" in run("--list").stdout
   wrong = run("--table=codist_table1_cifar", "--only=4701")
   assert wrong.returncode == 2 and "no such cell" in wrong.stderr
-  # The cell on digits instead, 4 of its rounds.
-  done = run(
-    "--table=codist_table1_cifar",
-    "--only=3100_fedavg,3100_merged_out",
-    f"--workdir={tmp_path}",
-    "--",
-    *("--dataset=digits", "--recipe=digits8", "--distill_data=in_domain"),
-    *("--rounds=4", "--clients_per_round=4", "--high_capacity_clients=8"),
-    *("--distill_steps=2", "--distill_batch_size=16"),
-  )
-  assert done.returncode == 0, done.stderr
+  # Cells on digits instead, 4 of their rounds; a later one joins the first.
+  for cell in ("3100_fedavg", "3100_merged_out"):
+    done = run(
+      "--table=codist_table1_cifar",
+      f"--only={cell}",
+      f"--workdir={tmp_path}",
+      "--",
+      *("--dataset=digits", "--recipe=digits8", "--distill_data=in_domain"),
+      *("--rounds=4", "--clients_per_round=4", "--high_capacity_clients=8"),
+      *("--distill_steps=2", "--distill_batch_size=16"),
+    )
+    assert done.returncode == 0, done.stderr
   with open(tmp_path / "table.csv", encoding="utf-8") as stream:
     fedavg, merged = csv.DictReader(stream)
   result = json.loads(
@@ -367,6 +368,24 @@ def test_reproduce_puts_our_numbers_beside_the_published(environment, tmp_path):
   assert fedavg["small"] == f"{ours:.2f}"
   assert fedavg["small, published"] == "31.84"
   assert merged["small, published"] == "33.02" and merged["rounds"] == "4"
+
+
+@pytest.mark.parametrize(
+  "name,text",
+  [
+    ("codist", "1500 (cifar100, cifar10, stackoverflow); 120 (digits)"),
+    ("fml", "200 (mnist, cifar10, cifar100)"),
+    ("fedmd", "13 (cifar_noniid)"),
+    ("tune", "1500 (cifar100, cifar10, stackoverflow); 120 (digits)"),
+  ],
+)
+def test_help_lists_all_flags_and_what_they_are_by_default(
+  experiment, name, text
+):
+  done = experiment(name)("--help")
+  for flag in ("--rounds:", "--seed:", "--data_dir:", "--checkpoint_every:"):
+    assert f"\n  {flag}" in done.stdout
+  assert text in " ".join(done.stdout.split())
 
 
 @pytest.mark.slow
