@@ -473,6 +473,12 @@ def _tokens(sentence: bytes) -> list[str]:
   return [w[: text.MAX_WORD] for w in words]
 
 
+_NO_DOCUMENT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_C4_PATH = (
+  "--c4_path is to be a C4 shard (*.json.gz), a text file or a folder of such"
+)
+
+
 def c4_mod(
   path: str | os.PathLike,
   *,
@@ -512,25 +518,21 @@ def c4_mod(
           if ".json" in file.name:
             try:
               line = json.loads(line)["text"].strip()
-            except (ValueError, KeyError, TypeError, AttributeError):
-              builder.skipped["lines that are no C4 document"] += 1
-              continue
-            except RecursionError:
+            except _NO_DOCUMENT:
               builder.skipped["lines that are no C4 document"] += 1
               continue
           yield from line.split("\n")
       except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: cannot be read ({error})") from error
+        raise DataError(
+          f"{file}: cannot be read ({error}): {_C4_PATH}"
+        ) from error
 
   for words in text.first_sentences(paragraphs(), tokenizer):
     if max_sentences is not None and len(builder) >= max_sentences:
       break
     builder.add("c4", ANSWER, words)
   if not len(builder):
-    raise DataError(
-      f"{path}: holds no text: --c4_path is to be a C4 shard (*.json.gz), a"
-      " text file or a folder of such"
-    )
+    raise DataError(f"{path}: holds no text: {_C4_PATH}")
   return builder.build()
 
 
