@@ -474,8 +474,8 @@ def keep_files(folder: logs.RunFolder, files: dict[str, bytes]) -> None:
     path = folder.path / name
     if path.exists() and path.read_bytes() != content:
       raise common.UsageError(
-        f"{path} is not what the data gives now: --data_dir has changed or, for"
-        " pydoc, Python. Use another --workdir."
+        f"{path} is not what the data gives now: the data has changed, or"
+        " Python for pydoc. Use another --workdir."
       )
     logs.write_bytes(path, content)
 
