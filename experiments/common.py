@@ -215,8 +215,9 @@ def say_defaults(defaults: Mapping[str, Mapping[str, Mapping]]) -> None:
 
 def _shown(value: Any) -> str:
   """A default as it would be given; empty for none."""
-  several = isinstance(value, tuple)
-  return ",".join(map(str, value)) if several else str(value or "")
+  if isinstance(value, tuple):
+    return ",".join(map(str, value))
+  return "" if value is None else str(value)
 
 
 def make_engine() -> engine_lib.Engine:
@@ -496,7 +497,8 @@ def run(
     try:
       if define:
         argv = [arg for arg in argv if arg != "--"]
-        FLAGS([a for a in argv if a not in ("--help", "-h")], known_only=True)
+        no_help = [a for a in argv if not a.lstrip("-").startswith("help")]
+        FLAGS(no_help, known_only=True)
         define()
       _list_flags()
       rest = FLAGS(argv)

@@ -124,6 +124,13 @@ def run_cell(
   return read_result(folder)
 
 
+def has_result(folder: pathlib.Path) -> bool:
+  """Whether a run is finished, or one of several algorithms."""
+  if (folder / "config.json").exists():  # Of one run: those below are phases.
+    return (folder / "result.json").exists()
+  return any(folder.glob("*/result.json"))
+
+
 def read_result(folder: pathlib.Path) -> dict:
   """What a finished run says; of several algorithms, by their names.
 
@@ -179,7 +186,7 @@ def main(argv: Sequence[str]) -> None:
   results = {
     cell.name: read_result(workdir / cell.name)
     for cell in table.cells
-    if any((workdir / cell.name).glob("**/result.json"))
+    if has_result(workdir / cell.name)
   }
   for cell in cells:
     results[cell.name] = run_cell(

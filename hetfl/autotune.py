@@ -18,7 +18,7 @@ from absl import logging
 import jax
 
 from hetfl import core, logs
-from hetfl.engine.compilation import jit
+from hetfl.engine import jit
 from hetfl.engine.threads import num_cores
 
 PyTree = Any
