@@ -510,18 +510,31 @@ def _ahead(
 def _signals() -> Iterator[list[int]]:
   """Gathers SIGINT and SIGTERM in a list; the second one acts at once."""
   caught: list[int] = []
-  if threading.current_thread() is not threading.main_thread():
-    yield caught
-    return
 
-  def handler(number, frame):
-    del frame
+  def handler(number):
     if caught:
       if number == signal.SIGINT:
         raise KeyboardInterrupt
       raise SystemExit(128 + number)
     caught.append(number)
 
+  with on_signals(handler):
+    yield caught
+
+
+@contextlib.contextmanager
+def on_signals(handler: Callable[[int], None]) -> Iterator[None]:
+  """Has SIGINT and SIGTERM call a handler; changes nothing off the main thread.
+
+  Args:
+    handler: what takes the signal's number.
+
+  Yields:
+    Nothing; the handlers of before are back afterwards.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
   # A handler not set from Python reads as None, and cannot be set again.
   before = {
     number: signal.getsignal(number) or signal.SIG_DFL
@@ -529,8 +542,8 @@ def _signals() -> Iterator[list[int]]:
   }
   try:
     for number in before:
-      signal.signal(number, handler)
-    yield caught
+      signal.signal(number, lambda number, _: handler(number))
+    yield
   finally:
     for number, old in before.items():
       signal.signal(number, old)

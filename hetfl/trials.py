@@ -77,7 +77,12 @@ class Runner(Protocol):
     """States before the first round."""
 
   def advance(
-    self, states: PyTree, alive: np.ndarray, first: int, last: int
+    self,
+    states: PyTree,
+    alive: np.ndarray,
+    first: int,
+    last: int,
+    tick: Callable[[float], None] = lambda trials: None,
   ) -> tuple[PyTree, np.ndarray]:
     """Runs rounds of the trials that are alive.
 
@@ -86,6 +91,8 @@ class Runner(Protocol):
       alive: `bool[N]`; the others stay as they are.
       first: the first round.
       last: the last round.
+      tick: told how many trials have done another round, in parts of one if
+        they have several seeds; from any thread.
 
     Returns:
       The states, and `int[N]`: up to which round each trial was finite.
@@ -132,9 +139,15 @@ class SideBySide:
     )
 
   def advance(
-    self, states: PyTree, alive: np.ndarray, first: int, last: int
+    self,
+    states: PyTree,
+    alive: np.ndarray,
+    first: int,
+    last: int,
+    tick: Callable[[float], None] = lambda trials: None,
   ) -> tuple[PyTree, np.ndarray]:
     """Runs rounds; see `Runner`."""
+    share = 1 / len(self.seeds)
     stop = threading.Event()
     self._plans = {}  # Those of earlier rounds.
 
@@ -147,6 +160,7 @@ class SideBySide:
         if not self._finite(new):
           return state, round - 1
         state = new
+        tick(share)
       return state, last
 
     with futures.ThreadPoolExecutor(self._at_once, "trial") as pool:
@@ -248,9 +262,15 @@ class Vmapped:
     return tuple(self._init(stacked, seed) for seed in self.seeds)
 
   def advance(
-    self, states: PyTree, alive: np.ndarray, first: int, last: int
+    self,
+    states: PyTree,
+    alive: np.ndarray,
+    first: int,
+    last: int,
+    tick: Callable[[float], None] = lambda trials: None,
   ) -> tuple[PyTree, np.ndarray]:
     """Runs rounds; see `Runner`."""
+    share = int(np.sum(alive)) / len(self.seeds)
     states, number = self._padded(states)
     ended = np.where(alive, last, first - 1)
     results = []
@@ -261,6 +281,7 @@ class Vmapped:
       for round in range(first, last + 1):
         plan = self._problem.plan(seed, round)
         state, done = self._step(state, done, plan, self._problem.data)
+        tick(share)
       results.append(jax.tree.map(lambda a: a[:number], state))
       ended = np.where(alive, np.minimum(ended, done[:number]), last)
     return tuple(results), ended

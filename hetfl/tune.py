@@ -10,19 +10,23 @@ Reference: Lichtarge et al. 2023, appendix F; Jamieson & Talwalkar 2016
 (successive halving).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import json
 import math
 import os
 import pathlib
 import shutil
+import signal
+import sys
 import time
 from typing import Any, NamedTuple, Protocol
 
 from absl import logging
 import numpy as np
+import tqdm
 
-from hetfl import checkpoint, logs
+from hetfl import checkpoint, logs, training
 from hetfl import trials as trials_lib
 
 Values = trials_lib.Values
@@ -298,6 +302,10 @@ def search(
 ) -> list[Row]:
   """Runs a search, or goes on with it.
 
+  A bar on a terminal shows the block's rounds; elsewhere there is a line where
+  trials are dropped. SIGINT and SIGTERM end the process with status 128 +
+  signal; the block then goes on from its last checkpoint.
+
   Args:
     problem: the experiment.
     proposer: says what to try.
@@ -316,6 +324,7 @@ def search(
     again gives the same rows.
 
   Raises:
+    SystemExit: after a signal.
     ValueError: a number is out of its range.
   """
   for name, value, low in (
@@ -334,12 +343,38 @@ def search(
     number = min(block, trials - first)
     values = proposer.propose(log.rows, first, number)
     work = _Block(problem, runner, folder / "checkpoints", first, values)
-    log.append(work.run(rungs(problem.rounds, halvings), checkpoint_every))
-    work.clean()
+    with _ended_by_signals(work):
+      log.append(work.run(rungs(problem.rounds, halvings), checkpoint_every))
+      work.clean()
     _say(log.rows, first, trials)
   if hasattr(proposer, "record"):
     proposer.record(log.rows)
   return log.rows
+
+
+class _Signal(BaseException):
+  """A signal, on its way out of whatever the main thread does."""
+
+
+@contextlib.contextmanager
+def _ended_by_signals(work: "_Block") -> Iterator[None]:
+  """Ends the process at SIGINT and SIGTERM, and says where it will go on."""
+
+  def handler(number):
+    raise _Signal(number)
+
+  with training.on_signals(handler):
+    try:
+      yield
+    except _Signal as caught:
+      (number,) = caught.args
+      logging.warning(
+        "%s: %s; the same command goes on after round %d.",
+        work.name,
+        signal.Signals(number).name,
+        work.saved,
+      )
+      raise SystemExit(128 + number) from None
 
 
 def _say(rows, first, trials):
@@ -361,9 +396,16 @@ def _say(rows, first, trials):
 
 
 class _Block:
-  """Some trials from their first round to their last."""
+  """Some trials from their first round to their last.
+
+  Attributes:
+    name: which trials.
+    saved: the round of its last checkpoint.
+  """
 
   def __init__(self, problem, runner, folder, first, values):
+    self.name = f"Trials {first} to {first + len(values) - 1}"
+    self.saved = 0
     self._problem = problem
     self._runner = runner
     self._folder = folder
@@ -393,7 +435,10 @@ class _Block:
       alive = np.array([self._rows[i]["status"] == "complete" for i in members])
       if not alive.any():
         break
-      states, ended = self._runner.advance(states, alive, done + 1, end)
+      with self._bar(int(alive.sum()), done, end) as bar:
+        states, ended = self._runner.advance(
+          states, alive, done + 1, end, bar.update
+        )
       for i, a, e in zip(members, alive, ended):
         if a:
           self._rows[i]["round"] = int(e)
@@ -405,7 +450,10 @@ class _Block:
         self._judge(members, states, end, drop=end != rounds)
         members, states = self._compact(members, states)
       if end != rounds:
-        self._save(done, seconds + time.monotonic() - started, members, states)
+        so_far = seconds + time.monotonic() - started
+        self._save(done, so_far, members, states)
+        if end in rungs:
+          self._say(done, so_far)
     for row in self._rows:
       row["seconds"] = seconds + time.monotonic() - started
     return self._rows
@@ -413,6 +461,34 @@ class _Block:
   def clean(self) -> None:
     """Deletes the block's checkpoints."""
     shutil.rmtree(self._folder, ignore_errors=True)
+
+  def _bar(self, number, done, end) -> tqdm.tqdm:
+    """The rounds up to `end` of so many trials; nothing off a terminal."""
+    return tqdm.tqdm(
+      desc=f"{self.name}, rounds {done + 1} to {end}",
+      total=number * (end - done),
+      disable=None,
+      unit="round",
+      bar_format="{l_bar}{bar}| [{elapsed}<{remaining}, {rate_fmt}]",
+      leave=False,
+      file=sys.stderr,
+      dynamic_ncols=True,
+    )
+
+  def _say(self, done, seconds):
+    status = [row["status"] for row in self._rows]
+    best = top(self._rows, 1)
+    logging.info(
+      "%s: round %d of %d, %.1f s; %d go on, %d halved, %d diverged; best %s.",
+      self.name,
+      done,
+      self._problem.rounds,
+      seconds,
+      *(status.count(s) for s in ("complete", "halved", "diverged")),
+      f"trial {best[0]['trial']}, {best[0]['objective']:.4f}"
+      if best
+      else "none",
+    )
 
   def _judge(self, members, states, round, drop):
     """Evaluates the block, and drops the worse half of it."""
@@ -448,6 +524,7 @@ class _Block:
     store = self._checkpoints(len(members))
     extra = {"rows": self._rows, "members": members, "seconds": seconds}
     store.save(done, states, logs.to_json(extra))
+    self.saved = done
     for other in self._folder.iterdir():
       if other != store.folder:
         shutil.rmtree(other, ignore_errors=True)
@@ -467,12 +544,8 @@ class _Block:
           if [r["values"] for r in extra["rows"]] != self._values:
             break
           self._rows = extra["rows"]
-          logging.info(
-            "Trials %d to %d: going on after round %d.",
-            self._first,
-            self._first + len(self._values) - 1,
-            done,
-          )
+          self.saved = done
+          logging.info("%s: going on after round %d.", self.name, done)
           return done, extra["seconds"], extra["members"], states
       # Of a block of other trials, such as one that had ended.
       shutil.rmtree(self._folder)

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import re
+import signal
 import sys
 
 import jax
@@ -71,11 +73,18 @@ class Toy:
       )
     advance = runner.advance
 
-    def recorded(states, alive, first, last):
+    def recorded(states, alive, first, last, tick):
       if len(self.advanced) == self.fail_at:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGTERM)
       self.advanced.append((alive.tolist(), first, last))
-      return advance(states, alive, first, last)
+      counted = []
+      result = advance(states, alive, first, last, counted.append)
+      tick(sum(counted))
+      going = (result[1] == last)[alive]
+      # A trial that diverges may count for the round in which it did.
+      rounds = last - first + 1
+      assert going.sum() * rounds <= sum(counted) <= len(going) * rounds
+      return result
 
     runner.advance = recorded
     return problem, runner
@@ -153,10 +162,18 @@ def test_halving_by_hand(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["side", "vmapped"])
 @pytest.mark.parametrize("fail_at", [1, 2, 3, 4, 5, 7])
-def test_a_killed_search_goes_on_to_the_same_trials(kind, fail_at, tmp_path):
-  expected, _ = toy_search(tmp_path / "whole", kind, seeds=(0, 5))
-  with pytest.raises(KeyboardInterrupt):
+def test_a_stopped_search_goes_on_to_the_same_trials(
+  kind, fail_at, tmp_path, caplog
+):
+  expected, whole = toy_search(tmp_path / "whole", kind, seeds=(0, 5))
+  with pytest.raises(SystemExit) as end:
     toy_search(tmp_path / "cut", kind, fail_at=fail_at, seeds=(0, 5))
+  assert end.value.code == 128 + signal.SIGTERM
+  _, first, _ = whole.advanced[fail_at]
+  trials = "Trials 0 to 4" if fail_at < 5 else "Trials 5 to 6"
+  assert caplog.messages[-1] == (
+    f"{trials}: SIGTERM; the same command goes on after round {first - 1}."
+  )
   with open(tmp_path / "cut/trials.jsonl", "ab") as f:
     f.write(b'{"trial": 5, "half a li')
   rows, toy = toy_search(tmp_path / "cut", kind, seeds=(0, 5))
