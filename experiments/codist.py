@@ -17,7 +17,6 @@ import codist_images
 import codist_language
 import common
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -377,10 +376,13 @@ class Experiment:
       return codist.periodic_codist(
         pools, distiller, period=config["codist_period"], **options
       )
-    alpha, every = config["merge_alpha"], config["merge_every"]
-    if every > 1:
-      alpha = lambda t: jnp.where(t % every == 0, config["merge_alpha"], 1.0)
-    return codist.merged_codist(pools, distiller, alpha=alpha, **options)
+    return codist.merged_codist(
+      pools,
+      distiller,
+      alpha=config["merge_alpha"],
+      every=config["merge_every"],
+      **options,
+    )
 
   def plan(self, config: dict, speed: dict, round: int) -> population.RoundPlan:
     """The plan of a round; a pure function of it."""

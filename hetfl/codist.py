@@ -244,6 +244,7 @@ def merged_codist(
   *,
   alpha: float | jax.Array | core.Schedule,
   rounds: int | None,
+  every: int = 1,
   engine: engine_lib.Engine | None = None,
 ) -> core.Algorithm:
   """MergedCodist: clients' and distillation gradients in one server step.
@@ -261,6 +262,7 @@ def merged_codist(
       the distillation (section 4).
     rounds: T, over which all but the clients' learning rates fall linearly;
       `None` keeps them constant.
+    every: alpha is 1 in all but each `every`-th round.
     engine: where the work runs; `Inline()` by default. With `Threads()` the
       step dispatches programs itself and must not be traced.
 
@@ -305,7 +307,7 @@ def merged_codist(
   engine = engine or engine_lib.Inline()
   exchange = _Exchange(pools, distiller, engine)
   core.check_hyper({"alpha": alpha}, alpha=(0, 1))
-  core.check_counts(rounds=rounds)
+  core.check_counts(rounds=rounds, every=every)
 
   def init(key):  # Line 1.
     hyper = distiller.hyper(len(pools))
@@ -317,6 +319,8 @@ def merged_codist(
     *keys, exchange_key = round_keys(state.key, plan.round, len(pools))
     decay = linear_decay(plan.round, rounds)
     a = alpha(plan.round) if callable(alpha) else state.hyper["alpha"]
+    if every > 1:
+      a = jnp.where(plan.round % every == 0, a, 1.0)
     # Lines 4 to 6: teachers and students start as copies of the models.
     students = exchange.jobs(
       [pool.variables for pool in state.pools],

@@ -182,6 +182,9 @@ def as_fedavg(pools, runner):
     "scheduled": codist.merged_codist(
       pools, distiller, alpha=lambda t: jnp.ones(()), **options
     ),
+    "seldom": codist.merged_codist(
+      pools, distiller, alpha=0.5, every=ROUNDS + 1, **options
+    ),
     "periodic": codist.periodic_codist(
       pools, distiller, period=ROUNDS + 1, **options
     ),
@@ -198,7 +201,7 @@ def test_without_an_exchange_it_is_fedavg_bit_for_bit():
     assert metrics["pool0/distill_loss"].count == 0, name
 
 
-@pytest.mark.parametrize("name", ["merged", "scheduled", "periodic"])
+@pytest.mark.parametrize("name", ["merged", "scheduled", "seldom", "periodic"])
 def test_without_an_exchange_it_is_fedavg_in_one_program(name):
   # There XLA may contract the same sums differently.
   pools = federation.make_pools()
@@ -207,6 +210,25 @@ def test_without_an_exchange_it_is_fedavg_in_one_program(name):
   algorithm = jitted(as_fedavg(pools, None)[name])
   state, _ = federation.run(algorithm, ROUNDS)
   assert_close(federation.params(state), federation.params(expected))
+
+
+def test_every_other_round_is_a_schedule():
+  runner = engine.Threads(2)
+  options = dict(rounds=ROUNDS, engine=runner)
+  schedule = lambda t: jnp.where(t % 2 == 0, 0.5, 1.0)
+  pair = federation.make_pools(), make_distiller()
+  states = [
+    federation.run(algorithm, ROUNDS)[0]
+    for algorithm in (
+      codist.merged_codist(*pair, alpha=schedule, **options),
+      codist.merged_codist(*pair, alpha=0.5, every=2, **options),
+      codist.merged_codist(*pair, alpha=0.5, **options),
+    )
+  ]
+  scheduled, every_other, always = map(federation.params, states)
+  assert_equal(scheduled, every_other)
+  with pytest.raises(AssertionError):
+    assert_close(always, every_other)
 
 
 def test_proximal_term_of_weight_zero_is_fedavg():
