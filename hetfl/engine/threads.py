@@ -93,10 +93,8 @@ class Threads:
       fn, steps = job.fn, [1] * rows
       if job.stages and rows % self.num_threads:
         fn, steps = job.stages
-      return [
-        (fn, (*job.shared, part(job.rows, i)), int(n))
-        for i, n in zip(range(rows), steps)
-      ]
+      each = self._execute(_unstack, (job.rows,), 1)
+      return [(fn, (*job.shared, row), int(n)) for row, n in zip(each, steps)]
     if not job.when:
       return []
     # Equal chunks, so that one compiled program serves all of them.
@@ -179,6 +177,12 @@ def num_cores() -> int:
   if hasattr(os, "sched_getaffinity"):  # not on macOS
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
+
+
+def _unstack(tree):
+  """The rows of a tree: one program, where slices of arrays would be many."""
+  rows = len(jax.tree.leaves(tree)[0])
+  return [jax.tree.map(lambda a, i=i: a[i], tree) for i in range(rows)]
 
 
 def _sum(*trees):
