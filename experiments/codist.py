@@ -470,23 +470,12 @@ def curves(runs: dict, folder: pathlib.Path, task) -> None:
       )
 
 
-def keep_files(folder: logs.RunFolder, files: dict[str, bytes]) -> None:
-  """Keeps files with a run; those of a run that goes on must be the same."""
-  for name, content in files.items():
-    path = folder.path / name
-    if path.exists() and path.read_bytes() != content:
-      raise common.UsageError(
-        f"{path} is not what the data gives now: the data has changed, or"
-        " Python for pydoc. Use another --workdir."
-      )
-    logs.write_bytes(path, content)
-
-
 def train(
   experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
 ) -> dict:
   """Runs one algorithm in a folder of its own, or goes on with it."""
-  keep_files(folder, experiment.task.files)
+  for name, content in experiment.task.files.items():
+    folder.keep(name, content)
   algorithm = experiment.algorithm(config, speed)
   plan = experiment.plan
   if speed["bank"] == "round":

@@ -1,16 +1,12 @@
 """Codistillation of image classifiers: what `codist.py` needs to know of it."""
 
-import json
-import zlib
-
 from absl import flags
 import common
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from hetfl import augment, core, evaluate
-from hetfl.data import codist_images
+from hetfl.data import codist_images, files
 from hetfl.models import vision
 
 FLAGS = flags.FLAGS
@@ -94,20 +90,6 @@ def speed() -> dict:
   return defaults
 
 
-def _fingerprint(data: codist_images.CodistImages) -> bytes:
-  """What tells this data from other data: who holds what, and what it is."""
-  sets = (data.distill, data.heldout, data.test)
-  arrays = [pool.members for pool in data.pools] + [s.index for s in sets]
-  banks = {id(held.bank): held.bank for held in (*data.pools, *sets)}
-  for bank in banks.values():
-    arrays += [bank[name] for name in sorted(bank)]
-  crc = 0
-  for array in arrays:
-    crc = zlib.crc32(np.ascontiguousarray(array), crc)
-  record = {"partition": data.partition, "crc32": f"{crc:08x}"}
-  return (json.dumps(record) + "\n").encode()
-
-
 class Task:
   """Data, models and transforms of one data set.
 
@@ -157,7 +139,9 @@ class Task:
   @property
   def files(self) -> dict[str, bytes]:
     """See the class; made for runs alone, since it reads all images."""
-    return {"data.json": _fingerprint(self.data)}
+    data = self.data
+    sets = (*data.pools, data.distill, data.heldout, data.test)
+    return {"data.json": files.record(sets, partition=data.partition)}
 
   def distiller_options(self, config: dict) -> dict:
     """What a `Distiller` takes beside rates and the target's values."""

@@ -32,7 +32,7 @@ from hetfl import (
   report,
   training,
 )
-from hetfl.data import fedmd_images
+from hetfl.data import fedmd_images, files
 from hetfl.engine import from_first, jit
 from hetfl.fedmd import (
   bytes_per_round,
@@ -182,9 +182,22 @@ class Experiment:
     }
     # Of several processes only the first has the other run's folder.
     other = FLAGS.pretrained if jax.process_index() == 0 else None
-    return logs.RunFolder(
-      pathlib.Path(other or workdir) / phase, config, self.speed
-    )
+    path = pathlib.Path(other or workdir) / phase
+    folder = logs.RunFolder(path, config, self.speed)
+    return self.keep_data(folder, phase == "public")
+
+  def keep_data(
+    self, folder: logs.RunFolder, public_only: bool = False
+  ) -> logs.RunFolder:
+    """Keeps with a run what tells its data from other data."""
+    data = self.data
+    sets = [data.public, data.public_stopping, data.public_test]
+    facts = {}
+    if not public_only:
+      sets += [data.private, data.private_stopping, data.private_test]
+      facts["source"] = data.source
+    folder.keep("data.json", files.record(sets, **facts))
+    return folder
 
   def fit(
     self,
@@ -406,7 +419,7 @@ def main() -> None:
   experiment.plan(1)
   for phase in settings.PHASES:
     experiment.fit_algorithm(phase)
-  folder = logs.RunFolder(workdir, config, speed)
+  folder = experiment.keep_data(logs.RunFolder(workdir, config, speed))
   for of, subset in experiment.stopping.items():
     if subset is None and config["stopping_set"] != "none":
       logging.warning(

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import augment, core, evaluate, logs, population, training
-from hetfl.data import fml_images
+from hetfl.data import files, fml_images
 from hetfl.fedavg import fedavg, fedavg_server, Pool
 from hetfl.fml import as_lanes, fml, group_clients, independent, plan_mutual
 from hetfl.models import fml as nets
@@ -557,6 +557,7 @@ def train(
   experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
 ) -> dict:
   """Runs one algorithm in a folder of its own, or goes on with it."""
+  folder.keep("data.json", files.record(experiment.data.sets))
   algorithm = experiment.algorithm(config, speed)
   compile = functools.partial(experiment.engine.compile, donate=(0,))
   return training.run(

@@ -218,6 +218,24 @@ class RunFolder:
     """`metrics.jsonl`."""
     return self.path / "metrics.jsonl"
 
+  def keep(self, name: str, content: bytes) -> None:
+    """Keeps a file with the run; of a run that goes on it must be the same.
+
+    Args:
+      name: of the file.
+      content: what tells the run's data from other data.
+
+    Raises:
+      ConfigMismatch: the folder's file says something else.
+    """
+    path = self.path / name
+    if path.exists() and path.read_bytes() != content:
+      raise ConfigMismatch(
+        f"{path} is not what the data gives now: the data has changed, or"
+        " Python for pydoc. Use another --workdir."
+      )
+    write_bytes(path, content)
+
   def result(self) -> dict[str, Any] | None:
     """What `result.json` says, or None while there is none."""
     try:

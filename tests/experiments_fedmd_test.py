@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from hetfl import logs
-from tests.runs import manifest, outcome, stop
+from tests.runs import error_of, manifest, outcome, stop
 
 PHASES = ("public", "transfer", "pooled")
 # Two parties, one of them dense, and a few epochs and rounds.
@@ -85,6 +85,9 @@ def test_sigkill_in_every_phase(undisturbed, fedmd, tmp_path):
     ours, theirs = killed / folder, undisturbed[0] / folder
     assert outcome(ours) == outcome(theirs)
     assert manifest(ours) == manifest(theirs)
+  # The same command with other data of one phase.
+  (killed / "transfer/data.json").write_text('{"crc32": "00000000"}\n')
+  assert "data.json is not what the" in error_of(fedmd(*run))
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.runs import everything, manifest, outcome, stop
+from tests.runs import error_of, everything, manifest, outcome, stop
 
 ALGORITHMS = ("fedavg", "fedprox", "fml", "independent")
 # One kind of model, so that few programs are compiled.
@@ -120,6 +120,13 @@ def test_stopped_and_started_again(fml, tmp_path):
   assert done.returncode == 0, done.stderr
   assert outcome(workdir) == outcome(tmp_path / "undisturbed")
   assert manifest(workdir) == manifest(tmp_path / "undisturbed")
+  # The same command with other data.
+  kept = workdir / "data.json"
+  assert kept.read_text() == (tmp_path / "undisturbed/data.json").read_text()
+  kept.write_text('{"crc32": "00000000"}\n')
+  assert "data.json is not what the" in error_of(
+    fml(*run, f"--workdir={workdir}")
+  )
 
 
 @pytest.mark.slow

@@ -61,6 +61,12 @@ class FmlImages(NamedTuple):
   num_classes: dict[str, int]
   image_shape: tuple[int, int, int]
 
+  @property
+  def sets(self) -> list[Subset]:
+    """All there is, for `files.record`."""
+    held = [subset for c in self.clients for subset in c[1:]]
+    return [*held, *self.test.values()]
+
 
 def load_fml_images(
   datasets: Sequence[str],
