@@ -184,20 +184,26 @@ class Experiment:
     other = FLAGS.pretrained if jax.process_index() == 0 else None
     path = pathlib.Path(other or workdir) / phase
     folder = logs.RunFolder(path, config, self.speed)
-    return self.keep_data(folder, phase == "public")
-
-  def keep_data(
-    self, folder: logs.RunFolder, public_only: bool = False
-  ) -> logs.RunFolder:
-    """Keeps with a run what tells its data from other data."""
-    data = self.data
-    sets = [data.public, data.public_stopping, data.public_test]
-    facts = {}
-    if not public_only:
-      sets += [data.private, data.private_stopping, data.private_test]
-      facts["source"] = data.source
-    folder.keep("data.json", files.record(sets, **facts))
+    public = phase == "public"
+    folder.keep("data.json", self.public_record if public else self.record)
     return folder
+
+  @functools.cached_property
+  def public_record(self) -> bytes:
+    """What tells the public data from other data."""
+    return files.record(self._public_sets)
+
+  @functools.cached_property
+  def record(self) -> bytes:
+    """What tells the data from other data."""
+    data = self.data
+    private = (data.private, data.private_stopping, data.private_test)
+    return files.record((*self._public_sets, *private), source=data.source)
+
+  @property
+  def _public_sets(self):
+    data = self.data
+    return data.public, data.public_stopping, data.public_test
 
   def fit(
     self,
@@ -419,7 +425,8 @@ def main() -> None:
   experiment.plan(1)
   for phase in settings.PHASES:
     experiment.fit_algorithm(phase)
-  folder = experiment.keep_data(logs.RunFolder(workdir, config, speed))
+  folder = logs.RunFolder(workdir, config, speed)
+  folder.keep("data.json", experiment.record)
   for of, subset in experiment.stopping.items():
     if subset is None and config["stopping_set"] != "none":
       logging.warning(

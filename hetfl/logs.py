@@ -229,12 +229,13 @@ class RunFolder:
       ConfigMismatch: the folder's file says something else.
     """
     path = self.path / name
-    if path.exists() and path.read_bytes() != content:
+    if not path.exists():
+      write_bytes(path, content)
+    elif path.read_bytes() != content:
       raise ConfigMismatch(
         f"{path} is not what the data gives now: the data has changed, or"
         " Python for pydoc. Use another --workdir."
       )
-    write_bytes(path, content)
 
   def result(self) -> dict[str, Any] | None:
     """What `result.json` says, or None while there is none."""
@@ -349,20 +350,33 @@ def json_line(row: Mapping[str, Any]) -> bytes:
   return (json.dumps(to_json(row), allow_nan=False) + "\n").encode()
 
 
+def bar(total: int, **options: Any) -> tqdm.tqdm:
+  """A bar of rounds on a terminal; nothing elsewhere.
+
+  Args:
+    total: how many rounds.
+    **options: more of `tqdm.tqdm`'s.
+
+  Returns:
+    The bar.
+  """
+  # The file is named here, since tqdm's default is fixed at import.
+  return tqdm.tqdm(
+    total=total,
+    disable=None,
+    unit="round",
+    file=sys.stderr,
+    dynamic_ncols=True,
+    **options,
+  )
+
+
 class Progress:
   """A bar on a terminal; elsewhere one plain line an evaluation."""
 
   def __init__(self, rounds: int, done: int = 0):
     """Args: rounds of the run, and how many are done."""
-    # The file is named here, since tqdm's default is fixed at import.
-    self._bar = tqdm.tqdm(
-      total=rounds,
-      initial=done,
-      disable=None,
-      unit="round",
-      file=sys.stderr,
-      dynamic_ncols=True,
-    )
+    self._bar = bar(rounds, initial=done)
     self._rounds = rounds
     self._shown: dict[str, float] = {}
 

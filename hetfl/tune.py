@@ -18,13 +18,11 @@ import os
 import pathlib
 import shutil
 import signal
-import sys
 import time
 from typing import Any, NamedTuple, Protocol
 
 from absl import logging
 import numpy as np
-import tqdm
 
 from hetfl import checkpoint, logs, training
 from hetfl import trials as trials_lib
@@ -379,19 +377,28 @@ def _ended_by_signals(work: "_Block") -> Iterator[None]:
 
 def _say(rows, first, trials):
   done = rows[first:]
-  best = top(rows, 1)
   logging.info(
     "%d of %d trials; of the last %d, %d complete, %d halved, %d diverged,"
     " in %.1f s; best %s.",
     len(rows),
     trials,
     len(done),
-    *(
-      sum(r["status"] == s for r in done)
-      for s in ("complete", "halved", "diverged")
-    ),
+    *_counts(done),
     done[-1]["seconds"],
-    f"trial {best[0]['trial']}, {best[0]['objective']:.4f}" if best else "none",
+    _best(rows),
+  )
+
+
+def _counts(rows):
+  """How many are complete or going on, how many halved and diverged."""
+  status = [row["status"] for row in rows]
+  return [status.count(s) for s in ("complete", "halved", "diverged")]
+
+
+def _best(rows):
+  best = top(rows, 1)
+  return (
+    f"trial {best[0]['trial']}, {best[0]['objective']:.4f}" if best else "none"
   )
 
 
@@ -435,7 +442,12 @@ class _Block:
       alive = np.array([self._rows[i]["status"] == "complete" for i in members])
       if not alive.any():
         break
-      with self._bar(int(alive.sum()), done, end) as bar:
+      with logs.bar(
+        int(alive.sum()) * (end - done),
+        desc=f"{self.name}, rounds {done + 1} to {end}",
+        bar_format="{l_bar}{bar}| [{elapsed}<{remaining}, {rate_fmt}]",
+        leave=False,
+      ) as bar:
         states, ended = self._runner.advance(
           states, alive, done + 1, end, bar.update
         )
@@ -462,32 +474,15 @@ class _Block:
     """Deletes the block's checkpoints."""
     shutil.rmtree(self._folder, ignore_errors=True)
 
-  def _bar(self, number, done, end) -> tqdm.tqdm:
-    """The rounds up to `end` of so many trials; nothing off a terminal."""
-    return tqdm.tqdm(
-      desc=f"{self.name}, rounds {done + 1} to {end}",
-      total=number * (end - done),
-      disable=None,
-      unit="round",
-      bar_format="{l_bar}{bar}| [{elapsed}<{remaining}, {rate_fmt}]",
-      leave=False,
-      file=sys.stderr,
-      dynamic_ncols=True,
-    )
-
   def _say(self, done, seconds):
-    status = [row["status"] for row in self._rows]
-    best = top(self._rows, 1)
     logging.info(
       "%s: round %d of %d, %.1f s; %d go on, %d halved, %d diverged; best %s.",
       self.name,
       done,
       self._problem.rounds,
       seconds,
-      *(status.count(s) for s in ("complete", "halved", "diverged")),
-      f"trial {best[0]['trial']}, {best[0]['objective']:.4f}"
-      if best
-      else "none",
+      *_counts(self._rows),
+      _best(self._rows),
     )
 
   def _judge(self, members, states, round, drop):
