@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, rounds
-from hetfl import augment, core, distill, engine, population
+from hetfl import augment, core, distill, engine, planning, population
 from hetfl.codist import merged_codist, periodic_codist
 from hetfl.fedavg import fedavg, Pool
 from hetfl.models import vision
@@ -56,9 +56,9 @@ def pool_of(size: str, conv: str | None = None) -> Pool:
 
 def plan_of(
   clients, round: int, num_lanes: int, num_pools: int, distills: bool
-) -> population.RoundPlan:
+) -> planning.RoundPlan:
   """20 clients of each pool and, if it distils, 32 batches of 128 images."""
-  return population.plan_round(
+  return planning.plan_round(
     [clients] * num_pools,
     clients.examples() if distills else None,
     seed=0,

@@ -68,6 +68,7 @@ def measure(name: str, row: rounds.Row, runs: int, products) -> dict:
     What the JSON holds of the row.
   """
   result = {"name": name, "peer": row.peer, "runs": runs}
+  result["jax"] = jax.__version__
   result |= rounds.take_turns(row.ours(), row.other(), runs, products)
   speed = row.flops() / result["ours_s"] / 1e9
   result["ceiling_share"] = speed / result["ceiling_gflop_s"]

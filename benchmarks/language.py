@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import rounds
-from hetfl import core, engine, next_word, population
+from hetfl import core, engine, next_word, planning, population
 from hetfl.data import codist_text
 from hetfl.fedavg import fedavg, Pool
 from hetfl.models import language
@@ -64,9 +64,9 @@ def split(key, batch):
   return {"x": tokens[:, :-1], "y": tokens[:, 1:], "mask": batch["mask"]}
 
 
-def plan_of(clients, round: int, lanes: int) -> population.LanePlan:
+def plan_of(clients, round: int, lanes: int) -> planning.LanePlan:
   """The round's plan; the same clients and batches for all."""
-  return population.plan_clients(
+  return planning.plan_clients(
     clients,
     seed=0,
     round=round,
@@ -102,7 +102,7 @@ def ours(size: str, clients, cycle: int, padded: bool) -> rounds.Round:
   return rounds.looped(
     fedavg([pool], rounds=None, engine=runner),
     runner,
-    lambda round: population.RoundPlan(
+    lambda round: planning.RoundPlan(
       np.int32(round), (plan_of(clients, round, lanes),), None
     ),
     {"pools": (jax.device_put(dict(clients.bank)),)},

@@ -30,7 +30,7 @@ if str(ROOT) not in sys.path:  # As a script, not with -m.
   sys.path.insert(0, str(ROOT))
 
 from benchmarks import codist as images  # noqa: E402
-from hetfl import codist, distill, engine, logs, population  # noqa: E402
+from hetfl import codist, distill, engine, logs, planning, population  # noqa: E402
 from hetfl import trials as trials_lib  # noqa: E402
 from hetfl.fedavg import fedavg  # noqa: E402
 
@@ -65,8 +65,8 @@ def many_clients(
   return population.ClientPopulation(bank, members, offsets, ids)
 
 
-def plan_of(clients, round, per_round, lanes) -> population.RoundPlan:
-  return population.plan_round(
+def plan_of(clients, round, per_round, lanes) -> planning.RoundPlan:
+  return planning.plan_round(
     [clients],
     seed=0,
     round=round,
@@ -145,7 +145,7 @@ def population_row(number: int, runner: engine.Engine, runs: int) -> Row:
   taken = time.perf_counter()
   planning = timed(lambda t: plan_of(clients, t, 20, lanes).round, 50)
   distilling = timed(
-    lambda t: population.plan_distillation(
+    lambda t: planning.plan_distillation(
       clients.examples(), seed=0, round=t, steps=32, batch_size=128
     ),
     20,

@@ -17,6 +17,7 @@ import codist_images
 import codist_language
 import common
 import jax
+import launch
 import numpy as np
 import optax
 
@@ -26,6 +27,7 @@ from hetfl import (
   distill,
   evaluate,
   logs,
+  planning,
   population,
   report,
   training,
@@ -214,20 +216,12 @@ def per_pool(name: str, value, low: float, high: float) -> tuple[float, float]:
     UsageError: naming the flag, the value and what is allowed.
   """
   value = value if isinstance(value, list | tuple) else [value]
-  shown = ",".join(str(v) for v in value)
-  try:
-    numbers = tuple(float(v) for v in value)
-  except ValueError as error:
-    raise common.UsageError(f"--{name}={shown}: not a number") from error
+  numbers = tuple(common.numbers(name, value, low=low, high=high))
   if len(numbers) not in (1, len(POOLS)):
     raise common.UsageError(
-      f"--{name}={shown}: give one value, or two for small and large"
+      f"--{name}={','.join(str(v) for v in value)}: give one value, or two for"
+      " small and large"
     )
-  for number in numbers:
-    if not low <= number <= high:
-      raise common.UsageError(
-        f"--{name}={shown}: {number:g} must lie between {low:g} and {high:g}"
-      )
   return numbers if len(numbers) == len(POOLS) else numbers * len(POOLS)
 
 
@@ -384,7 +378,7 @@ class Experiment:
       **options,
     )
 
-  def plan(self, config: dict, speed: dict, round: int) -> population.RoundPlan:
+  def plan(self, config: dict, speed: dict, round: int) -> planning.RoundPlan:
     """The plan of a round; a pure function of it."""
     every = {
       "fedavg": 0,
@@ -393,7 +387,7 @@ class Experiment:
     }[config["algorithm"]]
     due = every and round % every == 0
     shape = (config["distill_steps"], config["distill_batch_size"])
-    plan = population.plan_round(
+    plan = planning.plan_round(
       self.data.pools,
       self.data.distill if due else None,
       seed=config["seed"],
@@ -413,7 +407,7 @@ class Experiment:
   def localized(self, config: dict, speed: dict, round: int):
     """The plan of a round and the examples that it needs."""
     plan = self.plan(config, speed, round)
-    work = population.localize(plan, self.data.pools, self.data.distill)
+    work = planning.localize(plan, self.data.pools, self.data.distill)
     # Over several processes the engine places them, as it does the plan.
     return work if jax.process_count() > 1 else jax.device_put(work)
 
@@ -512,7 +506,7 @@ def main() -> None:
       speed = common.autotune(Experiment, config, speed, path)
     return config, speed
 
-  common.side_by_side(
+  launch.side_by_side(
     ("codist", FLAGS.dataset),
     ALGORITHMS,
     configure=configure,
@@ -525,4 +519,4 @@ def main() -> None:
 
 if __name__ == "__main__":
   _define_flags()
-  common.run(main)
+  launch.run(main)

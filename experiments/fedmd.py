@@ -22,6 +22,7 @@ import common
 import fedmd_settings as settings
 import jax
 import jax.numpy as jnp
+import launch
 
 from hetfl import (
   augment,
@@ -447,4 +448,4 @@ def main() -> None:
 
 if __name__ == "__main__":
   settings.define_flags()
-  common.run(main)
+  launch.run(main)

@@ -251,14 +251,11 @@ def _weights(num_parties: int) -> list[float] | None:
   if not given:
     return None
   shown = f"--consensus_weights={','.join(given)}"
-  try:
-    weights = [float(v) for v in given]
-  except ValueError as error:
-    raise common.UsageError(f"{shown}: not a number") from error
+  weights = common.numbers("consensus_weights", given, low=0)
   if len(weights) != num_parties:
     raise common.UsageError(
       f"{shown}: {len(weights)} values, want {num_parties}, one a party"
     )
-  if not (all(w >= 0 for w in weights) and 0 < sum(weights) < float("inf")):
-    raise common.UsageError(f"{shown}: must not be negative, nor all zero")
+  if not 0 < sum(weights) < float("inf"):
+    raise common.UsageError(f"{shown}: must be finite, and not all zero")
   return weights

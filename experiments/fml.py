@@ -20,9 +20,10 @@ import flax.linen as nn
 import fml_report
 import jax
 import jax.numpy as jnp
+import launch
 import numpy as np
 
-from hetfl import augment, core, evaluate, logs, population, training
+from hetfl import augment, core, evaluate, logs, planning, population, training
 from hetfl.data import files, fml_images
 from hetfl.fedavg import fedavg, fedavg_server, Pool
 from hetfl.fml import as_lanes, fml, group_clients, independent, plan_mutual
@@ -188,35 +189,6 @@ def _define_flags() -> None:
   common.say_defaults({dataset: {"": d} for dataset, d in DEFAULTS.items()})
 
 
-def numbers(name: str, kind: type, low: float, high: float) -> list:
-  """Reads a flag of numbers with commas.
-
-  Args:
-    name: the flag.
-    kind: int or float.
-    low: the least allowed value.
-    high: the greatest allowed value.
-
-  Returns:
-    The numbers.
-
-  Raises:
-    UsageError: naming the flag, the value and what is allowed.
-  """
-  values = FLAGS[name].value
-  shown = ",".join(values)
-  try:
-    read = [kind(value) for value in values]
-  except ValueError as error:
-    raise common.UsageError(f"--{name}={shown}: not a number") from error
-  for value in read:
-    if not low <= value <= high:
-      raise common.UsageError(
-        f"--{name}={shown}: {value:g} must lie between {low:g} and {high:g}"
-      )
-  return read
-
-
 def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   """The run's flags with defaults filled in.
 
@@ -246,13 +218,17 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   if several and FLAGS.partition is None:
     values["partition"] = "iid"  # A client has all of its data set.
   for name in ("alpha", "beta"):
-    values[name] = numbers(name, float, 0, 1)
+    values[name] = common.numbers(name, FLAGS[name].value, low=0, high=1)
     if len(values[name]) > 2:
       raise common.UsageError(
         f"--{name}={','.join(FLAGS[name].value)}: give one value, or FIRST,LAST"
       )
-  values["bad_clients"] = numbers(
-    "bad_clients", int, 0, values["num_clients"] - 1
+  values["bad_clients"] = common.numbers(
+    "bad_clients",
+    FLAGS.bad_clients,
+    low=0,
+    high=values["num_clients"] - 1,
+    kind=int,
   )
   models = list(values["client_models"])
   for name in models:
@@ -451,7 +427,7 @@ class Experiment:
     if config["algorithm"] in ("fml", "independent"):
       return plan
     lanes = as_lanes(plan, num_lanes=speed["lanes"])
-    return population.RoundPlan(np.int32(round), (lanes,), None)
+    return planning.RoundPlan(np.int32(round), (lanes,), None)
 
   def evaluate(self, config: dict, state) -> dict[str, float]:
     """Accuracies and losses of the global model and of the clients' products.
@@ -583,7 +559,7 @@ def main() -> None:
   common.refuse(
     "leave it out: FML's speed choices are not measured", "autotune"
   )
-  common.side_by_side(
+  launch.side_by_side(
     ("fml", *FLAGS.dataset),
     ALGORITHMS,
     configure=configuration,
@@ -596,4 +572,4 @@ def main() -> None:
 
 if __name__ == "__main__":
   _define_flags()
-  common.run(main)
+  launch.run(main)

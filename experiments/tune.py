@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from absl import flags
 import common
 import jax
+import launch
 import numpy as np
 
 from hetfl import core, engine, logs, report, trials, tune
@@ -495,4 +496,4 @@ def _range(name: str, dimension: tune.Dimension) -> str:
 
 if __name__ == "__main__":
   _define_flags()
-  common.run(main, _define_experiment)
+  launch.run(main, _define_experiment)

@@ -35,17 +35,15 @@ from hetfl.next_word import (
   token_weights,
 )
 from hetfl.party import fit, FitPlan, FitState, Party, plan_fit, Trained
-from hetfl.population import (
-  ClientPopulation,
+from hetfl.planning import (
   localize,
   plan_clients,
   plan_distillation,
   plan_round,
-  put_banks,
   RoundPlan,
   stack_plans,
-  Subset,
 )
+from hetfl.population import ClientPopulation, put_banks, Subset
 
 __version__ = "0.1.0"
 

@@ -173,7 +173,7 @@ def periodic_codist(
   FedAvg brings the first one to logits (1/2, -1/2); then each learns from the
   other.
 
-  >>> from hetfl import fedavg_server, population
+  >>> from hetfl import fedavg_server, planning, population
   >>> def pool(name, *w):
   ...   model = core.Model(
   ...       lambda key: core.Variables(jnp.array([w]), {}),
@@ -181,7 +181,7 @@ def periodic_codist(
   ...   return Pool(name, model, 1., 1., server_optimizer=fedavg_server)
   >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
   >>> clients = population.ClientPopulation.from_lists(bank, [[0]])
-  >>> plan = population.plan_round(
+  >>> plan = planning.plan_round(
   ...     [clients] * 2, clients.examples(), seed=0, round=1,
   ...     clients_per_round=1, batch_size=1, distill_batch_size=1)
   >>> distiller = distill_lib.Distiller(
@@ -279,7 +279,7 @@ def merged_codist(
   The first one's clients and the second model both pull it up, so that it goes
   by ||g||; the second one's are held back by as much as they pull.
 
-  >>> from hetfl import fedavg_server, population
+  >>> from hetfl import fedavg_server, planning, population
   >>> def pool(name, *w):
   ...   model = core.Model(
   ...       lambda key: core.Variables(jnp.array([w]), {}),
@@ -287,7 +287,7 @@ def merged_codist(
   ...   return Pool(name, model, 1., 1., server_optimizer=fedavg_server)
   >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
   >>> clients = population.ClientPopulation.from_lists(bank, [[0]])
-  >>> plan = population.plan_round(
+  >>> plan = planning.plan_round(
   ...     [clients] * 2, clients.examples(), seed=0, round=1,
   ...     clients_per_round=1, batch_size=1, distill_batch_size=1)
   >>> distiller = distill_lib.Distiller(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from hetfl import client as client_lib
-from hetfl import core, population
+from hetfl import core, planning
 from hetfl import engine as engine_lib
 
 PyTree = Any
@@ -147,7 +147,7 @@ class Pool:
     state: "PoolState",
     key: jax.Array,
     bank: core.Batch,
-    plan: population.LanePlan,
+    plan: planning.LanePlan,
   ) -> engine_lib.Lanes:
     """The job that trains this round's clients.
 
@@ -318,7 +318,7 @@ def client_jobs(
   pools: Sequence[Pool],
   state: State,
   keys: Sequence[jax.Array],
-  plan: population.RoundPlan,
+  plan: planning.RoundPlan,
   data: dict[str, Any],
 ) -> list[engine_lib.Lanes]:
   """The jobs that train this round's clients, pool by pool.
@@ -401,8 +401,9 @@ def fedavg(
   ...     lambda v, x, key, train: (x @ v.params, v.stats))
   >>> pool = Pool('a', model, 1., 1., server_optimizer=fedavg_server)
   >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> from hetfl import population
   >>> clients = population.ClientPopulation.from_lists(bank, [[0]])
-  >>> plan = population.plan_round(
+  >>> plan = planning.plan_round(
   ...     [clients], seed=0, round=1, clients_per_round=1, batch_size=1)
   >>> algorithm = fedavg([pool], rounds=None)
   >>> state = algorithm.init(jax.random.key(0))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import client as client_lib
-from hetfl import core, population
+from hetfl import core, planning, population
 from hetfl import engine as engine_lib
 from hetfl.fedavg import round_keys
 from hetfl.mutual import (
@@ -195,7 +195,7 @@ def plan_mutual(
   return MutualPlan(np.int32(round), tuple(rounds))
 
 
-def as_lanes(plan: MutualPlan, *, num_lanes: int) -> population.LanePlan:
+def as_lanes(plan: MutualPlan, *, num_lanes: int) -> planning.LanePlan:
   """The same clients and batches as a plan for FedAvg over one pool.
 
   With it `hetfl.fedavg`, its server's rate 1 and its clients' optimizer
@@ -220,7 +220,7 @@ def as_lanes(plan: MutualPlan, *, num_lanes: int) -> population.LanePlan:
     for client, index, steps, weight in zip(*group)
   )
   clients, batches, weights = zip(*rows)
-  return population.pack_lanes(batches, clients, weights, num_lanes=num_lanes)
+  return planning.pack_lanes(batches, clients, weights, num_lanes=num_lanes)
 
 
 def _merge(memes, weights):

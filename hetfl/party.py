@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from hetfl import client as client_lib
-from hetfl import core, population
+from hetfl import core, planning, population
 from hetfl import engine as engine_lib
 from hetfl import evaluate as evaluate_lib
 
@@ -415,7 +415,7 @@ def plan_fit(
   ]
 
   def filled(batches):
-    length = population.padded_length(len(batches), at_least=128)
+    length = planning.padded_length(len(batches), at_least=128)
     return np.pad(batches, ((0, length - len(batches)), (0, 0)))
 
   return FitPlan(

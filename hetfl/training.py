@@ -24,7 +24,7 @@ from absl import logging
 import jax
 import numpy as np
 
-from hetfl import checkpoint, core, engine, logs, population
+from hetfl import checkpoint, core, engine, logs, planning
 
 # Metrics of this many rounds are fetched at once, when as many more rounds
 # have been dispatched: the device need not wait for Python.
@@ -489,7 +489,7 @@ def _ahead(
   def plan(rounds):
     plans = [plan_fn(round) for round in rounds]
     return rounds, (
-      plans[0] if len(plans) == 1 else population.stack_plans(plans)
+      plans[0] if len(plans) == 1 else planning.stack_plans(plans)
     )
 
   executor = futures.ThreadPoolExecutor(1, thread_name_prefix="plan")

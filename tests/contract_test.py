@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from hetfl import codist, distill, engine, population
+from hetfl import codist, distill, engine, planning
 from hetfl.fedavg import fedadam_server, fedavg, fedavg_server
 from tests import federation
 from tests.algorithms import arrays, CASES, initial, make_distiller, run
@@ -94,7 +94,7 @@ def test_threads_give_the_same_bits_every_time(name):
 def test_ten_rounds_in_one_dispatch(name):
   case = CASES[name]
   algorithm = case.build(None, 10)
-  plans = population.stack_plans([case.plan(t, 1) for t in range(1, 11)])
+  plans = planning.stack_plans([case.plan(t, 1) for t in range(1, 11)])
   data = case.data()
   state, metrics = jax.jit(
     lambda state: jax.lax.scan(
@@ -111,7 +111,7 @@ def test_a_rounds_own_banks_are_enough(reference, name):
   algorithm, state = build(name), initial(name)
   clients = [federation.POPULATION] * 2
   for round in range(1, ROUNDS + 1):
-    plan, data = population.localize(
+    plan, data = planning.localize(
       federation.make_plan(round), clients, federation.POPULATION.examples()
     )
     # Both pools and the distillation share one bank, and still do.
@@ -259,10 +259,10 @@ def test_one_client_with_all_data_is_centralised_sgd():
 
   expected = state.pools[0].params
   for round in range(1, 4):
-    lanes = population.plan_clients(
+    lanes = planning.plan_clients(
       everything, seed=0, round=round, clients_per_round=1, batch_size=n
     )
-    plan = population.RoundPlan(np.int32(round), (lanes,), None)
+    plan = planning.RoundPlan(np.int32(round), (lanes,), None)
     state, _ = algorithm.step(state, plan, {"pools": (bank,)})
     grads = jax.grad(loss)(expected)
     expected = jax.tree.map(lambda w, g: w - 0.1 * g, expected, grads)

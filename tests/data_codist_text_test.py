@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from hetfl import population
+from hetfl import planning, population
 from hetfl.data import codist_text, DataError
 from tests import data_text_test as files
 
@@ -263,7 +263,7 @@ def wasted(pool, lanes, rounds=200, **kwargs):
   """Steps that lanes side by side wait for the longest, per useful step."""
   idle = useful = 0
   for t in range(1, rounds + 1):
-    plan = population.plan_clients(
+    plan = planning.plan_clients(
       pool, seed=0, round=t, num_lanes=lanes, **kwargs
     )
     useful += plan.steps.sum()

@@ -7,7 +7,16 @@ import numpy as np
 import optax
 import pytest
 
-from hetfl import codist, core, distill, engine, evaluate, party, population
+from hetfl import (
+  codist,
+  core,
+  distill,
+  engine,
+  evaluate,
+  party,
+  planning,
+  population,
+)
 from hetfl.fedavg import fedavg, Pool
 from hetfl.fedmd import consensus, fedmd, plan_fedmd
 from hetfl.fml import fml, group_clients, plan_mutual
@@ -37,7 +46,7 @@ def plan_clients(**settings):
 
 def plan_distillation(examples=PUBLIC, **settings):
   settings = {**dict(seed=0, round=1, steps=1, batch_size=2), **settings}
-  return population.plan_distillation(examples, **settings)
+  return planning.plan_distillation(examples, **settings)
 
 
 def mutual(held=((0, 1), (2,)), **settings):

@@ -86,7 +86,10 @@ def test_speed_flags_change_nothing_but_rounding(codist, tmp_path):
     results[name] = outcome(tmp_path / name)[1][-1]
   for name in ("inline", "mesh"):
     for key, value in results["threads"].items():
-      assert results[name][key] == pytest.approx(value, rel=2e-3), key
+      # Of 178 and 360 images, three may lie within rounding of another class.
+      near = 3 / 178 if key.endswith("accuracy") else None
+      expected = pytest.approx(value, rel=2e-3, abs=near)
+      assert results[name][key] == expected, key
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--rounds=0",), "rounds"),
     (("--consensus_weights=1,2",), "2 values, want 5, one a party"),
     (("--consensus_weights=1,x,1,1,1",), "1,x,1,1,1: not a number"),
-    (("--consensus_weights=1,1,1,1,-1",), "must not be negative"),
+    (("--consensus_weights=1,1,1,1,-1",), "-1 must be at least 0"),
     (("--num_parties=2", "--weak_parties=3"), "--weak_parties=3: there are 2"),
     (("--public_subset=9999",), "--public_subset=9999: there are 771"),
     (("--examples_per_class=99",), "examples_per_class=99: 5 parties want"),

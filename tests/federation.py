@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import core, population
+from hetfl import core, planning, population
 from hetfl.fedavg import Pool
 from hetfl.models import layers
 
@@ -72,10 +72,10 @@ def make_pools(num_pools=2, **settings):
 def make_plan(round, *, num_pools=2, num_lanes=1, distill=True, **settings):
   """A round of four clients a pool, and three distillation steps."""
   defaults = dict(clients_per_round=4, batch_size=3)
-  return population.RoundPlan(
+  return planning.RoundPlan(
     np.int32(round),
     tuple(
-      population.plan_clients(
+      planning.plan_clients(
         POPULATION,
         seed=0,
         round=round,
@@ -85,7 +85,7 @@ def make_plan(round, *, num_pools=2, num_lanes=1, distill=True, **settings):
       )
       for pool in range(num_pools)
     ),
-    population.plan_distillation(
+    planning.plan_distillation(
       POPULATION.examples(), seed=0, round=round, steps=3, batch_size=8
     )
     if distill

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from hetfl import engine, population
+from hetfl import engine, planning
 from hetfl.fedavg import fedavg, fedavg_server, Pool
 from hetfl.fml import as_lanes, fml, group_clients, independent, plan_mutual
 from hetfl.models import fml as nets
@@ -194,7 +194,7 @@ def test_with_beta_one_the_global_model_is_fedavgs():
   expected = algorithm.init(jax.random.key(0))
   for round in range(1, ROUNDS + 1):
     lanes = as_lanes(make_plan(round, clients), num_lanes=2)
-    plan = population.RoundPlan(np.int32(round), (lanes,), None)
+    plan = planning.RoundPlan(np.int32(round), (lanes,), None)
     expected, _ = jax.jit(algorithm.step)(
       expected, plan, {"pools": (make_data()["train"],)}
     )

@@ -7,7 +7,16 @@ import numpy as np
 import optax
 import pytest
 
-from hetfl import codist, core, distill, engine, evaluate, next_word, population
+from hetfl import (
+  codist,
+  core,
+  distill,
+  engine,
+  evaluate,
+  next_word,
+  planning,
+  population,
+)
 from hetfl.fedavg import fedavg, fedavg_server, Pool
 from hetfl.models import language
 from tests.oracles import codist as codist_oracle
@@ -132,10 +141,10 @@ def test_client_step_is_the_oracles(_float64, i, chunk):
     pools=(state.pools[0].replace(params=variables.params),)
   )
   clients = population.ClientPopulation.from_lists(bank, [np.arange(9)])
-  lanes = population.plan_clients(
+  lanes = planning.plan_clients(
     clients, seed=0, round=1, clients_per_round=1, batch_size=9
   )
-  plan = population.RoundPlan(np.int32(1), (lanes,), None)
+  plan = planning.RoundPlan(np.int32(1), (lanes,), None)
   state, metrics = jax.jit(algorithm.step)(
     state, plan, {"pools": (tree_map(jnp.asarray, bank),)}
   )
@@ -218,7 +227,7 @@ def test_logits_that_are_kept_give_the_same_student():
   state = codist.merged_codist(
     pools(kept), distill.Distiller(**settings), alpha=0.5, rounds=1
   ).init(jax.random.key(0))
-  plan = population.RoundPlan(
+  plan = planning.RoundPlan(
     np.int32(1), (), np.arange(32, dtype=np.int32).reshape(4, 8) % 16
   )
   students = []
@@ -283,7 +292,7 @@ def test_every_engine_gives_the_same_rounds():
     step = algorithm.step if runner else jax.jit(algorithm.step)
     for t in range(1, 4):
       plans = tuple(
-        population.plan_clients(
+        planning.plan_clients(
           clients,
           seed=0,
           round=t,
@@ -294,10 +303,10 @@ def test_every_engine_gives_the_same_rounds():
         )
         for p in range(2)
       )
-      rows = population.plan_distillation(
+      rows = planning.plan_distillation(
         clients.examples(), seed=0, round=t, steps=2, batch_size=8
       )
-      plan = population.RoundPlan(np.int32(t), plans, rows)
+      plan = planning.RoundPlan(np.int32(t), plans, rows)
       state, metrics = step(
         state, plan, {"pools": (data,) * 2, "distill": data}
       )

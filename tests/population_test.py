@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from hetfl import population
+from hetfl import planning, population
 
 CLIENTS = 342_477  # Stack Overflow's
 
@@ -25,7 +25,7 @@ def everyone():
 
 
 def plan(clients, round):
-  lanes = population.plan_clients(
+  lanes = planning.plan_clients(
     clients,
     seed=0,
     round=round,
@@ -33,7 +33,7 @@ def plan(clients, round):
     batch_size=4,
     num_lanes=4,
   )
-  batches = population.plan_distillation(
+  batches = planning.plan_distillation(
     clients.examples(), seed=0, round=round, steps=32, batch_size=128
   )
   return lanes, batches

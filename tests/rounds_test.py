@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from hetfl import codist, distill, population
+from hetfl import codist, distill, planning
 from hetfl.fedavg import (
   fedadam_server,
   fedavg,
@@ -57,7 +57,7 @@ def start(algorithm, pools, server):
   ]
 
 
-def clients_of(lanes: population.LanePlan):
+def clients_of(lanes: planning.LanePlan):
   """The oracle's view of a plan: each client's batches and weight."""
   bank = federation.POPULATION.bank
   clients = {}

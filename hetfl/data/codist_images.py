@@ -7,8 +7,6 @@ runs that differ in their seed see the same clients in the same parts.
 import dataclasses
 import os
 
-import numpy as np
-
 from hetfl.data import fedjax_source, partition, vision
 from hetfl.data.errors import DataError
 from hetfl.population import Bank, ClientPopulation, Subset
@@ -156,7 +154,9 @@ def load_codist_images(
     other = _load(distill_data, data_dir, download)
     distill = Subset.whole(_without_coarse(other.train))
   if distill_examples is not None:
-    distill = _some(distill, distill_examples, seed)
+    distill = distill.draw(
+      distill_examples, seed=[5, seed], name="--distill_examples"
+    )
   return CodistImages(
     name=dataset,
     partition=name,
@@ -239,13 +239,3 @@ def _load(
 def _without_coarse(bank: Bank) -> Bank:
   """The same arrays, not copied, without coarse labels: all banks are alike."""
   return {"x": bank["x"], "y": bank["y"]}
-
-
-def _some(subset: Subset, n: int, seed: int) -> Subset:
-  if n > len(subset.index):
-    raise ValueError(
-      f"--distill_examples={n}: there are {len(subset.index)}, want 1 to "
-      f"{len(subset.index)}"
-    )
-  order = np.random.default_rng([5, seed]).permutation(len(subset.index))
-  return Subset(subset.bank, subset.index[np.sort(order[:n])])

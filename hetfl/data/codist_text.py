@@ -222,7 +222,9 @@ def load_codist_text(
     skipped |= {f"c4: {reason}": n for reason, n in corpus.skipped.items()}
     subsets["distill"] = Subset.whole(_bank(tokens, corpus))
   if distill_examples is not None:
-    subsets["distill"] = _some(subsets["distill"], distill_examples, seed)
+    subsets["distill"] = subsets["distill"].draw(
+      distill_examples, seed=[7, seed], name="--distill_examples"
+    )
   for name, subset in subsets.items():
     if not len(subset.index):
       raise DataError(f"{dataset}: no sentences are left for {name}")
@@ -403,13 +405,3 @@ def _subset(vocabulary, bank, train, corpus, chosen) -> Subset:
   if corpus is not train:
     bank = _bank(vocabulary, corpus)
   return Subset(bank, chosen.astype(np.int32))
-
-
-def _some(subset: Subset, n: int, seed: int) -> Subset:
-  if n > len(subset.index):
-    raise ValueError(
-      f"--distill_examples={n}: there are {len(subset.index)}, want 1 to"
-      f" {len(subset.index)}"
-    )
-  order = np.random.default_rng([7, seed]).permutation(len(subset.index))
-  return Subset(subset.bank, subset.index[np.sort(order[:n])])

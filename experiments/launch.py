@@ -1,0 +1,234 @@
+"""From a command line to a run, or to several side by side."""
+
+from collections.abc import Callable, Sequence
+import hashlib
+import logging as std_logging
+import os
+import pathlib
+import platform
+import sys
+from typing import Any
+
+from absl import app, flags, logging
+import common
+import jax
+
+from hetfl import autotune, logs
+
+FLAGS = flags.FLAGS
+
+
+def side_by_side(
+  label: Sequence[str],
+  algorithms: Sequence[str],
+  *,
+  configure: Callable[[str, pathlib.Path], tuple[dict, dict]],
+  build: Callable[..., Any],
+  train: Callable[..., dict],
+  draw: Callable[..., None],
+  table: Callable[[dict], str],
+) -> None:
+  """Runs what --algorithm names, then prints a table.
+
+  Args:
+    label: parts of the default folder's name.
+    algorithms: those there are.
+    configure: an algorithm and its folder to its resolved flags, `config` and
+      `speed`.
+    build: `(config, speed)` to the experiment, which serves all algorithms of
+      the same form of convolution and evaluation; it has
+      `algorithm(config, speed)` and `plan(config, speed, round)`.
+    train: `(experiment, config, speed, folder)` to the result.
+    draw: `(rows by algorithm, config, path, experiment)`, draws the curves.
+    table: results by algorithm to text.
+  """
+  names = FLAGS.algorithm
+  for name in names:
+    if name not in algorithms:
+      raise common.UsageError(
+        f"--algorithm={name}: choose from {', '.join(algorithms)}"
+      )
+  workdir = common.default_workdir(*label, *names)
+  several = len(names) > 1
+  paths = {name: workdir / name if several else workdir for name in names}
+  configs = {name: configure(name, paths[name]) for name in names}
+  experiments = _experiments(build, configs)
+  # All that can be wrong should show before a folder is made.
+  for name, (config, speed) in configs.items():
+    experiments[name].algorithm(config, speed)
+    experiments[name].plan(config, speed, 1)
+  if several:
+    _open_comparison(workdir, algorithms)
+  folders = {
+    name: logs.RunFolder(paths[name], *configs[name]) for name in names
+  }
+  results, rows = {}, {}
+  for name in names:
+    results[name] = train(experiments[name], *configs[name], folders[name])
+    rows[name] = logs.read_rows(folders[name].metrics)
+    draw({name: rows[name]}, configs[name][0], paths[name], experiments[name])
+  if several:
+    draw(rows, configs[names[0]][0], workdir, experiments[names[0]])
+  print(table(results))
+  print(f"\nCurves: {workdir / 'curves.png'}")
+
+
+def _experiments(build, configs):
+  """An experiment for each algorithm; one, where the models are made alike."""
+  made, experiments = {}, {}
+  for name, (config, speed) in configs.items():
+    form = speed.get("conv"), speed.get("eval_batch_size")
+    if form not in made:
+      made[form] = build(config, speed)
+    experiments[name] = made[form]
+  return experiments
+
+
+def _open_comparison(workdir: pathlib.Path, algorithms: Sequence[str]) -> None:
+  """Checks that a folder is fit to hold one run's folder an algorithm."""
+  domains = ("", "_questions", "_answers")
+  curves = [f"curves{domain}.png" for domain in domains]
+  # A run that was killed may leave a chart half written.
+  allowed = {*algorithms, *curves, *(f".{name}.part" for name in curves)}
+  if workdir.is_dir():
+    strange = sorted(p.name for p in workdir.iterdir() if p.name not in allowed)
+    if strange:
+      raise common.UsageError(
+        f"--workdir={workdir} holds {strange[0]}, which no comparison of"
+        " algorithms does. Use another --workdir."
+      )
+
+
+def run(
+  main: Callable[[], None], define: Callable[[], None] | None = None
+) -> None:
+  """Parses flags, runs an experiment and turns its errors into one line.
+
+  Args:
+    main: the experiment; reads `FLAGS`.
+    define: defines the flags that depend on the values of others.
+  """
+
+  def parse(argv: Sequence[str]) -> Sequence[str]:
+    try:
+      if define:
+        argv = [arg for arg in argv if arg != "--"]
+        no_help = [a for a in argv if not a.lstrip("-").startswith("help")]
+        FLAGS(no_help, known_only=True)
+        define()
+      _list_flags()
+      rest = FLAGS(argv)
+    except flags.Error as error:
+      sys.exit(_one_line(error))
+    if rest[1:]:
+      sys.exit(f"error: {rest[1]!r} is no flag; flags begin with --")
+    return rest
+
+  def start(_):
+    logging.use_absl_handler()
+    logging.set_verbosity(max(FLAGS.verbosity, logging.INFO))
+    std_logging.getLogger("jax").setLevel(std_logging.WARNING)
+    if FLAGS.cpu_devices:
+      jax.config.update("jax_num_cpu_devices", FLAGS.cpu_devices)
+    jax.config.update("jax_default_matmul_precision", FLAGS.matmul_precision)
+    try:
+      _refuse_empty_lists()
+      _keep_programs()
+      _join_processes()
+      main()
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
+      if FLAGS.verbosity > 0:
+        raise
+      sys.exit(_one_line(error))
+
+  app.run(start, flags_parser=parse)
+
+
+def _list_flags() -> None:
+  """Has `--help` list the flags of all modules here, not only of the main."""
+  ours = {path.stem for path in pathlib.Path(__file__).parent.glob("*.py")}
+  for module, defined in FLAGS.flags_by_module_dict().items():
+    for flag in defined if module in ours else ():
+      FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+
+
+def _refuse_empty_lists() -> None:
+  """Refuses `--name=` of a list that has to say something."""
+  for name in FLAGS:
+    if FLAGS[name].value == [] and FLAGS[name].default != []:
+      raise common.UsageError(f"--{name}=: give a value, or leave it out")
+
+
+def _keep_programs() -> None:
+  """Lets compiled programs serve later runs, as --compilation_cache says."""
+  folder = FLAGS.compilation_cache
+  if folder == "none":
+    jax.config.update("jax_enable_compilation_cache", False)
+    return
+  if folder is None:
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+      return
+    folder = autotune.cache_folder() / "programs" / _processor()
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+      return  # A home that cannot be written to is no reason to stop.
+  jax.config.update("jax_compilation_cache_dir", str(folder))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _processor() -> str:
+  """Tells processors apart: programs of one may not run on another."""
+  description = platform.processor() + platform.machine()
+  try:
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+      lines = file.read().splitlines()
+  except OSError:  # not on Linux
+    lines = []
+  kinds = ("model name", "flags", "Features")
+  description += "".join(
+    sorted({line for line in lines if line.startswith(kinds)})
+  )
+  return hashlib.sha256(description.encode()).hexdigest()[:16]
+
+
+def _join_processes() -> None:
+  """Makes this process one of several, if the flags say so."""
+  names = ("coordinator", "processes", "process_id")
+  given = {n: FLAGS[f"distributed_{n}"].value for n in names}
+  if all(value is None for value in given.values()):
+    return
+  coordinator, processes, process = given.values()
+  if coordinator == "auto":
+    processes = process = coordinator = None
+  elif None in given.values():
+    missing = next(n for n in names if given[n] is None)
+    raise common.UsageError(
+      f"--distributed_{missing}: missing; give --distributed_coordinator,"
+      " --distributed_processes and --distributed_process_id, all three, or"
+      " --distributed_coordinator=auto alone"
+    )
+  elif process >= processes:
+    raise common.UsageError(
+      f"--distributed_process_id={process}: must be less than"
+      f" --distributed_processes={processes}"
+    )
+  # Among CPUs; other devices have their own.
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  try:
+    jax.distributed.initialize(coordinator, processes, process)
+  except (RuntimeError, ValueError) as error:
+    raise common.UsageError(
+      f"--distributed_coordinator={FLAGS.distributed_coordinator}: the"
+      f" processes did not find each other: {error}"
+    ) from error
+  if jax.process_index() > 0:  # The first one speaks for all.
+    logging.set_verbosity(logging.WARNING)
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")
+
+
+def _one_line(error: Exception) -> str:
+  text = " ".join(str(error).split())
+  if not isinstance(error, ValueError | flags.Error):
+    text = f"{type(error).__name__}: {text}"
+  return f"error: {text}"

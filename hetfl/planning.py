@@ -1,0 +1,430 @@
+"""Who trains on what in a round.
+
+What a round does is a `RoundPlan`: a small pytree of integer arrays that says
+which client trains on which examples in which order. A plan is a pure
+function of (seed, round, pool), so a run can be repeated, resumed and
+compared with another one client by client.
+
+Letters used throughout: K clients, L lanes, S steps, B batch size.
+"""
+
+from collections.abc import Sequence
+import heapq
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from hetfl import core
+from hetfl.population import ClientPopulation, positions_in, Subset
+
+
+class LanePlan(NamedTuple):
+  """The work of one pool in one round, laid out as L lanes of S steps.
+
+  Each lane trains its clients one after another. A client's last step carries
+  its weight; every other step, and those that only fill up a lane, carry 0.
+
+  Attributes:
+    index: `int32[L, S, B]`, positions in the bank; -1 marks an empty place.
+    client: `int32[L, S]`, the client's number in its population.
+    step: `int32[L, S]`, the number of the step within the client's work.
+    weight: `float32[L, S]`, the client's weight at its last step, else 0.
+    steps: `int32[L]`, how many steps of each lane are work.
+  """
+
+  index: np.ndarray
+  client: np.ndarray
+  step: np.ndarray
+  weight: np.ndarray
+  steps: np.ndarray
+
+
+class RoundPlan(NamedTuple):
+  """What one round does.
+
+  Attributes:
+    round: `int32[]`, the number of the round, from 1.
+    pools: P `LanePlan`s.
+    distill: `int32[S, B]`, positions in the distillation bank, step by step;
+      `None` where no algorithm distils.
+  """
+
+  round: np.ndarray
+  pools: tuple[LanePlan, ...]
+  distill: np.ndarray | None
+
+
+def pack_lanes(
+  batches: Sequence[np.ndarray],
+  clients: Sequence[int],
+  weights: Sequence[float],
+  *,
+  num_lanes: int,
+) -> LanePlan:
+  """Packs clients into lanes, longest client first into the shortest lane.
+
+  S is the longest lane's length rounded up to 32, 128, 512, ..., so that unlike
+  rounds share compiled programs; the steps added that way are not run.
+
+  Args:
+    batches: for each client `int32[s_k, B]`, its batches in order.
+    clients: for each client its number.
+    weights: for each client its weight in the aggregate; positive.
+    num_lanes: L.
+
+  Returns:
+    The plan.
+
+  >>> two, one = np.zeros((2, 4), np.int32), np.ones((1, 4), np.int32)
+  >>> plan = pack_lanes([one, two, one], [7, 8, 9], [4, 8, 4], num_lanes=2)
+  >>> plan.steps
+  array([2, 2], dtype=int32)
+  >>> plan.client[:, :3]
+  array([[8, 8, 0],
+         [7, 9, 0]], dtype=int32)
+  >>> plan.weight[:, :3]
+  array([[0., 8., 0.],
+         [4., 4., 0.]], dtype=float32)
+  """
+  lanes = [[] for _ in range(num_lanes)]
+  heap = [(0, lane) for lane in range(num_lanes)]
+  for k in sorted(range(len(batches)), key=lambda k: -len(batches[k])):
+    length, lane = heapq.heappop(heap)
+    lanes[lane].append(k)
+    heapq.heappush(heap, (length + len(batches[k]), lane))
+  steps = np.array([sum(len(batches[k]) for k in lane) for lane in lanes])
+  size = padded_length(int(steps.max()), at_least=32)
+  batch_size = batches[0].shape[1]
+  plan = LanePlan(
+    index=np.full((num_lanes, size, batch_size), -1, np.int32),
+    client=np.zeros((num_lanes, size), np.int32),
+    step=np.zeros((num_lanes, size), np.int32),
+    weight=np.zeros((num_lanes, size), np.float32),
+    steps=steps.astype(np.int32),
+  )
+  for lane, members in enumerate(lanes):
+    start = 0
+    for k in members:
+      end = start + len(batches[k])
+      plan.index[lane, start:end] = batches[k]
+      plan.client[lane, start:end] = clients[k]
+      plan.step[lane, start:end] = np.arange(end - start)
+      plan.weight[lane, end - 1] = weights[k]
+      start = end
+  return plan
+
+
+def padded_length(length: int, *, at_least: int) -> int:
+  """The least of `at_least`, four times that, and so on, that is enough.
+
+  Args:
+    length: what is needed.
+    at_least: the least length.
+
+  Returns:
+    The length; of few values, so that unlike rounds share compiled programs.
+
+  >>> [padded_length(n, at_least=32) for n in (1, 32, 33, 129)]
+  [32, 32, 128, 512]
+  """
+  padded = at_least
+  while padded < length:
+    padded *= 4
+  return padded
+
+
+def plan_clients(
+  population: ClientPopulation,
+  *,
+  seed: int,
+  round: int,
+  pool: int = 0,
+  clients_per_round: int,
+  batch_size: int,
+  epochs: int = 1,
+  max_steps: int | None = None,
+  uniform_weights: bool = False,
+  num_lanes: int = 1,
+) -> LanePlan:
+  """Samples a round's clients and orders their examples.
+
+  Clients are drawn uniformly without replacement. Each makes
+  `ceil(n_k epochs / B)` steps over its reshuffled examples; the last batch is
+  filled up from the next reshuffle, so that all batches have B examples.
+
+  Args:
+    population: the pool's clients.
+    seed: the run's seed.
+    round: the number of the round, from 1.
+    pool: the number of the pool; pools draw independently.
+    clients_per_round: how many clients train.
+    batch_size: B.
+    epochs: passes of a client over its examples.
+    max_steps: a limit to the steps of a client; `None` for none.
+    uniform_weights: weight clients alike, not by their number of examples.
+    num_lanes: L; lanes beyond `clients_per_round` stay empty.
+
+  Returns:
+    The plan; the same for the same arguments, and the same work in another
+    layout if only `num_lanes` differs.
+
+  Raises:
+    ValueError: if the pool has fewer clients than a round needs, or a number
+      is not at least 1.
+
+  Reference: FedJAX's `ClientDataset.shuffle_repeat_batch`; Lichtarge et al.
+  2023, appendix C.3.
+
+  >>> bank = {'y': np.arange(6)}
+  >>> population = ClientPopulation.from_lists(bank, [[0, 1, 2], [3, 4, 5]])
+  >>> plan = plan_clients(
+  ...     population, seed=0, round=1, clients_per_round=1, batch_size=2)
+  >>> plan.steps, plan.weight[:, :2]
+  (array([2], dtype=int32), array([[0., 3.]], dtype=float32))
+  """
+  core.check_counts(
+    round=round,
+    batch_size=batch_size,
+    epochs=epochs,
+    max_steps=max_steps,
+    num_lanes=num_lanes,
+  )
+  if not 1 <= clients_per_round <= len(population):
+    raise ValueError(
+      f"clients_per_round={clients_per_round}: pool {pool} has"
+      f" {len(population)} clients; choose 1 to {len(population)}"
+    )
+  rng = np.random.default_rng([seed, round, pool])
+  chosen = rng.choice(len(population), clients_per_round, replace=False)
+  batches, weights = [], []
+  for k in chosen:
+    held = population.positions(k)
+    steps = -(-len(held) * epochs // batch_size)
+    if max_steps is not None:
+      steps = min(steps, max_steps)
+    passes = -(-steps * batch_size // len(held))
+    order = np.concatenate([rng.permutation(held) for _ in range(passes)])
+    batches.append(order[: steps * batch_size].reshape(steps, batch_size))
+    weights.append(1.0 if uniform_weights else len(held))
+  return pack_lanes(batches, chosen, weights, num_lanes=num_lanes)
+
+
+def plan_distillation(
+  examples: Subset, *, seed: int, round: int, steps: int, batch_size: int
+) -> np.ndarray:
+  """Orders a round's distillation batches: shuffled passes over the examples.
+
+  Args:
+    examples: the distillation set.
+    seed: the run's seed.
+    round: the number of the round, from 1.
+    steps: S, distillation steps.
+    batch_size: B; may exceed the number of examples.
+
+  Returns:
+    `int32[S, B]`, positions in the bank of `examples`.
+
+  Raises:
+    ValueError: if there are no examples, one is not in the bank, or a number
+      is not at least 1.
+
+  >>> examples = Subset({'y': np.zeros(9)}, np.array([2, 5, 7]))
+  >>> plan_distillation(
+  ...     examples, seed=0, round=1, steps=3, batch_size=1).T.tolist()
+  [[...]]
+  """
+  core.check_counts(round=round, steps=steps, batch_size=batch_size)
+  if not len(examples.index):
+    raise ValueError("examples: there are none to distil on")
+  # 2**32 - 1 keeps these draws apart from those of any pool.
+  rng = np.random.default_rng([seed, round, 2**32 - 1])
+  number = steps * batch_size
+  if len(examples.index) > 50 * number:
+    # Shuffling millions of examples for a few takes longer than a round.
+    chosen = rng.choice(len(examples.index), number, replace=False)
+    order = examples.index[chosen]
+  else:
+    passes = -(-number // len(examples.index))
+    order = np.concatenate(
+      [rng.permutation(examples.index) for _ in range(passes)]
+    )[:number]
+  order = positions_in(examples.bank, order, "examples.index")
+  return order.reshape(steps, batch_size)
+
+
+def plan_round(
+  pools: Sequence[ClientPopulation],
+  distill: Subset | None = None,
+  *,
+  seed: int,
+  round: int,
+  clients_per_round: int,
+  batch_size: int,
+  epochs: int = 1,
+  max_steps: int | None = None,
+  uniform_weights: bool = False,
+  num_lanes: int | None = None,
+  distill_steps: int = 1,
+  distill_batch_size: int = 128,
+) -> RoundPlan:
+  """Plans a round of FedAvg, PeriodicCodist or MergedCodist.
+
+  Args:
+    pools: P pools' clients.
+    distill: the distillation set; `None` where none is needed.
+    seed: see `plan_clients`.
+    round: the number of the round, from 1.
+    clients_per_round: of each pool.
+    batch_size: see `plan_clients`.
+    epochs: see `plan_clients`.
+    max_steps: see `plan_clients`.
+    uniform_weights: see `plan_clients`.
+    num_lanes: L; an engine's `num_lanes(clients_per_round)` is a good number.
+      By default one for each client, which suits accelerators.
+    distill_steps: see `plan_distillation`.
+    distill_batch_size: see `plan_distillation`.
+
+  Returns:
+    The plan, a pure function of its arguments.
+
+  Raises:
+    ValueError: if a pool has fewer clients than a round needs.
+
+  >>> bank = {'y': np.arange(6)}
+  >>> clients = ClientPopulation.from_lists(bank, [[0, 1, 2], [3, 4, 5]])
+  >>> plan = plan_round(
+  ...     [clients, clients], clients.examples(), seed=0, round=1,
+  ...     clients_per_round=2, batch_size=2, distill_batch_size=4)
+  >>> len(plan.pools), plan.pools[0].steps, plan.distill.shape
+  (2, array([2, 2], dtype=int32), (1, 4))
+  """
+  lanes = tuple(
+    plan_clients(
+      clients,
+      seed=seed,
+      round=round,
+      pool=pool,
+      clients_per_round=clients_per_round,
+      batch_size=batch_size,
+      epochs=epochs,
+      max_steps=max_steps,
+      uniform_weights=uniform_weights,
+      num_lanes=num_lanes or clients_per_round,
+    )
+    for pool, clients in enumerate(pools)
+  )
+  batches = None
+  if distill is not None:
+    batches = plan_distillation(
+      distill,
+      seed=seed,
+      round=round,
+      steps=distill_steps,
+      batch_size=distill_batch_size,
+    )
+  return RoundPlan(np.int32(round), lanes, batches)
+
+
+def localize(
+  plan: RoundPlan,
+  pools: Sequence[ClientPopulation],
+  distill: Subset | None = None,
+) -> tuple[RoundPlan, dict[str, Any]]:
+  """Cuts the banks down to what one round needs of them.
+
+  For banks that are too large for a device: the round's own are a few clients'
+  examples and the distillation batches, and the results are the same.
+
+  Args:
+    plan: the round's plan.
+    pools: P pools' clients.
+    distill: the distillation set, if the plan has batches of it.
+
+  Returns:
+    The plan with positions in the new banks, and the banks as `step` takes
+    them, still on the host. Their lengths are powers of two, so that unlike
+    rounds share a few compiled programs.
+
+  >>> clients = ClientPopulation.from_lists({'y': np.arange(9)}, [[4, 8], [2]])
+  >>> plan = plan_round(
+  ...     [clients], seed=0, round=1, clients_per_round=1, batch_size=2,
+  ...     num_lanes=1)
+  >>> small, data = localize(plan, [clients])
+  >>> bank = data['pools'][0]
+  >>> len(bank['y']), clients.bank['y'][plan.pools[0].index[0, 0]].tolist() == (
+  ...     bank['y'][small.pools[0].index[0, 0]].tolist())
+  (8, True)
+  """
+  used = [(p.bank, lanes.index) for p, lanes in zip(pools, plan.pools)]
+  if plan.distill is not None:
+    used.append((distill.bank, plan.distill))
+  together = {}
+  for bank, index in used:
+    together.setdefault(id(bank), (bank, []))[1].append(index[index >= 0])
+  positions, cut = {}, {}
+  for key, (bank, indices) in together.items():
+    there = np.unique(np.concatenate(indices))
+    positions[key] = there
+    length = max(8, 1 << (len(there) - 1).bit_length())
+    fill = np.full(length - len(there), there[0])
+    rows = np.concatenate([there, fill])
+    cut[key] = {name: array[rows] for name, array in bank.items()}
+
+  def moved(bank, index):
+    new = np.searchsorted(positions[id(bank)], index)
+    return np.where(index >= 0, new, -1).astype(np.int32)
+
+  lanes = tuple(
+    lanes._replace(index=moved(p.bank, lanes.index))
+    for p, lanes in zip(pools, plan.pools)
+  )
+  data = {"pools": tuple(cut[id(p.bank)] for p in pools)}
+  batches = plan.distill
+  if batches is not None:
+    batches = moved(distill.bank, batches)
+    data["distill"] = cut[id(distill.bank)]
+  return RoundPlan(plan.round, lanes, batches), data
+
+
+def stack_plans(plans: Sequence[Any]) -> Any:
+  """Puts the plans of several rounds on one axis, for `jax.lax.scan`.
+
+  Args:
+    plans: plans of one kind; a `RoundPlan`'s lanes of unlike lengths are
+      filled up, all else must be of one shape.
+
+  Returns:
+    A plan with rounds on the first axis of each array.
+
+  >>> lanes = pack_lanes([np.ones((33, 1), np.int32)], [0], [1.], num_lanes=1)
+  >>> short = pack_lanes([np.ones((1, 1), np.int32)], [0], [1.], num_lanes=1)
+  >>> plans = [RoundPlan(np.int32(t + 1), (p,), None)
+  ...          for t, p in enumerate([lanes, short])]
+  >>> stack_plans(plans).pools[0].index.shape
+  (2, 1, 128, 1)
+  """
+  if isinstance(plans[0], RoundPlan):
+    pools = zip(*(map(_filled, zip(*(plan.pools for plan in plans)))))
+    plans = [plan._replace(pools=p) for plan, p in zip(plans, pools)]
+  return jax.tree.map(lambda *arrays: np.stack(arrays), *plans)
+
+
+def _filled(lanes: Sequence[LanePlan]) -> list[LanePlan]:
+  """Plans of a pool in several rounds, all as long as the longest."""
+  size = max(plan.client.shape[1] for plan in lanes)
+
+  def fill(array, value):
+    widths = [(0, 0)] * array.ndim
+    widths[1] = (0, size - array.shape[1])
+    return np.pad(array, widths, constant_values=value)
+
+  return [
+    plan._replace(
+      index=fill(plan.index, -1),
+      client=fill(plan.client, 0),
+      step=fill(plan.step, 0),
+      weight=fill(plan.weight, 0),
+    )
+    for plan in lanes
+  ]
