@@ -183,7 +183,7 @@ def define_run_flags() -> None:
     "matmul_precision",
     "float32",
     ["float32", "tensorfloat32", "bfloat16"],
-    "Precision of matrix products.",
+    "Precision of matrix products on accelerators; CPUs take float32.",
   )
 
 
