@@ -4,7 +4,7 @@
 
 Three companies have 20 handwritten digits each and a model each: a linear one
 in plain JAX, a dense and a convolutional one in Flax. They share nothing but
-what their models say of 600 public digits, whose labels they do not use.
+what their models say of 600 public digits, of whose labels they learn nothing.
 """
 
 import flax.linen as nn

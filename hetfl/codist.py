@@ -148,8 +148,9 @@ def periodic_codist(
   `theta_i <- FedAvg(theta_i)`; if `t % p == 0`, for all i at once,
   `theta_i <- distil(student=theta_i, teachers={theta_j, j != i})`.
 
-  After each codistillation the server optimizers' moments are reset, "as the
-  models have departed from their initial parameters" (appendix C.4).
+  After each codistillation the server optimizers begin anew, counts of steps
+  included, "as the models have departed from their initial parameters"
+  (appendix C.4, which speaks of the momentum variables).
 
   Args:
     pools: P >= 2 pools.

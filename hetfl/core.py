@@ -278,6 +278,29 @@ other need the same classes
     )
 
 
+def check_losses(values: jax.Array, mask: jax.Array) -> None:
+  """Checks that a loss gives a number for each example.
+
+  Args:
+    values: what the loss gave.
+    mask: `float[B]`.
+
+  Raises:
+    ValueError: it is not `[B]`; `[B, 1]` by a mask would be `[B, B]`.
+
+  >>> check_losses(jnp.zeros((8, 1)), jnp.ones(8))
+  Traceback (most recent call last):
+    ...
+  ValueError: a loss of shape (8, 1) on 8 examples: give one number for each, \
+float[8]
+  """
+  if jnp.shape(values) != jnp.shape(mask):
+    raise ValueError(
+      f"a loss of shape {jnp.shape(values)} on {len(mask)} examples: give one"
+      f" number for each, float[{len(mask)}]"
+    )
+
+
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
   """Mean of the values whose mask is 1; 0 if there are none.
 
@@ -288,9 +311,13 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
   Returns:
     A scalar.
 
+  Raises:
+    ValueError: as `check_losses`.
+
   >>> float(masked_mean(jnp.array([1., 2., 9.]), jnp.array([1., 1., 0.])))
   1.5
   """
+  check_losses(values, mask)
   return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1)
 
 

@@ -27,12 +27,20 @@ def tempered_softmax(logits: jax.Array, temperature: jax.Array) -> jax.Array:
   Returns:
     `float[..., C]`, probabilities.
 
+  Raises:
+    ValueError: there is but one class, of which the softmax is always 1.
+
   Reference: Lichtarge et al. 2023, appendix C.4.
 
   >>> p = tempered_softmax(jnp.log(jnp.array([1., 3.])), 0.5)
   >>> [round(float(x), 4) for x in p]
   [0.1, 0.9]
   """
+  if logits.shape[-1] < 2:
+    raise ValueError(
+      f"outputs of shape {logits.shape}: a softmax over one class says nothing;"
+      " let models give two, such as (0, z) for a logit z"
+    )
   return jax.nn.softmax(logits / temperature, axis=-1)
 
 
@@ -159,7 +167,8 @@ class Distiller:
       paper's unlabelled distillation.
     transform: what is done to a batch as it lies in the distillation bank.
     mixup_beta: mixes images by weights from Beta(beta, beta); `None`: none.
-    optimizer: a learning rate to an optax optimizer, new for each exchange.
+    optimizer: a learning rate to an optax optimizer, new for each exchange;
+      one that draws random numbers would draw the same in each.
     microbatch: how many examples pass through a model at once, at most; the
       batch is cut into equal parts. `None` for all. Changes speed and memory
       only, but for dropout and batch normalisation, which act on the parts.

@@ -115,7 +115,7 @@ class Pool:
 
   @functools.cached_property
   def reset_server(self) -> Callable[..., "PoolState"]:
-    """The program that forgets the server optimizer's moments."""
+    """The program that makes the server optimizer's state anew."""
 
     def reset_server(state):
       optimizer = self.server_optimizer(state.hyper["server_lr"])

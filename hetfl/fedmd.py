@@ -197,10 +197,10 @@ def fedmd(
   Args:
     parties: P parties, whose models end in as many outputs.
     digest_loss: 'mae' or 'mse' between logits, or 'kl' from the mean of the
-      tempered softmaxes. Like every loss here, without a factor T^2.
+      tempered softmaxes, without `fml`'s factor T^2.
     consensus_weights: c_k, not negative; only their ratios count; by default
       equal.
-    temperature: T of 'kl'.
+    temperature: T of 'kl'; the other losses have none.
     public_transform: what is done to a public batch as it lies in its bank.
     private_transform: the same for private batches.
     eval_batch_size: examples at once in Communicate; changes speed only.
@@ -253,6 +253,7 @@ def fedmd(
   core.check_hyper(
     {"temperature": temperature}, temperature=(1e-6, float("inf"))
   )
+  core.check_counts(eval_batch_size=eval_batch_size)
   speak = [
     speak_program(party, translator, public_transform, eval_batch_size)
     for party in parties
@@ -402,7 +403,7 @@ def learn_program(
     return translator.loss(logits, batch["consensus"], batch["temperature"])
 
   digest = party.trainer(public_transform, towards)
-  revisit = party.trainer(private_transform, core.cross_entropy)
+  revisit = party.trainer(private_transform, party.loss)
 
   def digest_and_revisit(
     state, temperature, key, public, agreed, subset, digest_rows, private, rows
@@ -484,10 +485,11 @@ def plan_fedmd(
 ) -> FedMDPlan:
   """Draws a round's public subset and orders everybody's examples.
 
-  The subset is stratified: its labels have the shares of the public set's.
+  The subset is stratified: its labels have the shares of the public set's. Of
+  a bank without labels `y` all examples are as likely.
 
   Args:
-    public: the public examples; the bank has `y`.
+    public: the public examples.
     private: the parties' private examples, or each party's positions in its
       bank.
     seed: the run's seed.
@@ -529,11 +531,12 @@ def plan_fedmd(
     )
   positions = population.positions_in(public.bank, public.index, "public")
   private = population.holdings(private)
-  drawn = partition.stratified(
-    np.asarray(public.bank["y"])[positions],
-    size=subset,
-    seed=[_SUBSET, seed, round],
-  )
+  drawn_by = [_SUBSET, seed, round]
+  if "y" in public.bank:
+    labels = np.asarray(public.bank["y"])[positions]
+    drawn = partition.stratified(labels, size=subset, seed=drawn_by)
+  else:
+    drawn = np.random.default_rng(drawn_by).permutation(len(positions))[:subset]
   return FedMDPlan(
     round=np.int32(round),
     subset=positions[drawn],

@@ -203,7 +203,7 @@ def as_lanes(plan: MutualPlan, *, num_lanes: int) -> planning.LanePlan:
   and draw by draw.
 
   Args:
-    plan: the plan.
+    plan: the plan, of clients whose examples lie in one bank.
     num_lanes: L.
 
   Returns:
@@ -253,7 +253,8 @@ def _check_plan(plan, groups, state):
         " group_clients(clients)"
       )
   for work, kept in zip(plan.groups, state.groups):
-    stats = kept.local.stats, state.server and state.server.stats
+    models = kept.local, kept.adaptor, state.server
+    stats = [model.stats for model in models if model is not None]
     if isinstance(work.index, jax.core.Tracer) or not jax.tree.leaves(stats):
       continue
     worked = np.arange(work.index.shape[1]) < np.asarray(work.steps)[:, None]
@@ -389,7 +390,8 @@ def fml(
       beta best (section 6).
     learning_rate: of both optimizers; a value or a schedule.
     optimizer: a learning rate to an optax optimizer.
-    temperature: T of the divergences; the paper has none.
+    temperature: T of the divergences, which are then multiplied by T^2; the
+      paper has none.
     sequential: as in deep mutual learning (Zhang et al. 2018), the local
       model steps first and the meme learns from it as it is then. The paper
       and its code step with both at once.

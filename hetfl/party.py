@@ -38,11 +38,13 @@ class Party:
     name: its name in metrics and results.
     model: the model f_k.
     learning_rate: of all its training.
-    l2: weight of `penalty` in every loss, that of Digest too.
+    l2: weight of `penalty` in every loss, that of Digest too; without a
+      penalty it says nothing.
     penalty: parameters to a scalar, such as the head's `sum(w^2)`; `None`:
       nothing decays.
     optimizer: a learning rate to an optax optimizer. Departure: optax's Adam
       adds epsilon after the correction of the bias, Keras's before.
+    loss: the loss of each example by its label, in all but Digest.
   """
 
   name: str
@@ -51,6 +53,7 @@ class Party:
   l2: float | jax.Array = 1e-3
   penalty: Callable[[PyTree], jax.Array] | None = None
   optimizer: client_lib.Optimizer = keras_adam
+  loss: core.Loss = core.cross_entropy
 
   def hyper(self) -> dict[str, jax.Array]:
     """The values that trials may vary: `learning_rate` and `l2`, scalars.
@@ -98,7 +101,9 @@ class Party:
           logits, stats = self.model.apply(
             variables, batch["x"], jax.random.fold_in(key, s), True
           )
-          value = jnp.mean(loss(logits, batch))
+          value = loss(logits, batch)
+          if value.ndim:
+            value = core.masked_mean(value, batch["mask"])
           total = value
           if self.penalty is not None:
             total += hyper["l2"] * self.penalty(params)
@@ -243,6 +248,7 @@ def fit(
     patience=(1, float("inf")),
     min_delta=(0, 1),
   )
+  core.check_counts(eval_batch_size=eval_batch_size)
   epochs = [
     _epoch_program(party, transform, min_delta, eval_batch_size)
     for party in parties
@@ -268,6 +274,8 @@ def fit(
     )
 
   def step(state, plan, data):
+    for name in data.keys() - {"train", "stopping"}:
+      raise ValueError(f"data[{name!r}]: want 'train' and, if any, 'stopping'")
     key = jax.random.fold_in(state.key, plan.round)
     results = engine.run(
       *(
@@ -308,7 +316,7 @@ def fit(
 
 def _epoch_program(party, transform, min_delta, batch_size):
   """One epoch of a party, and what it says of going on."""
-  train = party.trainer(transform, core.cross_entropy)
+  train = party.trainer(transform, party.loss)
   measure = evaluate_lib.lane_program(party.model, transform)
 
   def train_epoch(learner, key, bank, batches, steps, stopping):

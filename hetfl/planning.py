@@ -29,7 +29,8 @@ class LanePlan(NamedTuple):
     index: `int32[L, S, B]`, positions in the bank; -1 marks an empty place.
     client: `int32[L, S]`, the client's number in its population.
     step: `int32[L, S]`, the number of the step within the client's work.
-    weight: `float32[L, S]`, the client's weight at its last step, else 0.
+    weight: `float32[L, S]`, the client's weight at its last step, else 0. It
+      also says where a client ends, so that none can be taken out by a 0.
     steps: `int32[L]`, how many steps of each lane are work.
   """
 
@@ -76,6 +77,9 @@ def pack_lanes(
   Returns:
     The plan.
 
+  Raises:
+    ValueError: a weight is not positive.
+
   >>> two, one = np.zeros((2, 4), np.int32), np.ones((1, 4), np.int32)
   >>> plan = pack_lanes([one, two, one], [7, 8, 9], [4, 8, 4], num_lanes=2)
   >>> plan.steps
@@ -87,6 +91,11 @@ def pack_lanes(
   array([[0., 8., 0.],
          [4., 4., 0.]], dtype=float32)
   """
+  if not all(weight > 0 for weight in weights):
+    raise ValueError(
+      f"weights={list(weights)}: must be positive; leave out clients that do"
+      " not count"
+    )
   lanes = [[] for _ in range(num_lanes)]
   heap = [(0, lane) for lane in range(num_lanes)]
   for k in sorted(range(len(batches)), key=lambda k: -len(batches[k])):
@@ -230,9 +239,10 @@ def plan_distillation(
       is not at least 1.
 
   >>> examples = Subset({'y': np.zeros(9)}, np.array([2, 5, 7]))
-  >>> plan_distillation(
-  ...     examples, seed=0, round=1, steps=3, batch_size=1).T.tolist()
-  [[...]]
+  >>> plan = plan_distillation(
+  ...     examples, seed=0, round=1, steps=3, batch_size=2)
+  >>> sorted(plan.ravel().tolist())
+  [2, 2, 5, 5, 7, 7]
   """
   core.check_counts(round=round, steps=steps, batch_size=batch_size)
   if not len(examples.index):

@@ -71,6 +71,10 @@ def _integers(positions: Any, name: str) -> np.ndarray:
     raise ValueError(
       f"{name}: positions must be integers, not {array.dtype}{hint}"
     )
+  if len(array) and array.min() < 0:
+    raise ValueError(
+      f"{name}: positions outside the bank: {array.min()} is below 0"
+    )
   return array.astype(np.int32)
 
 

@@ -46,6 +46,21 @@ def test_chunks_are_put_together(rows):
     np.testing.assert_array_equal(skipped, np.zeros(rows))
 
 
+def test_trials_that_differ_do_not_all_pay():
+  """A branch stays one under `vmap`, and a bank is not copied for each."""
+
+  def call(weight, bank, when):
+    job = engine.Call(lambda w, b: w * jnp.sum(b), (weight, bank), when)
+    return engine.Inline().run(job)[0]
+
+  trials = jax.vmap(call, (0, None, 0))
+  args = jnp.arange(1.0, 4.0), jnp.ones(500), jnp.array([True, False, True])
+  np.testing.assert_array_equal(trials(*args), [500, 0, 1500])
+  program = str(jax.make_jaxpr(trials)(*args))
+  assert "cond[" in program and "f32[500]" in program
+  assert "3,500]" not in program
+
+
 def test_an_error_reaches_the_caller_and_the_engine_lives_on():
   def wrong(x):
     raise RuntimeError("a bug in a model")

@@ -86,6 +86,35 @@ def unlike_pools():
   return algorithm.step(state, plan_clients(), federation.make_data())
 
 
+def column_of_losses(make):
+  """A loss `[B, 1]`, as of a regression whose labels got an axis."""
+  loss = lambda logits, batch: core.cross_entropy(logits, batch)[:, None]
+  return make(algorithms.MLP, loss=loss)
+
+
+def pool_round(model, **settings):
+  algorithm = fedavg([Pool("a", model, 0.1, 0.1, **settings)], rounds=1)
+  return algorithm.step(
+    algorithm.init(jax.random.key(0)),
+    federation.make_plan(1, num_pools=1),
+    {"pools": federation.make_data()["pools"][:1]},
+  )
+
+
+def mutual_round(model, **settings):
+  algorithm = fml([MutualClient(model, **settings)] * 2, global_model=model)
+  state = algorithm.init(jax.random.key(0))
+  return algorithm.step(state, mutual(), {"train": jax.device_put(BANK)})
+
+
+def one_class():
+  single = core.Model.from_flax(
+    nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(1)]),
+    jnp.zeros(federation.EXAMPLE.shape),
+  )
+  return mutual_round(single, loss=lambda logits, batch: logits[:, 0])
+
+
 def unlike_clients():
   clients = [MutualClient(WIDER)] * 2
   algorithm = fml(clients, global_model=algorithms.MLP)
@@ -175,7 +204,11 @@ WRONG = {
   "examples: there are none": lambda: plan_distillation(
     population.Subset(PUBLIC.bank, np.arange(0))
   ),
+  "client 0: positions outside the bank: -1": lambda: mutual(((-1, 0), (1,))),
   # Plans.
+  "weights=[1, 0]: must be positive": lambda: planning.pack_lanes(
+    [np.zeros((1, 2), np.int32)] * 2, [0, 1], [1, 0], num_lanes=1
+  ),
   "clients_per_round=10: pool 0 has 9": lambda: plan_clients(
     clients_per_round=10
   ),
@@ -221,6 +254,12 @@ WRONG = {
   "variables: 1 for 3 parties": lambda: party.fit(algorithms.PARTIES).init(
     jax.random.key(0), [None]
   ),
+  "data['stoping']: want 'train'": lambda: step(
+    "fit", data={"train": (), "stoping": None}
+  ),
+  "a loss of shape (3, 1) on 3": lambda: column_of_losses(pool_round),
+  "a loss of shape (2, 1) on 2": lambda: column_of_losses(mutual_round),
+  "a softmax over one class says nothing": one_class,
   # Models.
   "Training takes 'training'": lambda: core.Model.from_flax(
     Training(), jnp.zeros((1, 2))

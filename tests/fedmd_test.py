@@ -474,3 +474,14 @@ def test_what_is_out_of_range_is_refused():
     plan_fedmd(
       population.Subset.whole(PUBLIC), EXAMPLES, seed=0, round=1, subset=99
     )
+
+
+def test_public_examples_need_no_labels():
+  """All are as likely then: of 6, each is in half of the subsets of 3."""
+  public = population.Subset({"x": np.zeros((9, 2))}, np.arange(3, 9))
+  drawn = [
+    plan_fedmd(public, [[0]], seed=0, round=t, subset=3).subset
+    for t in range(1, 201)
+  ]
+  counts = np.bincount(np.concatenate(drawn), minlength=9)
+  assert counts[:3].sum() == 0 and all(70 < counts[3:]) and all(counts < 130)

@@ -208,7 +208,13 @@ class Inline:
         lambda zero, x: x.astype(zero.dtype), zeros, job.otherwise(*args)
       )
 
-    return jax.lax.cond(job.when, job.fn, otherwise, *job.args)
+    def run(*args):
+      results = job.fn(*args), otherwise(*args)
+      return jax.tree.map(lambda x, y: jnp.where(job.when, x, y), *results)
+
+    # Of trials that differ each keeps what it asks for. With a predicate of
+    # their own `vmap` would run both branches always, on a bank for each trial.
+    return jax.lax.cond(_any_trial(job.when), run, otherwise, *job.args)
 
   def _lanes(self, job: Lanes):
     num_lanes = len(job.steps)
@@ -329,3 +335,15 @@ def _never_of_trials(axis_size, in_batched, x):
   # One for all trials, or branches on it would become selections.
   del axis_size, in_batched
   return _never(x), False
+
+
+@jax.custom_batching.custom_vmap
+def _any_trial(when):
+  """`when`; under `vmap`, whether it is so for any."""
+  return jnp.asarray(when)
+
+
+@_any_trial.def_vmap
+def _any_of_batch(axis_size, in_batched, when):
+  del axis_size, in_batched
+  return _any_trial(jnp.any(when, axis=0)), False

@@ -46,7 +46,8 @@ class Call(NamedTuple):
   Attributes:
     fn: a pure function; keep the same object from round to round.
     args: its arguments.
-    when: whether to run it; if not, the result is that of `otherwise`.
+    when: whether to run it; if not, the result is that of `otherwise`. Under
+      `vmap` it is run if any of the batch asks for it.
     otherwise: a cheap function of the same arguments with results of the same
       shapes; by default zeros.
     shared: whether devices may share the work: where there are several, `fn`
