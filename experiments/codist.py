@@ -351,6 +351,11 @@ class Experiment:
       ]
     return self._pools[rates]
 
+  @property
+  def files(self) -> dict[str, bytes]:
+    """Name and content of files that belong to a run."""
+    return self.task.files
+
   def algorithm(self, config: dict, speed: dict) -> core.Algorithm:
     """Builds one of the three algorithms."""
     pools = self.pools(config)
@@ -468,7 +473,7 @@ def train(
   experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
 ) -> dict:
   """Runs one algorithm in a folder of its own, or goes on with it."""
-  for name, content in experiment.task.files.items():
+  for name, content in experiment.files.items():
     folder.keep(name, content)
   algorithm = experiment.algorithm(config, speed)
   plan = experiment.plan

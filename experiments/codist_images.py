@@ -117,7 +117,12 @@ class Task:
       download=FLAGS.download,
     )
     self._recipe = augment.RECIPES[config["recipe"]]
-    size = self._recipe.size
+    size, side = self._recipe.size, self.data.image_shape[0]
+    if size > side + 2 * self._recipe.pad:
+      raise common.UsageError(
+        f"--recipe={config['recipe']}: cuts squares of {size} out of images of"
+        f" {side}x{side} ({config['dataset']}); choose another"
+      )
     example = jnp.zeros((1, size, size, self.data.image_shape[-1]))
     self.models = [
       core.Model.from_flax(

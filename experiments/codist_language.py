@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from hetfl import core, next_word
 from hetfl import engine as engine_lib
-from hetfl.data import codist_text
+from hetfl.data import codist_text, files
 from hetfl.models import language
 
 FLAGS = flags.FLAGS
@@ -184,7 +184,7 @@ class Task:
       max_sentences_per_client=config["max_sentences_per_client"],
       distill_data=config["distill_data"],
       distill_examples=config["distill_examples"],
-      c4_path=config["c4_path"],
+      c4_path=FLAGS.c4_path,
       c4_tokenizer=config["c4_tokenizer"],
       seed=config["seed"],
       partition_seed=config["partition_seed"],
@@ -203,7 +203,16 @@ class Task:
     self.evaluator_options = dict(
       transform=_split, measure=next_word.next_word_metrics
     )
-    self.files = {"vocabulary.json": vocabulary.to_bytes()}
+
+  @property
+  def files(self) -> dict[str, bytes]:
+    """See the class; made for runs alone, since it reads all sentences."""
+    data = self.data
+    sets = (*data.pools, data.distill, data.heldout, data.test)
+    return {
+      "vocabulary.json": data.vocabulary.to_bytes(),
+      "data.json": files.record(sets, partition="users"),
+    }
 
   def distiller_options(self, config: dict) -> dict:
     """What a `Distiller` takes beside rates and the target's values."""

@@ -88,6 +88,15 @@ class Experiment:
       )
       for k, module in enumerate(modules)
     ]
+    for name, party in zip(self.model_names, self.parties):
+      try:
+        jax.eval_shape(party.model.init, jax.random.key(0))
+      except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        side = self.data.image_shape[0]
+        raise common.UsageError(
+          f"--models={config['models']}: {party.name}'s ({name}) does not fit"
+          f" images of {side}x{side}: {error}"
+        ) from error
     self.transforms = {
       "public": functools.partial(augment.center, mean=self.data.public_mean),
       "private": functools.partial(augment.center, mean=self.data.private_mean),
@@ -183,7 +192,7 @@ class Experiment:
     }
     # Of several processes only the first has the other run's folder.
     other = FLAGS.pretrained if jax.process_index() == 0 else None
-    path = pathlib.Path(other or workdir) / phase
+    path = pathlib.Path(other or workdir).expanduser() / phase
     folder = logs.RunFolder(path, config, self.speed)
     public = phase == "public"
     folder.keep("data.json", self.public_record if public else self.record)
@@ -412,12 +421,13 @@ def main() -> None:
   common.refuse(
     "not for FedMD, whose rounds are long", "autotune", "rounds_per_dispatch"
   )
-  first = jax.process_index() == 0
-  if FLAGS.pretrained and first and not pathlib.Path(FLAGS.pretrained).is_dir():
-    raise common.UsageError(
-      f"--pretrained={FLAGS.pretrained}: there is no such folder; give the"
-      " --workdir of a run, or leave it out"
-    )
+  if FLAGS.pretrained and jax.process_index() == 0:
+    of_run = pathlib.Path(FLAGS.pretrained).expanduser()
+    if not (of_run / "public" / "config.json").exists():
+      raise common.UsageError(
+        f"--pretrained={FLAGS.pretrained}: there is no such folder, or none of"
+        " a run, with public/ in it; give a run's --workdir, or leave it out"
+      )
   workdir = common.default_workdir("fedmd", FLAGS.environment)
   config, speed = settings.configuration(workdir)
   experiment = Experiment(config, speed)

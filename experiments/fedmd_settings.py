@@ -56,7 +56,9 @@ DEFAULTS = {
     digest_batch_size=32,
   ),
   "mnist_letters_iid": _PAPER,
-  "mnist_letters_by_writer": dict(_PAPER, revisit_epochs=4),
+  "mnist_letters_by_writer": dict(
+    _PAPER, examples_per_class=None, revisit_epochs=4
+  ),
   "cifar_iid": _CIFAR,
   "cifar_noniid": dict(
     _CIFAR,
@@ -103,7 +105,8 @@ def define_flags() -> None:
   )
   _define_integers(
     num_parties="Parties; 10 in the paper.",
-    examples_per_class="Images of each private class of a party.",
+    examples_per_class="Images of each private class of a party; not for"
+    " mnist_letters_by_writer, where a party has what its writer wrote.",
     public_subset="Public examples that a round's scores are of.",
     public_epochs="Epochs on public data, at most.",
     public_batch_size="Examples of a step on public data.",
@@ -230,6 +233,23 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
     raise common.UsageError(
       f"--weak_parties={values['weak_parties']}: there are"
       f" {values['num_parties']} parties"
+    )
+  elsewhere = {  # What says nothing in other environments.
+    "examples_per_class": (None, set(DEFAULTS) - {"mnist_letters_by_writer"}),
+    "min_writer_examples": (18, {"mnist_letters_by_writer"}),
+    "superclasses": ("paper", {"cifar_noniid"}),
+  }
+  for name, (default, environments) in elsewhere.items():
+    value = FLAGS[name].value
+    if value != default and FLAGS.environment not in environments:
+      raise common.UsageError(
+        f"--{name}={value}: says nothing in --environment={FLAGS.environment};"
+        " leave it out"
+      )
+  if FLAGS.temperature != 1 and FLAGS.digest_loss != "kl":
+    raise common.UsageError(
+      f"--temperature={FLAGS.temperature}: --digest_loss={FLAGS.digest_loss}"
+      " has none; leave it out, or take kl"
     )
   common.refuse("FedMD has none; leave it out", "lanes", "microbatch")
   on_cpu = jax.default_backend() == "cpu"

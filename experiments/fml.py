@@ -87,7 +87,8 @@ def _define_flags() -> None:
     None,
     fml_images.PARTITIONS,
     "How clients share the images: evenly, or 6, 4 or 2 shards of one class"
-    " each for a client (of 10 classes; 60, 40, 20 of 100).",
+    " each for a client (of 10 classes; 60, 40, 20 of 100). With several data"
+    " sets iid.",
   )
   flags.DEFINE_integer(
     "partition_seed", 0, "Seed of the clients' shares.", lower_bound=0
@@ -368,6 +369,11 @@ class Experiment:
     else:
       self.global_evaluator = evaluate.Evaluator([self.global_model], **options)
 
+  @property
+  def files(self) -> dict[str, bytes]:
+    """Name and content of files that belong to a run."""
+    return {"data.json": files.record(self.data.sets)}
+
   def algorithm(self, config: dict, speed: dict) -> core.Algorithm:
     """Builds one of the four algorithms."""
     optimizer = functools.partial(
@@ -533,7 +539,8 @@ def train(
   experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
 ) -> dict:
   """Runs one algorithm in a folder of its own, or goes on with it."""
-  folder.keep("data.json", files.record(experiment.data.sets))
+  for name, content in experiment.files.items():
+    folder.keep(name, content)
   algorithm = experiment.algorithm(config, speed)
   compile = functools.partial(experiment.engine.compile, donate=(0,))
   return training.run(

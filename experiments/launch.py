@@ -165,7 +165,9 @@ def _keep_programs() -> None:
   if folder == "none":
     jax.config.update("jax_enable_compilation_cache", False)
     return
-  if folder is None:
+  if folder is not None:
+    folder = pathlib.Path(folder).expanduser()
+  else:
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
       return
     folder = autotune.cache_folder() / "programs" / _processor()

@@ -82,7 +82,8 @@ def write(
   logs.write_bytes(folder / "table.csv", text.getvalue().encode())
   lines = [f"# {title}", ""]
   for i, row in enumerate(rows):
-    lines.append("| " + " | ".join(row) + " |")
+    cells = [cell.replace("|", "\\|") for cell in row]  # as in |P_H|
+    lines.append("| " + " | ".join(cells) + " |")
     if i == 0:
       lines.append("|---" * len(row) + "|")
   logs.write_bytes(folder / "table.md", ("\n".join(lines) + "\n").encode())
@@ -183,6 +184,7 @@ def main(argv: Sequence[str]) -> None:
   if args.data_dir:
     extra.append(f"--data_dir={args.data_dir}")
   workdir = pathlib.Path(args.workdir or pathlib.Path("runs", args.table))
+  workdir = workdir.expanduser()
   results = {
     cell.name: read_result(workdir / cell.name)
     for cell in table.cells

@@ -323,6 +323,41 @@ def flag_values(
   return result
 
 
+def check_ends(
+  tunable: Tunable, module, config: dict, space: tune.Space, workdir
+) -> None:
+  """Checks that the experiment takes the least and the greatest values.
+
+  Args:
+    tunable: the experiment.
+    module: its module.
+    config: its flags.
+    space: dimension by name.
+    workdir: the search's folder.
+
+  Raises:
+    UsageError: naming a flag and the value that it cannot have.
+  """
+  for end in ("low", "high"):
+    ends = {name: getattr(d, end) for name, d in space.items()}
+    values = flag_values(tunable, config, ends)
+    before = {flag: FLAGS[flag].value for flag in values}
+    try:
+      for flag, value in values.items():
+        each = value if isinstance(value, list) else [value]
+        text = ",".join(map(str, each))
+        try:
+          FLAGS[flag].value = FLAGS[flag].parser.parse(text)
+        except ValueError as error:
+          raise common.UsageError(f"--{flag}={text}: {error}") from error
+      module.configuration(config["algorithm"], workdir)
+    except ValueError as error:
+      raise common.UsageError(f"--space: {error}") from error
+    finally:
+      for flag, value in before.items():
+        FLAGS[flag].value = value
+
+
 def make_objective(names: tuple[str, ...]) -> Callable[[dict], float]:
   """The objective that `--objective` names, of the held-out accuracies."""
   if FLAGS.objective == "mean":
@@ -417,19 +452,23 @@ def main() -> None:
     FLAGS.engine = "inline"
   workdir = common.default_workdir("tune", FLAGS.experiment, *names)
   config, speed = module.configuration(names[0], workdir)
+  check_ends(tunable, module, config, space, workdir)
   experiment = module.Experiment(config, speed)
   problem = make_problem(tunable, experiment, config, speed, vmap)
   # All that can be wrong should show before a folder is made.
   jax.eval_shape(lambda: problem.init({n: d.low for n, d in space.items()}, 0))
   problem.plan(seeds[0], 1)
   searched = {name.partition(".")[0] for name in space}
-  logs.RunFolder(
+  fixed = [f"{n}=fixed" for n in tunable.space[names[0]] if n not in space]
+  folder = logs.RunFolder(
     workdir,
     {name: FLAGS[name].value for name in _SEARCH_FLAGS}
     | {n: v for n, v in config.items() if n not in searched}
-    | {"space": [_range(name, d) for name, d in space.items()]},
+    | {"space": [*(_range(name, d) for name, d in space.items()), *fixed]},
     speed | {"trials": FLAGS.trials, "batching": FLAGS.batching},
   )
+  for name, content in experiment.files.items():
+    folder.keep(name, content)
   proposer = tune.RandomSearch(space, FLAGS.seed)
   if FLAGS.proposer == "optuna":
     proposer = tune.OptunaSearch(space, FLAGS.seed, workdir / "optuna.journal")

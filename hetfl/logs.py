@@ -380,9 +380,11 @@ class Progress:
     self._rounds = rounds
     self._shown: dict[str, float] = {}
 
-  def update(self, losses: Mapping[str, float] | None = None) -> None:
-    """One round more; with losses, shows these."""
-    self._bar.update()
+  def update(
+    self, losses: Mapping[str, float] | None = None, rounds: int = 1
+  ) -> None:
+    """So many rounds more; with losses, shows these."""
+    self._bar.update(rounds)
     if losses:
       self._show(losses)
 

@@ -272,7 +272,7 @@ def run(
         row = _row(done, evaluation, means.take(), seconds())
         metrics_log.write(row)
         progress.evaluated(row)
-      progress.update(last)
+      progress.update(last, len(dispatch))
       if done % checkpoint_every == 0 or done == rounds:
         save()
         saved = done

@@ -185,6 +185,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
     (("--rounds=0",), "rounds"),
     (("--algorithm=fedsgd",), "--algorithm=fedsgd: choose from fedavg"),
     (("--distill_data=cifar10",), "--distill_data"),
+    (("--recipe=crop24",), "cuts squares of 24 out of images of 8x8 (digits)"),
     (("--flagfile=/nowhere",), "/nowhere"),
     (("stray",), "'stray' is no flag"),
     (cifar, "--data_dir"),

@@ -165,6 +165,10 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--examples_per_class=99",), "examples_per_class=99: 5 parties want"),
     (("--heldout_examples=5000",), "--heldout_examples=5000: there are 871"),
     (("--digest_loss=l1",), "digest_loss"),
+    (("--temperature=2",), "--temperature=2.0: --digest_loss=mae has none"),
+    (("--superclasses=code",), "superclasses=code: says nothing in"),
+    (("--models=table2", "--num_parties=12"), "does not fit images of 16x16"),
+    ((f"--pretrained={tmp_path}",), "or none of a run, with public/ in it"),
     (("--lanes=3",), "--lanes=3: FedMD has none"),
     ((letters, f"--data_dir={tmp_path}"), "mnist not found"),
   ]

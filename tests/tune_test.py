@@ -457,6 +457,7 @@ def test_a_search_for_fml(experiment, tmp_path):
     (("--heldout_examples=0",), "--heldout_examples=0: a search chooses"),
     (("--heldout_examples=7",), "give a multiple of the 5 clients"),
     (("--alpha=1,0",), "--alpha is no part of the state"),
+    (("--space=beta=linear:0:2",), "--space: --beta=2.0: 2 must lie between"),
   ):
     bad = tune(*search, f"--workdir={tmp_path}/bad", "--", *run, *flags)
     assert bad.returncode != 0 and message in bad.stderr, bad.stderr

@@ -125,8 +125,7 @@ def read_tfds(
   except Exception as error:  # TFDS, array_record and PIL raise many kinds
     raise DataError(
       f"{folder}: its {split} part cannot be read ({one_line(error)}): delete"
-      f" it and prepare {name} with TFDS again (version 3.0.2 or newer,"
-      " array_record)"
+      f" it and prepare {name} with TFDS again (array_record)"
     ) from error
 
 

@@ -55,7 +55,8 @@ def load_letters(data_dir: str | os.PathLike | None = None) -> Letters:
       `federated_emnist_{train,test}.sqlite`; or `letters.npz`: `images`
       `uint8[N, H, W]` with bright ink, `labels` 0..25 and `writers`, integers.
       A set `emnist/letters` that TFDS prepared as array_record is looked for
-      in it and in TFDS's own directory.
+      in it and in TFDS's own directory; TFDS keeps 88,800 and 14,800 of the
+      official 124,800 and 20,800 images.
 
   Returns:
     The letters. Those of `letters.npz` have no official test images: the
@@ -290,9 +291,7 @@ def _read_tfds(folder: str) -> tuple[Bank, Bank]:
     if images.shape[-1] == 1:
       images = images[..., 0]
     where = f"{folder} ({split})"
-    banks.append(
-      _bank(where, _transposed(images), labels, first=1, split=split)
-    )
+    banks.append(_bank(where, _transposed(images), labels, first=1))
   return banks[0], banks[1]
 
 

@@ -110,7 +110,7 @@ def load_mnist(
       set that TFDS prepared as array_record. TFDS's own folder is looked in as
       well.
     download: if none of those is there, download the official files into
-      `mnist/` in `data_dir`.
+      `mnist/` in `data_dir`; if some of the four are there, the others to them.
 
   Returns:
     The data set, of 10 classes; its banks have `x` and `y`.
@@ -135,7 +135,9 @@ def load_mnist(
         "mnist: download without a place to write to: give --data_dir=DIRECTORY"
       )
     folder = os.path.join(data_dir, "mnist")
-    for file in _TRAIN + _TEST:
+  if download:
+    missing = [f for f in _TRAIN + _TEST if _find(folder, f) is None]
+    for file in missing:
       path = os.path.join(folder, f"{file.name}.gz")
       files_lib.download(f"{_URL}/{file.name}.gz", path, file.md5, _PAGE)
   return VisionDataset("mnist", _bank(folder, _TRAIN), _bank(folder, _TEST), 10)
