@@ -57,8 +57,8 @@ class Evaluator:
       all.
 
   Raises:
-    ValueError: `only` names a set that there is not, or a set has positions
-      outside its bank.
+    ValueError: `only` names a set that there is not, a set has positions
+      outside its bank, or `batch_size` is below 1.
   """
 
   def __init__(
@@ -72,6 +72,7 @@ class Evaluator:
     batch_size: int = 40,
     only: Sequence[Collection[str]] | None = None,
   ):
+    core.check_counts(batch_size=batch_size)
     self._engine = engine or engine_lib.Inline()
     self._banks = {name: subset.bank for name, subset in sets.items()}
     self._plans = {

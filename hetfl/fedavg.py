@@ -43,7 +43,9 @@ class Pool:
       `hetfl.fedavg`.
     loss: the loss of each example, or a batch's mean; see `core.Loss`.
     transform: what is done to a training batch as it lies in the bank.
-    client_optimizer: a learning rate to an optax optimizer.
+    client_optimizer: a learning rate to an optax optimizer, whose state is new
+      for each client and round: one that draws random numbers from its state
+      would draw the same each time.
     server_optimizer: a learning rate to an optax optimizer.
     prox_mu: FedProx's weight; `None` leaves its term out.
 
