@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from hetfl import engine
+from hetfl import engine, logs
 from tests.algorithms import CASES
 from tests.runs import ROOT
 
@@ -227,8 +227,21 @@ def test_the_phases_of_fedmd_over_two_processes(environment, tmp_path):
     for name in ("one", "two")
   )
   for a, b in zip(one, two, strict=True):
-    # Rounding moves a few of a party's 148 images across a border.
-    assert b == pytest.approx(a, abs=0.04)
+    # Rounding moves some of a party's 148 images across a border.
+    assert b == pytest.approx(a, abs=0.1)
+  # Batch statistics of few steps make much of it in the last phase.
+  near = {"public": 1e-4, "transfer": 1e-4, "pooled": 1e-4, "": 3e-2}
+  for phase, tolerance in near.items():
+    losses = [
+      [
+        {key: value for key, value in row.items() if key.endswith("loss")}
+        for row in logs.read_rows(tmp_path / name / phase / "metrics.jsonl")
+      ]
+      for name in ("one", "two")
+    ]
+    assert losses[0] and len(losses[0]) == len(losses[1])
+    for a, b in zip(*losses):
+      assert b == pytest.approx(a, rel=tolerance)
 
 
 def test_a_program_holds_no_collectives_but_its_jobs():
