@@ -143,7 +143,7 @@ def population_row(number: int, runner: engine.Engine, runs: int) -> Row:
   listed = time.perf_counter()
   clients.take(range(0, number, 2))
   taken = time.perf_counter()
-  planning = timed(lambda t: plan_of(clients, t, 20, lanes).round, 50)
+  planned = timed(lambda t: plan_of(clients, t, 20, lanes).round, 50)
   distilling = timed(
     lambda t: planning.plan_distillation(
       clients.examples(), seed=0, round=t, steps=32, batch_size=128
@@ -155,8 +155,8 @@ def population_row(number: int, runner: engine.Engine, runs: int) -> Row:
     "make_s": made - start,
     "from_lists_s": listed - made,
     "take_half_s": taken - listed,
-    "plan_ms": 1e3 * planning["seconds"],
-    "plan_max_ms": 1e3 * planning["max_s"],
+    "plan_ms": 1e3 * planned["seconds"],
+    "plan_max_ms": 1e3 * planned["max_s"],
     "distill_ms": 1e3 * distilling["seconds"],
   } | timed_rounds(clients, per_round=20, lanes=lanes, runner=runner, runs=runs)
 
