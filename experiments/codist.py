@@ -33,6 +33,7 @@ from hetfl import (
   training,
 )
 from hetfl import engine as engine_lib
+from hetfl.data import files
 from hetfl.fedavg import (
   fedadam_server,
   fedavg,
@@ -351,10 +352,15 @@ class Experiment:
       ]
     return self._pools[rates]
 
-  @property
+  @functools.cached_property
   def files(self) -> dict[str, bytes]:
-    """Name and content of files that belong to a run."""
-    return self.task.files
+    """Name and content of files that belong to a run; reads all data."""
+    data, partition = self.data, self.task.record()["partition"]
+    sets = (*data.pools, data.distill, data.heldout, data.test)
+    return {
+      **self.task.files,
+      "data.json": files.record(sets, partition=partition),
+    }
 
   def algorithm(self, config: dict, speed: dict) -> core.Algorithm:
     """Builds one of the three algorithms."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from hetfl import augment, core, evaluate
-from hetfl.data import codist_images, files
+from hetfl.data import codist_images
 from hetfl.models import vision
 
 FLAGS = flags.FLAGS
@@ -99,10 +99,11 @@ class Task:
     pool_options: what a `Pool` takes beside names, models and rates.
     evaluator_options: what an `Evaluator` takes beside models and sets.
     metrics: metrics of the test set that `result.json` has of each pool.
-    files: name and content of files that belong to a run.
+    files: name and content of files that belong to a run, beside `data.json`.
   """
 
   metrics = ("test_accuracy",)
+  files = {}
 
   def __init__(self, config: dict, speed: dict, engine):
     del engine
@@ -140,13 +141,6 @@ class Task:
     self.evaluator_options = dict(
       transform=self._recipe.evaluate, measure=evaluate.classification
     )
-
-  @property
-  def files(self) -> dict[str, bytes]:
-    """See the class; made for runs alone, since it reads all images."""
-    data = self.data
-    sets = (*data.pools, data.distill, data.heldout, data.test)
-    return {"data.json": files.record(sets, partition=data.partition)}
 
   def distiller_options(self, config: dict) -> dict:
     """What a `Distiller` takes beside rates and the target's values."""

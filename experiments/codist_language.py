@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from hetfl import core, next_word
 from hetfl import engine as engine_lib
-from hetfl.data import codist_text, files
+from hetfl.data import codist_text
 from hetfl.models import language
 
 FLAGS = flags.FLAGS
@@ -203,16 +203,7 @@ class Task:
     self.evaluator_options = dict(
       transform=_split, measure=next_word.next_word_metrics
     )
-
-  @property
-  def files(self) -> dict[str, bytes]:
-    """See the class; made for runs alone, since it reads all sentences."""
-    data = self.data
-    sets = (*data.pools, data.distill, data.heldout, data.test)
-    return {
-      "vocabulary.json": data.vocabulary.to_bytes(),
-      "data.json": files.record(sets, partition="users"),
-    }
+    self.files = {"vocabulary.json": vocabulary.to_bytes()}
 
   def distiller_options(self, config: dict) -> dict:
     """What a `Distiller` takes beside rates and the target's values."""

@@ -440,14 +440,14 @@ def refuse(reason: str, *names: str) -> None:
 def default_workdir(*parts: str) -> pathlib.Path:
   """`--workdir`, or a folder under `runs/` named after the run.
 
+  Of several processes only the first writes there; the others get a folder
+  that is thrown away when they end.
+
   Args:
     *parts: of the name, before the names of the flag files.
 
   Returns:
     The folder.
-
-  Of several processes only the first writes there; the others get a folder
-  that is thrown away when they end.
   """
   if jax.process_index() > 0:
     scratch = tempfile.mkdtemp(prefix="hetfl-")

@@ -369,9 +369,9 @@ class Experiment:
     else:
       self.global_evaluator = evaluate.Evaluator([self.global_model], **options)
 
-  @property
+  @functools.cached_property
   def files(self) -> dict[str, bytes]:
-    """Name and content of files that belong to a run."""
+    """Name and content of files that belong to a run; reads all data."""
     return {"data.json": files.record(self.data.sets)}
 
   def algorithm(self, config: dict, speed: dict) -> core.Algorithm:

@@ -125,9 +125,7 @@ def local_sgd(
     def objective(params):
       variables = core.Variables(params, client.variables.stats)
       logits, stats = model.apply(variables, batch["x"], model_key, True)
-      value = loss(logits, batch)
-      if value.ndim:
-        value = core.masked_mean(value, batch["mask"])
+      value = core.masked_mean(loss(logits, batch), batch["mask"])
       total = value
       if proximal:
         total += proximal_term(params, server.params, hyper["prox_mu"])

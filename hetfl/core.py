@@ -279,14 +279,14 @@ other need the same classes
 
 
 def check_losses(values: jax.Array, mask: jax.Array) -> None:
-  """Checks that a loss gives a number for each example.
+  """Checks that a loss gives a number for each example, or a scalar.
 
   Args:
     values: what the loss gave.
     mask: `float[B]`.
 
   Raises:
-    ValueError: it is not `[B]`; `[B, 1]` by a mask would be `[B, B]`.
+    ValueError: it is neither; `[B, 1]` by a mask would be `[B, B]`.
 
   >>> check_losses(jnp.zeros((8, 1)), jnp.ones(8))
   Traceback (most recent call last):
@@ -294,7 +294,7 @@ def check_losses(values: jax.Array, mask: jax.Array) -> None:
   ValueError: a loss of shape (8, 1) on 8 examples: give one number for each, \
 float[8]
   """
-  if jnp.shape(values) != jnp.shape(mask):
+  if jnp.ndim(values) and jnp.shape(values) != jnp.shape(mask):
     raise ValueError(
       f"a loss of shape {jnp.shape(values)} on {len(mask)} examples: give one"
       f" number for each, float[{len(mask)}]"
@@ -305,7 +305,7 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
   """Mean of the values whose mask is 1; 0 if there are none.
 
   Args:
-    values: `float[B]`.
+    values: `float[B]`; or a scalar, which is that mean already.
     mask: `float[B]`, ones and zeros.
 
   Returns:
@@ -318,6 +318,8 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
   1.5
   """
   check_losses(values, mask)
+  if not jnp.ndim(values):
+    return values
   return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1)
 
 

@@ -283,8 +283,7 @@ def client_program(
     total, sums = jnp.zeros(()), {}
     for name in params:
       losses = client.loss(logits[name], batch)
-      if losses.ndim:
-        core.check_losses(losses, batch["mask"])
+      core.check_losses(losses, batch["mask"])
       kl = jnp.zeros_like(losses)
       for other in logits.keys() - {name}:
         losses, kl = mutual_loss(

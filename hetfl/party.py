@@ -101,9 +101,7 @@ class Party:
           logits, stats = self.model.apply(
             variables, batch["x"], jax.random.fold_in(key, s), True
           )
-          value = loss(logits, batch)
-          if value.ndim:
-            value = core.masked_mean(value, batch["mask"])
+          value = core.masked_mean(loss(logits, batch), batch["mask"])
           total = value
           if self.penalty is not None:
             total += hyper["l2"] * self.penalty(params)
