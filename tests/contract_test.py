@@ -158,6 +158,17 @@ def test_going_on_leaks_and_compilations(reference, name):
 
 
 @every_algorithm
+def test_accelerators_can_lower_it(name):
+  case = CASES[name]
+  step = jax.jit(case.build(None, ROUNDS).step)
+  platforms = ("cuda", "rocm", "tpu")
+  exported = jax.export.export(step, platforms=platforms)(
+    initial(name), case.plan(1, 2), case.data()
+  )
+  assert exported.platforms == platforms
+
+
+@every_algorithm
 def test_threads_compile_nothing_later(name):
   events = []
   jax.monitoring.register_event_duration_secs_listener(

@@ -134,6 +134,13 @@ def test_forms_of_convolution_say_what_they_cannot_do():
   assert winograd.winograd_conv(x, kernel).shape == (0, 4, 4, 5)
   with pytest.raises(ValueError, match="choose SAME or VALID"):
     winograd.winograd_conv(x, kernel, "CAUSAL")
+  # Not taken for another one, which would be silent.
+  for options in ({"form": "xla"}, {"padding": "same"}):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name}='{value}': choose one of"):
+      layers.Conv(5, (3, 3), **options).init(
+        jax.random.key(0), jnp.zeros((1, 4, 4, 2))
+      )
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 8, 3), (1, 5, 7, 2)])

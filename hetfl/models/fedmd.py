@@ -1,7 +1,7 @@
 """The models of FedMD's parties: CNNs of unlike depth, width and dropout."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -59,7 +59,7 @@ class Block(NamedTuple):
   filters: int
   kernel: int
   stride: int
-  padding: Literal["SAME", "VALID"]
+  padding: layers.Padding
   pool: int
 
 

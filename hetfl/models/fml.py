@@ -40,7 +40,7 @@ class Net(nn.Module):
   kernel: int
   dense: Sequence[int]
   num_classes: int | None
-  padding: str = "VALID"
+  padding: layers.Padding = "VALID"
   border: int = 0
   conv: layers.ConvForm = "patches"
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 import itertools
 import math
-from typing import Literal
+from typing import get_args, Literal
 
 import flax.linen as nn
 import jax
@@ -17,6 +17,7 @@ from hetfl.models.winograd import winograd_conv
 MANY_CHANNELS = 32
 
 ConvForm = Literal["patches", "winograd", "native"]
+Padding = Literal["SAME", "VALID"]
 
 
 def haiku_init(key, shape, dtype=jnp.float32):
@@ -63,6 +64,9 @@ class Conv(nn.Module):
     kernel_init: draws the kernel; the bias starts at zero.
     strides: steps between receptive fields, down and across.
 
+  Raises:
+    ValueError: there is no such form, or no such padding.
+
   >>> x = jnp.ones((1, 4, 4, 2))
   >>> variables = Conv(3, (3, 3)).init(jax.random.key(0), x)
   >>> jax.tree.map(jnp.shape, variables['params'])
@@ -74,7 +78,7 @@ class Conv(nn.Module):
 
   features: int
   kernel_size: tuple[int, int]
-  padding: Literal["SAME", "VALID"] = "SAME"
+  padding: Padding = "SAME"
   form: ConvForm = "patches"
   kernel_init: nn.initializers.Initializer = haiku_init
   strides: tuple[int, int] = (1, 1)
@@ -82,6 +86,8 @@ class Conv(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps `float[B, H, W, c]` to `float[B, H', W', features]`."""
+    _check_choice("form", self.form, ConvForm)
+    _check_choice("padding", self.padding, Padding)
     height, width = self.kernel_size
     kernel = self.param(
       "kernel",
@@ -113,10 +119,16 @@ class Conv(nn.Module):
     return y.reshape(*patches.shape[:-1], self.features)
 
 
+def _check_choice(name, value, choices):
+  """Raises a `ValueError` unless the value is one of a `Literal`'s."""
+  if value not in get_args(choices):
+    raise ValueError(f"{name}={value!r}: choose one of {get_args(choices)}")
+
+
 def extract_patches(
   x: jax.Array,
   kernel_size: Sequence[int],
-  padding: str,
+  padding: Padding,
   strides: Sequence[int] = (1, 1),
 ) -> jax.Array:
   """Copies each receptive field into a row, in the order of a kernel.
@@ -130,10 +142,14 @@ def extract_patches(
   Returns:
     `float[B, H', W', h w c]`.
 
+  Raises:
+    ValueError: there is no such padding.
+
   >>> x = jnp.arange(6.).reshape(1, 2, 3, 1)
   >>> extract_patches(x, (2, 2), 'VALID')[0, 0].tolist()
   [[0.0, 1.0, 3.0, 4.0], [1.0, 2.0, 4.0, 5.0]]
   """
+  _check_choice("padding", padding, Padding)
   if padding == "SAME":
     totals = [
       max(-(-size // s) * s - s + k - size, 0)
@@ -197,7 +213,7 @@ class PooledPlanes(nn.Module):
     kernel_init: draws the kernel; the bias starts at zero.
 
   Raises:
-    ValueError: if there is no square to pool.
+    ValueError: there is no square to pool, or no such padding.
 
   >>> x = jax.random.normal(jax.random.key(0), (5, 6, 7, 2))
   >>> variables = Conv(3, (3, 3)).init(jax.random.key(1), x)
@@ -209,12 +225,13 @@ class PooledPlanes(nn.Module):
 
   features: int
   kernel_size: tuple[int, int]
-  padding: Literal["SAME", "VALID"] = "SAME"
+  padding: Padding = "SAME"
   kernel_init: nn.initializers.Initializer = haiku_init
 
   @nn.compact
   def __call__(self, x):
     """Maps `float[c, H, W, B]` to `float[features, H' // 2, W' // 2, B]`."""
+    _check_choice("padding", self.padding, Padding)
     height, width = self.kernel_size
     kernel = self.param(
       "kernel", self.kernel_init, (height, width, x.shape[0], self.features)

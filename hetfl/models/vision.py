@@ -40,7 +40,7 @@ class CodistCNN(nn.Module):
   filters: Sequence[int]
   dense: Sequence[int]
   num_classes: int
-  padding: str = "SAME"
+  padding: layers.Padding = "SAME"
   pool_after: Sequence[int] = (0, 1)
   conv: layers.ConvForm = "patches"
 
