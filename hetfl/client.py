@@ -182,7 +182,8 @@ def lane_program(client: ClientUpdate) -> Callable[..., ClientSums]:
       active = jnp.any(batch["mask"] > 0).astype(jnp.float32)
       sums = sums._replace(
         loss=core.Mean(
-          sums.loss.total + active * loss, sums.loss.count + active
+          sums.loss.total + jnp.where(active > 0, loss, 0),
+          sums.loss.count + active,
         )
       )
       return jax.lax.cond(

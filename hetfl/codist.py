@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import core
+from hetfl import checks, core
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 from hetfl.fedavg import (
@@ -53,6 +53,10 @@ def merge_gradients(g: PyTree, delta: PyTree, alpha: jax.Array) -> PyTree:
   >>> merge_gradients(jnp.array([3., 4.]), jnp.array([0., 2.]), 0.5)
   Array([1.5, 4.5], dtype=float32)
   """
+  # Squares of small numbers are no more in float16.
+  delta = jax.tree.map(
+    lambda d: d.astype(jnp.promote_types(d.dtype, jnp.float32)), delta
+  )
   norm = optax.tree.norm(delta)
   scale = jnp.where(
     norm > 0, optax.tree.norm(g) / jnp.where(norm > 0, norm, 1), 0
@@ -100,7 +104,7 @@ class _Exchange:
     if rows is None:
       raise ValueError("plan.distill is None: codistillation needs batches")
     steps = np.arange(len(rows), dtype=np.int32)
-    bank = core.part(data, "distill")
+    bank = checks.part(data, "distill")
     views = tuple(teachers)
     if self._stores:
       views = self._engine.run(
@@ -199,7 +203,7 @@ def periodic_codist(
   pools = check_pools(pools, at_least=2)
   engine = engine or engine_lib.Inline()
   exchange = _Exchange(pools, distiller, engine)
-  core.check_counts(period=period)
+  checks.counts(period=period)
   # Line 3: apply FedAvg to each model, sampling clients from its pool.
   federated = fedavg(pools, rounds=rounds, engine=engine)
 
@@ -307,8 +311,8 @@ def merged_codist(
   pools = check_pools(pools, at_least=2)
   engine = engine or engine_lib.Inline()
   exchange = _Exchange(pools, distiller, engine)
-  core.check_hyper({"alpha": alpha}, alpha=(0, 1))
-  core.check_counts(rounds=rounds, every=every)
+  checks.counts(rounds=rounds, every=every)
+  checks.schedule("alpha", alpha, 1, rounds or 1, between=(0, 1))
 
   def init(key):  # Line 1.
     hyper = distiller.hyper(len(pools))

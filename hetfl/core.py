@@ -4,15 +4,16 @@ Letters used throughout: K clients, L lanes, S steps, B batch size, C classes,
 P pools (or parties).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import inspect
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+
+from hetfl import checks
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
@@ -21,7 +22,8 @@ Batch = Mapping[str, jax.Array]
 Loss = Callable[[jax.Array, Batch], jax.Array]
 # (key, batch as it lies in the bank) -> batch as model and loss take it: inputs
 # `x` and, for the losses here, labels `y`; without a transform the bank holds
-# them itself. `mask` stays as it was unless the transform gives another.
+# them itself. `x` may be a tree of arrays. `mask` stays as it was unless the
+# transform gives another.
 Transform = Callable[[jax.Array, Batch], Batch]
 # round -> value
 Schedule = Callable[[jax.Array], jax.Array]
@@ -54,13 +56,36 @@ class Model(NamedTuple):
   init: Callable[[jax.Array], Variables]
   apply: Callable[..., tuple[jax.Array, PyTree]]
 
+  def predict(self, variables: Variables, x: PyTree) -> jax.Array:
+    """The logits in inference mode.
+
+    Args:
+      variables: what the model holds.
+      x: inputs.
+
+    Returns:
+      The logits.
+
+    Raises:
+      ValueError: `apply` gives no pair.
+    """
+    outputs = self.apply(variables, x, None, False)
+    if not isinstance(outputs, tuple) or len(outputs) != 2:
+      raise ValueError(
+        "a model's apply gave no pair: it must return (logits, stats); without"
+        " mutable collections, stats are variables.stats"
+      )
+    return outputs[0]
+
   @classmethod
   def from_flax(cls, module: nn.Module, example: jax.Array) -> "Model":
     """Wraps a Flax Linen module.
 
     Args:
       module: the module. If its `__call__` takes `train`, it is passed on.
-        Collections other than `params` become `Variables.stats`.
+        Collections other than `params` become `Variables.stats`. In training
+        it has random numbers for `dropout`; for other streams, and for values
+        sown into collections of one's own, write `init` and `apply`.
       example: an input with a batch axis; only shape and type count.
 
     Returns:
@@ -79,7 +104,13 @@ class Model(NamedTuple):
     """
     arguments = inspect.signature(module.__call__).parameters
     takes_train = "train" in arguments
-    for name in ("training", "is_training", "deterministic"):
+    for name in (
+      "training",
+      "is_training",
+      "deterministic",
+      "inference",
+      "use_running_average",
+    ):
       if name in arguments and not takes_train:
         raise ValueError(
           f"{type(module).__name__} takes {name!r}, which nobody would pass:"
@@ -136,7 +167,8 @@ class Algorithm(NamedTuple):
     init: `key -> state`, an immutable pytree.
     step: `(state, plan, data) -> (state, metrics)`, one round. Pure, and open
       to `jax.jit`, `jax.vmap` and `jax.lax.scan`, unless the algorithm was
-      built with an engine that says otherwise.
+      built with an engine that says otherwise. Its loops are as long as the
+      plan says, so that it has derivatives by `jax.jvp`, not by `jax.grad`.
   """
 
   init: Callable[[jax.Array], PyTree]
@@ -151,12 +183,14 @@ def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
     batch: holds `y: int32[B]`.
 
   Returns:
-    `float[B]`, in nats.
+    `float[B]`, in nats; not a number where a label is no class.
 
   >>> float(cross_entropy(jnp.zeros((1, 4)), {'y': jnp.array([2])})[0])
   1.386...
   """
-  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+  # Negative labels would count from the last class.
+  return jnp.where(batch["y"] < 0, jnp.nan, losses)
 
 
 def gather(bank: Batch, index: jax.Array) -> Batch:
@@ -164,17 +198,27 @@ def gather(bank: Batch, index: jax.Array) -> Batch:
 
   Args:
     bank: arrays with examples on their first axis.
-    index: `int32[B]`, positions; -1 marks an empty place, which holds example
-      0 with `mask` 0. Positions beyond the bank give its last example: a plan
-      is for one bank only.
+    index: `int32[B]`, positions; -1 marks an empty place, which holds the
+      batch's first example with `mask` 0, and the bank's first if there is
+      none. Positions beyond the bank give its last example: a plan is for one
+      bank only.
 
   Returns:
     The batch, with `mask: float32[B]` beside the bank's arrays.
 
+  Raises:
+    ValueError: the bank has a `mask` of its own.
+
   >>> gather({'y': jnp.array([7, 8, 9])}, jnp.array([2, -1]))['y']
-  Array([9, 7], dtype=int32)
+  Array([9, 9], dtype=int32)
   """
-  taken = jnp.maximum(index, 0)
+  if "mask" in bank:
+    raise ValueError(
+      "a bank's array is called 'mask', which says what of a batch counts: give"
+      " it another name"
+    )
+  # Not the bank's first, which may be anything: 0 times not a number is none.
+  taken = jnp.maximum(jnp.where(index < 0, index[0], index), 0)
   batch = {
     name: jnp.take(array, taken, axis=0, mode="clip")
     for name, array in bank.items()
@@ -219,88 +263,6 @@ def scaled(factor: jax.Array, tree: PyTree) -> PyTree:
   return jax.tree.map(lambda x: (factor * x).astype(x.dtype), tree)
 
 
-def part(data: Mapping[str, Any], name: str) -> Any:
-  """`data[name]`, of what a step is given.
-
-  Raises:
-    ValueError: it is not there.
-
-  >>> part({'pool': 1}, 'pools')
-  Traceback (most recent call last):
-    ...
-  ValueError: data has no 'pools'; it has ['pool']
-  """
-  if name not in data:
-    raise ValueError(f"data has no {name!r}; it has {sorted(data)}")
-  return data[name]
-
-
-def banks(data: Mapping[str, Any], name: str, number: int) -> Sequence[Any]:
-  """`data[name]`, of what a step is given, if it is a sequence of N banks.
-
-  Raises:
-    ValueError: it is not there, or not that.
-
-  >>> banks({'pools': {'x': 1, 'y': 2}}, 'pools', 2)
-  Traceback (most recent call last):
-    ...
-  ValueError: data['pools']: give a sequence of 2 banks, one each, not a dict
-  """
-  found = part(data, name)
-  if isinstance(found, Mapping) or len(found) != number:
-    what = "a dict" if isinstance(found, Mapping) else f"{len(found)}"
-    raise ValueError(
-      f"data[{name!r}]: give a sequence of {number} banks, one each, not {what}"
-    )
-  return found
-
-
-def same_outputs(*logits: jax.Array) -> None:
-  """Checks that models which learn from each other have the same outputs.
-
-  Args:
-    *logits: what each of them says of the same examples.
-
-  Raises:
-    ValueError: they are of unlike shapes.
-
-  >>> same_outputs(jnp.zeros((8, 3)), jnp.zeros((8, 5)))
-  Traceback (most recent call last):
-    ...
-  ValueError: outputs of shapes (8, 3), (8, 5): models that learn from each \
-other need the same classes
-  """
-  shapes = list(dict.fromkeys(jnp.shape(z) for z in logits))
-  if len(shapes) > 1:
-    raise ValueError(
-      f"outputs of shapes {', '.join(map(str, shapes))}: models that learn from"
-      " each other need the same classes"
-    )
-
-
-def check_losses(values: jax.Array, mask: jax.Array) -> None:
-  """Checks that a loss gives a number for each example, or a scalar.
-
-  Args:
-    values: what the loss gave.
-    mask: `float[B]`.
-
-  Raises:
-    ValueError: it is neither; `[B, 1]` by a mask would be `[B, B]`.
-
-  >>> check_losses(jnp.zeros((8, 1)), jnp.ones(8))
-  Traceback (most recent call last):
-    ...
-  ValueError: a loss of shape (8, 1) on 8 examples: give one number for each, \
-float[8]
-  """
-  if jnp.ndim(values) and jnp.shape(values) != jnp.shape(mask):
-    raise ValueError(
-      f"a loss of shape {jnp.shape(values)} on {len(mask)} examples: give one"
-      f" number for each, float[{len(mask)}]"
-    )
-
-
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
   """Mean of the values whose mask is 1; 0 if there are none.
 
@@ -312,12 +274,12 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     A scalar.
 
   Raises:
-    ValueError: as `check_losses`.
+    ValueError: as `checks.losses`.
 
   >>> float(masked_mean(jnp.array([1., 2., 9.]), jnp.array([1., 1., 0.])))
   1.5
   """
-  check_losses(values, mask)
+  checks.losses(values, mask)
   if not jnp.ndim(values):
     return values
   return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1)
@@ -336,91 +298,6 @@ def num_parameters(params: PyTree) -> int:
   8
   """
   return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-def check_hyper(hyper: Mapping[str, Any], **ranges) -> None:
-  """Checks hyper-parameters against their ranges.
-
-  Args:
-    hyper: names and values; `None`, schedules and arrays under tracing are
-      passed over.
-    **ranges: for some names, the least and the greatest allowed value.
-
-  Raises:
-    ValueError: naming the first value that is no number or out of its range.
-
-  >>> check_hyper({'alpha': 1.5}, alpha=(0, 1))
-  Traceback (most recent call last):
-    ...
-  ValueError: alpha=1.5: must lie between 0 and 1
-  """
-  for name, (low, high) in ranges.items():
-    value = hyper.get(name)
-    if value is None or callable(value) or isinstance(value, jax.core.Tracer):
-      continue
-    array = np.asarray(value)
-    if not np.issubdtype(array.dtype, np.number):
-      raise ValueError(f"{name}={value!r}: must be a number")
-    if not np.all((low <= array) & (array <= high)):
-      raise ValueError(f"{name}={value}: must lie between {low} and {high}")
-
-
-def check_counts(**counts: int | None) -> None:
-  """Checks numbers of rounds, steps, examples and the like.
-
-  Args:
-    **counts: names and values; `None` is passed over.
-
-  Raises:
-    ValueError: naming the first that is no whole number of at least one.
-
-  >>> check_counts(rounds=20, batch_size=0)
-  Traceback (most recent call last):
-    ...
-  ValueError: batch_size=0: must be a whole number, at least 1
-  """
-  for name, value in counts.items():
-    if value is None:
-      continue
-    if not isinstance(value, int | np.integer) or value < 1:
-      raise ValueError(f"{name}={value!r}: must be a whole number, at least 1")
-
-
-def check_factories(**optimizers: Any) -> None:
-  """Checks that optimizers come as functions of their learning rate.
-
-  Their states must not hold the rate: it may change from step to step.
-
-  Raises:
-    ValueError: naming the first that does not, or holds it.
-
-  >>> check_factories(server_optimizer=optax.adam(1e-3))
-  Traceback (most recent call last):
-    ...
-  ValueError: server_optimizer: give a function of the learning rate, such as \
-optax.adam, not an optimizer
-  """
-  for name, optimizer in optimizers.items():
-    if not callable(optimizer):
-      raise ValueError(
-        f"{name}: give a function of the learning rate, such as optax.adam, not"
-        " an optimizer"
-      )
-    if _holds_rate(optimizer):
-      raise ValueError(
-        f"{name}: its state holds the learning rate, which then could not"
-        " change; give it without optax.inject_hyperparams"
-      )
-
-
-def _holds_rate(optimizer: Any) -> bool:
-  """Whether an optimizer's first states for two rates differ."""
-  try:
-    states = [optimizer(rate).init(np.zeros(1)) for rate in (0.0, 1.0)]
-    first, second = (list(map(np.asarray, jax.tree.leaves(s))) for s in states)
-  except Exception:  # It wants parameters of a structure: it is not checked.
-    return False
-  return any(not np.array_equal(a, b) for a, b in zip(first, second))
 
 
 def with_hyper(state: PyTree, **values: Any) -> PyTree:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from hetfl import checks, core
 from hetfl import client as client_lib
-from hetfl import core
 
 PyTree = Any
 # (student's logits, teachers' logits, own logits, teachers' temperatures,
@@ -93,7 +93,7 @@ def codist_target(
   >>> [round(float(x), 4) for x in codist_target([p], q, [1.], 0.25)]
   [0.3, 0.7]
   """
-  core.same_outputs(*teachers, student)
+  checks.same_outputs(*teachers, student)
   views = [
     tempered_softmax(z, t) for z, t in zip(teachers, temperatures, strict=True)
   ]
@@ -130,11 +130,12 @@ def mixup(x: jax.Array, weight: jax.Array) -> jax.Array:
   """Mixes each example with its neighbour: `w_b x_b + (1 - w_b) x_(b+1)`.
 
   Args:
-    x: `float[B, ...]`, in random order, so that neighbours are random pairs.
+    x: `float[B, ...]`, in random order, so that neighbours are random pairs;
+      or a tree of such.
     weight: `float[B]`, drawn from Beta(beta, beta).
 
   Returns:
-    `float[B, ...]`.
+    As `x`.
 
   Reference: Zhang et al. 2017, section 2; Lichtarge et al. 2023, appendix C.1
   ("mixup with beta = 2", read as Beta(2, 2)).
@@ -142,8 +143,12 @@ def mixup(x: jax.Array, weight: jax.Array) -> jax.Array:
   >>> mixup(jnp.array([0., 4., 8.]), jnp.array([.75, .5, 1.]))
   Array([1., 6., 8.], dtype=float32)
   """
-  weight = weight.reshape(weight.shape + (1,) * (x.ndim - 1))
-  return weight * x + (1 - weight) * jnp.roll(x, -1, axis=0)
+
+  def mixed(x):
+    w = weight.reshape(weight.shape + (1,) * (x.ndim - 1))
+    return w * x + (1 - w) * jnp.roll(x, -1, axis=0)
+
+  return jax.tree.map(mixed, x)
 
 
 def example_weights(batch: core.Batch) -> jax.Array:
@@ -213,12 +218,12 @@ class Distiller:
       "temperature": (self.temperature, 1e-6, float("inf")),
       "regularization": (self.regularization, 0, 1),
     }
-    core.check_hyper(
+    checks.hyper(
       {"label_weight": self.label_weight, "mixup_beta": self.mixup_beta},
       label_weight=(0, 1),
       mixup_beta=(1e-6, float("inf")),
     )
-    core.check_factories(optimizer=self.optimizer)
+    checks.factories(optimizer=self.optimizer)
     if self.microbatch is not None and self.microbatch < 1:
       raise ValueError(f"microbatch={self.microbatch}: must be at least 1")
     if self.divergence and self.mixup_beta is not None:
@@ -228,7 +233,7 @@ class Distiller:
     hyper = {}
     for name, (value, low, high) in values.items():
       for v in value if isinstance(value, Sequence) else [value]:
-        core.check_hyper({name: v}, **{name: (low, high)})
+        checks.hyper({name: v}, **{name: (low, high)})
       array = jnp.asarray(value, jnp.float32)
       if array.shape not in ((), (num_pools,)):
         raise ValueError(f"{name}={value}: give one or {num_pools} values")
@@ -268,12 +273,13 @@ class Distiller:
 
     def logits_of_batches(variables, key, bank, rows):
       def predict(row):
-        x = self.batch(key, bank, *row)["x"]
+        batch = self.batch(key, bank, *row)
+        size = len(batch["mask"])
         logits = jax.lax.map(
-          lambda part: model.apply(variables, part, None, False)[0],
-          _split(x, core.num_parts(len(x), self.microbatch)),
+          lambda part: model.predict(variables, part),
+          _split(batch["x"], core.num_parts(size, self.microbatch)),
         )
-        return logits.reshape(len(x), *logits.shape[2:])
+        return logits.reshape(size, *logits.shape[2:])
 
       return jax.lax.map(predict, rows)
 
@@ -313,13 +319,18 @@ class Distiller:
 
       def stored(logits, data):
         _, target, weights = data
-        return jnp.sum(weights * kl_divergence(target, logits))
+        kl = kl_divergence(target, logits)
+        if kl.shape != weights.shape:
+          raise ValueError(
+            f"logits of shape {logits.shape} and weights of shape"
+            f" {weights.shape}: give Distiller.weights {kl.shape}"
+          )
+        return jnp.sum(weights * kl)
 
       def recomputed(logits, data):
         _, batch, weights = data
         own, *teachers = [
-          models[j].apply(views[j], batch["x"], None, False)[0]
-          for j in (index, *others)
+          models[j].predict(views[j], batch["x"]) for j in (index, *others)
         ]
         return self.divergence(
           logits, teachers, own, *mix, self.label_weight, batch, weights
@@ -378,15 +389,15 @@ class Distiller:
       )
       return (total + value, optax.tree.add(grads, g), stats), None
 
-    x, _, weights = data
+    weights = data[-1]
     # A batch that the devices cannot share equally is for each of them.
-    if shard is not None and len(x) % shard.count:
+    if shard is not None and len(weights) % shard.count:
       shard = None
     count = shard.count if shard else 1
-    parts = core.num_parts(len(x), self.microbatch, multiple=count)
+    parts = core.num_parts(len(weights), self.microbatch, multiple=count)
     rows = (
       jax.random.split(key, parts),
-      jax.tree.map(lambda a: _split(a, parts), data),
+      _split(data, parts),
     )
     sums, _ = jax.lax.scan(
       part,
@@ -404,5 +415,5 @@ class Distiller:
     return total / count, core.scaled(1 / count, grads), stats
 
 
-def _split(x, parts):
-  return x.reshape(parts, -1, *x.shape[1:])
+def _split(tree, parts):
+  return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), tree)

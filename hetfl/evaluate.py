@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import core, population
+from hetfl import checks, core, population
 from hetfl import engine as engine_lib
 
 PyTree = Any
@@ -72,7 +72,7 @@ class Evaluator:
     batch_size: int = 40,
     only: Sequence[Collection[str]] | None = None,
   ):
-    core.check_counts(batch_size=batch_size)
+    checks.counts(batch_size=batch_size)
     self._engine = engine or engine_lib.Inline()
     self._banks = {name: subset.bank for name, subset in sets.items()}
     self._plans = {
@@ -184,7 +184,7 @@ def lane_program(
 
   def of_batch(variables, bank, index):
     batch = core.prepare(transform, core.gather(bank, index))
-    return measure(model.apply(variables, batch["x"], None, False)[0], batch)
+    return measure(model.predict(variables, batch["x"]), batch)
 
   def evaluate_lane(variables, bank, lane, steps):
     shapes = jax.eval_shape(of_batch, variables, bank, lane[0])

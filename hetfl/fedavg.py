@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from hetfl import checks, core, planning
 from hetfl import client as client_lib
-from hetfl import core, planning
 from hetfl import engine as engine_lib
 
 PyTree = Any
@@ -65,12 +65,12 @@ class Pool:
   prox_mu: float | jax.Array | None = None
 
   def __post_init__(self):
-    core.check_factories(
+    checks.factories(
       client_optimizer=self.client_optimizer,
       server_optimizer=self.server_optimizer,
     )
     positive = (0, float("inf"))
-    core.check_hyper(
+    checks.hyper(
       {n: getattr(self, n) for n in ("client_lr", "server_lr", "prox_mu")},
       client_lr=positive,
       server_lr=positive,
@@ -136,11 +136,11 @@ class Pool:
     """
     variables = self.model.init(key)
     hyper = {
-      "client_lr": jnp.asarray(self.client_lr, jnp.float32),
-      "server_lr": jnp.asarray(self.server_lr, jnp.float32),
+      "client_lr": jnp.array(self.client_lr, jnp.float32),
+      "server_lr": jnp.array(self.server_lr, jnp.float32),
     }
     if self.prox_mu is not None:
-      hyper["prox_mu"] = jnp.asarray(self.prox_mu, jnp.float32)
+      hyper["prox_mu"] = jnp.array(self.prox_mu, jnp.float32)
     state = PoolState(variables.params, variables.stats, (), hyper)
     return self.reset_server(state)
 
@@ -338,7 +338,7 @@ def client_jobs(
   Raises:
     ValueError: if plan or data are for another number of pools.
   """
-  banks = core.banks(data, "pools", len(pools))
+  banks = checks.banks(data, "pools", len(pools))
   if len(pools) != len(plan.pools):
     raise ValueError(f"{len(pools)} pools, but a plan for {len(plan.pools)}")
   return [
@@ -417,7 +417,7 @@ def fedavg(
   """
   pools = check_pools(pools)
   engine = engine or engine_lib.Inline()
-  core.check_counts(rounds=rounds)
+  checks.counts(rounds=rounds)
 
   def init(key):
     return init_pools(pools, key, {})

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import core, population
+from hetfl import checks, core, population
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 from hetfl.data import partition
@@ -120,7 +120,7 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
   >>> consensus(f, jnp.array([3., 1.])).tolist()
   [[1.0, 3.0]]
   """
-  core.same_outputs(*scores)
+  checks.same_outputs(*scores)
   if len(weights) != len(scores):
     raise ValueError(f"weights: {len(weights)} for {len(scores)} scores")
   weights = weights / jnp.sum(weights)
@@ -250,10 +250,8 @@ def fedmd(
     )
   translator = TRANSLATORS[digest_loss]
   weights = _weights(consensus_weights, len(parties))
-  core.check_hyper(
-    {"temperature": temperature}, temperature=(1e-6, float("inf"))
-  )
-  core.check_counts(eval_batch_size=eval_batch_size)
+  checks.hyper({"temperature": temperature}, temperature=(1e-6, float("inf")))
+  checks.counts(eval_batch_size=eval_batch_size)
   speak = [
     speak_program(party, translator, public_transform, eval_batch_size)
     for party in parties
@@ -280,15 +278,15 @@ def fedmd(
       ),
       key,
       {
-        "consensus_weights": weights,
-        "temperature": jnp.asarray(temperature, jnp.float32),
+        "consensus_weights": jnp.array(weights),
+        "temperature": jnp.array(temperature, jnp.float32),
       },
     )
 
   def step(state, plan, data):
     key = jax.random.fold_in(state.key, plan.round)
-    public = core.part(data, "public")
-    private = core.banks(data, "private", len(parties))
+    public = checks.part(data, "public")
+    private = checks.banks(data, "private", len(parties))
     # Communicate: each party computes its scores on the public subset.
     scores = engine.run(
       *(
@@ -370,11 +368,11 @@ def speak_program(
   def speak_all(variables, temperature, bank, subset):
     def speak(index):
       batch = core.prepare(transform, core.gather(bank, index))
-      logits, _ = party.model.apply(variables, batch["x"], None, False)
+      logits = party.model.predict(variables, batch["x"])
       return translator.scores(logits, temperature)
 
     scores = jax.lax.map(speak, padded_rows(subset, batch_size))
-    return scores.reshape(-1, scores.shape[-1])[: len(subset)]
+    return scores.reshape(-1, *scores.shape[2:])[: len(subset)]
 
   return speak_all
 
@@ -516,7 +514,7 @@ def plan_fedmd(
   >>> sorted((plan.subset // 6).tolist()), plan.digest.shape
   ([0, 0, 1, 1], (1, 2, 2))
   """
-  core.check_counts(
+  checks.counts(
     round=round,
     subset=subset,
     digest_batch_size=digest_batch_size,

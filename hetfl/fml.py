@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetfl import checks, core, planning, population
 from hetfl import client as client_lib
-from hetfl import core, planning, population
 from hetfl import engine as engine_lib
 from hetfl.fedavg import round_keys
 from hetfl.mutual import (
@@ -72,6 +72,9 @@ class MutualState:
 
     Returns:
       The variables, without the group's axis.
+
+    Raises:
+      ValueError: there is no such client, or the state is of several trials.
     """
     group, row = self._find(client)
     return jax.tree.map(lambda a: a[row], group.local)
@@ -85,11 +88,19 @@ class MutualState:
     Returns:
       The global model's variables, with the client's adaptor if it has one:
       those of `hetfl.splice(global_model, adaptor)`.
+
+    Raises:
+      ValueError: there is no such client, or the state is of several trials.
     """
     group, row = self._find(client)
     return fork(self.server, jax.tree.map(lambda a: a[row], group.adaptor))
 
   def _find(self, client: int) -> tuple[GroupState, int]:
+    if jax.random.key_data(self.key).ndim > 1:
+      raise ValueError(
+        "a state of several trials: ask for one's by"
+        " jax.vmap(lambda state: state.local(client))(states)"
+      )
     for group in self.groups:
       if client in group.clients:
         return group, group.clients.index(client)
@@ -111,9 +122,17 @@ def group_clients(
   >>> group_clients([a, b, a])
   ((0, 2), (1,))
   """
+
+  def same(field):
+    try:
+      hash(field)
+    except TypeError:  # Such as a dataclass with a `__call__`.
+      return id(field)
+    return field
+
   groups = {}
   for k, client in enumerate(clients):
-    groups.setdefault(client, []).append(k)
+    groups.setdefault(tuple(map(same, client)), []).append(k)
   return tuple(map(tuple, groups.values()))
 
 
@@ -134,8 +153,10 @@ def plan_mutual(
   and cut into batches; the last batch of a pass holds what is left.
 
   Args:
-    held: the clients, or each one's positions in its bank.
-    groups: the clients' groups, see `group_clients`.
+    held: the clients, or each one's positions in its bank, which nobody
+      compares with the bank.
+    groups: the clients' groups, see `group_clients`. A step under `jax.jit`
+      sees how many clients a group has, not which.
     seed: the run's seed.
     round: the number of the round, from 1.
     batch_size: B.
@@ -163,7 +184,7 @@ def plan_mutual(
   >>> plan.groups[0].index[0, 1, 1], plan.groups[0].weight
   (np.int32(-1), array([1., 1.], dtype=float32))
   """
-  core.check_counts(round=round, batch_size=batch_size, epochs=epochs)
+  checks.counts(round=round, batch_size=batch_size, epochs=epochs)
   held = population.holdings(held)
   if sorted(k for group in groups for k in group) != list(range(len(held))):
     raise ValueError(
@@ -277,22 +298,24 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
   if not clients:
     raise ValueError("clients: there are none")
   engine = engine or engine_lib.Inline()
-  core.check_hyper(
-    hyper | options,
+  checks.hyper(
+    {n: x for n, x in (hyper | options).items() if not callable(x)},
     learning_rate=(1e-12, float("inf")),
     alpha=(0, 1),
     beta=(0, 1),
     temperature=(1e-6, float("inf")),
     microbatch=(1, float("inf")),
   )
-  core.check_factories(optimizer=options["optimizer"])
+  for name in hyper.keys() & {"alpha", "beta"}:
+    checks.schedule(name, hyper[name], 1, between=(0, 1))
+  checks.factories(optimizer=options["optimizer"])
   groups = group_clients(clients)
   stages = [
     client_program(clients[group[0]], global_model, **options)
     for group in groups
   ]
   programs = [functools.partial(_whole, one) for one in stages]
-  as_array = lambda x: jnp.asarray(x, jnp.float32)
+  as_array = lambda x: jnp.array(x, jnp.float32)
   optimizer = options["optimizer"]
 
   def init(key):
@@ -305,7 +328,7 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
     def group_state(group):
       client = clients[group[0]]
       local = jax.vmap(client.model.init)(keys(1, group))
-      # The state does not depend on the rate: `check_factories` sees to it.
+      # The state does not depend on the rate: `checks.factories` sees to it.
       opt_state = jax.vmap(optimizer(0.0).init)(local.params)
       adaptor = None
       if client.adaptor is not None and global_model is not None:
@@ -320,7 +343,7 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
 
   def step(state, plan, data):
     _check_plan(plan, groups, state)
-    banks = [core.part(data, clients[group[0]].bank) for group in groups]
+    banks = [checks.part(data, clients[group[0]].bank) for group in groups]
     key, *_ = round_keys(state.key, plan.round, 1)
     now = {
       name: as_array(x(plan.round)) if callable(x) else state.hyper[name]

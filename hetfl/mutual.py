@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from hetfl import checks, core
 from hetfl import client as client_lib
-from hetfl import core
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 
@@ -34,7 +34,8 @@ class MutualClient(NamedTuple):
     bank: the name of the bank that its examples lie in.
     adaptor: where the global model is not a whole one: a model from the
       global model's outputs to logits, which stays with the client.
-    loss: the loss of each example.
+    loss: the loss of each example. Outputs are logits whatever it is: equation
+      5's divergence is between softmaxes.
   """
 
   model: core.Model
@@ -139,6 +140,9 @@ def mutual_loss(
   Returns:
     `float[B]` twice: the loss, and the divergence in it, summed over classes.
 
+  Raises:
+    ValueError: the shapes are others.
+
   Reference: Shen et al. 2020, equation 5.
 
   >>> logits, partner = jnp.log(jnp.array([[[.75, .25]], [[.5, .5]]]))
@@ -146,11 +150,17 @@ def mutual_loss(
   >>> [round(float(x[0]), 4) for x in (kl, loss)]  # log(4 / 3) / 2, + 2 / 2
   [0.1438, 1.0719]
   """
-  core.same_outputs(logits, partner)
+  checks.same_outputs(logits, partner)
   target = distill_lib.tempered_softmax(
     jax.lax.stop_gradient(partner), temperature
   )
   kl = temperature**2 * distill_lib.kl_divergence(target, logits / temperature)
+  if kl.shape != labels_loss.shape:
+    raise ValueError(
+      f"logits of shape {logits.shape} with losses of shape"
+      f" {labels_loss.shape}: mutual learning takes one softmax an example,"
+      " float[B, C]"
+    )
   return weight * labels_loss + (1 - weight) * kl, kl
 
 
@@ -283,7 +293,7 @@ def client_program(
     total, sums = jnp.zeros(()), {}
     for name in params:
       losses = client.loss(logits[name], batch)
-      core.check_losses(losses, batch["mask"])
+      checks.losses(losses, batch["mask"])
       kl = jnp.zeros_like(losses)
       for other in logits.keys() - {name}:
         losses, kl = mutual_loss(
@@ -320,9 +330,7 @@ def client_program(
       ), None
 
     zeros = {f"{n}_{x}": jnp.zeros(()) for n in names for x in ("loss", "kl")}
-    split = {
-      name: a.reshape(parts, -1, *a.shape[1:]) for name, a in batch.items()
-    }
+    split = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
     (grads, sums, after), _ = jax.lax.scan(
       add,
       (optax.tree.zeros_like(params), zeros, variables),

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from hetfl import checks, core, planning, population
 from hetfl import client as client_lib
-from hetfl import core, planning, population
 from hetfl import engine as engine_lib
 from hetfl import evaluate as evaluate_lib
 
@@ -62,10 +62,8 @@ class Party:
       ValueError: if a value is out of its range.
     """
     values = {"learning_rate": self.learning_rate, "l2": self.l2}
-    core.check_hyper(
-      values, learning_rate=(0, float("inf")), l2=(0, float("inf"))
-    )
-    return {name: jnp.asarray(v, jnp.float32) for name, v in values.items()}
+    checks.hyper(values, learning_rate=(0, float("inf")), l2=(0, float("inf")))
+    return {name: jnp.array(v, jnp.float32) for name, v in values.items()}
 
   def trainer(
     self, transform: Preparation | None, loss: core.Loss
@@ -201,7 +199,8 @@ def fit(
 
   A party stops, and keeps what its last epoch gave, when its accuracy on the
   stopping set has not risen by more than `min_delta` above its best for
-  `patience` epochs.
+  `patience` epochs. That is a classifier's accuracy, whatever its loss; models
+  of another kind do without a stopping set.
 
   Args:
     parties: P parties.
@@ -219,7 +218,8 @@ def fit(
     device; without a stopping set no party stops.
 
   Raises:
-    ValueError: if a value is out of its range.
+    ValueError: if a value is out of its range, or the stopping set has no
+      examples, or, where it is not traced, other positions than its bank.
 
   Reference: Li & Wang 2019, algorithm 1, "Transfer learning", and table 4's
   training on pooled data; Keras's `EarlyStopping` without
@@ -241,12 +241,12 @@ def fit(
   """
   parties = check_parties(parties)
   engine = engine or engine_lib.Inline()
-  core.check_hyper(
+  checks.hyper(
     {"patience": patience, "min_delta": min_delta},
     patience=(1, float("inf")),
     min_delta=(0, 1),
   )
-  core.check_counts(eval_batch_size=eval_batch_size)
+  checks.counts(eval_batch_size=eval_batch_size)
   epochs = [
     _epoch_program(party, transform, min_delta, eval_batch_size)
     for party in parties
@@ -255,7 +255,6 @@ def fit(
   def init(key, variables=None):
     check_number(variables, parties, "variables")
     variables = variables or fresh_models(parties, key)
-    zero = jnp.zeros((), jnp.int32)
     return FitState(
       tuple(
         Learner(
@@ -263,8 +262,8 @@ def fit(
           hyper=party.hyper(),
           accuracy=jnp.zeros((), jnp.float32),
           best=jnp.full((), -jnp.inf, jnp.float32),
-          wait=zero,
-          epochs=zero,
+          wait=jnp.zeros((), jnp.int32),
+          epochs=jnp.zeros((), jnp.int32),
         )
         for party, v in zip(parties, variables)
       ),
@@ -274,6 +273,9 @@ def fit(
   def step(state, plan, data):
     for name in data.keys() - {"train", "stopping"}:
       raise ValueError(f"data[{name!r}]: want 'train' and, if any, 'stopping'")
+    stopping = data.get("stopping")
+    if stopping is not None:
+      population.check_subset(stopping, "stopping")
     key = jax.random.fold_in(state.key, plan.round)
     results = engine.run(
       *(
@@ -285,7 +287,7 @@ def fit(
             bank,
             batches,
             steps,
-            data.get("stopping"),
+            stopping,
           ),
           learner.wait < patience,
           _stopped,
@@ -295,7 +297,7 @@ def fit(
           zip(
             epochs,
             state.parties,
-            core.banks(data, "train", len(parties)),
+            checks.banks(data, "train", len(parties)),
             plan.batches,
             plan.steps,
             strict=True,
@@ -412,7 +414,7 @@ def plan_fit(
   >>> [(b.shape, int(s)) for b, s in zip(plan.batches, plan.steps)]
   [((128, 4), 1), ((128, 5), 2)]
   """
-  core.check_counts(round=round, batch_size=batch_size)
+  checks.counts(round=round, batch_size=batch_size)
   epochs = [
     shuffled_epochs(
       positions, seed=[_FIT, seed, phase, round, k], batch_size=batch_size
@@ -448,7 +450,7 @@ def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
     raise ValueError(f"parties={names}: give one or more, of unlike names")
   for party in parties:
     party.hyper()
-    core.check_factories(optimizer=party.optimizer)
+    checks.factories(optimizer=party.optimizer)
   return tuple(parties)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from hetfl import core
+from hetfl import checks
 from hetfl.population import ClientPopulation, positions_in, Subset
 
 
@@ -192,7 +192,7 @@ def plan_clients(
   >>> plan.steps, plan.weight[:, :2]
   (array([2], dtype=int32), array([[0., 3.]], dtype=float32))
   """
-  core.check_counts(
+  checks.counts(
     round=round,
     batch_size=batch_size,
     epochs=epochs,
@@ -244,7 +244,7 @@ def plan_distillation(
   >>> sorted(plan.ravel().tolist())
   [2, 2, 5, 5, 7, 7]
   """
-  core.check_counts(round=round, steps=steps, batch_size=batch_size)
+  checks.counts(round=round, steps=steps, batch_size=batch_size)
   if not len(examples.index):
     raise ValueError("examples: there are none to distil on")
   # 2**32 - 1 keeps these draws apart from those of any pool.
@@ -356,6 +356,9 @@ def localize(
     them, still on the host. Their lengths are powers of two, so that unlike
     rounds share a few compiled programs.
 
+  Raises:
+    ValueError: the plan has batches of a distillation set that is not given.
+
   >>> clients = ClientPopulation.from_lists({'y': np.arange(9)}, [[4, 8], [2]])
   >>> plan = plan_round(
   ...     [clients], seed=0, round=1, clients_per_round=1, batch_size=2,
@@ -368,6 +371,8 @@ def localize(
   """
   used = [(p.bank, lanes.index) for p, lanes in zip(pools, plan.pools)]
   if plan.distill is not None:
+    if distill is None:
+      raise ValueError("distill=None: the plan has batches of it, give the set")
     used.append((distill.bank, plan.distill))
   together = {}
   for bank, index in used:

@@ -104,6 +104,29 @@ of a mask
   return array
 
 
+def check_subset(subset: "Subset", name: str) -> None:
+  """Checks examples that a step is given, as far as tracing shows them.
+
+  Args:
+    subset: the examples.
+    name: what an error calls them.
+
+  Raises:
+    ValueError: there are none, or their positions are not in the bank.
+
+  >>> check_subset(Subset({'x': np.zeros(3)}, np.array([3])), 'stopping')
+  Traceback (most recent call last):
+    ...
+  ValueError: stopping: positions outside the bank of 3 examples
+  """
+  if not len(subset.index):
+    raise ValueError(f"{name}: there are no examples")
+  if not isinstance(subset.index, jax.core.Tracer):
+    positions_in(subset.bank, subset.index, name)
+  elif subset.index.dtype.kind not in "iu":
+    raise ValueError(f"{name}: positions must be integers, not a mask")
+
+
 def num_examples(bank: Bank) -> int:
   """Number of examples of a bank; all its arrays must agree on it.
 

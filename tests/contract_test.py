@@ -158,6 +158,15 @@ def test_going_on_leaks_and_compilations(reference, name):
 
 
 @every_algorithm
+def test_a_state_may_be_given_up(name):
+  algorithm = CASES[name].build(None, ROUNDS)
+  step = jax.jit(algorithm.step, donate_argnums=0)
+  for seed in (0, 1):  # The first must not take what the second begins with.
+    state = algorithm.init(jax.random.key(seed))
+    run(name, algorithm._replace(step=step), 2, state=state)
+
+
+@every_algorithm
 def test_accelerators_can_lower_it(name):
   case = CASES[name]
   step = jax.jit(case.build(None, ROUNDS).step)

@@ -1,5 +1,8 @@
 """What calls that make no sense say, and values that are only unusual."""
 
+import dataclasses
+
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -38,6 +41,12 @@ class Training(nn.Module):
   @nn.compact
   def __call__(self, x, training):
     return nn.Dropout(0.5, deterministic=not training)(x)
+
+
+class Frozen(nn.Module):
+  @nn.compact
+  def __call__(self, x, use_running_average=True):
+    return nn.BatchNorm(use_running_average)(x)
 
 
 def plan_clients(**settings):
@@ -115,6 +124,45 @@ def one_class():
   return mutual_round(single, loss=lambda logits, batch: logits[:, 0])
 
 
+def sequences(make, length):
+  """A model of several softmaxes an example, as of a segmentation."""
+  shape = (length, federation.CLASSES)
+  many = core.Model.from_flax(
+    nn.Sequential(
+      [
+        lambda x: x.reshape(len(x), -1),
+        nn.Dense(length * federation.CLASSES),
+        lambda x: x.reshape(len(x), *shape),
+      ]
+    ),
+    jnp.zeros(federation.EXAMPLE.shape),
+  )
+  first = lambda logits, batch: core.cross_entropy(logits[:, 0], batch)
+  return make(many, loss=first)
+
+
+def codistil(model, **settings):
+  pools = [Pool(name, model, 0.1, 0.1, **settings) for name in ("a", "b")]
+  algorithm = merged(pools)
+  state = algorithm.init(jax.random.key(0))
+  return algorithm.step(state, plan_clients(), federation.make_data())
+
+
+def bare_logits():
+  model = algorithms.MLP._replace(
+    apply=lambda variables, x, key, train: jnp.zeros((len(x), 3))
+  )
+  evaluator = evaluate.Evaluator(
+    [model], {"test": population.Subset(BANK, [0])}
+  )
+  return evaluator([model.init(jax.random.key(0))])
+
+
+def stopping_on(index):
+  subset = population.Subset(algorithms.PRIVATE, np.asarray(index))
+  return step("fit", data=CASES["fit"].data() | {"stopping": subset})
+
+
 def unlike_clients():
   clients = [MutualClient(WIDER)] * 2
   algorithm = fml(clients, global_model=algorithms.MLP)
@@ -145,6 +193,18 @@ WRONG = {
   "alpha=-0.5:": lambda: merged(alpha=np.float32(-0.5)),
   "alpha=2.0:": lambda: merged(alpha=jnp.asarray(2.0)),
   "alpha='0.5': must be a number": lambda: merged(alpha="0.5"),
+  "alpha=50.0:": lambda: merged(alpha=lambda t: 50.0),
+  "alpha=-1.0:": lambda: merged(alpha=lambda t: 0.5 * (1 - t), rounds=3),
+  "alpha=(0.9, 0.5): give one number": lambda: merged(alpha=(0.9, 0.5)),
+  "beta=[0.1 0.9]: give one number": lambda: fml(
+    [MutualClient(WIDER)] * 2, global_model=WIDER, beta=np.array([0.1, 0.9])
+  ),
+  "beta=1.5": lambda: fml(
+    [MutualClient(WIDER)], global_model=WIDER, beta=lambda t: 1.5
+  ),
+  "no schedule here, give a number": lambda: federation.make_pools(
+    client_lr=optax.constant_schedule(0.1)
+  ),
   "rounds=0:": lambda: fedavg(POOLS, rounds=0),
   "period=0:": lambda: codist.periodic_codist(
     POOLS, make_distiller(), period=0, rounds=1
@@ -245,6 +305,17 @@ WRONG = {
   ),
   "data has no 'train'": lambda: step("fml", data={}),
   "(0, 2, 3) are alike, but a plan for [3, 2, 0]": swapped_groups,
+  "bank's array is called 'mask'": lambda: step(
+    "fit", data={"train": ({**algorithms.PRIVATE, "mask": np.ones(11)},) * 3}
+  ),
+  "distill=None:": lambda: planning.localize(
+    federation.make_plan(1), [federation.POPULATION] * 2
+  ),
+  "stopping: positions must be integers, not bool": lambda: stopping_on(
+    algorithms.PRIVATE["y"] == 0
+  ),
+  "stopping: positions outside": lambda: stopping_on([3, 99]),
+  "stopping: there are no examples": lambda: stopping_on([]),
   "data has no 'private'": lambda: step("fedmd", data={"public": 1}),
   "outputs of shapes (8, ": unlike_pools,
   "outputs of shapes (2, ": unlike_clients,
@@ -260,10 +331,17 @@ WRONG = {
   "a loss of shape (3, 1) on 3": lambda: column_of_losses(pool_round),
   "a loss of shape (2, 1) on 2": lambda: column_of_losses(mutual_round),
   "a softmax over one class says nothing": one_class,
+  # As many softmaxes as examples would have been weighted all the same.
+  "with losses of shape (2,): mutual": lambda: sequences(mutual_round, 2),
+  "give Distiller.weights (8, 8)": lambda: sequences(codistil, 8),
   # Models.
   "Training takes 'training'": lambda: core.Model.from_flax(
     Training(), jnp.zeros((1, 2))
   ),
+  "Frozen takes 'use_running_average'": lambda: core.Model.from_flax(
+    Frozen(), jnp.zeros((1, 2))
+  ),
+  "apply gave no pair: it must return (logits, stats)": bare_logits,
   "a batch holds ['mask', 'y']": lambda: step(
     "fit", data={"train": ({"y": jnp.zeros(11, jnp.int32)},) * 3}
   ),
@@ -287,7 +365,7 @@ def test_what_makes_no_sense_is_refused(message):
 
 
 def test_full_batches_keep_others_from_batch_statistics():
-  held = (3, 4, 5)  # An empty place would be read as example 0.
+  held = (3, 4, 5)  # Example 0 is nobody's.
   statistics = []
   for scale in (1, 1000):
     bank = dict(algorithms.PRIVATE, x=algorithms.PRIVATE["x"].copy())
@@ -295,6 +373,81 @@ def test_full_batches_keep_others_from_batch_statistics():
     state, _ = normed_round(held, bank, full_batches=True)
     statistics.append(state.server.stats)
   jax.tree.map(np.testing.assert_array_equal, *statistics)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fml"])
+def test_an_example_that_nobody_holds_may_be_anything(name):
+  """Empty places hold an example of the batch, not the bank's first."""
+  bank = dict(BANK, x=BANK["x"].copy())
+  bank["x"][0] = np.nan
+  if name == "fml":
+    model = MutualClient(algorithms.MLP)
+    algorithm = fml([model] * 2, global_model=algorithms.MLP)
+    plan = mutual(((1, 2, 3), (4,)))
+    data = {"train": jax.device_put(bank)}
+  else:
+    algorithm = fedavg(POOLS[:1], rounds=1)
+    batches = [np.array([[1, 2], [3, -1]], np.int32), np.array([[4, 5]])]
+    # Two lanes of unlike lengths, side by side.
+    lanes = planning.pack_lanes(batches, [0, 1], [3, 2], num_lanes=2)
+    plan = planning.RoundPlan(np.int32(1), (lanes,), None)
+    data = {"pools": (jax.device_put(bank),)}
+  state = algorithm.init(jax.random.key(0))
+  state, metrics = jax.jit(algorithm.step)(state, plan, data)
+  chex.assert_tree_all_finite(state.replace(key=None))
+  assert all(np.isfinite(mean.value) for mean in metrics.values())
+
+
+def test_labels_that_are_no_class_show():
+  losses = core.cross_entropy(jnp.zeros((3, 2)), {"y": jnp.array([-1, 0, 2])})
+  assert np.isnan(losses).tolist() == [True, False, True]
+
+
+def test_inputs_may_be_a_tree():
+  """Two inputs under names do what one array of them does."""
+  half = lambda x: {"left": x[:, :1], "right": x[:, 1:]}
+  whole = lambda x: jnp.concatenate([x["left"], x["right"]], axis=1)
+  model = algorithms.DENSE_TRUNK
+  split = model._replace(
+    apply=lambda v, x, key, train: model.apply(v, whole(x), key, train)
+  )
+  ends = []
+  for net, prepare in (
+    (model, lambda key, batch: batch),
+    (split, lambda key, batch: {**batch, "x": half(batch["x"])}),
+  ):
+    client = MutualClient(net, transform=prepare)
+    mutually = fml([client] * 2, global_model=net, microbatch=1)
+    pools = [Pool(n, net, 0.1, 0.1, transform=prepare) for n in ("a", "b")]
+    distiller = distill.Distiller(transform=prepare, mixup_beta=2, microbatch=2)
+    codistilling = merged(pools, distiller)
+    for algorithm, plan, data in (
+      (mutually, mutual(), {"train": jax.device_put(BANK)}),
+      (codistilling, plan_clients(), federation.make_data()),
+    ):
+      state = algorithm.init(jax.random.key(0))
+      state, _ = jax.jit(algorithm.step)(state, plan, data)
+      ends.append(state.replace(key=None))
+  for one, other in zip(ends[:2], ends[2:]):
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+      one,
+      other,
+    )
+
+
+def test_clients_of_unhashable_transforms_are_grouped():
+  @dataclasses.dataclass
+  class Scale:
+    factor: float
+
+    def __call__(self, key, batch):
+      return {**batch, "x": self.factor * batch["x"]}
+
+  one, two = (
+    MutualClient(algorithms.MLP, transform=Scale(f)) for f in (1.0, 2.0)
+  )
+  assert group_clients([one, two, one]) == ((0, 2), (1,))
 
 
 def test_an_empty_set_has_no_accuracy():

@@ -149,7 +149,7 @@ def test_rounds_are_the_oracles(name):
           ours = jax.tree.map(lambda a, row=row: np.asarray(a[row]), trace)
           assert_close(ours, theirs[k].velocity, **tolerance)
   # Two epochs, each example once an epoch.
-  assert metrics["meme_loss"].count == 2 * sum(SIZES)
+  assert float(metrics["meme_loss"].count) == 2 * sum(SIZES)
 
 
 def test_losses_by_hand():
@@ -335,3 +335,9 @@ def test_what_is_out_of_range_is_refused():
     run(build(), clients=ALIKE)
   with pytest.raises(ValueError, match="client 7"):
     build().init(jax.random.key(0)).local(7)
+  states = jax.vmap(build().init)(jax.random.split(jax.random.key(0), 3))
+  with pytest.raises(ValueError, match="a state of several trials"):
+    states.local(0)
+  one = build().init(jax.random.split(jax.random.key(0), 3)[2]).local(1)
+  ours = jax.vmap(lambda state: state.local(1))(states)
+  assert_close(one, jax.tree.map(lambda a: a[2], ours))

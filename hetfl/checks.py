@@ -1,0 +1,212 @@
+"""What calls are checked for, and what they say.
+
+Errors name the argument, its value and what to do.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def counts(**numbers: int | None) -> None:
+  """Checks numbers of rounds, steps, examples and the like.
+
+  Args:
+    **numbers: names and values; `None` is passed over.
+
+  Raises:
+    ValueError: naming the first that is no whole number of at least one.
+
+  >>> counts(rounds=20, batch_size=0)
+  Traceback (most recent call last):
+    ...
+  ValueError: batch_size=0: must be a whole number, at least 1
+  """
+  for name, value in numbers.items():
+    if value is None:
+      continue
+    if not isinstance(value, int | np.integer) or value < 1:
+      raise ValueError(f"{name}={value!r}: must be a whole number, at least 1")
+
+
+def hyper(values: Mapping[str, Any], **ranges) -> None:
+  """Checks hyper-parameters against their ranges.
+
+  Args:
+    values: names and values; `None` is passed over, and of values under tracing
+      their shapes alone are seen.
+    **ranges: for some names, the least and the greatest allowed value.
+
+  Raises:
+    ValueError: naming the first that is no number, more than one, or out of
+      its range.
+
+  >>> hyper({'alpha': 1.5}, alpha=(0, 1))
+  Traceback (most recent call last):
+    ...
+  ValueError: alpha=1.5: must lie between 0 and 1
+  """
+  for name, (low, high) in ranges.items():
+    value = values.get(name)
+    if value is None:
+      continue
+    if callable(value):
+      raise ValueError(f"{name}={value!r}: no schedule here, give a number")
+    if np.ndim(value):
+      raise ValueError(
+        f"{name}={value}: give one number; trials vary it by with_hyper"
+      )
+    if isinstance(value, jax.core.Tracer):
+      continue
+    array = np.asarray(value)
+    if not np.issubdtype(array.dtype, np.number):
+      raise ValueError(f"{name}={value!r}: must be a number")
+    if not np.all((low <= array) & (array <= high)):
+      raise ValueError(f"{name}={value}: must lie between {low} and {high}")
+
+
+def schedule(
+  name: str, value: Any, *rounds: int, between: tuple[float, float]
+) -> None:
+  """Checks a hyper-parameter that may be a schedule, in some rounds.
+
+  Args:
+    name: its name.
+    value: a number, or a function of the round.
+    *rounds: in which rounds a schedule is looked at.
+    between: the least and the greatest allowed value.
+
+  Raises:
+    ValueError: as `hyper`.
+
+  >>> schedule('alpha', lambda t: 0.1 * t, 1, 20, between=(0, 1))
+  Traceback (most recent call last):
+    ...
+  ValueError: alpha=2.0: must lie between 0 and 1
+  """
+  for t in rounds:
+    now = value(np.int32(t)) if callable(value) else value
+    hyper({name: now}, **{name: between})
+
+
+def factories(**optimizers: Any) -> None:
+  """Checks that optimizers come as functions of their learning rate.
+
+  Their states must not hold the rate: it may change from step to step.
+
+  Raises:
+    ValueError: naming the first that does not, or holds it.
+
+  >>> import optax
+  >>> factories(server_optimizer=optax.adam(1e-3))
+  Traceback (most recent call last):
+    ...
+  ValueError: server_optimizer: give a function of the learning rate, such as \
+optax.adam, not an optimizer
+  """
+  for name, optimizer in optimizers.items():
+    if not callable(optimizer):
+      raise ValueError(
+        f"{name}: give a function of the learning rate, such as optax.adam, not"
+        " an optimizer"
+      )
+    if _holds_rate(optimizer):
+      raise ValueError(
+        f"{name}: its state holds the learning rate, which then could not"
+        " change; give it without optax.inject_hyperparams"
+      )
+
+
+def _holds_rate(optimizer: Any) -> bool:
+  """Whether an optimizer's first states for two rates differ."""
+  try:
+    states = [optimizer(rate).init(np.zeros(1)) for rate in (0.0, 1.0)]
+    first, second = (list(map(np.asarray, jax.tree.leaves(s))) for s in states)
+  except Exception:  # It wants parameters of a structure: it is not checked.
+    return False
+  return any(not np.array_equal(a, b) for a, b in zip(first, second))
+
+
+def part(data: Mapping[str, Any], name: str) -> Any:
+  """`data[name]`, of what a step is given.
+
+  Raises:
+    ValueError: it is not there.
+
+  >>> part({'pool': 1}, 'pools')
+  Traceback (most recent call last):
+    ...
+  ValueError: data has no 'pools'; it has ['pool']
+  """
+  if name not in data:
+    raise ValueError(f"data has no {name!r}; it has {sorted(data)}")
+  return data[name]
+
+
+def banks(data: Mapping[str, Any], name: str, number: int) -> Sequence[Any]:
+  """`data[name]`, of what a step is given, if it is a sequence of N banks.
+
+  Raises:
+    ValueError: it is not there, or not that.
+
+  >>> banks({'pools': {'x': 1, 'y': 2}}, 'pools', 2)
+  Traceback (most recent call last):
+    ...
+  ValueError: data['pools']: give a sequence of 2 banks, one each, not a dict
+  """
+  found = part(data, name)
+  if isinstance(found, Mapping) or len(found) != number:
+    what = "a dict" if isinstance(found, Mapping) else f"{len(found)}"
+    raise ValueError(
+      f"data[{name!r}]: give a sequence of {number} banks, one each, not {what}"
+    )
+  return found
+
+
+def losses(values: jax.Array, mask: jax.Array) -> None:
+  """Checks that a loss gives a number for each example, or a scalar.
+
+  Args:
+    values: what the loss gave.
+    mask: `float[B]`.
+
+  Raises:
+    ValueError: it is neither; `[B, 1]` by a mask would be `[B, B]`.
+
+  >>> losses(jnp.zeros((8, 1)), jnp.ones(8))
+  Traceback (most recent call last):
+    ...
+  ValueError: a loss of shape (8, 1) on 8 examples: give one number for each, \
+float[8]
+  """
+  if jnp.ndim(values) and jnp.shape(values) != jnp.shape(mask):
+    raise ValueError(
+      f"a loss of shape {jnp.shape(values)} on {len(mask)} examples: give one"
+      f" number for each, float[{len(mask)}]"
+    )
+
+
+def same_outputs(*logits: jax.Array) -> None:
+  """Checks that models which learn from each other have the same outputs.
+
+  Args:
+    *logits: what each of them says of the same examples.
+
+  Raises:
+    ValueError: they are of unlike shapes.
+
+  >>> same_outputs(jnp.zeros((8, 3)), jnp.zeros((8, 5)))
+  Traceback (most recent call last):
+    ...
+  ValueError: outputs of shapes (8, 3), (8, 5): models that learn from each \
+other need the same classes
+  """
+  shapes = list(dict.fromkeys(jnp.shape(z) for z in logits))
+  if len(shapes) > 1:
+    raise ValueError(
+      f"outputs of shapes {', '.join(map(str, shapes))}: models that learn from"
+      " each other need the same classes"
+    )
