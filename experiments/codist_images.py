@@ -119,12 +119,18 @@ class Task:
     )
     self._recipe = augment.RECIPES[config["recipe"]]
     size, side = self._recipe.size, self.data.image_shape[0]
+    channels = self.data.image_shape[-1]
     if size > side + 2 * self._recipe.pad:
       raise common.UsageError(
         f"--recipe={config['recipe']}: cuts squares of {size} out of images of"
         f" {side}x{side} ({config['dataset']}); choose another"
       )
-    example = jnp.zeros((1, size, size, self.data.image_shape[-1]))
+    if len(self._recipe.mean) != channels:
+      raise common.UsageError(
+        f"--recipe={config['recipe']}: for images of {len(self._recipe.mean)}"
+        f" channels, not {channels} ({config['dataset']}); choose another"
+      )
+    example = jnp.zeros((1, size, size, channels))
     self.models = [
       core.Model.from_flax(
         cnn(

@@ -420,6 +420,10 @@ def numbers(
   return read
 
 
+NO_ROWS = "{}: the run is finished, but has no rows to draw; the table is in\
+ result.json"
+
+
 def refuse(reason: str, *names: str) -> None:
   """Refuses flags that every experiment has and one cannot follow.
 

@@ -381,11 +381,13 @@ class Experiment:
     """Runs the collaboration, or goes on with it."""
     algorithm = self.compiled(self.algorithm())
     start = (self.key(len(settings.PHASES)), trained)
-    if not from_first(bool(logs.read_rows(folder.metrics))):
+    begun = folder.result() is not None or logs.read_rows(folder.metrics)
+    if not from_first(bool(begun)):
       # Round 0: what the parties can do before they say a word.
-      with logs.MetricsLog(
-        folder, tensorboard=self.speed["tensorboard"]
-      ) as log:
+      with (
+        folder.at_work(),
+        logs.MetricsLog(folder, tensorboard=self.speed["tensorboard"]) as log,
+      ):
         state = jit(algorithm.init, once=True)(start)
         log.write({"round": 0, **self.evaluate(state), "seconds": 0.0})
     logging.info("Collaboration, in %s", folder.path)
@@ -403,8 +405,11 @@ class Experiment:
       eval_every=self.config["eval_every"],
       **self.options(folder),
     )
+    rows = logs.read_rows(folder.metrics)
+    if not rows:
+      raise ValueError(common.NO_ROWS.format(folder.metrics))
     report.collaboration(
-      logs.read_rows(folder.metrics),
+      rows,
       folder.path / "curves.png",
       parties={
         p["name"]: f"{p['name'].removeprefix('party')} {p['model']}"

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 import hashlib
 import logging as std_logging
+import math
 import os
 import pathlib
 import platform
@@ -66,6 +67,8 @@ def side_by_side(
   for name in names:
     results[name] = train(experiments[name], *configs[name], folders[name])
     rows[name] = logs.read_rows(folders[name].metrics)
+    if not rows[name]:
+      raise ValueError(common.NO_ROWS.format(folders[name].metrics))
     draw({name: rows[name]}, configs[name][0], paths[name], experiments[name])
   if several:
     draw(rows, configs[names[0]][0], workdir, experiments[names[0]])
@@ -126,17 +129,18 @@ def run(
 
   def start(_):
     logging.use_absl_handler()
-    logging.set_verbosity(max(FLAGS.verbosity, logging.INFO))
+    if not FLAGS["verbosity"].present:
+      logging.set_verbosity(logging.INFO)
     std_logging.getLogger("jax").setLevel(std_logging.WARNING)
     if FLAGS.cpu_devices:
       jax.config.update("jax_num_cpu_devices", FLAGS.cpu_devices)
     jax.config.update("jax_default_matmul_precision", FLAGS.matmul_precision)
     try:
-      _refuse_empty_lists()
+      _refuse_odd_values()
       _keep_programs()
       _join_processes()
       main()
-    except (ValueError, OSError, FloatingPointError, ImportError) as error:
+    except (ValueError, OSError, ArithmeticError, ImportError) as error:
       if FLAGS.verbosity > 0:
         raise
       sys.exit(_one_line(error))
@@ -152,11 +156,17 @@ def _list_flags() -> None:
       FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
 
-def _refuse_empty_lists() -> None:
-  """Refuses `--name=` of a list that has to say something."""
+def _refuse_odd_values() -> None:
+  """Refuses `--name=` of a list that has to say something, and `--name=nan`."""
   for name in FLAGS:
-    if FLAGS[name].value == [] and FLAGS[name].default != []:
+    value = FLAGS[name].value
+    if value == [] and FLAGS[name].default != []:
       raise common.UsageError(f"--{name}=: give a value, or leave it out")
+    if isinstance(value, float) and not math.isfinite(value):
+      raise common.UsageError(f"--{name}={value}: must be a finite number")
+    if name.endswith("seed") and value and value >= 2**32:
+      # JAX's keys take the last 32 bits.
+      raise common.UsageError(f"--{name}={value}: must be below 2**32")
 
 
 def _keep_programs() -> None:
@@ -170,8 +180,8 @@ def _keep_programs() -> None:
   else:
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
       return
-    folder = autotune.cache_folder() / "programs" / _processor()
     try:
+      folder = autotune.cache_folder() / "programs" / _processor()
       folder.mkdir(parents=True, exist_ok=True)
     except OSError:
       return  # A home that cannot be written to is no reason to stop.

@@ -18,6 +18,7 @@ import csv
 import io
 import json
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -112,11 +113,22 @@ def run_cell(
   ]
   print(" ".join(command), flush=True)
   process = subprocess.Popen(command)
+  stopped = []
+
+  def hand_on(number, _):
+    stopped.append(number)
+    process.send_signal(number)
+
+  before = signal.signal(signal.SIGTERM, hand_on)
   try:
     code = process.wait()
   except KeyboardInterrupt:
     process.wait()  # The run had the signal too: it saves.
     sys.exit(130)
+  finally:
+    signal.signal(signal.SIGTERM, before)
+  if stopped:
+    sys.exit(128 + stopped[0])
   if code:
     sys.exit(
       f"error: {cell.name} ended with status {code}, see above; the same"
@@ -177,10 +189,14 @@ def main(argv: Sequence[str]) -> None:
       parser.error("--table: choose one of these; --list says more")
     return
   table = known[args.table]
-  parts = args.only.split(",") if args.only else [""]
+  parts = [part.strip() for part in args.only.split(",")] if args.only else [""]
+  for part in parts:
+    if not any(part in cell.name for cell in table.cells):
+      parser.error(f"--only={args.only}: no cell {part!r}; see --list")
   cells = [c for c in table.cells if any(part in c.name for part in parts)]
-  if not cells:
-    parser.error(f"--only={args.only}: no such cell; see --list")
+  for flag in extra:
+    if flag.lstrip("-").startswith(("workdir", "flagfile")):
+      parser.error(f"{flag}: give --workdir before --; cells have their flags")
   if args.data_dir:
     extra.append(f"--data_dir={args.data_dir}")
   workdir = pathlib.Path(args.workdir or pathlib.Path("runs", args.table))

@@ -287,10 +287,12 @@ def make_space(tunable: Tunable, algorithm: str) -> tune.Space:
       space.pop(n, None)
       if text != "fixed":
         space[n] = text
-  try:
-    dimensions = {n: tune.Dimension.parse(text) for n, text in space.items()}
-  except ValueError as error:
-    raise common.UsageError(f"--space={error}") from error
+  dimensions = {}
+  for n, text in space.items():
+    try:
+      dimensions[n] = tune.Dimension.parse(text)
+    except ValueError as error:
+      raise common.UsageError(f"--space, {n}: {error}") from error
   if not dimensions:
     raise common.UsageError("--space=...: all is fixed, nothing to search")
   return dimensions
@@ -450,7 +452,9 @@ def main() -> None:
         " trials itself; leave --engine out"
       )
     FLAGS.engine = "inline"
-  workdir = common.default_workdir("tune", FLAGS.experiment, *names)
+  workdir = common.default_workdir(
+    "tune", FLAGS.experiment, *_text(FLAGS.dataset).split(","), *names
+  )
   config, speed = module.configuration(names[0], workdir)
   check_ends(tunable, module, config, space, workdir)
   experiment = module.Experiment(config, speed)
@@ -478,16 +482,17 @@ def main() -> None:
     threads = isinstance(experiment.engine, engine.Threads)
     at_once = 2 * experiment.engine.num_threads if threads else 1
     runner = trials.SideBySide(problem, seeds, at_once=at_once)
-  rows = tune.search(
-    problem,
-    proposer,
-    runner,
-    folder=workdir,
-    trials=FLAGS.trials,
-    block=FLAGS.block,
-    halvings=FLAGS.halvings,
-    checkpoint_every=speed["checkpoint_every"],
-  )
+  with folder.at_work():
+    rows = tune.search(
+      problem,
+      proposer,
+      runner,
+      folder=workdir,
+      trials=FLAGS.trials,
+      block=FLAGS.block,
+      halvings=FLAGS.halvings,
+      checkpoint_every=speed["checkpoint_every"],
+    )
   write_best(tunable, rows, config, workdir)
   report.parallel_coordinates(
     {name: [row["values"][name] for row in rows] for name in space},

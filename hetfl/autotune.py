@@ -26,8 +26,17 @@ Choice = dict[str, Any]
 
 
 def cache_folder() -> pathlib.Path:
-  """Where what was measured and compiled is kept for later runs."""
-  cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+  """Where what was measured and compiled is kept for later runs.
+
+  Raises:
+    OSError: there is no home folder.
+  """
+  cache = os.environ.get("XDG_CACHE_HOME")
+  if not cache:
+    try:
+      cache = pathlib.Path.home() / ".cache"
+    except RuntimeError as error:  # A user without an entry, as in containers.
+      raise OSError(f"{error} Set XDG_CACHE_HOME.") from error
   return pathlib.Path(cache, "hetfl")
 
 
@@ -128,9 +137,12 @@ def choose(
       if seconds < 0.95 * best:
         choice, best = choice | {name: value}, seconds
   logging.info("Speed, chosen: %s.", _text(choice))
-  cache.parent.mkdir(parents=True, exist_ok=True)
-  # Read again: others may have measured meanwhile.
-  logs.write_json(cache, _remembered(cache) | {key: choice})
+  try:
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    # Read again: others may have measured meanwhile.
+    logs.write_json(cache, _remembered(cache) | {key: choice})
+  except OSError as error:
+    logging.warning("Measured anew next time: %s.", error)
   return choice
 
 

@@ -6,7 +6,8 @@ A run's folder holds `config.flags` (a flag file that repeats the run),
 JSON, so a float that is not finite is written as `null`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import json
 import math
 import os
@@ -16,6 +17,11 @@ from typing import Any
 
 from absl import logging
 import tqdm
+
+try:
+  import fcntl
+except ImportError:  # not on Windows
+  fcntl = None
 
 _FORMAT = 1
 
@@ -129,6 +135,18 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
   ]
 
 
+def _lock(file) -> bool:
+  """Takes a file's lock, which ends with the process; whether it was free."""
+  try:
+    if fcntl is not None:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return False
+  except OSError:
+    pass  # A file system without locks.
+  return True
+
+
 class RunFolder:
   """The folder of one run.
 
@@ -138,7 +156,10 @@ class RunFolder:
   >>> print((folder.path / 'config.flags').read_text())
   --lr=0.1
   --lanes=4
-  >>> folder = RunFolder(temporary.name, {'lr': 0.1}, {'lanes': 8})
+  >>> with RunFolder(temporary.name, {'lr': 0.1}, {'lanes': 8}).at_work():
+  ...   print((folder.path / 'config.flags').read_text())
+  --lr=0.1
+  --lanes=8
   >>> folder = RunFolder(temporary.name, {'lr': 0.2}, {'lanes': 4})
   Traceback (most recent call last):
     ...
@@ -200,13 +221,39 @@ class RunFolder:
         f"--workdir={workdir} is not empty, and no run's folder (it has no"
         " config.json). Use another --workdir."
       )
-    self.path.mkdir(parents=True, exist_ok=True)
-    write_json(file, {"format": _FORMAT, "config": config, "speed": speed})
-    if flags is None:
-      flags = flags_text({**config, **speed})
+    self._config = {"format": _FORMAT, "config": config, "speed": speed}
+    self._flags = flags or flags_text({**config, **speed})
+    if not file.exists():
+      self.path.mkdir(parents=True, exist_ok=True)
+      self._write_config()
+
+  def _write_config(self) -> None:
+    write_json(self.path / "config.json", self._config)
     write_bytes(
-      self.path / "config.flags", (flags.rstrip("\n") + "\n").encode()
+      self.path / "config.flags", (self._flags.rstrip("\n") + "\n").encode()
     )
+
+  @contextlib.contextmanager
+  def at_work(self) -> Iterator[None]:
+    """Keeps other processes out while this one trains there.
+
+    From now on the folder's config is this process's, whose speed may be
+    another than that of the process that made the folder.
+
+    Yields:
+      Nothing.
+
+    Raises:
+      ConfigMismatch: another process is at work in the folder.
+    """
+    with open(self.path / ".lock", "wb") as file:
+      if not _lock(file):
+        raise ConfigMismatch(
+          f"--workdir={self.path}: another process is at work there. Wait for"
+          " it, or use another --workdir."
+        )
+      self._write_config()
+      yield
 
   @property
   def checkpoints(self) -> pathlib.Path:

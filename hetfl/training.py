@@ -24,7 +24,7 @@ from absl import logging
 import jax
 import numpy as np
 
-from hetfl import checkpoint, core, engine, logs, planning
+from hetfl import checkpoint, checks, core, engine, logs, planning
 
 # Metrics of this many rounds are fetched at once, when as many more rounds
 # have been dispatched: the device need not wait for Python.
@@ -184,17 +184,16 @@ def run(
   Raises:
     FloatingPointError: see `stop_on_nonfinite`.
     SystemExit: after a signal.
-    ValueError: an argument is out of its range, or the folder's checkpoint
-      is of another kind of state or of a later round than the last.
+    ValueError: an argument is out of its range, another process is at work in
+      the folder, or its checkpoint is of another kind of state or of a later
+      round than the last.
   """
-  for name, value in [
-    ("rounds", rounds),
-    ("eval_every", eval_every),
-    ("checkpoint_every", checkpoint_every),
-    ("rounds_per_dispatch", rounds_per_dispatch),
-  ]:
-    if value < 1:
-      raise ValueError(f"{name}={value}: must be at least 1")
+  checks.counts(
+    rounds=rounds,
+    eval_every=eval_every,
+    checkpoint_every=checkpoint_every,
+    rounds_per_dispatch=rounds_per_dispatch,
+  )
   if rounds_per_dispatch > 1 and scanned_step is None:
     raise ValueError(
       f"rounds_per_dispatch={rounds_per_dispatch}: give scanned_step too"
@@ -214,6 +213,7 @@ def run(
   checkpoints = checkpoint.Checkpoints(folder.checkpoints, keep)
   with contextlib.ExitStack() as stack:
     signals = stack.enter_context(_signals())
+    stack.enter_context(folder.at_work())
     state = core.strong(engine.jit(algorithm.init, once=True)(key))
     done, extra = 0, {}
     found = _latest(checkpoints, state)

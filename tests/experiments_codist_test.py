@@ -160,6 +160,21 @@ def test_a_run_does_not_go_on_with_other_data(codist, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_finished_run_is_left_as_it_is(codist, tmp_path):
+  run = ("--algorithm=fedavg", "--rounds=1", f"--workdir={tmp_path}/run")
+  done = codist(*run)
+  assert done.returncode == 0, done.stderr
+  before = everything(tmp_path / "run")
+  again = codist(*run, "--lanes=1", "--eval_batch_size=7")
+  assert again.returncode == 0 and again.stdout == done.stdout
+  assert everything(tmp_path / "run") == before
+  (tmp_path / "run/metrics.jsonl").write_bytes(b"")
+  before = everything(tmp_path / "run")
+  assert "but has no rows to draw" in error_of(codist(*run))
+  assert everything(tmp_path / "run") == before
+
+
+@pytest.mark.slow
 def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
   held = tmp_path / "held"
   one = ("--algorithm=fedavg", "--rounds=1", f"--workdir={held}")
@@ -186,6 +201,8 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
     (("--algorithm=fedsgd",), "--algorithm=fedsgd: choose from fedavg"),
     (("--distill_data=cifar10",), "--distill_data"),
     (("--recipe=crop24",), "cuts squares of 24 out of images of 8x8 (digits)"),
+    (("--client_momentum=nan",), "--client_momentum=nan: must be a finite"),
+    ((f"--seed={2**32}",), f"--seed={2**32}: must be below 2**32"),
     (("--flagfile=/nowhere",), "/nowhere"),
     (("stray",), "'stray' is no flag"),
     (cifar, "--data_dir"),
@@ -238,6 +255,8 @@ def test_real_cifar_100_and_a_flipped_bit(codist, tmp_path):
   assert done.returncode != 0
   line = error_of(done)
   assert "train.bin" in line and "sha256" in line.lower()
+  done = codist(*run, f"--data_dir={data}", "--recipe=mnist28")
+  assert "--recipe=mnist28: for images of 1 channels, not 3" in error_of(done)
 
 
 @pytest.mark.slow
@@ -350,7 +369,9 @@ def test_reproduce_puts_our_numbers_beside_the_published(environment, tmp_path):
   )
   assert "table1_cifar_4700_merged_in" in run("--list").stdout
   wrong = run("--table=codist_table1_cifar", "--only=4701")
-  assert wrong.returncode == 2 and "no such cell" in wrong.stderr
+  assert wrong.returncode == 2 and "no cell '4701'" in wrong.stderr
+  wrong = run("--table=codist_table1_cifar", "--", "--workdir=/elsewhere")
+  assert wrong.returncode == 2 and "give --workdir before" in wrong.stderr
   # Cells on digits instead, 4 of their rounds; a later one joins the first.
   for cell in ("3100_fedavg", "3100_merged_out"):
     done = run(

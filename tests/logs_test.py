@@ -33,11 +33,26 @@ def test_config_flags_is_a_flag_file(tmp_path):
 
 def test_the_same_run_is_opened_again_with_other_speed_flags(tmp_path):
   logs.RunFolder(tmp_path, CONFIG, {"lanes": 4})
-  logs.RunFolder(tmp_path, CONFIG, {"lanes": 8}, flags="--lr=0.1")
-  assert (tmp_path / "config.flags").read_text() == "--lr=0.1\n"
-  assert json.loads((tmp_path / "config.json").read_text())["speed"] == {
-    "lanes": 8
-  }
+  before = contents(tmp_path)
+  folder = logs.RunFolder(tmp_path, CONFIG, {"lanes": 8}, flags="--lr=0.1")
+  assert contents(tmp_path) == before  # Until it trains.
+  with folder.at_work():
+    assert (tmp_path / "config.flags").read_text() == "--lr=0.1\n"
+    assert json.loads((tmp_path / "config.json").read_text())["speed"] == {
+      "lanes": 8
+    }
+
+
+def test_one_process_at_a_time(tmp_path):
+  first, second = (logs.RunFolder(tmp_path, CONFIG, {"n": n}) for n in (1, 2))
+  with first.at_work():
+    before = contents(tmp_path)
+    with pytest.raises(logs.ConfigMismatch, match="another process is at work"):
+      with second.at_work():
+        pass
+    assert contents(tmp_path) == before
+  with second.at_work():
+    pass
 
 
 def test_another_run_is_refused_and_left_alone(tmp_path):

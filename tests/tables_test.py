@@ -2,7 +2,10 @@
 
 import importlib
 import json
+import os
+import subprocess
 import sys
+import time
 
 import matplotlib.image
 import pytest
@@ -163,6 +166,38 @@ def test_the_table_names_a_model_only_if_all_have_it(modules):
   assert "0: mlp" in table(results) and "1: " not in table(results)
   results = {"fedavg": result("lenet5", "lenet5"), "fml": result("mlp", "mlp")}
   assert "mlp" not in table(results) and "lenet5" not in table(results)
+
+
+def test_sigterm_is_handed_on_to_the_cell(tmp_path):
+  """The run saves and ends, and the table with it: none is left behind."""
+  script = tmp_path / "cell.py"
+  script.write_text(
+    "import pathlib, signal, sys, time\n"
+    f"here = pathlib.Path({str(tmp_path)!r})\n"
+    "def end(number, _):\n"
+    "  (here / 'saved').touch()\n"
+    "  sys.exit(143)\n"
+    "signal.signal(signal.SIGTERM, end)\n"
+    "(here / 'begun').touch()\n"
+    "time.sleep(60)\n"
+  )
+  process = subprocess.Popen(
+    [
+      *(sys.executable, "-c"),
+      "import pathlib, reproduce, tables\n"
+      "cell = tables.Cell('fml_digits', '', {}, {})\n"
+      f"reproduce.run_cell({str(script)!r}, cell, pathlib.Path(), [])",
+    ],
+    cwd=ROOT / "experiments",
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    stdout=subprocess.DEVNULL,
+  )
+  deadline = time.monotonic() + 60
+  while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+    time.sleep(0.05)
+  process.terminate()
+  assert process.wait(60) == 143
+  assert (tmp_path / "saved").exists()
 
 
 def test_results_of_several_algorithms_are_read_by_name(modules, tmp_path):

@@ -508,6 +508,7 @@ def test_spaces(script, monkeypatch):
   assert set(script.make_space(tunable, "fedavg")) == {"client_lr"}
   for item, message in (
     ("client_lr=log:0:1", "above 0 on a log scale"),
+    ("prox_mu", "--space, prox_mu: '': give log:LOW:HIGH"),
     ("color=log:1:2", "is no flag of codist"),
     ("client_lr.huge=log:1:2", "small, large"),
     ("client_lr=fixed,server_lr=fixed", "all is fixed"),
