@@ -13,6 +13,7 @@ setuptools.setup(
   long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
   long_description_content_type="text/markdown",
   license="Apache-2.0",
+  license_files=["LICENSE", "NOTICE"],
   packages=setuptools.find_packages(include=["hetfl", "hetfl.*"]),
   package_data={"hetfl.data": ["digits.npz"]},
   python_requires=">=3.11",

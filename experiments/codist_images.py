@@ -12,7 +12,7 @@ from hetfl.models import vision
 FLAGS = flags.FLAGS
 
 # What a flag that was not given means: for CIFAR the paper's appendix C where
-# it says, our own search (BUILD_NOTES.md) where it does not.
+# it says, the best of a few runs (BUILD_NOTES.md) where it does not.
 _CIFAR = dict(
   recipe="crop24",
   high_capacity_clients=47,

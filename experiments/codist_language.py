@@ -15,7 +15,7 @@ FLAGS = flags.FLAGS
 
 # What a flag that was not given means: for Stack Overflow the paper's appendix
 # C where it says, Reddi et al. 2021 for the rates and our own choice for the
-# rest (BUILD_NOTES.md).
+# rest.
 _PAPER = dict(
   model_size="paper",
   vocabulary="word",

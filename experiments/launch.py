@@ -92,7 +92,12 @@ def _open_comparison(workdir: pathlib.Path, algorithms: Sequence[str]) -> None:
   domains = ("", "_questions", "_answers")
   curves = [f"curves{domain}.png" for domain in domains]
   # A run that was killed may leave a chart half written.
-  allowed = {*algorithms, *curves, *(f".{name}.part" for name in curves)}
+  allowed = {
+    ".lock",
+    *algorithms,
+    *curves,
+    *(f".{name}.part" for name in curves),
+  }
   if workdir.is_dir():
     strange = sorted(p.name for p in workdir.iterdir() if p.name not in allowed)
     if strange:

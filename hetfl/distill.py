@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from hetfl import checks, core
@@ -15,6 +16,15 @@ PyTree = Any
 # (student's logits, teachers' logits, own logits, teachers' temperatures,
 #  regularization, label weight, batch, weights) -> sum over the batch
 Divergence = Callable[..., jax.Array]
+_POSITIVE = (1e-6, float("inf"))
+_RANGES = {
+  "learning_rate": (0, float("inf")),
+  "final_share": (0, 1),
+  "temperature": _POSITIVE,
+  "regularization": (0, 1),
+  "label_weight": (0, 1),
+  "mixup_beta": _POSITIVE,
+}
 
 
 def tempered_softmax(logits: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -183,6 +193,10 @@ class Distiller:
       logits of all the steps computed ahead, once for all students. Else a
       function such as `next_word.token_divergence`, for logits that are too
       many to keep: the teachers are then part of each student's step.
+
+  Raises:
+    ValueError: a value is out of its range, or a divergence of one's own comes
+      with mixup.
   """
 
   learning_rate: float | Sequence[float] = 1e-3
@@ -197,6 +211,18 @@ class Distiller:
   weights: Callable[[core.Batch], jax.Array] = example_weights
   divergence: Divergence | None = None
 
+  def __post_init__(self):
+    for name, (low, high) in _RANGES.items():
+      value = getattr(self, name)
+      for v in value if np.ndim(value) else [value]:
+        checks.hyper({name: v}, **{name: (low, high)})
+    checks.counts(microbatch=self.microbatch)
+    checks.factories(optimizer=self.optimizer)
+    if self.divergence and self.mixup_beta is not None:
+      raise ValueError(
+        f"mixup_beta={self.mixup_beta}: a divergence of one's own takes none"
+      )
+
   def hyper(self, num_pools: int) -> dict[str, jax.Array]:
     """The values that trials may vary, as `float32[P]` each.
 
@@ -207,37 +233,23 @@ class Distiller:
       `distill_lr`, `final_share`, `temperature`, `regularization`.
 
     Raises:
-      ValueError: if a value is out of its range or not one for each pool.
+      ValueError: if a value is not one for each pool.
 
     >>> Distiller(temperature=(1., 2.)).hyper(2)['temperature']
     Array([1., 2.], dtype=float32)
     """
     values = {
-      "distill_lr": (self.learning_rate, 0, float("inf")),
-      "final_share": (self.final_share, 0, 1),
-      "temperature": (self.temperature, 1e-6, float("inf")),
-      "regularization": (self.regularization, 0, 1),
+      "distill_lr": self.learning_rate,
+      "final_share": self.final_share,
+      "temperature": self.temperature,
+      "regularization": self.regularization,
     }
-    checks.hyper(
-      {"label_weight": self.label_weight, "mixup_beta": self.mixup_beta},
-      label_weight=(0, 1),
-      mixup_beta=(1e-6, float("inf")),
-    )
-    checks.factories(optimizer=self.optimizer)
-    if self.microbatch is not None and self.microbatch < 1:
-      raise ValueError(f"microbatch={self.microbatch}: must be at least 1")
-    if self.divergence and self.mixup_beta is not None:
-      raise ValueError(
-        f"mixup_beta={self.mixup_beta}: a divergence of one's own takes none"
-      )
     hyper = {}
-    for name, (value, low, high) in values.items():
-      for v in value if isinstance(value, Sequence) else [value]:
-        checks.hyper({name: v}, **{name: (low, high)})
+    for name, value in values.items():
       array = jnp.asarray(value, jnp.float32)
       if array.shape not in ((), (num_pools,)):
         raise ValueError(f"{name}={value}: give one or {num_pools} values")
-      hyper[name] = jnp.broadcast_to(array, (num_pools,))
+      hyper[name] = jnp.array(jnp.broadcast_to(array, (num_pools,)))
     return hyper
 
   def batch(self, key, bank: core.Batch, step, index) -> core.Batch:

@@ -1,4 +1,4 @@
-"""One pool of clients: FedAvg, FedProx, FedAvgM, FedAdam and FedYogi.
+"""Pools of clients: FedAvg, FedProx, FedAvgM, FedAdam and FedYogi.
 
 The building block of codistillation, and its baseline when several pools run
 side by side without exchange. The five differ in two places only: FedProx

@@ -304,8 +304,8 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
     alpha=(0, 1),
     beta=(0, 1),
     temperature=(1e-6, float("inf")),
-    microbatch=(1, float("inf")),
   )
+  checks.counts(microbatch=options["microbatch"])
   for name in hyper.keys() & {"alpha", "beta"}:
     checks.schedule(name, hyper[name], 1, between=(0, 1))
   checks.factories(optimizer=options["optimizer"])

@@ -241,12 +241,8 @@ def fit(
   """
   parties = check_parties(parties)
   engine = engine or engine_lib.Inline()
-  checks.hyper(
-    {"patience": patience, "min_delta": min_delta},
-    patience=(1, float("inf")),
-    min_delta=(0, 1),
-  )
-  checks.counts(eval_batch_size=eval_batch_size)
+  checks.hyper({"min_delta": min_delta}, min_delta=(0, 1))
+  checks.counts(patience=patience, eval_batch_size=eval_batch_size)
   epochs = [
     _epoch_program(party, transform, min_delta, eval_batch_size)
     for party in parties

@@ -309,6 +309,8 @@ def plan_round(
   >>> len(plan.pools), plan.pools[0].steps, plan.distill.shape
   (2, array([2, 2], dtype=int32), (1, 4))
   """
+  if num_lanes is None:
+    num_lanes = clients_per_round
   lanes = tuple(
     plan_clients(
       clients,
@@ -320,7 +322,7 @@ def plan_round(
       epochs=epochs,
       max_steps=max_steps,
       uniform_weights=uniform_weights,
-      num_lanes=num_lanes or clients_per_round,
+      num_lanes=num_lanes,
     )
     for pool, clients in enumerate(pools)
   )

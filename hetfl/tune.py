@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 from absl import logging
 import numpy as np
 
-from hetfl import checkpoint, logs, training
+from hetfl import checkpoint, checks, logs, training
 from hetfl import trials as trials_lib
 
 Values = trials_lib.Values
@@ -325,14 +325,13 @@ def search(
     SystemExit: after a signal.
     ValueError: a number is out of its range.
   """
-  for name, value, low in (
-    ("trials", trials, 1),
-    ("block", block, 1),
-    ("halvings", halvings, 0),
-    ("checkpoint_every", checkpoint_every, 1),
-  ):
-    if value < low:
-      raise ValueError(f"--{name}={value}: must be at least {low}")
+  checks.counts(
+    trials=trials,
+    block=block,
+    # None at all is allowed.
+    halvings=halvings + 1,
+    checkpoint_every=checkpoint_every,
+  )
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   log = TrialLog(folder / "trials.jsonl")

@@ -1,10 +1,23 @@
 """The examples run, and collaboration helps in them."""
 
+import doctest
+import os
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
 
 from examples import fedmd_any_model, fine_tuning, mutual_hospitals
+from tests.runs import ROOT
+
+SCRIPTS = [
+  path
+  for folder in ("benchmarks", "experiments")
+  for path in sorted((ROOT / folder).glob("*.py"))
+  if doctest.DocTestParser().get_examples(path.read_text(encoding="utf-8"))
+]
 
 
 @pytest.fixture(autouse=True)
@@ -37,3 +50,14 @@ def test_any_model():
 def test_fine_tuning():
   before, after = fine_tuning.main(rounds=20)
   assert after > before + 0.05
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_examples_in_scripts(path):
+  done = subprocess.run(
+    [sys.executable, "-m", "doctest", str(path)],
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr

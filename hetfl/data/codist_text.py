@@ -12,6 +12,7 @@ import pathlib
 from absl import logging
 import numpy as np
 
+from hetfl import checks
 from hetfl.data import partition, text, text_sources
 from hetfl.data.errors import DataError
 from hetfl.population import Bank, ClientPopulation, Subset
@@ -161,14 +162,13 @@ def load_codist_text(
       f"--high_capacity_clients={high_capacity_clients}: pools by domain have"
       " none; leave the flag out"
     )
-  for name, value, low in (
-    ("vocabulary_size", vocabulary_size, 1),
-    ("max_sentences_per_client", max_sentences_per_client, 1),
-    ("distill_examples", distill_examples, 1),
-    ("high_capacity_clients", high_capacity_clients, 1),
-  ):
-    if value is not None and value < low:
-      raise ValueError(f"--{name}={value}: must be at least {low}")
+  counts = {
+    "--vocabulary_size": vocabulary_size,
+    "--max_sentences_per_client": max_sentences_per_client,
+    "--distill_examples": distill_examples,
+    "--high_capacity_clients": high_capacity_clients,
+  }
+  checks.counts(**counts)
   if dataset != "pydoc" and data_dir is None:
     raise DataError(
       f"--data_dir is not set: the folder with {dataset}'s files (see"

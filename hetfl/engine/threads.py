@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetfl import checks
 from hetfl.engine.compilation import jit
 from hetfl.engine.jobs import (
   Call,
@@ -41,6 +42,7 @@ class Threads:
   """
 
   def __init__(self, num_threads: int | None = None):
+    checks.counts(num_threads=num_threads)
     self.num_threads = num_threads or num_cores()
     # Twice as many as threads, so that a late thread costs half a piece.
     self.num_pieces = 2 * self.num_threads
