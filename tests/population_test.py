@@ -1,7 +1,9 @@
-"""Planning from very many clients."""
+"""Who trains on what, from few clients and from very many."""
 
 import time
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import numpy as np
 import pytest
 
@@ -68,3 +70,46 @@ def test_some_of_very_many_clients(everyone):
   assert half.ids[:2] == ("1", "3")
   np.testing.assert_array_equal(half.sizes, everyone.sizes[1::2])
   np.testing.assert_array_equal(half.positions(9), everyone.positions(19))
+
+
+@settings(deadline=None)
+@given(
+  sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+  batch_size=st.integers(1, 5),
+  epochs=st.integers(1, 3),
+  max_steps=st.none() | st.integers(1, 4),
+  uniform=st.booleans(),
+  num_lanes=st.integers(1, 4),
+)
+def test_clients_work_and_weights(
+  sizes, batch_size, epochs, max_steps, uniform, num_lanes
+):
+  """All of a client's steps lie in a row, and its examples take turns."""
+  clients = population.ClientPopulation.from_lists(
+    {"y": np.arange(sum(sizes))},
+    np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1]),
+  )
+  lanes = planning.plan_clients(
+    clients,
+    seed=0,
+    round=1,
+    clients_per_round=len(sizes),
+    batch_size=batch_size,
+    epochs=epochs,
+    max_steps=max_steps,
+    uniform_weights=uniform,
+    num_lanes=num_lanes,
+  )
+  work = np.arange(lanes.client.shape[1]) < lanes.steps[:, None]
+  assert not lanes.weight[~work].any() and (lanes.index[~work] == -1).all()
+  for k, n in enumerate(sizes):
+    mine = work & (lanes.client == k)
+    assert len(np.unique(np.nonzero(mine)[0])) == 1  # One lane.
+    steps = min(-(-n * epochs // batch_size), max_steps or 10**9)
+    assert lanes.step[mine].tolist() == list(range(steps))
+    ends = [0] * (steps - 1) + [1 if uniform else n]
+    assert lanes.weight[mine].tolist() == ends
+    seen = np.bincount(lanes.index[mine].ravel(), minlength=sum(sizes))
+    held = clients.positions(k)
+    assert seen.sum() == seen[held].sum() == steps * batch_size
+    assert seen[held].max() - seen[held].min() <= 1
