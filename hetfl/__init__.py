@@ -16,7 +16,7 @@ from hetfl.fedavg import (
   fedavgm_server,
   fedyogi_server,
   Pool,
-  State,
+  PoolsState,
 )
 from hetfl.fedmd import fedmd, FedMDPlan, FedMDState, plan_fedmd
 from hetfl.fml import (
@@ -64,8 +64,8 @@ __all__ = (
   "MutualState",
   "Party",
   "Pool",
+  "PoolsState",
   "RoundPlan",
-  "State",
   "Subset",
   "Threads",
   "Trained",

@@ -315,8 +315,8 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
   Raises:
     ValueError: the state has no hyper-parameter of a name.
 
-  >>> from hetfl.fedavg import State
-  >>> state = State(None, (), {'alpha': jnp.zeros(())})
+  >>> from hetfl.fedavg import PoolsState
+  >>> state = PoolsState(None, (), {'alpha': jnp.zeros(())})
   >>> with_hyper(state, alpha=0.5).hyper
   {'alpha': Array(0.5, dtype=float32)}
   >>> with_hyper(state, beta=0.5)

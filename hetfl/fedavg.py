@@ -194,7 +194,7 @@ class PoolState:
 
 
 @flax.struct.dataclass
-class State:
+class PoolsState:
   """The state of federated training over P pools.
 
   Attributes:
@@ -231,7 +231,7 @@ def check_pools(pools: Sequence[Pool], at_least: int = 1) -> tuple[Pool, ...]:
 
 def init_pools(
   pools: Sequence[Pool], key: jax.Array, hyper: dict[str, Any]
-) -> State:
+) -> PoolsState:
   """Makes the state of several pools.
 
   Args:
@@ -243,7 +243,7 @@ def init_pools(
     The state.
   """
   init_key, run_key = jax.random.split(key)
-  return State(
+  return PoolsState(
     key=run_key,
     pools=tuple(
       pool.init(jax.random.fold_in(init_key, i)) for i, pool in enumerate(pools)
@@ -318,7 +318,7 @@ def mean_update(sums: client_lib.ClientSums) -> tuple[PyTree, PyTree]:
 
 def client_jobs(
   pools: Sequence[Pool],
-  state: State,
+  state: PoolsState,
   keys: Sequence[jax.Array],
   plan: planning.RoundPlan,
   data: dict[str, Any],

@@ -155,8 +155,9 @@ def plan_mutual(
   Args:
     held: the clients, or each one's positions in its bank, which nobody
       compares with the bank.
-    groups: the clients' groups, see `group_clients`. A step under `jax.jit`
-      sees how many clients a group has, not which.
+    groups: the clients' groups, see `group_clients`. With others a step raises
+      an error, and under `jax.jit`, which hides the numbers from it, gives
+      parameters that are not numbers.
     seed: the run's seed.
     round: the number of the round, from 1.
     batch_size: B.
@@ -259,7 +260,12 @@ def _merge(memes, weights):
 
 
 def _check_plan(plan, groups, state):
-  """Whether a plan is for these clients and models, as far as can be seen."""
+  """Raises if a plan is not for these clients and models, as far as is seen.
+
+  Returns:
+    Whether it is for these clients, where tracing hides that.
+  """
+  fits = jnp.ones((), bool)
   numbers = [work.client for work in plan.groups]
   if len(numbers) != len(groups):
     raise ValueError(
@@ -273,6 +279,8 @@ def _check_plan(plan, groups, state):
         f" {len(planned) if hidden else planned.tolist()}: plan by"
         " group_clients(clients)"
       )
+    if hidden:
+      fits &= jnp.all(planned == np.array(group))
   for work, kept in zip(plan.groups, state.groups):
     models = kept.local, kept.adaptor, state.server
     stats = [model.stats for model in models if model is not None]
@@ -284,6 +292,7 @@ def _check_plan(plan, groups, state):
         "batches with empty places, which batch statistics would count: plan"
         " with full_batches=True"
       )
+  return fits
 
 
 def _whole(stages, *args):
@@ -342,13 +351,15 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
     return MutualState(run_key, server, tuple(map(group_state, groups)), values)
 
   def step(state, plan, data):
-    _check_plan(plan, groups, state)
+    fits = _check_plan(plan, groups, state)
     banks = [checks.part(data, clients[group[0]].bank) for group in groups]
     key, *_ = round_keys(state.key, plan.round, 1)
     now = {
       name: as_array(x(plan.round)) if callable(x) else state.hyper[name]
       for name, x in hyper.items()
     }
+    rate = now["learning_rate"]
+    now["learning_rate"] = jnp.where(fits, rate, jnp.nan)
     results = engine.run(
       *(
         engine_lib.Each(

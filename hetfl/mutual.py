@@ -100,6 +100,9 @@ def momentum_sgd(
   Returns:
     The optimizer.
 
+  Raises:
+    ValueError: if a value is out of its range.
+
   Reference: Shen et al. 2020, section 5.1; `torch.optim.SGD`.
 
   >>> sgd = momentum_sgd(0.5, momentum=0.5, weight_decay=0.25)
@@ -110,6 +113,16 @@ def momentum_sgd(
   >>> float(sgd.update(g, state, w + updates)[0])  # -0.5 (0.5 * 2 + 1.75)
   -1.375
   """
+  checks.hyper(
+    {
+      "momentum": momentum,
+      "weight_decay": weight_decay,
+      "clip_norm": clip_norm,
+    },
+    momentum=(0, 1),
+    weight_decay=(0, float("inf")),
+    clip_norm=(1e-12, float("inf")),
+  )
   clip = optax.identity()
   if clip_norm is not None:
     clip = optax.clip_by_global_norm(clip_norm)
