@@ -17,7 +17,7 @@ import numpy as np
 
 from hetfl import autotune as autotune_lib
 from hetfl import engine as engine_lib
-from hetfl import planning, training
+from hetfl import logs, planning, training
 
 FLAGS = flags.FLAGS
 
@@ -420,8 +420,25 @@ def numbers(
   return read
 
 
-NO_ROWS = "{}: the run is finished, but has no rows to draw; the table is in\
- result.json"
+def rows_to_draw(folder: logs.RunFolder) -> list[dict[str, Any]]:
+  """The rows of a finished run.
+
+  Args:
+    folder: the run's folder.
+
+  Returns:
+    One dict a row.
+
+  Raises:
+    ValueError: there are none.
+  """
+  rows = logs.read_rows(folder.metrics)
+  if not rows:
+    raise ValueError(
+      f"{folder.metrics}: the run is finished, but has no rows to draw; the"
+      " table is in result.json"
+    )
+  return rows
 
 
 def refuse(reason: str, *names: str) -> None:

@@ -405,11 +405,8 @@ class Experiment:
       eval_every=self.config["eval_every"],
       **self.options(folder),
     )
-    rows = logs.read_rows(folder.metrics)
-    if not rows:
-      raise ValueError(common.NO_ROWS.format(folder.metrics))
     report.collaboration(
-      rows,
+      common.rows_to_draw(folder),
       folder.path / "curves.png",
       parties={
         p["name"]: f"{p['name'].removeprefix('party')} {p['model']}"

@@ -66,9 +66,7 @@ def side_by_side(
   results, rows = {}, {}
   for name in names:
     results[name] = train(experiments[name], *configs[name], folders[name])
-    rows[name] = logs.read_rows(folders[name].metrics)
-    if not rows[name]:
-      raise ValueError(common.NO_ROWS.format(folders[name].metrics))
+    rows[name] = common.rows_to_draw(folders[name])
     draw({name: rows[name]}, configs[name][0], paths[name], experiments[name])
   if several:
     draw(rows, configs[names[0]][0], workdir, experiments[names[0]])

@@ -111,22 +111,19 @@ def run_cell(
     f"--workdir={folder}",
     *extra,
   ]
+  from hetfl import training  # takes seconds
+
   print(" ".join(command), flush=True)
   process = subprocess.Popen(command)
   stopped = []
 
-  def hand_on(number, _):
+  def hand_on(number):
     stopped.append(number)
-    process.send_signal(number)
+    if number == signal.SIGTERM:  # The run had a Ctrl-C too.
+      process.send_signal(number)
 
-  before = signal.signal(signal.SIGTERM, hand_on)
-  try:
-    code = process.wait()
-  except KeyboardInterrupt:
-    process.wait()  # The run had the signal too: it saves.
-    sys.exit(130)
-  finally:
-    signal.signal(signal.SIGTERM, before)
+  with training.on_signals(hand_on):
+    code = process.wait()  # It saves.
   if stopped:
     sys.exit(128 + stopped[0])
   if code:

@@ -310,13 +310,11 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
   checks.hyper(
     {n: x for n, x in (hyper | options).items() if not callable(x)},
     learning_rate=(1e-12, float("inf")),
-    alpha=(0, 1),
-    beta=(0, 1),
     temperature=(1e-6, float("inf")),
   )
   checks.counts(microbatch=options["microbatch"])
-  for name in hyper.keys() & {"alpha", "beta"}:
-    checks.schedule(name, hyper[name], 1, between=(0, 1))
+  for name in ("alpha", "beta"):
+    checks.schedule(name, hyper.get(name), 1, between=(0, 1))
   checks.factories(optimizer=options["optimizer"])
   groups = group_clients(clients)
   stages = [
@@ -358,8 +356,7 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
       name: as_array(x(plan.round)) if callable(x) else state.hyper[name]
       for name, x in hyper.items()
     }
-    rate = now["learning_rate"]
-    now["learning_rate"] = jnp.where(fits, rate, jnp.nan)
+    now["learning_rate"] = jnp.where(fits, now["learning_rate"], jnp.nan)
     results = engine.run(
       *(
         engine_lib.Each(

@@ -325,13 +325,9 @@ def search(
     SystemExit: after a signal.
     ValueError: a number is out of its range.
   """
-  checks.counts(
-    trials=trials,
-    block=block,
-    # None at all is allowed.
-    halvings=halvings + 1,
-    checkpoint_every=checkpoint_every,
-  )
+  checks.counts(trials=trials, block=block, checkpoint_every=checkpoint_every)
+  if halvings < 0:
+    raise ValueError(f"halvings={halvings}: must be at least 0")
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   log = TrialLog(folder / "trials.jsonl")
