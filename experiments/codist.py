@@ -92,7 +92,8 @@ def _define_flags() -> None:
     "high_capacity_clients",
     None,
     "Clients that train the large model; 31, 47 or 63 in the paper's CIFAR,"
-    " 330, 684 or 1,411 in its Stack Overflow.",
+    " 684 in its Stack Overflow, of whose other pools 330 and 1,411 hold about"
+    " as many examples.",
     lower_bound=1,
   )
   flags.DEFINE_enum(
@@ -150,6 +151,12 @@ def _define_flags() -> None:
     ["0"],
     "What is left of --distill_lr in the end, one or SMALL,LARGE; it falls"
     " linearly over the rounds.",
+  )
+  flags.DEFINE_float(
+    "distill_epsilon",
+    1e-8,
+    "Epsilon of the students' Adam; the servers' is 1e-5.",
+    lower_bound=0,
   )
   flags.DEFINE_integer(
     "distill_steps",
@@ -374,6 +381,7 @@ class Experiment:
       temperature=config["teacher_temperature"],
       regularization=config["student_regularization"],
       label_weight=config["label_weight"],
+      optimizer=functools.partial(optax.adam, eps=config["distill_epsilon"]),
       microbatch=speed["microbatch"] or None,
       **self.task.distiller_options(config),
     )
@@ -479,8 +487,7 @@ def train(
   experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
 ) -> dict:
   """Runs one algorithm in a folder of its own, or goes on with it."""
-  for name, content in experiment.files.items():
-    folder.keep(name, content)
+  folder.keep(experiment.files)
   algorithm = experiment.algorithm(config, speed)
   plan = experiment.plan
   if speed["bank"] == "round":

@@ -14,7 +14,7 @@ FLAGS = flags.FLAGS
 # What a flag that was not given means: for CIFAR the paper's appendix C where
 # it says, the best of a few runs (BUILD_NOTES.md) where it does not.
 _CIFAR = dict(
-  recipe="crop24",
+  recipe="pad32",
   high_capacity_clients=47,
   rounds=1500,
   eval_every=50,

@@ -48,6 +48,7 @@ PLACE_FLAGS = (
   "download",
   "workdir",
 )
+MAX_SEED = 2**32 - 1  # JAX's keys take the last 32 bits.
 
 
 class UsageError(ValueError):
@@ -72,7 +73,9 @@ def define_run_flags() -> None:
     " By default runs/EXPERIMENT-DATASET-..., with the names of flag files.",
   )
   flags.DEFINE_integer("rounds", None, "Rounds.", lower_bound=1)
-  flags.DEFINE_integer("seed", 0, "Seed of the run.", lower_bound=0)
+  flags.DEFINE_integer(
+    "seed", 0, "Seed of the run.", lower_bound=0, upper_bound=MAX_SEED
+  )
   flags.DEFINE_integer(
     "eval_every",
     None,
@@ -413,10 +416,11 @@ def numbers(
     raise UsageError(f"{shown}: not a number") from error
   for value in read:
     if not low <= value <= high:
-      allowed = f"lie between {low:g} and {high:g}"
-      if high == np.inf:
-        allowed = f"be at least {low:g}"
-      raise UsageError(f"{shown}: {value:g} must {allowed}")
+      low, high, value = (f"{v:.12g}" for v in (low, high, value))
+      allowed = f"lie between {low} and {high}"
+      if high == "inf":
+        allowed = f"be at least {low}"
+      raise UsageError(f"{shown}: {value} must {allowed}")
   return read
 
 

@@ -195,7 +195,7 @@ class Experiment:
     path = pathlib.Path(other or workdir).expanduser() / phase
     folder = logs.RunFolder(path, config, self.speed)
     public = phase == "public"
-    folder.keep("data.json", self.public_record if public else self.record)
+    folder.keep({"data.json": self.public_record if public else self.record})
     return folder
 
   @functools.cached_property
@@ -220,7 +220,7 @@ class Experiment:
     phase: str,
     workdir: pathlib.Path,
     variables: Sequence[core.Variables] | None = None,
-  ) -> tuple[list[Trained], list[dict]]:
+  ) -> tuple[list[Trained], dict]:
     """Runs a phase before the collaboration, or takes what it gave.
 
     Args:
@@ -229,7 +229,7 @@ class Experiment:
       variables: the models that it starts from; new ones by default.
 
     Returns:
-      What each party is then, and each party's part of the phase's result.
+      What each party is then, and the phase's result.
     """
     of = "public" if phase == "public" else "private"
     folder = self.phase_folder(phase, workdir)
@@ -284,7 +284,7 @@ class Experiment:
       **self.options(folder),
     )
     state = training.final_state(algorithm, start, folder)
-    return [learner.trained for learner in state.parties], result["parties"]
+    return [learner.trained for learner in state.parties], result
 
   def algorithm(self) -> core.Algorithm:
     """The collaboration."""
@@ -332,6 +332,7 @@ class Experiment:
   def summarize(self, phases: dict, state, evaluation) -> dict:
     """What `result.json` says of a finished run."""
     config = self.config
+    before = {phase: result["parties"] for phase, result in phases.items()}
     parties = []
     for k, (party, model) in enumerate(zip(self.parties, self.model_names)):
       parameters = core.num_parameters(state.parties[k].variables.params)
@@ -343,13 +344,14 @@ class Experiment:
         "model": model,
         "parameters": parameters,
         "examples": int(self.data.private.sizes[k]),
-        "public_accuracy": phases["public"][k]["test_accuracy"],
-        "transfer_accuracy": phases["transfer"][k]["test_accuracy"],
+        "public_accuracy": before["public"][k]["test_accuracy"],
+        "transfer_accuracy": before["transfer"][k]["test_accuracy"],
         "final_accuracy": evaluation[f"{party.name}/test_accuracy"],
-        "pooled_accuracy": phases["pooled"][k]["test_accuracy"],
+        "pooled_accuracy": before["pooled"][k]["test_accuracy"],
       }
       entry |= {
-        f"{phase}_epochs": phases[phase][k]["epochs"] for phase in phases
+        f"{phase}_epochs": of_each[k]["epochs"]
+        for phase, of_each in before.items()
       }
       # What sending the parameters, and what receiving them, would take.
       entry |= {f"bytes_{name}_per_round": n for name, n in sizes.items()}
@@ -367,6 +369,8 @@ class Experiment:
         for name, subset in self.stopping.items()
       },
       "test_examples": len(self.data.private_test.index),
+      # Of the phases before the collaboration, whose own are `seconds`.
+      "phase_seconds": {n: result["seconds"] for n, result in phases.items()},
       "parties": parties,
       "mean": {
         name: sum(p[name] for p in parties) / len(parties)
@@ -439,7 +443,7 @@ def main() -> None:
   for phase in settings.PHASES:
     experiment.fit_algorithm(phase)
   folder = logs.RunFolder(workdir, config, speed)
-  folder.keep("data.json", experiment.record)
+  folder.keep({"data.json": experiment.record})
   for of, subset in experiment.stopping.items():
     if subset is None and config["stopping_set"] != "none":
       logging.warning(

@@ -41,7 +41,7 @@ RECIPES = {
 }
 
 # What a flag that was not given means: the paper's section 5.1 where it says,
-# the released code's learning rate where it does not.
+# the released code where it does not.
 _PAPER = dict(
   rounds=200,
   eval_every=1,
@@ -168,6 +168,12 @@ def _define_flags() -> None:
     ["uniform", "examples"],
     "What a client counts in the mean.",
   )
+  flags.DEFINE_bool(
+    "augment",
+    True,
+    "Crop and flip CIFAR's training images, as the released code does; the"
+    " paper does not say.",
+  )
   flags.DEFINE_list(
     "bad_clients",
     [],
@@ -251,10 +257,9 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
       f" --algorithm={algorithm} wants a whole model"
     )
   on_cpu = jax.default_backend() == "cpu"
-  wide = any(n.startswith("cnn2") for n in (*models, values["global_model"]))
   speed = {
     "checkpoint_every": 10,
-    "conv": common.default_conv(FLAGS.dataset[0]) if wide else "patches",
+    "conv": common.default_conv(datasets[0]),
     "eval_batch_size": 50 if on_cpu else 2000,
     "lanes": common.make_engine().num_lanes(values["num_clients"]),
     "microbatch": 16 if on_cpu else 0,
@@ -322,11 +327,13 @@ class Experiment:
       config["global_model"].removesuffix("_conv"),
       None if trunk else next(iter(classes.values())),
     )
-    train = self.recipe.train
+    self.train_transform = self.recipe.train
+    if not config["augment"]:
+      self.train_transform = lambda key, batch: self.recipe.evaluate(batch)
     self.clients = [
       MutualClient(
         model=model(name, classes[held.dataset]),
-        transform=train,
+        transform=self.train_transform,
         bank=held.dataset,
         adaptor=adaptor(classes[held.dataset]) if trunk else None,
       )
@@ -406,7 +413,7 @@ class Experiment:
       model=self.global_model,
       client_lr=config["learning_rate"],
       server_lr=1.0,
-      transform=self.recipe.train,
+      transform=self.train_transform,
       client_optimizer=optimizer,
       server_optimizer=fedavg_server,
       prox_mu=config["prox_mu"] if config["algorithm"] == "fedprox" else None,
@@ -539,8 +546,7 @@ def train(
   experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
 ) -> dict:
   """Runs one algorithm in a folder of its own, or goes on with it."""
-  for name, content in experiment.files.items():
-    folder.keep(name, content)
+  folder.keep(experiment.files)
   algorithm = experiment.algorithm(config, speed)
   compile = functools.partial(experiment.engine.compile, donate=(0,))
   return training.run(

@@ -167,9 +167,6 @@ def _refuse_odd_values() -> None:
       raise common.UsageError(f"--{name}=: give a value, or leave it out")
     if isinstance(value, float) and not math.isfinite(value):
       raise common.UsageError(f"--{name}={value}: must be a finite number")
-    if name.endswith("seed") and value and value >= 2**32:
-      # JAX's keys take the last 32 bits.
-      raise common.UsageError(f"--{name}={value}: must be below 2**32")
 
 
 def _keep_programs() -> None:

@@ -5,8 +5,8 @@ r"""Runs a table of a paper, cell after cell, and puts our numbers beside it.
 
 Each cell is a run in a folder of its own, so the same command goes on where
 it stopped, and finished cells are not run again. After each cell `table.md`
-and `table.csv` in --workdir say what there is so far. Flags after `--` are
-handed to every run:
+and `table.csv` in --workdir say what there is so far, for codist_fig4 in
+`figure.png` too. Flags after `--` are handed to every run:
 
   python experiments/reproduce.py --table=fml_table1 --only=cnn1 \
       --data_dir=DIR -- --rounds=60
@@ -21,6 +21,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import make_flags
 import tables
@@ -68,6 +69,8 @@ def rows_of(
           "" if None in (ours, theirs) else f"{100 * ours - theirs:+.2f}",
         ]
     seconds = result.get("seconds")
+    if seconds is not None:  # FedMD's phases before the collaboration count.
+      seconds += sum(result.get("phase_seconds", {}).values())
     row.append(str(result.get("rounds", "")))
     row.append("" if seconds is None else f"{seconds / 60:.1f}")
     rows.append(row)
@@ -88,6 +91,31 @@ def write(
     if i == 0:
       lines.append("|---" * len(row) + "|")
   logs.write_bytes(folder / "table.md", ("\n".join(lines) + "\n").encode())
+
+
+def draw(
+  folder: pathlib.Path, table: tables.Table, results: Mapping[str, Any]
+) -> None:
+  """Draws what a table's cells gave against its axis, to `figure.png`.
+
+  Args:
+    folder: where to.
+    table: a table with an axis; a cell without that flag is a level line.
+    results: what `result.json` of a cell holds, by the cell's name.
+  """
+  from hetfl import report  # takes a second
+
+  points = {}
+  for cell in table.cells:
+    for path in cell.published if cell.name in results else ():
+      value = tables.lookup(results[cell.name], path)
+      label = f"{cell.flags['algorithm']}, {tables.label(path)}"
+      if value is not None:
+        line = points.setdefault(label, [])
+        line.append((cell.flags.get(table.axis), value))
+  report.dependence(
+    points, folder / "figure.png", axis=table.axis, title=table.title
+  )
 
 
 def run_cell(
@@ -208,6 +236,8 @@ def main(argv: Sequence[str]) -> None:
       table.script, cell, workdir / cell.name, extra
     )
     write(workdir, table.title, rows_of(table.cells, results))
+    if table.axis:
+      draw(workdir, table, results)
   print((workdir / "table.md").read_text(encoding="utf-8"))
 
 

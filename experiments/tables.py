@@ -41,11 +41,13 @@ class Table(NamedTuple):
     title: which, of which paper.
     script: the experiment that runs its cells, such as `codist.py`.
     cells: its runs.
+    axis: the flag that a figure has along its horizontal axis.
   """
 
   title: str
   script: str
   cells: Sequence[Cell]
+  axis: str | None = None
 
 
 def read_published(name: str) -> list[dict[str, str]]:
@@ -85,7 +87,7 @@ def flag_file(table: Table, cell: Cell) -> str:
   )
   if values:
     head.append(f"Published: {values}.")
-  head.append("What we got: results/README.md.")
+  head.append("Runs of ours: results/README.md.")
   lines = [f"# {line}".rstrip() for line in head]
   return "\n".join(lines) + "\n" + logs.flags_text(dict(cell.flags)) + "\n"
 

@@ -9,6 +9,7 @@ the models' accuracies on held-out, never on test data; `--experiment=fml` wants
 `--heldout_examples` for that. DIR then holds
 
   trials.jsonl  a line a trial
+  result.json   what the best --top come to in the mean, held out and on test
   best.flags    a flag file of the best, for the experiment
   parallel.png  all trials, a line each across the hyper-parameters
 
@@ -44,21 +45,24 @@ class Tunable(NamedTuple):
       for.
     space: algorithm -> dimension -> range. `FLAG` is one value for all
       models, `FLAG.MODEL` that of one.
+    unused: algorithm -> flags that it makes nothing of.
     place: `(state, flag, value) -> state` with the value in it, traceable;
       ValueError if the state has no place for it.
     data: `(experiment, config) ->` what its steps take.
-    heldout: `(experiment, config) -> (names, evaluate, data)`: the held-out
-      accuracies that can be objectives, and `evaluate(state, data)`, which
-      gives a `Mean` for each.
+    accuracies: `(experiment, config) -> (names, evaluate, data)`: the
+      accuracies that can be objectives; `evaluate(state, data)`, which gives a
+      `Mean` for each; and its data, `heldout` and `test`.
   """
 
   module: str
   models: tuple[str, ...]
   space: dict[str, dict[str, str]]
+  unused: dict[str, tuple[str, ...]]
   place: Callable[[PyTree, str, Any], PyTree]
   data: Callable[[Any, dict], PyTree]
-  heldout: Callable[
-    [Any, dict], tuple[tuple[str, ...], Callable[..., core.Metrics], PyTree]
+  accuracies: Callable[
+    [Any, dict],
+    tuple[tuple[str, ...], Callable[..., core.Metrics], dict[str, PyTree]],
   ]
 
 
@@ -91,19 +95,25 @@ def _codist_space() -> dict[str, dict[str, str]]:
   return {"fedavg": fedavg, "periodic": periodic, "merged": merged}
 
 
-def heldout_codist(experiment, config):
-  """Accuracy of each pool's model on the held-out clients' examples."""
+def _accuracies(sums: list[core.Metrics]) -> list[core.Mean]:
+  """Of what each model was measured for on one set, the accuracy."""
+  return [
+    next(mean for name, mean in of_one.items() if name.endswith("_accuracy"))
+    for of_one in sums
+  ]
+
+
+def codist_accuracies(experiment, config):
+  """Those of each pool's model, on the held-out clients' and test examples."""
   del config
-  evaluator = experiment.evaluator
+  names, evaluator = ("small", "large"), experiment.evaluator
 
   def evaluate(state, data):
     sums = evaluator.sums([pool.variables for pool in state.pools], data)
-    return {
-      pool: result["heldout_accuracy"]
-      for pool, result in zip(("small", "large"), sums)
-    }
+    return dict(zip(names, _accuracies(sums)))
 
-  return ("small", "large"), evaluate, evaluator.data("heldout")
+  data = {which: evaluator.data(which) for which in ("heldout", "test")}
+  return names, evaluate, data
 
 
 def _place_fml(state: PyTree, flag: str, value: Any) -> PyTree:
@@ -112,50 +122,74 @@ def _place_fml(state: PyTree, flag: str, value: Any) -> PyTree:
   return core.with_hyper(state, **{flag: value})
 
 
-def heldout_fml(experiment, config):
-  """Accuracies of the global model and, as a mean, of the clients' own."""
+def fml_accuracies(experiment, config):
+  """Those of the global model and, as a mean, of the clients' own.
+
+  Of the latter "test" are the clients' validation images.
+  """
   if not config["heldout_examples"]:
     raise common.UsageError(
       "--heldout_examples=0: a search chooses by training examples that no"
       " client trains on; give it some"
     )
   number = len(experiment.clients)
-  personal = config["algorithm"] in ("fml", "independent")
-  data = {}
-  if personal:
-    data["clients"] = experiment.local_evaluator.data(
-      *(f"client{k}_heldout" for k in range(number))
-    )
   whole = experiment.clients[0].adaptor is None
+  data = {"heldout": {}, "test": {}}
+  if config["algorithm"] in ("fml", "independent"):
+    for which, suffix in (("heldout", "_heldout"), ("test", "")):
+      data[which]["clients"] = experiment.local_evaluator.data(
+        *(f"client{k}{suffix}" for k in range(number))
+      )
   if whole and config["algorithm"] != "independent":
-    data["global"] = experiment.global_evaluator.data("heldout")
+    for which in data:
+      data[which]["global"] = experiment.global_evaluator.data(which)
 
   def evaluate(state, data):
     means = {}
     if "global" in data:
       server = experiment.server(config, state)
-      (sums,) = experiment.global_evaluator.sums([server], data["global"])
-      means["global"] = sums["heldout_accuracy"]
+      sums = experiment.global_evaluator.sums([server], data["global"])
+      (means["global"],) = _accuracies(sums)
     if "clients" in data:
       sums = experiment.local_evaluator.sums(
         [state.local(k) for k in range(number)], data["clients"]
       )
-      all_of = [s[f"client{k}_heldout_accuracy"] for k, s in enumerate(sums)]
-      means["clients"] = jax.tree.map(lambda *parts: sum(parts), *all_of)
+      each = [mean.total / mean.count for mean in _accuracies(sums)]
+      means["clients"] = core.Mean(sum(each), number)
     return means
 
-  return tuple(data), evaluate, data
+  return tuple(data["heldout"]), evaluate, data
 
 
+_DISTILL_FLAGS = (
+  "distill_batch_size",
+  "distill_data",
+  "distill_epsilon",
+  "distill_examples",
+  "distill_lr",
+  "distill_lr_decay",
+  "distill_steps",
+  "label_weight",
+  "mixup_beta",
+  "student_regularization",
+  "teacher_temperature",
+)
+_MERGE_FLAGS = ("merge_alpha", "merge_every")
+_MUTUAL_FLAGS = ("alpha", "beta", "temperature", "sequential_updates")
 _FML_RATE = {"learning_rate": "log:1e-3:0.3"}
 EXPERIMENTS = {
   "codist": Tunable(
     module="codist",
     models=("small", "large"),
     space=_codist_space(),
+    unused={
+      "fedavg": (*_DISTILL_FLAGS, "codist_period", *_MERGE_FLAGS),
+      "periodic": _MERGE_FLAGS,
+      "merged": ("codist_period",),
+    },
     place=_place_codist,
     data=lambda experiment, _: experiment.device_data,
-    heldout=heldout_codist,
+    accuracies=codist_accuracies,
   ),
   "fml": Tunable(
     module="fml",
@@ -167,9 +201,15 @@ EXPERIMENTS = {
       "fedprox": _FML_RATE | {"prox_mu": "log:1e-4:1"},
       "independent": _FML_RATE,
     },
+    unused={
+      "fml": ("prox_mu",),
+      "fedavg": (*_MUTUAL_FLAGS, "client_models", "prox_mu"),
+      "fedprox": (*_MUTUAL_FLAGS, "client_models"),
+      "independent": (*_MUTUAL_FLAGS, "merge_weights", "prox_mu"),
+    },
     place=_place_fml,
     data=lambda experiment, config: experiment.device_data(config),
-    heldout=heldout_fml,
+    accuracies=fml_accuracies,
   ),
 }
 # Flags of the search that change its result.
@@ -242,7 +282,13 @@ def _define_flags() -> None:
     "How trials train side by side: as one program, split over the devices if"
     " several, or as runs of their own over one engine. Changes speed only.",
   )
-  flags.DEFINE_integer("top", 10, "Trials in the table.", lower_bound=1)
+  flags.DEFINE_integer(
+    "top",
+    10,
+    "Trials in the table, and in result.json's means; 25 in the paper's"
+    " Figure 4.",
+    lower_bound=1,
+  )
 
 
 def _define_experiment() -> None:
@@ -376,7 +422,7 @@ def make_problem(
 ) -> trials.Problem:
   """The experiment as a search sees it."""
   algorithm = experiment.algorithm(config, speed)
-  names, evaluate, eval_data = tunable.heldout(experiment, config)
+  names, evaluate, eval_data = tunable.accuracies(experiment, config)
 
   def init(values, seed):
     state = algorithm.init(jax.random.key(seed))
@@ -407,17 +453,13 @@ def make_problem(
 
 def read_seeds() -> tuple[int, ...]:
   """`--seeds`, or else `--seed`."""
-  try:
-    seeds = tuple(int(s) for s in FLAGS.seeds or [FLAGS.seed])
-  except ValueError as error:
+  given = FLAGS.seeds or [FLAGS.seed]
+  seeds = common.numbers("seeds", given, low=0, high=common.MAX_SEED, kind=int)
+  if len(set(seeds)) < len(seeds):
     raise common.UsageError(
-      f"--seeds={','.join(FLAGS.seeds)}: whole numbers, with commas"
-    ) from error
-  if min(seeds) < 0 or len(set(seeds)) < len(seeds):
-    raise common.UsageError(
-      f"--seeds={','.join(FLAGS.seeds)}: give unlike numbers, none below 0"
+      f"--seeds={','.join(FLAGS.seeds)}: give unlike numbers"
     )
-  return seeds
+  return tuple(seeds)
 
 
 def main() -> None:
@@ -453,7 +495,7 @@ def main() -> None:
       )
     FLAGS.engine = "inline"
   workdir = common.default_workdir(
-    "tune", FLAGS.experiment, *_text(FLAGS.dataset).split(","), *names
+    "tune", FLAGS.experiment, _text(FLAGS.dataset).replace(",", "-"), *names
   )
   config, speed = module.configuration(names[0], workdir)
   check_ends(tunable, module, config, space, workdir)
@@ -471,8 +513,7 @@ def main() -> None:
     | {"space": [*(_range(name, d) for name, d in space.items()), *fixed]},
     speed | {"trials": FLAGS.trials, "batching": FLAGS.batching},
   )
-  for name, content in experiment.files.items():
-    folder.keep(name, content)
+  folder.keep(experiment.files)
   proposer = tune.RandomSearch(space, FLAGS.seed)
   if FLAGS.proposer == "optuna":
     proposer = tune.OptunaSearch(space, FLAGS.seed, workdir / "optuna.journal")
@@ -502,7 +543,13 @@ def main() -> None:
     label=f"held-out % ({FLAGS.objective})",
     title=f"{names[0]}, {_text(config['dataset'])}: {len(rows)} trials",
   )
+  result = tune.summary(rows, FLAGS.top)
+  about = {"experiment": FLAGS.experiment, "objective": FLAGS.objective}
+  about |= {name: config[name] for name in ("algorithm", "dataset", "rounds")}
+  folder.write_result(about | result)
   print(tune.table(rows, space, FLAGS.top))
+  means = ", ".join(f"{n} {100 * v:.2f} %" for n, v in result["test"].items())
+  print(f"\nOn test data, the mean of the best {result['top']}: {means}")
   print(f"\nBest flags: {workdir / 'best.flags'}")
 
 
@@ -525,7 +572,12 @@ def write_best(tunable, rows, config, workdir) -> None:
     f"#   python experiments/{tunable.module}.py --flagfile=best.flags"
     " --data_dir=DIR",
   ]
-  text = "\n".join([*head, logs.flags_text(config | found)]) + "\n"
+  used = {
+    name: value
+    for name, value in (config | found).items()
+    if name not in tunable.unused[config["algorithm"]]
+  }
+  text = "\n".join([*head, logs.flags_text(used)]) + "\n"
   logs.write_bytes(workdir / "best.flags", text.encode())
 
 

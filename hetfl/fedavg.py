@@ -304,7 +304,7 @@ def mean_update(sums: client_lib.ClientSums) -> tuple[PyTree, PyTree]:
     The gradient `g` for the server optimizer, and the mean statistics.
 
   Reference: McMahan et al. 2017, algorithm 1; Lichtarge et al. 2023, section
-  2.2 ("we treat the combined model difference as a single gradient").
+  2.2 ("treats the combined model difference as a single gradient").
 
   >>> from hetfl.client import ClientSums
   >>> from hetfl.core import Mean

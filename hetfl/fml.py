@@ -221,8 +221,9 @@ def as_lanes(plan: MutualPlan, *, num_lanes: int) -> planning.LanePlan:
   """The same clients and batches as a plan for FedAvg over one pool.
 
   With it `hetfl.fedavg`, its server's rate 1 and its clients' optimizer
-  `momentum_sgd`, is the FedAvg that the paper compares with, batch by batch
-  and draw by draw.
+  `momentum_sgd`, is FML's baseline, batch by batch and draw by draw. Clients
+  count alike, as in the released code, unless `plan_mutual` weights them by
+  their examples, as in the paper's equation 2.
 
   Args:
     plan: the plan, of clients whose examples lie in one bank.
@@ -425,7 +426,7 @@ def fml(
       paper has none.
     sequential: as in deep mutual learning (Zhang et al. 2018), the local
       model steps first and the meme learns from it as it is then. The paper
-      and its code step with both at once.
+      does not say; its code steps with both at once.
     microbatch: how many examples pass through the models at once, at most;
       the batch is cut into equal parts. `None` for all. Changes speed and
       memory only, but for dropout and batch normalisation.
@@ -440,8 +441,8 @@ def fml(
     ValueError: if a value is out of its range.
 
   Reference: Shen et al. 2020, algorithm 1 and equation 5; the released code
-    for what these leave open: simultaneous steps, a new meme optimizer in
-    each round, a mean that counts clients alike.
+    for what these leave open: alpha and beta of 1/2, simultaneous steps, a new
+    meme optimizer in each round.
 
   A client that says (1/2, 1/2) of its only image, of class 0, and a global
   model that says (3/4, 1/4): labels and meme both pull the client's model up,

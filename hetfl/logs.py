@@ -265,24 +265,24 @@ class RunFolder:
     """`metrics.jsonl`."""
     return self.path / "metrics.jsonl"
 
-  def keep(self, name: str, content: bytes) -> None:
-    """Keeps a file with the run; of a run that goes on it must be the same.
+  def keep(self, files: Mapping[str, bytes]) -> None:
+    """Keeps files with the run; of a run that goes on they must be the same.
 
     Args:
-      name: of the file.
-      content: what tells the run's data from other data.
+      files: name to content, which tells the run's data from other data.
 
     Raises:
-      ConfigMismatch: the folder's file says something else.
+      ConfigMismatch: a file of the folder says something else.
     """
-    path = self.path / name
-    if not path.exists():
-      write_bytes(path, content)
-    elif path.read_bytes() != content:
-      raise ConfigMismatch(
-        f"{path} is not what the data gives now: the data has changed, or"
-        " Python for pydoc. Use another --workdir."
-      )
+    for name, content in files.items():
+      path = self.path / name
+      if not path.exists():
+        write_bytes(path, content)
+      elif path.read_bytes() != content:
+        raise ConfigMismatch(
+          f"{path} is not what the data gives now: the data has changed, or"
+          " Python for pydoc. Use another --workdir."
+        )
 
   def result(self) -> dict[str, Any] | None:
     """What `result.json` says, or None while there is none."""

@@ -106,6 +106,49 @@ def curves(
   _save(fig, path)
 
 
+def dependence(
+  points: Mapping[str, Sequence[tuple[float | None, float]]],
+  path: str | os.PathLike[str],
+  *,
+  axis: str,
+  ylabel: str = "Test accuracy (%)",
+  scale: float = 100.0,
+  title: str | None = None,
+) -> None:
+  """Draws results against a hyper-parameter, one line a label, to a PNG.
+
+  Args:
+    points: label -> pairs of the hyper-parameter and what came of it; None
+      for a result without it, a level line.
+    path: the PNG; replaced atomically.
+    axis: the hyper-parameter's name; its axis is logarithmic.
+    ylabel: what the result is called, with its unit.
+    scale: factor from the results' unit to that of `ylabel`.
+    title: above the figure.
+  """
+  fig = figure.Figure(figsize=(6.4, 4.2), layout="constrained", dpi=150)
+  backend_agg.FigureCanvasAgg(fig)
+  ax = fig.subplots()
+  for i, (label, pairs) in enumerate(points.items()):
+    style = dict(color=_COLORS[i % len(_COLORS)], label=label)
+    for x, y in pairs:
+      if x is None:
+        ax.axhline(scale * y, linestyle=":", linewidth=1.4, **style)
+    line = sorted((x, scale * y) for x, y in pairs if x is not None)
+    if line:
+      ax.plot(*zip(*line), marker="o", markersize=4, linewidth=1.8, **style)
+  ax.set_xscale("log")
+  ax.set_xlabel(axis)
+  ax.set_ylabel(ylabel)
+  ax.grid(True, color="0.9", linewidth=0.8)
+  ax.set_axisbelow(True)
+  ax.spines[["top", "right"]].set_visible(False)
+  ax.legend(fontsize=8.5, frameon=False)
+  if title:
+    ax.set_title(title, fontsize=11)
+  _save(fig, path)
+
+
 def _save(fig: figure.Figure, path: str | os.PathLike[str]) -> None:
   content = io.BytesIO()
   # Without the version of matplotlib, equal curves are equal files.

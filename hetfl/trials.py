@@ -31,9 +31,12 @@ class Problem(NamedTuple):
     step: `(state, plan, data) -> (state, metrics)`, one round.
     plan: `(seed, round) -> plan`, the same for all trials.
     data: handed to each step as it is.
-    evaluate: `(state, eval_data) -> {name: Mean}`, held-out accuracies.
-    eval_data: handed to each evaluation as it is.
-    objective: `{name: accuracy} -> float`, what is to be as large as possible.
+    evaluate: `(state, data) -> {name: Mean}`, accuracies on what `eval_data`
+      holds.
+    eval_data: `heldout`, to choose trials by, and perhaps `test`, to report
+      those that were trained to the end; handed to evaluations as they are.
+    objective: `{name: accuracy} -> float` of the held-out accuracies, what is
+      to be as large as possible.
     rounds: how many rounds a trial has.
   """
 
@@ -42,7 +45,7 @@ class Problem(NamedTuple):
   plan: Callable[[int, int], PyTree]
   data: PyTree
   evaluate: Callable[[PyTree, PyTree], core.Metrics]
-  eval_data: PyTree
+  eval_data: Mapping[str, PyTree]
   objective: Callable[[Mapping[str, float]], float]
   rounds: int
 
@@ -98,8 +101,10 @@ class Runner(Protocol):
       The states, and `int[N]`: up to which round each trial was finite.
     """
 
-  def evaluate(self, states: PyTree) -> list[dict[str, float]]:
-    """Each trial's held-out accuracies, the mean over the seeds."""
+  def evaluate(
+    self, states: PyTree, which: str = "heldout"
+  ) -> list[dict[str, float]]:
+    """Each trial's accuracies on a set, the mean over the seeds."""
 
   def take(self, states: PyTree, trials: Sequence[int]) -> PyTree:
     """The states of some of the trials."""
@@ -188,9 +193,11 @@ class SideBySide:
       np.array([min(ended for _, ended in trial) for trial in results]),
     )
 
-  def evaluate(self, states: PyTree) -> list[dict[str, float]]:
-    """Each trial's held-out accuracies, the mean over the seeds."""
-    data = self._problem.eval_data
+  def evaluate(
+    self, states: PyTree, which: str = "heldout"
+  ) -> list[dict[str, float]]:
+    """Each trial's accuracies on a set, the mean over the seeds."""
+    data = self._problem.eval_data[which]
     return [
       _seed_mean(
         [_means(self._problem.evaluate(state, data)) for state in trial]
@@ -286,12 +293,13 @@ class Vmapped:
       ended = np.where(alive, np.minimum(ended, done[:number]), last)
     return tuple(results), ended
 
-  def evaluate(self, states: PyTree) -> list[dict[str, float]]:
-    """Each trial's held-out accuracies, the mean over the seeds."""
+  def evaluate(
+    self, states: PyTree, which: str = "heldout"
+  ) -> list[dict[str, float]]:
+    """Each trial's accuracies on a set, the mean over the seeds."""
     states, number = self._padded(states)
-    sums = jax.device_get(
-      [self._evaluate(state, self._problem.eval_data) for state in states]
-    )
+    data = self._problem.eval_data[which]
+    sums = jax.device_get([self._evaluate(state, data) for state in states])
     part = lambda i, tree: jax.tree.map(lambda a: a[i], tree)
     return [
       _seed_mean([_means(part(i, s)) for s in sums]) for i in range(number)

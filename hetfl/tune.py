@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 from absl import logging
 import numpy as np
 
-from hetfl import checkpoint, checks, logs, training
+from hetfl import checkpoint, checks, logs, report, training
 from hetfl import trials as trials_lib
 
 Values = trials_lib.Values
@@ -317,8 +317,9 @@ def search(
   Returns:
     A row for each trial: `trial`, `block_end`, `values`, `status` (`complete`,
     `halved` or `diverged`), `round` (the last one done), `objective` and
-    `heldout` after it (None if diverged), `rungs` (round -> objective), and
-    `seconds` of the block. Seconds aside, a search that was killed and started
+    `heldout` after it (None if diverged), `test` (of those that are complete,
+    if the problem has test data), `rungs` (round -> objective), and `seconds`
+    of the block. Seconds aside, a search that was killed and started
     again gives the same rows.
 
   Raises:
@@ -422,6 +423,7 @@ class _Block:
         "round": 0,
         "objective": None,
         "heldout": None,
+        "test": None,
         "rungs": {},
       }
       for i, v in enumerate(values)
@@ -491,6 +493,11 @@ class _Block:
         row |= dict(objective=objective, heldout=heldout)
         row["rungs"] |= {str(round): objective}
         alive.append(i)
+    if not drop and "test" in self._problem.eval_data:
+      results = self._runner.evaluate(states, "test")
+      for i, test in zip(members, results):
+        if i in alive:
+          self._rows[i]["test"] = test
     if drop:
       # The earlier trial of two equal ones goes on.
       order = sorted(alive, key=lambda i: (-self._rows[i]["objective"], i))
@@ -554,6 +561,40 @@ def top(rows: Sequence[Row], k: int) -> list[Row]:
   return sorted(complete, key=lambda row: (-row["objective"], row["trial"]))[:k]
 
 
+def summary(rows: Sequence[Row], k: int) -> dict[str, Any]:
+  """What the k best trials come to in the mean.
+
+  Args:
+    rows: the search's rows, one of them at least complete.
+    k: how many, at most.
+
+  Returns:
+    `trials` and `complete`, how many there are; `top`, how many the means are
+    of; `heldout` and, if it was measured, `test`, the mean accuracies.
+
+  Reference: Lichtarge et al. 2023, Figure 4: "the averaged test accuracy of the
+  25 tuning runs with the best performance on the held-out set".
+
+  >>> rows = [dict(trial=i, status='complete', objective=o, heldout={'m': o},
+  ...              test={'m': t})
+  ...         for i, (o, t) in enumerate([(.5, .75), (.25, 1.), (1., .25)])]
+  >>> summary(rows, 2)
+  {'trials': 3, 'complete': 3, 'top': 2, 'heldout': {'m': 0.75}, \
+'test': {'m': 0.5}}
+  """
+  best = top(rows, k)
+  means = {
+    which: {
+      name: sum(row[which][name] for row in best) / len(best)
+      for name in best[0][which]
+    }
+    for which in ("heldout", "test")
+    if all(row[which] for row in best)
+  }
+  complete = len(top(rows, len(rows)))
+  return {"trials": len(rows), "complete": complete, "top": len(best), **means}
+
+
 def table(rows: Sequence[Row], space: Space, k: int = 10) -> str:
   """Formats the k best trials, a line each.
 
@@ -569,6 +610,7 @@ def table(rows: Sequence[Row], space: Space, k: int = 10) -> str:
   ...            heldout={'small': .5, 'large': 1.}, values={'lr': .01})
   >>> print(table([row], {'lr': Dimension(0., 1.)}))
   trial  objective %  small %  large %    lr
+  -----  -----------  -------  -------  ----
       3        75.00    50.00   100.00  0.01
   """
   best = top(rows, k)
@@ -583,7 +625,4 @@ def table(rows: Sequence[Row], space: Space, k: int = 10) -> str:
         *(f"{row['values'][name]:.4g}" for name in space),
       ]
     )
-  widths = [max(map(len, column)) for column in zip(*lines)]
-  return "\n".join(
-    "  ".join(cell.rjust(w) for cell, w in zip(line, widths)) for line in lines
-  )
+  return report.align(list(zip(*lines)), names=0)

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,8 @@ from tests.algorithms import arrays, CASES, initial, make_distiller, run
 ROUNDS = 4
 # The same numbers in another order of addition, in float32.
 TOLERANCE = dict(rtol=2e-4, atol=5e-6)
+assert_close = functools.partial(chex.assert_trees_all_close, **TOLERANCE)
+assert_equal = chex.assert_trees_all_equal
 
 
 def jitted(algorithm):
@@ -27,18 +30,6 @@ def build(name, runner=None, rounds=ROUNDS):
   """An algorithm as a loop on the host calls it."""
   algorithm = CASES[name].build(runner, rounds)
   return algorithm if isinstance(runner, engine.Threads) else jitted(algorithm)
-
-
-def assert_close(a, b, **tolerance):
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, **(tolerance or TOLERANCE)),
-    a,
-    b,
-  )
-
-
-def assert_equal(a, b):
-  jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 every_algorithm = pytest.mark.parametrize("name", CASES)

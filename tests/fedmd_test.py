@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,8 @@ CLASSES = PARTY_CLASSES
 WEIGHTS = (0.75, 0.25)
 # The same numbers in another order of addition, in float32.
 TOLERANCE = dict(rtol=2e-4, atol=2e-6)
+assert_close = functools.partial(chex.assert_trees_all_close, **TOLERANCE)
+assert_equal = chex.assert_trees_all_equal
 FILTERS = ((3, 4), (2, 3, 4))
 TRANSLATIONS = {
   "mae": (lambda z: z, oracle.absolute),
@@ -127,18 +130,6 @@ def jitted(algorithm):
 
 def params(state):
   return [party.variables.params for party in state.parties]
-
-
-def assert_close(a, b, **tolerance):
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, **(tolerance or TOLERANCE)),
-    a,
-    b,
-  )
-
-
-def assert_equal(a, b):
-  jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def oracle_blocks(filters):

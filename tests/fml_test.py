@@ -1,6 +1,9 @@
 """Federated Mutual Learning against its oracle, and its limits."""
 
+import functools
+
 from absl import logging
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +31,8 @@ from tests.oracles import fml as oracle
 ROUNDS = 3
 # The same numbers in another order of addition, in float32.
 TOLERANCE = dict(rtol=2e-4, atol=2e-6)
+assert_close = functools.partial(chex.assert_trees_all_close, **TOLERANCE)
+assert_equal = chex.assert_trees_all_equal
 
 TRUNK = model(nets.Net((2, 3), 3, (), None, padding="SAME"))
 ALIKE = [MutualClient(MLP)] * 5
@@ -65,18 +70,6 @@ def build(clients=UNLIKE, runner=None, jit=True, **settings):
   options = dict(global_model=MLP, alpha=0.75, beta=0.25, learning_rate=0.125)
   algorithm = fml(clients, **{**options, **settings}, engine=runner)
   return algorithm._replace(step=jax.jit(algorithm.step)) if jit else algorithm
-
-
-def assert_close(a, b, **tolerance):
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, **(tolerance or TOLERANCE)),
-    a,
-    b,
-  )
-
-
-def assert_equal(a, b):
-  jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 # --- The paper's update -----------------------------------------------------

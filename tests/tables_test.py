@@ -10,6 +10,7 @@ import time
 import matplotlib.image
 import pytest
 
+from hetfl import report
 from tests.runs import ROOT
 
 
@@ -121,6 +122,33 @@ def test_rows_have_published_columns_only_where_something_is_published(
     "difference",
   ]
   assert row[1:5] == ["50.00", "98.44", "98.44", "+0.00"]
+
+
+def test_a_figure_is_drawn_against_its_axis(
+  modules, known, tmp_path, monkeypatch
+):
+  table = known["codist_fig4"]
+  drawn = {}
+
+  def dependence(points, path, **kwargs):
+    drawn.update(points)
+
+  results = {
+    cell.name: {"pools": {"small": {"test_accuracy": 0.1 * i}}}
+    for i, cell in enumerate(table.cells)
+    if "merged" not in cell.name
+  }
+  modules["reproduce"].draw(tmp_path, table, results)
+  assert matplotlib.image.imread(tmp_path / "figure.png").shape[0] > 400
+  monkeypatch.setattr(report, "dependence", dependence)
+  modules["reproduce"].draw(tmp_path, table, results)
+  assert drawn == {
+    "fedavg, small": [(None, 0.0)],
+    "periodic, small": [
+      (n, pytest.approx(0.1 * i))
+      for i, n in enumerate((150, 600, 2_400, 13_500), 1)
+    ],
+  }
 
 
 def runs_of(names):

@@ -56,8 +56,8 @@ class Toy:
       step=step,
       plan=lambda seed, round: planning.RoundPlan(np.int32(round), (), None),
       data=(),
-      evaluate=lambda state, data: {"model": core.Mean(state["w"], one)},
-      eval_data=(),
+      evaluate=lambda state, data: {"model": core.Mean(data * state["w"], one)},
+      eval_data={"heldout": one, "test": 10 * one},
       objective=lambda heldout: heldout["model"],
       rounds=rounds,
     )
@@ -142,6 +142,8 @@ def test_halving_by_hand(kind, tmp_path):
   ]
   assert [r["round"] for r in rows] == [2, 2, 4, 2, 8, 8, 2]
   assert [r["objective"] for r in rows] == [6, 2, 16, None, 40, 72, 4]
+  tests = [row["test"] for row in rows]
+  assert tests == [None] * 4 + [{"model": 400}, {"model": 720}, None]
   assert rows[4]["rungs"] == {"2": 10, "4": 20, "8": 40}
   assert rows[3]["rungs"] == {"2": 20_000}
   assert [r["block_end"] for r in rows] == [5] * 5 + [7] * 2
@@ -241,7 +243,7 @@ def federated(runner=None):
     ),
     data=data,
     evaluate=evaluate,
-    eval_data=evaluator.data("heldout"),
+    eval_data={"heldout": evaluator.data("heldout")},
     objective=lambda heldout: -heldout["0"] - heldout["1"],
     rounds=ROUNDS,
   )
@@ -420,6 +422,18 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   result = json.loads((tmp_path / "best/result.json").read_text())
   for model, accuracy in best["heldout"].items():
     assert result["pools"][model]["heldout_accuracy"] == pytest.approx(accuracy)
+    assert result["pools"][model]["test_accuracy"] == pytest.approx(
+      best["test"][model]
+    )
+  summary = json.loads((tmp_path / "tune/result.json").read_text())
+  complete = [row for row in rows if row["status"] == "complete"]
+  assert summary["complete"] == summary["top"] == len(complete)
+  assert summary["test"]["small"] == pytest.approx(
+    sum(row["test"]["small"] for row in complete) / len(complete)
+  )
+  # What FedAvg makes nothing of is not in its flags.
+  flags = (tmp_path / "tune/best.flags").read_text()
+  assert "--server_lr" in flags and "distill" not in flags
   done = tune(*search, "--seed=9", f"--workdir={tmp_path}/tune", "--", *QUICK)
   (line,) = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
   assert done.returncode != 0 and "holds another run" in line
@@ -448,6 +462,13 @@ def test_a_search_for_fml(experiment, tmp_path):
   assert best["heldout"] == pytest.approx(
     {
       "global": result["global"]["heldout_accuracy"],
+      "clients": sum(clients) / 5,
+    }
+  )
+  clients = [c["validation_accuracy"] for c in result["clients"]]
+  assert best["test"] == pytest.approx(
+    {
+      "global": result["global"]["test_accuracy"],
       "clients": sum(clients) / 5,
     }
   )

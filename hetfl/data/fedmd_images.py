@@ -145,11 +145,6 @@ def load_fedmd_images(
   )
   each = dict(num_clients=num_parties, seed=partition_seed)
   if environment == "mnist_letters_by_writer":
-    if "writer" not in task.train:
-      raise ValueError(
-        f"--environment={environment}: these letters ({task.source}) do not"
-        " say who wrote them; get emnist-letters.mat"
-      )
     parts = one_writer(
       task.train["y"],
       task.train["writer"],
@@ -392,9 +387,10 @@ def _digits(environment, data_dir, download, superclasses) -> _Task:
 
 
 def _letters(environment, data_dir, download, superclasses) -> _Task:
-  del environment, superclasses
+  del superclasses
   public = mnist.load_mnist(data_dir, download)
-  private = letters.load_letters(data_dir)
+  by_writer = environment == "mnist_letters_by_writer"
+  private = letters.load_letters(data_dir, writers=by_writer)
   return _Task(
     source=private.source,
     num_public=_PUBLIC_CLASSES,

@@ -1,9 +1,10 @@
 """Handwritten letters: EMNIST's, or others in one `.npz` file.
 
-EMNIST is looked for in this order: the official MATLAB file, which alone says
-who wrote what, the official idx files, FedJAX's federated EMNIST, and a set
-that TensorFlow Datasets has prepared (read without TensorFlow). Where none of
-them is there, `letters.npz` stands in. Nothing is ever unpickled.
+EMNIST is looked for in this order: the official MATLAB file, the official idx
+files, FedJAX's federated EMNIST, and a set that TensorFlow Datasets has
+prepared (read without TensorFlow). Where none of them is there, `letters.npz`
+stands in. The idx files and TFDS do not say who wrote what. Nothing is ever
+unpickled.
 """
 
 import glob
@@ -45,7 +46,9 @@ class Letters(NamedTuple):
   test: Bank
 
 
-def load_letters(data_dir: str | os.PathLike | None = None) -> Letters:
+def load_letters(
+  data_dir: str | os.PathLike | None = None, *, writers: bool = False
+) -> Letters:
   """Letters a to z, from the first source that is there.
 
   Args:
@@ -57,6 +60,7 @@ def load_letters(data_dir: str | os.PathLike | None = None) -> Letters:
       A set `emnist/letters` that TFDS prepared as array_record is looked for
       in it and in TFDS's own directory; TFDS keeps 88,800 and 14,800 of the
       official 124,800 and 20,800 images.
+    writers: pass over sources that do not say who wrote what.
 
   Returns:
     The letters. Those of `letters.npz` have no official test images: the
@@ -75,7 +79,8 @@ def load_letters(data_dir: str | os.PathLike | None = None) -> Letters:
   path = _find(data_dir, _MAT)
   if path:
     return Letters("mat", *_read_mat(path))
-  if any(_find(data_dir, name + end) for name in _idx() for end in ("", ".gz")):
+  idx = [_find(data_dir, name + end) for name in _idx() for end in ("", ".gz")]
+  if any(idx) and not writers:
     return Letters("idx", *_read_idx(data_dir))
   paths = {
     split: _find(data_dir, _SQLITE.format(split=split)) for split in SIZES
@@ -83,11 +88,17 @@ def load_letters(data_dir: str | os.PathLike | None = None) -> Letters:
   if all(paths.values()):
     return Letters("fedjax", *map(_read_sqlite, paths.values()))
   folder, _ = files.prepared_tfds("emnist/letters", data_dir)
-  if folder:
+  if folder and not writers:
     return Letters("tfds", *_read_tfds(folder))
   path = _find(data_dir, _NPZ)
   if path:
     return Letters("npz", *_read_npz(path))
+  if any(idx) or folder:
+    raise DataError(
+      f"the letters of {folder or next(filter(None, idx))} do not say who wrote"
+      f" them: get {_MAT}, or FedJAX's {_SQLITE.format(split='train')} and"
+      f" ..._test.sqlite, for --data_dir={data_dir}"
+    )
   where = "no --data_dir given"
   if data_dir is not None:
     where = f"--data_dir={data_dir} and its folders hold none of"

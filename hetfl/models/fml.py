@@ -96,9 +96,9 @@ def net(
   | cnn1 | 3x3 6, 16; dense 120, C | 50,270 | 71,498 | 82,388 |
   | cnn2 | 3x3 128, 128, 128; dense C | 297,738 | 303,882 | 350,052 |
 
-  Every convolution is without padding, followed by 2x2 max pooling and ReLU,
-  as in the networks that the authors released. LeNet5 sees MNIST's images
-  with their edges repeated to 32x32, as the released code has it.
+  Every convolution is followed by 2x2 max pooling and ReLU, and is without
+  padding, as in the networks that the authors released. LeNet5 sees MNIST's
+  images with their edges repeated to 32x32, as the released code has it.
 
   For images smaller than 28x28 (digits) the convolutions are padded and the
   networks narrower, so that the names stand for nets of like rank: dense

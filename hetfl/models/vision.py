@@ -12,9 +12,10 @@ class CodistCNN(nn.Module):
 
   Convolutions are 3x3 with bias and ReLU, without normalisation. The published
   parameter counts (109,348 and 410,084) ask for a 6x6 map before the first
-  dense layer, and two readings of the paper give one: 24x24 crops with SAME
-  padding and pooling after the first two convolutions, or 32x32 images with
-  VALID padding and pooling after the last two. Pooling is 2x2, by maximum.
+  dense layer, and two readings of the paper give one: 32x32 images, which
+  appendix C.1's "default settings in FedJAX" mean, with VALID padding and
+  pooling after the last two convolutions; or 24x24 crops with SAME padding and
+  pooling after the first two. Pooling is 2x2, by maximum.
 
   Attributes:
     filters: channels of the convolutions.
