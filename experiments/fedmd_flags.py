@@ -37,7 +37,11 @@ _SHARED = (
 _SUPPRESSED = [0.5, *[1.0] * 8, 0.5]
 # Supplement, results 3: fully connected parties of two layers, heard as much as
 # the others or less; how many, and how much less, is not said there.
-_WEAK = {"equal": [1.0] * 10, "suppressed": [1.0] * 8 + [0.1] * 2}
+_WEAK = (
+  ("none", 0, [1.0] * 10, "fedmd_cifar_iid"),
+  ("equal", 2, [1.0] * 10, "fedmd_weak_suppressed"),
+  ("suppressed", 2, [1.0] * 8 + [0.1] * 2, "fedmd_weak_equal"),
+)
 
 
 def tables() -> dict[str, tables_lib.Table]:
@@ -91,16 +95,20 @@ def _cell(
 def _published(
   environment: str, quantities: tuple[str, ...]
 ) -> dict[str, float | None]:
-  """Means over the ten parties; what FedMD gave is drawn only."""
-  numbers = dict.fromkeys(("public", "transfer", "final", "pooled"))
+  """Means over the ten parties and each one's; FedMD's own are drawn only."""
+  numbers = dict.fromkeys(
+    f"parties.*.{quantity}_accuracy"
+    for quantity in ("public", "transfer", "final", "pooled")
+  )
   for row in tables_lib.read_published("fedmd.csv"):
-    if row["environment"] == environment and row["quantity"] in quantities:
+    quantity = row["quantity"]
+    if row["environment"] == environment and quantity in quantities:
       values = [float(row[str(k)]) for k in range(10)]
-      numbers[row["quantity"]] = sum(values) / len(values)
-  return {
-    f"parties.*.{quantity}_accuracy": value
-    for quantity, value in numbers.items()
-  }
+      numbers[f"parties.*.{quantity}_accuracy"] = sum(values) / len(values)
+      numbers |= {
+        f"parties.{k}.{quantity}_accuracy": v for k, v in enumerate(values)
+      }
+  return numbers
 
 
 def _figure2() -> list[tables_lib.Cell]:
@@ -147,15 +155,15 @@ def _weak() -> list[tables_lib.Cell]:
   return [
     _cell(
       f"fedmd_weak_{name}",
-      f"two weak parties, weights {name}",
+      f"{number} weak parties, weights {weights[-1]:g}",
       "cifar_iid",
-      {"weak_parties": 2, "consensus_weights": weights},
+      {"weak_parties": number, "consensus_weights": weights},
       # The paper has no numbers of parties of which two are weak.
       (),
       (
-        "To share the training before the collaboration with the other run:",
-        "--pretrained=FOLDER_OF_THE_OTHER_RUN",
+        f"To share the training before the collaboration with {other}:",
+        "--pretrained=FOLDER_OF_THAT_RUN",
       ),
     )
-    for name, weights in _WEAK.items()
+    for name, number, weights, other in _WEAK
   ]

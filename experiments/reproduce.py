@@ -28,6 +28,8 @@ import tables
 
 from hetfl import logs
 
+_WIDE = 16  # columns
+
 
 def rows_of(
   cells: Sequence[tables.Cell], results: Mapping[str, Mapping]
@@ -80,10 +82,12 @@ def rows_of(
 def write(
   folder: pathlib.Path, title: str, rows: Sequence[Sequence[str]]
 ) -> None:
-  """Writes `table.md` and `table.csv`."""
+  """Writes `table.md`, a column a run if it is wide, and `table.csv`."""
   text = io.StringIO()
   csv.writer(text, lineterminator="\n").writerows(rows)
   logs.write_bytes(folder / "table.csv", text.getvalue().encode())
+  if len(rows[0]) > _WIDE:
+    rows = list(zip(*rows))
   lines = [f"# {title}", ""]
   for i, row in enumerate(rows):
     cells = [cell.replace("|", "\\|") for cell in row]  # as in |P_H|

@@ -83,7 +83,7 @@ def flag_file(table: Table, cell: Cell) -> str:
   values = ", ".join(
     f"{label(path)} {value:.2f} %"
     for path, value in cell.published.items()
-    if value is not None
+    if value is not None and not re.search(r"\.\d+\.", path)
   )
   if values:
     head.append(f"Published: {values}.")

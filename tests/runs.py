@@ -75,6 +75,7 @@ def outcome(workdir):
   ]
   for entry in (result, *rows):
     del entry["seconds"]
+    entry.pop("phase_seconds", None)
   return result, rows
 
 

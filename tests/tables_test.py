@@ -57,6 +57,7 @@ def test_published_numbers_are_of_the_setting_that_was_published(known):
     "fedmd_cifar_iid": paper,
     "fedmd_cifar_noniid": paper,
     "fedmd_cifar_noniid_code": {"pooled"},
+    "fedmd_weak_none": set(),
     "fedmd_weak_equal": set(),
     "fedmd_weak_suppressed": set(),
   }
@@ -122,6 +123,26 @@ def test_rows_have_published_columns_only_where_something_is_published(
     "difference",
   ]
   assert row[1:5] == ["50.00", "98.44", "98.44", "+0.00"]
+
+
+def test_fedmd_table_has_each_party_and_a_column_a_run(
+  modules, known, tmp_path
+):
+  reproduce, cell = modules["reproduce"], known["fedmd_fig2"].cells[0]
+  parties = [{"pooled_accuracy": k / 10} for k in range(10)]
+  result = {"parties": parties, "rounds": 1, "seconds": 60.0}
+  result["phase_seconds"] = {"public": 30.0, "pooled": 90.0}
+  rows = reproduce.rows_of([cell], {cell.name: result})
+  reproduce.write(tmp_path, "FedMD", rows)
+  lines = (tmp_path / "table.md").read_text().splitlines()
+  assert lines[2:4] == [f"| run | {cell.title} |", "|---|---|"]
+  # Table 4's fourth number of MNIST / FEMNIST, i.i.d.; 30 - 88.9.
+  at = lines.index("| parties 3 pooled | 30.00 |")
+  assert lines[at + 1 : at + 3] == [
+    "| parties 3 pooled, published | 88.90 |",
+    "| difference | -58.90 |",
+  ]
+  assert lines[-1] == "| minutes | 3.0 |"
 
 
 def test_a_figure_is_drawn_against_its_axis(
