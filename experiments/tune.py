@@ -155,7 +155,7 @@ def fml_accuracies(experiment, config):
         [state.local(k) for k in range(number)], data["clients"]
       )
       each = [mean.total / mean.count for mean in _accuracies(sums)]
-      means["clients"] = core.Mean(sum(each), number)
+      means["clients"] = core.Mean(sum(each), float(number))
     return means
 
   return tuple(data["heldout"]), evaluate, data
@@ -548,8 +548,9 @@ def main() -> None:
   about |= {name: config[name] for name in ("algorithm", "dataset", "rounds")}
   folder.write_result(about | result)
   print(tune.table(rows, space, FLAGS.top))
-  means = ", ".join(f"{n} {100 * v:.2f} %" for n, v in result["test"].items())
-  print(f"\nOn test data, the mean of the best {result['top']}: {means}")
+  if "test" in result:  # Else the trials are of an older version.
+    means = ", ".join(f"{n} {100 * v:.2f} %" for n, v in result["test"].items())
+    print(f"\nOn test data, the mean of the best {result['top']}: {means}")
   print(f"\nBest flags: {workdir / 'best.flags'}")
 
 

@@ -589,7 +589,7 @@ def summary(rows: Sequence[Row], k: int) -> dict[str, Any]:
       for name in best[0][which]
     }
     for which in ("heldout", "test")
-    if all(row[which] for row in best)
+    if all(row.get(which) for row in best)
   }
   complete = len(top(rows, len(rows)))
   return {"trials": len(rows), "complete": complete, "top": len(best), **means}
