@@ -413,7 +413,8 @@ def numbers(
   try:
     read = [kind(value) for value in given]
   except ValueError as error:
-    raise UsageError(f"{shown}: not a number") from error
+    whole = "whole " if kind is int else ""
+    raise UsageError(f"{shown}: not a {whole}number") from error
   for value in read:
     if not low <= value <= high:
       low, high, value = (f"{v:.12g}" for v in (low, high, value))
@@ -443,6 +444,14 @@ def rows_to_draw(folder: logs.RunFolder) -> list[dict[str, Any]]:
       " table is in result.json"
     )
   return rows
+
+
+def open_folder(
+  workdir: pathlib.Path, config: dict, speed: dict
+) -> logs.RunFolder:
+  """Makes a run's folder, or opens it; see `logs.RunFolder`."""
+  defaults = {name: FLAGS[name].default for name in FLAGS}
+  return logs.RunFolder(workdir, config, speed, defaults=defaults)
 
 
 def refuse(reason: str, *names: str) -> None:

@@ -193,7 +193,7 @@ class Experiment:
     # Of several processes only the first has the other run's folder.
     other = FLAGS.pretrained if jax.process_index() == 0 else None
     path = pathlib.Path(other or workdir).expanduser() / phase
-    folder = logs.RunFolder(path, config, self.speed)
+    folder = common.open_folder(path, config, self.speed)
     public = phase == "public"
     folder.keep({"data.json": self.public_record if public else self.record})
     return folder
@@ -369,8 +369,12 @@ class Experiment:
         for name, subset in self.stopping.items()
       },
       "test_examples": len(self.data.private_test.index),
-      # Of the phases before the collaboration, whose own are `seconds`.
-      "phase_seconds": {n: result["seconds"] for n, result in phases.items()},
+      # Of this run's phases before the collaboration, whose own are `seconds`.
+      "phase_seconds": {
+        phase: result["seconds"]
+        for phase, result in phases.items()
+        if not FLAGS.pretrained
+      },
       "parties": parties,
       "mean": {
         name: sum(p[name] for p in parties) / len(parties)
@@ -442,7 +446,7 @@ def main() -> None:
   experiment.plan(1)
   for phase in settings.PHASES:
     experiment.fit_algorithm(phase)
-  folder = logs.RunFolder(workdir, config, speed)
+  folder = common.open_folder(workdir, config, speed)
   folder.keep({"data.json": experiment.record})
   for of, subset in experiment.stopping.items():
     if subset is None and config["stopping_set"] != "none":

@@ -171,8 +171,8 @@ def _define_flags() -> None:
   flags.DEFINE_bool(
     "augment",
     True,
-    "Crop and flip CIFAR's training images, as the released code does; the"
-    " paper does not say.",
+    "Crop and flip training images of CIFAR, as the released code does where"
+    " the paper does not say, and crop those of digits.",
   )
   flags.DEFINE_list(
     "bad_clients",

@@ -62,10 +62,10 @@ def _cell(
   flags |= {n: fml.DEFAULTS[datasets[0]][n] for n in _SHARED}
   for algorithm in algorithms:
     flags = _EXTRA[algorithm] | flags
-  return tables_lib.Cell(name, title, flags, paths, (*notes, *_open(flags)))
+  return tables_lib.Cell(name, title, flags, paths, (*notes, _not_said(flags)))
 
 
-def _open(flags: Mapping[str, Any]) -> list[str]:
+def _not_said(flags: Mapping[str, Any]) -> str:
   """Says what of a cell's settings the paper does not."""
   models = {flags["global_model"].removesuffix("_conv")}
   if {"fml", "independent"} & set(flags["algorithm"]):
@@ -78,10 +78,7 @@ def _open(flags: Mapping[str, Any]) -> list[str]:
     "CNN1's padding and width": "cnn1" in models,
     "CNN2's padding": "cnn2" in models,
   }
-  return [
-    "Not said in the paper:",
-    f"{', '.join(p for p in parts if parts[p])}.",
-  ]
+  return f"Not said in the paper: {', '.join(p for p in parts if parts[p])}."
 
 
 def _of_each(
@@ -191,7 +188,7 @@ def _figure6() -> list[tables_lib.Cell]:
 
 def _section6() -> list[tables_lib.Cell]:
   """Of catfish, numbers are of clients 0 to 3: the last one differs."""
-  ours = "Data set and models are our choice."
+  ours = "Data set, models and number of clients are our choice."
   mlps = ("mlp",) * 4
   paths = dict.fromkeys(
     [_OTHERS, *(f"clients.{k}.validation_accuracy" for k in range(4)), _GLOBAL]

@@ -14,7 +14,7 @@ from absl import app, flags, logging
 import common
 import jax
 
-from hetfl import autotune, logs
+from hetfl import autotune
 
 FLAGS = flags.FLAGS
 
@@ -61,7 +61,7 @@ def side_by_side(
   if several:
     _open_comparison(workdir, algorithms)
   folders = {
-    name: logs.RunFolder(paths[name], *configs[name]) for name in names
+    name: common.open_folder(paths[name], *configs[name]) for name in names
   }
   results, rows = {}, {}
   for name in names:

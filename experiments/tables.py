@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 import csv
 import pathlib
 import re
+import textwrap
 from typing import Any, NamedTuple
 
 from hetfl import logs
@@ -24,7 +25,7 @@ class Cell(NamedTuple):
       `pools.small.test_accuracy`, to the published one in percent; `None`
       where the paper draws it only. A cell of several algorithms begins with
       the algorithm: `fml.global.test_accuracy`.
-    notes: further lines for the head of the flag file.
+    notes: further sentences for the head of the flag file.
   """
 
   name: str
@@ -78,7 +79,12 @@ def flag_file(table: Table, cell: Cell) -> str:
     f"{table.title}: {cell.title}",
     f"  python experiments/{table.script} \\",
     f"      --flagfile=experiments/flags/{cell.name}.flags --data_dir=DIR",
-    *cell.notes,
+    *textwrap.wrap(
+      " ".join(cell.notes),
+      width=78,
+      break_long_words=False,
+      break_on_hyphens=False,
+    ),
   ]
   values = ", ".join(
     f"{label(path)} {value:.2f} %"

@@ -27,7 +27,7 @@ import jax
 import launch
 import numpy as np
 
-from hetfl import core, engine, logs, report, trials, tune
+from hetfl import core, engine, logs, report, training, trials, tune
 
 FLAGS = flags.FLAGS
 PyTree = Any
@@ -95,7 +95,7 @@ def _codist_space() -> dict[str, dict[str, str]]:
   return {"fedavg": fedavg, "periodic": periodic, "merged": merged}
 
 
-def _accuracies(sums: list[core.Metrics]) -> list[core.Mean]:
+def _accuracy_of_each(sums: list[core.Metrics]) -> list[core.Mean]:
   """Of what each model was measured for on one set, the accuracy."""
   return [
     next(mean for name, mean in of_one.items() if name.endswith("_accuracy"))
@@ -106,11 +106,11 @@ def _accuracies(sums: list[core.Metrics]) -> list[core.Mean]:
 def codist_accuracies(experiment, config):
   """Those of each pool's model, on the held-out clients' and test examples."""
   del config
-  names, evaluator = ("small", "large"), experiment.evaluator
+  names, evaluator = EXPERIMENTS["codist"].models, experiment.evaluator
 
   def evaluate(state, data):
     sums = evaluator.sums([pool.variables for pool in state.pools], data)
-    return dict(zip(names, _accuracies(sums)))
+    return dict(zip(names, _accuracy_of_each(sums)))
 
   data = {which: evaluator.data(which) for which in ("heldout", "test")}
   return names, evaluate, data
@@ -149,12 +149,12 @@ def fml_accuracies(experiment, config):
     if "global" in data:
       server = experiment.server(config, state)
       sums = experiment.global_evaluator.sums([server], data["global"])
-      (means["global"],) = _accuracies(sums)
+      (means["global"],) = _accuracy_of_each(sums)
     if "clients" in data:
       sums = experiment.local_evaluator.sums(
         [state.local(k) for k in range(number)], data["clients"]
       )
-      each = [mean.total / mean.count for mean in _accuracies(sums)]
+      each = [mean.total / mean.count for mean in _accuracy_of_each(sums)]
       means["clients"] = core.Mean(sum(each), float(number))
     return means
 
@@ -162,6 +162,7 @@ def fml_accuracies(experiment, config):
 
 
 _DISTILL_FLAGS = (
+  "c4_tokenizer",
   "distill_batch_size",
   "distill_data",
   "distill_epsilon",
@@ -253,7 +254,8 @@ def _define_flags() -> None:
     "In place of the paper's ranges: NAME=log:LOW:HIGH, NAME=linear:LOW:HIGH,"
     " or NAME=fixed for the value of its flag, with commas. NAME is a flag, as"
     " client_lr, or a flag for one model, as server_lr.small; a flag that the"
-    " default has for each model means both.",
+    " default has for each model means both. Next words want larger rates than"
+    " the paper's: client_lr=log:1e-3:1.",
   )
   flags.DEFINE_string(
     "objective",
@@ -285,8 +287,8 @@ def _define_flags() -> None:
   flags.DEFINE_integer(
     "top",
     10,
-    "Trials in the table, and in result.json's means; 25 in the paper's"
-    " Figure 4.",
+    "Trials in the table and in result.json's means, of those that were"
+    " trained to the end; 25 in the paper's Figure 4.",
     lower_bound=1,
   )
 
@@ -506,7 +508,7 @@ def main() -> None:
   problem.plan(seeds[0], 1)
   searched = {name.partition(".")[0] for name in space}
   fixed = [f"{n}=fixed" for n in tunable.space[names[0]] if n not in space]
-  folder = logs.RunFolder(
+  folder = common.open_folder(
     workdir,
     {name: FLAGS[name].value for name in _SEARCH_FLAGS}
     | {n: v for n, v in config.items() if n not in searched}
@@ -546,6 +548,12 @@ def main() -> None:
   result = tune.summary(rows, FLAGS.top)
   about = {"experiment": FLAGS.experiment, "objective": FLAGS.objective}
   about |= {name: config[name] for name in ("algorithm", "dataset", "rounds")}
+  blocks = {row["block_end"]: row["seconds"] for row in rows}
+  about |= {"seeds": seeds, "seconds": sum(blocks.values())}
+  about |= {
+    "versions": training.versions(),
+    "git_commit": training.git_commit(),
+  }
   folder.write_result(about | result)
   print(tune.table(rows, space, FLAGS.top))
   if "test" in result:  # Else the trials are of an older version.

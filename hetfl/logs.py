@@ -176,6 +176,7 @@ class RunFolder:
     config: Mapping[str, Any],
     speed: Mapping[str, Any] | None = None,
     flags: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
   ):
     """Makes the folder, or opens it if it is of the same run.
 
@@ -184,6 +185,8 @@ class RunFolder:
       config: the values that change the result, by name of flag.
       speed: the values that change the speed only; they may differ.
       flags: the text of `config.flags`; by default made of the values.
+      defaults: what a run of an earlier version, which did not know a flag,
+        is taken to have had.
 
     Raises:
       ConfigMismatch: the folder is of a run with other values, or no run's.
@@ -195,6 +198,8 @@ class RunFolder:
       try:
         stored = json.loads(file.read_bytes())
         there = dict(stored["config"])
+        for name in (config.keys() - there.keys()) & (defaults or {}).keys():
+          there[name] = to_json(defaults[name])
         if stored["format"] != _FORMAT:
           raise ValueError(f"format {stored['format']}, not {_FORMAT}")
       except (ValueError, KeyError, TypeError) as e:

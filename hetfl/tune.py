@@ -493,11 +493,10 @@ class _Block:
         row |= dict(objective=objective, heldout=heldout)
         row["rungs"] |= {str(round): objective}
         alive.append(i)
-    if not drop and "test" in self._problem.eval_data:
-      results = self._runner.evaluate(states, "test")
-      for i, test in zip(members, results):
-        if i in alive:
-          self._rows[i]["test"] = test
+    if not drop and alive and "test" in self._problem.eval_data:
+      states = self._runner.take(states, [members.index(i) for i in alive])
+      for i, test in zip(alive, self._runner.evaluate(states, "test")):
+        self._rows[i]["test"] = test
     if drop:
       # The earlier trial of two equal ones goes on.
       order = sorted(alive, key=lambda i: (-self._rows[i]["objective"], i))

@@ -88,6 +88,8 @@ def test_idx_in_a_folder_of_the_folder(tmp_path, compressed):
         content = gzip.compress(content)
       path.write_bytes(content)
   _check(letters.load_letters(tmp_path), "idx", writers=False)
+  with pytest.raises(DataError, match="do not say who wrote them: get"):
+    letters.load_letters(tmp_path, writers=True)
   path.unlink()
   with pytest.raises(DataError, match="labels-idx1-ubyte is missing"):
     letters.load_letters(tmp_path)
@@ -109,6 +111,9 @@ def test_fedjax(tmp_path):
     )
     write_sqlite(population, tmp_path / f"federated_emnist_{split}.sqlite")
   _check(letters.load_letters(tmp_path), "fedjax")
+  # The idx files come first, but for who wants to know the writers.
+  (tmp_path / "emnist-letters-train-images-idx3-ubyte").write_bytes(b"")
+  _check(letters.load_letters(tmp_path, writers=True), "fedjax")
 
 
 def test_npz_writers_are_for_training_or_for_testing(tmp_path):

@@ -68,6 +68,10 @@ def test_another_run_is_refused_and_left_alone(tmp_path):
     " Use another --workdir, or the same flags."
   )
   assert contents(tmp_path) == before
+  # A flag that the run's version did not have.
+  logs.RunFolder(tmp_path, CONFIG | {"new": 3}, defaults={"new": 3, "lr": 9})
+  with pytest.raises(logs.ConfigMismatch, match="new: there 2, here 3"):
+    logs.RunFolder(tmp_path, CONFIG | {"new": 3}, defaults={"new": 2})
 
 
 def test_other_data_are_refused_and_left_alone(tmp_path):

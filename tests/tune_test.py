@@ -445,6 +445,7 @@ def test_a_search_for_fml(experiment, tmp_path):
   tune = experiment("tune")
   run = ("--algorithm=fml", "--rounds=2", "--heldout_examples=100")
   run += ("--client_models=mlp", "--global_model=mlp", "--local_epochs=1")
+  run += ("--noaugment",)
   search = ("--experiment=fml", "--trials=2", "--block=2", "--halvings=0")
   done = tune(*search, f"--workdir={tmp_path}/tune", "--", *run)
   assert done.returncode == 0, done.stderr

@@ -69,7 +69,8 @@ def load_letters(
     `like_mnist`).
 
   Raises:
-    DataError: no source was found, or a file is damaged.
+    DataError: no source was found, or none that says who wrote what, or a
+      file is damaged.
 
   Reference: Cohen et al. 2017, EMNIST. Li & Wang 2019 call their letters
   FEMNIST; the released code reads `emnist-letters.mat`.
@@ -96,8 +97,8 @@ def load_letters(
   if any(idx) or folder:
     raise DataError(
       f"the letters of {folder or next(filter(None, idx))} do not say who wrote"
-      f" them: get {_MAT}, or FedJAX's {_SQLITE.format(split='train')} and"
-      f" ..._test.sqlite, for --data_dir={data_dir}"
+      f" them: get {_MAT}, FedJAX's {_SQLITE.format(split='train')} and"
+      f" ..._test.sqlite, or {_NPZ}, and give --data_dir=DIRECTORY"
     )
   where = "no --data_dir given"
   if data_dir is not None:

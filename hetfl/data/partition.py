@@ -247,9 +247,9 @@ def shards(
   Reference: Shen et al. 2020, section 5.1 (K = 5; p = 6, 4, 2 of 10 classes,
     60, 40, 20 of 100). "We divide the dataset by label into K p shards" is
     read as above; equal cuts of the sorted examples, the other reading, are
-    the same where classes are equally large (CIFAR), and straddle classes
-    where they are not (MNIST), whose clients are equally large then, as ours
-    are not.
+    the same where classes are equally large (CIFAR). Where they are not
+    (MNIST) such cuts would straddle classes; ours leave clients of unlike
+    sizes.
 
   >>> train, test = shards(np.arange(12) % 4, np.arange(8) % 4,
   ...                      num_clients=2, shards_per_client=2, seed=0)
