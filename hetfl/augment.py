@@ -47,9 +47,16 @@ def center_crop(x: jax.Array, size: int) -> jax.Array:
   Returns:
     `[B, size, size, c]`; of two middles the upper left one.
 
+  Raises:
+    ValueError: the images are smaller.
+
   >>> center_crop(jnp.arange(16).reshape(1, 4, 4, 1), 2).ravel()
   Array([ 5,  6,  9, 10], dtype=int32)
   """
+  if min(x.shape[1:3]) < size:
+    raise ValueError(
+      f"size={size}: images of {x.shape[1]}x{x.shape[2]} have no such square"
+    )
   top, left = (x.shape[1] - size) // 2, (x.shape[2] - size) // 2
   return x[:, top : top + size, left : left + size]
 

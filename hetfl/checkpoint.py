@@ -217,7 +217,10 @@ class Checkpoints:
     if manifest["round"] != round:
       raise _DamagedError(f"it is of round {manifest['round']}")
     # Before Orbax reads them: what a parser does with damaged bytes is open.
-    files = _file_digests(path)
+    try:
+      files = _file_digests(path)
+    except OSError as error:
+      raise _DamagedError(f"it cannot be read ({error})") from error
     for file, digest in sorted(manifest["files"].items()):
       if files.get(file) != digest:
         raise _DamagedError(f"{file} is not what was written")

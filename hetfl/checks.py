@@ -6,6 +6,7 @@ Errors name the argument, its value and what to do.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -210,3 +211,20 @@ other need the same classes
       f"outputs of shapes {', '.join(map(str, shapes))}: models that learn from"
       " each other need the same classes"
     )
+
+
+def statistics(stats: Any) -> None:
+  """Warns of whole numbers among statistics that are averaged over clients.
+
+  Args:
+    stats: a model's.
+  """
+  for path, leaf in jax.tree.leaves_with_path(stats):
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+      logging.warning(
+        "stats%s is %s: the mean over clients of unlike numbers of steps is"
+        " rounded. Haiku's batch normalisation then corrects its"
+        " statistics too much; hold its counter as float32.",
+        jax.tree_util.keystr(path),
+        leaf.dtype,
+      )

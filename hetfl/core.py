@@ -125,7 +125,7 @@ class Model(NamedTuple):
           {"params": params_key, "dropout": dropout_key}, example, **mode
         )
       )
-      return Variables(variables.pop("params"), variables)
+      return Variables(variables.pop("params", {}), variables)
 
     def apply(variables, x, key, train):
       mode = {"train": train} if takes_train else {}
@@ -252,6 +252,17 @@ def prepare(transform: Callable[..., Batch] | None, *args) -> Batch:
       " inputs so, or give a transform"
     )
   return batch
+
+
+def as_type(x: jax.Array, dtype: Any) -> jax.Array:
+  """An array of another type; of whole numbers the nearest.
+
+  >>> as_type(jnp.array([6.9999995, 2.5]), jnp.int32)
+  Array([7, 2], dtype=int32)
+  """
+  if jnp.issubdtype(dtype, jnp.integer):
+    x = jnp.round(x)
+  return x.astype(dtype)
 
 
 def scaled(factor: jax.Array, tree: PyTree) -> PyTree:

@@ -71,9 +71,10 @@ def kl_divergence(target: jax.Array, logits: jax.Array) -> jax.Array:
   >>> float(kl_divergence(jnp.array([0., 1.]), jnp.log(jnp.array([.75, .25]))))
   1.386...
   """
-  return optax.losses.kl_divergence(
-    jax.nn.log_softmax(logits, axis=-1), target, axis=-1
-  )
+  log_p = jax.nn.log_softmax(logits, axis=-1)
+  # Minus infinity for a class that neither has, as where classes are masked.
+  log_p = jnp.where(target == 0, 0.0, log_p)
+  return optax.losses.kl_divergence(log_p, target, axis=-1)
 
 
 def codist_target(
@@ -131,9 +132,10 @@ def symmetric_beta(key: jax.Array, beta: float, shape=()) -> jax.Array:
   [0.5, 0.05]
   """
   if beta == int(beta) and beta <= 8:
-    uniform = jax.random.uniform(key, (*shape, 2 * int(beta) - 1))
+    shape = (*shape, 2 * int(beta) - 1)
+    uniform = jax.random.uniform(key, shape, jnp.float32)
     return jnp.sort(uniform, axis=-1)[..., int(beta) - 1]
-  return jax.random.beta(key, beta, beta, shape)
+  return jax.random.beta(key, beta, beta, shape, jnp.float32)
 
 
 def mixup(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -145,7 +147,7 @@ def mixup(x: jax.Array, weight: jax.Array) -> jax.Array:
     weight: `float[B]`, drawn from Beta(beta, beta).
 
   Returns:
-    As `x`.
+    As `x`; of whole numbers float32.
 
   Reference: Zhang et al. 2017, section 2; Lichtarge et al. 2023, appendix C.1
   ("mixup with beta = 2", read as Beta(2, 2)).
@@ -156,7 +158,8 @@ def mixup(x: jax.Array, weight: jax.Array) -> jax.Array:
 
   def mixed(x):
     w = weight.reshape(weight.shape + (1,) * (x.ndim - 1))
-    return w * x + (1 - w) * jnp.roll(x, -1, axis=0)
+    y = w * x + (1 - w) * jnp.roll(x, -1, axis=0)
+    return y.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
 
   return jax.tree.map(mixed, x)
 
@@ -420,7 +423,7 @@ class Distiller:
     if shard:
       total, grads, stats = shard.sum(sums)
       stats = jax.tree.map(
-        lambda total: (total / shard.count).astype(total.dtype), stats
+        lambda total: core.as_type(total / shard.count, total.dtype), stats
       )
     count = jnp.sum(weights)
     count = jnp.where(count > 0, count, 1)

@@ -103,7 +103,7 @@ class Pool:
     def step_server(state, gradient, stats, decay):
       optimizer = self.server_optimizer(decay * state.hyper["server_lr"])
       # Sums are float32 at least; the model and its optimizer stay as they are.
-      like = lambda x, old: x.astype(old.dtype)
+      like = lambda x, old: core.as_type(x, old.dtype)
       updates, opt_state = optimizer.update(
         jax.tree.map(like, gradient, state.params),
         state.opt_state,
@@ -135,6 +135,7 @@ class Pool:
       The pool's state before the first round.
     """
     variables = self.model.init(key)
+    checks.statistics(variables.stats)
     hyper = {
       "client_lr": jnp.array(self.client_lr, jnp.float32),
       "server_lr": jnp.array(self.server_lr, jnp.float32),

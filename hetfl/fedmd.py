@@ -67,7 +67,8 @@ def absolute_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
   >>> jax.grad(lambda z: absolute_error(z, jnp.zeros(2)))(jnp.array([0., 3.]))
   Array([0. , 0.5], dtype=float32)
   """
-  distance = logits - consensus
+  # Also where both are minus infinity, as of classes that are masked.
+  distance = jnp.where(logits == consensus, 0.0, logits - consensus)
   # The gradient of JAX's abs is 1 at 0, where there is nothing to learn.
   distance = jnp.where(distance == 0, 0.0, jnp.abs(distance))
   return jnp.mean(distance, axis=-1)
@@ -89,6 +90,15 @@ def squared_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
   return jnp.mean((logits - consensus) ** 2, axis=-1)
 
 
+def _tempered_scores(logits, temperature):
+  if logits.ndim < 2:
+    raise ValueError(
+      f"digest_loss='kl': scores of shape {logits.shape} are no classes; give"
+      " models outputs float[B, C], or take 'mae' or 'mse'"
+    )
+  return distill_lib.tempered_softmax(logits, temperature)
+
+
 def _tempered_divergence(logits, consensus, temperature):
   return distill_lib.kl_divergence(consensus, logits / temperature)
 
@@ -96,7 +106,7 @@ def _tempered_divergence(logits, consensus, temperature):
 TRANSLATORS = {
   "mae": Translator(lambda z, t: z, lambda z, f, t: absolute_error(z, f)),
   "mse": Translator(lambda z, t: z, lambda z, f, t: squared_error(z, f)),
-  "kl": Translator(distill_lib.tempered_softmax, _tempered_divergence),
+  "kl": Translator(_tempered_scores, _tempered_divergence),
 }
 
 
@@ -285,6 +295,11 @@ def fedmd(
     )
 
   def step(state, plan, data):
+    if len(plan.digest) != len(parties):
+      raise ValueError(
+        f"plan: of {len(plan.digest)} parties, for {len(parties)}; give"
+        " plan_fedmd the private examples of these"
+      )
     key = jax.random.fold_in(state.key, plan.round)
     public = checks.part(data, "public")
     private = checks.banks(data, "private", len(parties))
@@ -531,7 +546,7 @@ def plan_fedmd(
   positions = population.positions_in(public.bank, public.index, "public")
   private = population.holdings(private)
   drawn_by = [_SUBSET, seed, round]
-  if "y" in public.bank:
+  if np.ndim(public.bank.get("y")) == 1:
     labels = np.asarray(public.bank["y"])[positions]
     drawn = partition.stratified(labels, size=subset, seed=drawn_by)
   else:

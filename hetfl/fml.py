@@ -255,7 +255,7 @@ def _merge(memes, weights):
       jnp.tensordot(w, leaf, 1, precision=jax.lax.Precision.HIGHEST)
       for w, leaf in zip(weights, leaves)
     ]
-    return (sum(parts) / total).astype(leaves[0].dtype)
+    return core.as_type(sum(parts) / total, leaves[0].dtype)
 
   return jax.tree.map(mean, *memes)
 
@@ -347,6 +347,7 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
     if global_model is not None:
       # The key that FedAvg's only pool would have.
       server = global_model.init(jax.random.fold_in(init_key, 0))
+      checks.statistics(server.stats)
     return MutualState(run_key, server, tuple(map(group_state, groups)), values)
 
   def step(state, plan, data):

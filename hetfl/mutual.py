@@ -167,7 +167,15 @@ def mutual_loss(
   target = distill_lib.tempered_softmax(
     jax.lax.stop_gradient(partner), temperature
   )
+  # A partner that is not heard may hold what are no numbers.
+  heard = (weight < 1) | jnp.isfinite(target)
+  target = jnp.where(heard, target, 0.0)
   kl = temperature**2 * distill_lib.kl_divergence(target, logits / temperature)
+  if jnp.ndim(labels_loss) == 0:
+    raise ValueError(
+      "loss: gives one number for a batch; mutual learning wants the loss of"
+      " each example, float[B]"
+    )
   if kl.shape != labels_loss.shape:
     raise ValueError(
       f"logits of shape {logits.shape} with losses of shape"

@@ -66,8 +66,13 @@ def _cross_entropy(z, y, shared):
   log_q = jax.nn.log_softmax(z, axis=-1)
   hit = jnp.arange(z.shape[-1], dtype=y.dtype).reshape(1, -1) == y[:, None]
   # As a gather; a sum over `hit` would read all the logits once more.
+  return _negative_log_likelihood(log_q, y), jnp.exp(log_q) - hit
+
+
+def _negative_log_likelihood(log_q, y):
+  """Of each target; not a number for words that there are not."""
   losses = -jnp.take_along_axis(log_q, y[:, None], axis=-1)[:, 0]
-  return losses, jnp.exp(log_q) - hit
+  return jnp.where(y < 0, jnp.nan, losses)
 
 
 def token_weights(batch: core.Batch) -> jax.Array:
@@ -231,25 +236,27 @@ def _fused_forward(
     dz = w[:, None] * dz
     return (
       total + jnp.sum(w * losses),
-      jax.lax.dynamic_update_slice_in_dim(dpacked, dz @ kernel.T, c * chunk, 0),
+      jax.lax.dynamic_update_slice_in_dim(
+        dpacked, (dz @ kernel.T).astype(wide), c * chunk, 0
+      ),
       dkernel + f.T @ dz,
       dbias + jnp.sum(dz, axis=0),
     )
 
-  start = (
-    jnp.zeros((), features.dtype),
-    jnp.zeros_like(packed),
-    jnp.zeros_like(kernel),
-    jnp.zeros_like(bias),
-  )
+  # Sums are float32 at least; gradients have their parameters' types.
+  wide = jnp.result_type(features, kernel, bias, weights)
+  zeros = lambda a: jnp.zeros(jnp.shape(a), wide)
+  start = jax.tree.map(zeros, (0.0, packed, kernel, bias))
   total, dpacked, *dhead = jax.lax.fori_loop(0, -(-count // chunk), body, start)
+  dpacked = dpacked.astype(features.dtype)
   dfeatures = jnp.zeros_like(features).at[order].set(dpacked, mode="drop")
-  return total, (dfeatures, *dhead)
+  dkernel, dbias = (d.astype(a.dtype) for d, a in zip(dhead, (kernel, bias)))
+  return total, (dfeatures, dkernel, dbias)
 
 
 def _fused_backward(divergence, chunk, saved, cotangent):
   del divergence, chunk
-  grads = [cotangent * grad for grad in saved]
+  grads = [(cotangent * grad).astype(grad.dtype) for grad in saved]
   return (*grads, None, None, None)  # None: no gradient is asked for.
 
 
@@ -303,7 +310,7 @@ def next_word_metrics(
   def sums(features, y, known, counted, domains):
     z = features @ logits.kernel + logits.bias.reshape(1, -1)
     log_q = jax.nn.log_softmax(z, axis=-1)
-    nll = -jnp.take_along_axis(log_q, y[:, None], axis=-1)[:, 0]
+    nll = _negative_log_likelihood(log_q, y)
     word = jnp.argmax(z[:, EOS + 1 : -1], axis=-1) + EOS + 1
     hit = word == y
     mean = lambda x, w: core.Mean(jnp.sum(x * w), jnp.sum(w))

@@ -91,7 +91,7 @@ def pack_lanes(
   array([[0., 8., 0.],
          [4., 4., 0.]], dtype=float32)
   """
-  if not all(weight > 0 for weight in weights):
+  if not all(np.float32(weight) > 0 for weight in weights):
     raise ValueError(
       f"weights={list(weights)}: must be positive; leave out clients that do"
       " not count"

@@ -75,6 +75,10 @@ def _integers(positions: Any, name: str) -> np.ndarray:
     raise ValueError(
       f"{name}: positions outside the bank: {array.min()} is below 0"
     )
+  if len(array) and array.max() >= 2**31:
+    raise ValueError(
+      f"{name}: positions outside the bank: {array.max()} is above 2**31 - 1"
+    )
   return array.astype(np.int32)
 
 

@@ -11,6 +11,7 @@ from concurrent import futures
 import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import math
 import pathlib
 import platform
@@ -278,7 +279,9 @@ def run(
         saved = done
       if jax.process_count() == 1:
         stop = bool(signals)
-      elif done % eval_every == 0 or done % checkpoint_every == 0:
+      elif rounds == done or not (
+        done % eval_every and done % checkpoint_every
+      ):
         stop = bool(engine.from_first(bool(signals)))
     if stop and saved != done:
       save()
@@ -293,6 +296,8 @@ def run(
           "git_commit": commit,
         }
       )
+  if jax.process_count() == 1:
+    stop = bool(signals)  # One may have come after the last round.
   if stop:
     logging.warning(
       "%s: %s after round %d of %d. %s.",
@@ -421,6 +426,7 @@ def _latest(
   if not engine.from_first(found is not None):
     return None
   done, state, extra = found or (0, state, {})
+  extra = json.loads(engine.bytes_from_first(json.dumps(extra).encode()))
   is_key = lambda a: jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)
   leaves, tree = jax.tree.flatten(state)
   done, arrays = engine.from_first(

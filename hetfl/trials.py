@@ -139,7 +139,7 @@ class SideBySide:
   def start(self, values: Sequence[Values]) -> PyTree:
     """States before the first round."""
     return tuple(
-      tuple(self._init(v, seed) for seed in self.seeds)
+      tuple(self._init(v, np.uint32(seed)) for seed in self.seeds)
       for v in map(_scalars, values)
     )
 
@@ -240,6 +240,7 @@ class Vmapped:
       jax.vmap(lambda v, seed: core.strong(problem.init(v, seed)), (0, None)),
       once=True,
     )
+    self._data, self._eval_data = problem.data, problem.eval_data
     step = jax.vmap(self._guarded, in_axes=(0, 0, None, None))
     # One trial after another: side by side, evaluation would need more memory
     # than training.
@@ -249,6 +250,12 @@ class Vmapped:
     if self._devices > 1:
       mesh = jax.sharding.Mesh(np.array(devices), ("trials",))
       split, same = (jax.sharding.PartitionSpec(*a) for a in (("trials",), ()))
+      self._split = jax.sharding.NamedSharding(mesh, split)
+      # Once, and not in each round.
+      self._data, self._eval_data = jax.device_put(
+        (problem.data, problem.eval_data),
+        jax.sharding.NamedSharding(mesh, same),
+      )
       step, evaluate = (
         jax.shard_map(
           fn, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False
@@ -266,7 +273,7 @@ class Vmapped:
     stacked = {
       name: jnp.asarray([v[name] for v in values]) for name in values[0]
     }
-    return tuple(self._init(stacked, seed) for seed in self.seeds)
+    return tuple(self._init(stacked, np.uint32(seed)) for seed in self.seeds)
 
   def advance(
     self,
@@ -285,9 +292,11 @@ class Vmapped:
       done = np.full(len(jax.tree.leaves(state)[0]), -1, np.int32)
       done[:number][alive] = first - 1
       done = jnp.asarray(done)
+      if self._devices > 1:
+        state, done = jax.device_put((state, done), self._split)
       for round in range(first, last + 1):
         plan = self._problem.plan(seed, round)
-        state, done = self._step(state, done, plan, self._problem.data)
+        state, done = self._step(state, done, plan, self._data)
         tick(share)
       results.append(jax.tree.map(lambda a: a[:number], state))
       ended = np.where(alive, np.minimum(ended, done[:number]), last)
@@ -298,7 +307,7 @@ class Vmapped:
   ) -> list[dict[str, float]]:
     """Each trial's accuracies on a set, the mean over the seeds."""
     states, number = self._padded(states)
-    data = self._problem.eval_data[which]
+    data = self._eval_data[which]
     sums = jax.device_get([self._evaluate(state, data) for state in states])
     part = lambda i, tree: jax.tree.map(lambda a: a[i], tree)
     return [

@@ -1,6 +1,7 @@
 """Many devices and many processes give what one gives."""
 
 import functools
+import gc
 import json
 import re
 import shutil
@@ -146,6 +147,13 @@ def test_two_processes(environment, one_device, tmp_path):
   for file in ("metrics.jsonl", "result.json"):
     first, third = (folder / "merged" / file for folder in folders)
     assert first.read_bytes() == third.read_bytes()
+  # Killed after the last checkpoint: it evaluates no more, and all know it.
+  result = tmp_path / "first/merged/result.json"
+  norm = json.loads(result.read_bytes())["norm"]
+  result.unlink()
+  folders = tmp_path / "first", tmp_path / "fourth"
+  two_processes(environment, folders, algorithms=["merged"])
+  assert json.loads(result.read_bytes())["norm"] == norm
 
 
 @pytest.mark.slow
@@ -250,7 +258,7 @@ def test_a_program_holds_no_collectives_but_its_jobs():
   runner, case = engine.Inline(mesh), CASES["merged"]
   algorithm = case.build(runner, 4)
   state = jax.eval_shape(algorithm.init, jax.random.key(0))
-  program = runner.compile(algorithm.step).lower(
+  program = engine.jit(algorithm.step).lower(
     state, case.plan(1, 4), case.data()
   )
   collectives = re.findall(
@@ -259,6 +267,25 @@ def test_a_program_holds_no_collectives_but_its_jobs():
   )
   # Logits of each pool's model, and sums over lanes, one pool after the other.
   assert sorted(collectives) == 2 * ["all-gather"] + 2 * ["all-reduce"]
+
+
+def test_devices_keep_what_comes_every_round(caplog):
+  """One program for all rounds, and one copy of a bank while it lives."""
+  mesh = jax.make_mesh((2,), (engine.AXIS,), devices=jax.devices()[:2])
+  runner, case = engine.Inline(mesh), CASES["fedavg"]
+  algorithm = case.build(runner, 4)
+  step = runner.compile(algorithm.step, donate=(0,))
+  state, data = algorithm.init(jax.random.key(0)), jax.device_put(case.data())
+  with jax.log_compiles(), caplog.at_level("WARNING"):
+    for t in range(1, 4):
+      state, _ = step(state, case.plan(t, 4), data)
+  compiled = [r for r in caplog.messages if "Finished XLA compilation" in r]
+  assert sum("(step)" in r for r in compiled) == 1, compiled
+  copies = len(runner._placed)
+  assert copies == len({id(leaf) for leaf in jax.tree.leaves(data)})
+  del data
+  gc.collect()
+  assert not runner._placed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

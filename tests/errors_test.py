@@ -16,14 +16,23 @@ from hetfl import (
   distill,
   engine,
   evaluate,
+  next_word,
   party,
   planning,
   population,
 )
+from hetfl.data import partition
 from hetfl.fedavg import fedavg, Pool
-from hetfl.fedmd import consensus, fedmd, plan_fedmd
+from hetfl.fedmd import (
+  absolute_error,
+  consensus,
+  fedmd,
+  plan_fedmd,
+  TRANSLATORS,
+)
 from hetfl.fml import fml, group_clients, plan_mutual
-from hetfl.mutual import MutualClient
+from hetfl.models import language, layers
+from hetfl.mutual import mutual_loss, MutualClient
 from tests import algorithms, federation
 from tests.algorithms import CASES, make_distiller
 
@@ -317,6 +326,15 @@ WRONG = {
   "stopping: positions outside": lambda: stopping_on([3, 99]),
   "stopping: there are no examples": lambda: stopping_on([]),
   "data has no 'private'": lambda: step("fedmd", data={"public": 1}),
+  "scores of shape (8,) are no classes": lambda: TRANSLATORS["kl"].scores(
+    jnp.zeros(8), 1.0
+  ),
+  "loss: gives one number for a batch": lambda: mutual_loss(
+    jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(()), 0.5
+  ),
+  "labels of shape (4, 2)": lambda: partition.stratified(
+    np.zeros((4, 2)), size=2, seed=0
+  ),
   "outputs of shapes (8, ": unlike_pools,
   "outputs of shapes (2, ": unlike_clients,
   "trained: 1 for 3 parties": lambda: fedmd(algorithms.PARTIES).init(
@@ -401,6 +419,100 @@ def test_an_example_that_nobody_holds_may_be_anything(name):
 def test_labels_that_are_no_class_show():
   losses = core.cross_entropy(jnp.zeros((3, 2)), {"y": jnp.array([-1, 0, 2])})
   assert np.isnan(losses).tolist() == [True, False, True]
+  head = jnp.zeros((1, 5)), jnp.zeros(5)
+  for y, chunk in ((-1, None), (-1, 2), (5, None), (5, 2), (4, 2)):
+    words = next_word.TokenLogits(jnp.zeros((1, 2, 1)), *head, chunk)
+    batch = {"y": jnp.array([[3, y]]), "mask": jnp.ones(1)}
+    assert np.isnan(next_word.sentence_loss()(words, batch)) == (y != 4)
+    means = next_word.next_word_metrics(words, batch)
+    assert np.isnan(means["loss"].value) == (y != 4)
+
+
+def test_classes_that_all_models_mask_say_nothing():
+  """Unlike numbers of classes can be made one by logits of minus infinity."""
+  z = jnp.array([[1.0, 0.0, -jnp.inf]])
+  w = jnp.array([[0.0, 0.0, -jnp.inf]])
+  part = lambda a: a[:, :2]
+
+  def kl(student, teacher):
+    return distill.kl_divergence(jax.nn.softmax(teacher), student).sum()
+
+  for loss, scale in (
+    (kl, 1),
+    # A mean, over three classes instead of two.
+    (lambda a, b: absolute_error(a, b).sum(), 2 / 3),
+  ):
+    value, grad = jax.value_and_grad(loss)(z, w)
+    expected, expected_grad = jax.value_and_grad(loss)(part(z), part(w))
+    np.testing.assert_allclose(value, scale * expected, rtol=1e-6)
+    np.testing.assert_allclose(part(grad), scale * expected_grad, rtol=1e-6)
+    assert grad[0, 2] == 0
+
+
+def test_whole_numbers_among_statistics_are_warned_of(caplog):
+  class Counter(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      self.variable("stats", "count", lambda: jnp.zeros((), jnp.int32))
+      return nn.Dense(2)(x)
+
+  model = core.Model.from_flax(Counter(), jnp.zeros((1, 3)))
+  with caplog.at_level("WARNING", logger="absl"):
+    Pool("p", model, 0.1, 0.1).init(jax.random.key(0))
+  assert "['count'] is int32: the mean over clients" in caplog.text
+
+
+def test_a_module_without_parameters_is_a_model():
+  model = core.Model.from_flax(nn.Sequential([nn.relu]), jnp.zeros((1, 3)))
+  assert model.init(jax.random.key(0)).params == {}
+
+
+def test_mixup_keeps_the_type_of_inputs():
+  """Else a student's statistics change theirs in the middle of a scan."""
+  x = jnp.arange(4, dtype=jnp.bfloat16)
+  weight = distill.symmetric_beta(jax.random.key(0), 2, (4,))
+  assert distill.mixup(x, weight).dtype == jnp.bfloat16
+  with jax.enable_x64(True):
+    for beta in (2, 0.5):
+      draws = distill.symmetric_beta(jax.random.key(0), beta, (4,))
+      assert draws.dtype == jnp.float32
+
+
+def test_parameters_are_float32_in_x64_mode_too():
+  with jax.enable_x64(True):
+    for module, x in (
+      (layers.Conv(2, (3, 3)), jnp.zeros((1, 8, 8, 1), jnp.float32)),
+      (layers.PooledPlanes(2, (3, 3)), jnp.zeros((1, 8, 8, 1), jnp.float32)),
+      (
+        language.LSTMLanguageModel(9, 4, 6, 1, chunk=4),
+        jnp.zeros((1, 3), jnp.int32),
+      ),
+    ):
+      shapes = jax.eval_shape(module.init, jax.random.key(0), x)
+      types = {leaf.dtype for leaf in jax.tree.leaves(shapes["params"])}
+      assert types == {jnp.dtype(jnp.float32)}, module
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_chunks_of_narrow_parameters_are_the_whole(dtype):
+  """Gradients of the chunked loss, in the parameters' types."""
+  draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
+  arrays = draw(0, 2, 3, 4), draw(1, 4, 6), draw(2, 6)
+  batch = {"y": jnp.array([[3, 4, 2], [5, 2, 0]]), "mask": jnp.ones(2)}
+
+  def grads(dtype, chunk):
+    def loss(arrays):
+      logits = next_word.TokenLogits(*arrays, chunk)
+      return next_word.sentence_loss()(logits, batch)
+
+    cast = jax.tree.map(lambda a: a.astype(dtype), arrays)
+    return jax.value_and_grad(loss)(cast)
+
+  ours, exact = grads(dtype, 2), grads(jnp.float32, None)
+  assert all(g.dtype == dtype for g in ours[1])
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=0.02), ours, exact
+  )
 
 
 def test_inputs_may_be_a_tree():

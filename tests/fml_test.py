@@ -160,6 +160,17 @@ def test_losses_by_hand():
   assert not np.asarray(grad(w)).any()
 
 
+def test_a_partner_that_is_not_heard_may_be_anything():
+  z, lost = jnp.zeros((2, 3)), jnp.full((2, 3), jnp.nan)
+  labels = lambda z: -jax.nn.log_softmax(z)[:, 0]
+  total = lambda z, w: mutual_loss(z, lost, labels(z), w)[0].sum()
+  assert_close(
+    jax.value_and_grad(total)(z, 1.0),
+    jax.value_and_grad(lambda z: labels(z).sum())(z),
+  )
+  assert np.isnan(total(z, 0.9))
+
+
 def test_clipping_comes_before_weight_decay():
   sgd = momentum_sgd(1.0, weight_decay=0.5, clip_norm=1.0)
   w, g = jnp.array([2.0, 0.0]), jnp.array([3.0, 4.0])

@@ -158,6 +158,14 @@ def image(height, width):
   return (rows * 16 + columns).astype(np.uint8)
 
 
+def test_small_images_are_refused():
+  x = jnp.zeros((1, 28, 28, 1))
+  with pytest.raises(ValueError, match="images of 28x28 have no such square"):
+    augment.center_crop(x, 32)
+  with pytest.raises(ValueError, match="28x28 are too small for a conv"):
+    layers.extract_patches(x, (29, 3), "VALID")
+
+
 def test_crops_are_windows_and_reach_every_place():
   x = jnp.broadcast_to(image(8, 8)[None, :, :, None], (400, 8, 8, 1))
   crops = np.asarray(augment.random_crop(jax.random.key(0), x, 6, 0))

@@ -36,7 +36,7 @@ def run(name, folder, runner, dispatch=1):
   def summarize(state, evaluation):
     leaves = jax.tree.leaves(arrays(state))
     np.savez(path.with_suffix(".npz"), *map(np.asarray, leaves))
-    return {"algorithm": name, **evaluation}
+    return {"algorithm": name, "norm": evaluation["norm"]}
 
   return training.run(
     algorithm._replace(step=runner.compile(algorithm.step, donate=(0,))),

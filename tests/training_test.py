@@ -293,6 +293,17 @@ def test_sigterm_in_a_process(tmp_path, undisturbed):
   assert outcome(tmp_path) == undisturbed
 
 
+def test_a_signal_after_the_last_round_counts(tmp_path, undisturbed):
+  def interrupted(state, evaluation):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return summarize(state, evaluation)
+
+  with pytest.raises(SystemExit) as end:
+    run(tmp_path, summarize=interrupted)
+  assert end.value.code == 128 + signal.SIGTERM
+  assert outcome(tmp_path) == undisturbed  # It is finished all the same.
+
+
 def test_a_second_signal_stops_at_once(tmp_path):
   process = start(tmp_path, 0.2)
   wait_for_checkpoint(process, tmp_path, 1)

@@ -127,6 +127,18 @@ def timeless(rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_seeds_are_of_32_bits(kind):
+  _, runner = Toy().runner(kind, seeds=(2**32 - 1,))
+  key = jax.tree.leaves(
+    jax.tree.map(
+      lambda a: jax.random.key_data(a) if a.dtype != jnp.float32 else None,
+      runner.start([{"rate": 1.0}]),
+    )
+  )[0]
+  np.testing.assert_array_equal(np.ravel(key), [0, 2**32 - 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_halving_by_hand(kind, tmp_path):
   rows, toy = toy_search(tmp_path, kind)
   # Block 0 to 4: rungs after rounds 2 and 4 of 8. Trial 3 leads at the first,

@@ -436,7 +436,7 @@ def _relabelled(bank: Bank, classes: Sequence[int]) -> Bank:
   """The examples of some classes, which get the labels after the public."""
   keep = np.isin(bank["y"], classes)
   kept = {name: array[keep] for name, array in bank.items()}
-  new = np.full(int(bank["y"].max()) + 1, -1, np.int32)
+  new = np.full(max(*classes, int(bank["y"].max())) + 1, -1, np.int32)
   new[list(classes)] = _new_labels(classes)
   return {**kept, "y": new[kept["y"]]}
 

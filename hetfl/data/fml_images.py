@@ -139,9 +139,9 @@ def load_fml_images(
       raise ValueError(
         f"--bad_clients={k}: clients are numbered 0 to {num_clients - 1}"
       )
-  if heldout_examples % num_clients:
+  if heldout_examples < 0 or heldout_examples % num_clients:
     raise ValueError(
-      f"--heldout_examples={heldout_examples}: give a multiple of the"
+      f"--heldout_examples={heldout_examples}: give 0 or a multiple of the"
       f" {num_clients} clients"
     )
   kept = heldout_examples // num_clients

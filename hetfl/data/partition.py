@@ -375,13 +375,16 @@ def stratified(
     `int32[size]`, positions in random order.
 
   Raises:
-    ValueError: the sample would be empty or larger than N.
+    ValueError: the sample would be empty or larger than N, or labels are not
+      one number an example.
 
   >>> labels = np.array([0] * 6 + [1] * 3)
   >>> np.bincount(labels[stratified(labels, size=6, seed=0)])
   array([4, 2])
   """
   labels = np.asarray(labels)
+  if labels.ndim != 1:
+    raise ValueError(f"labels of shape {labels.shape}: give int[N]")
   if not 1 <= size <= len(labels):
     raise ValueError(
       f"size={size}: there are {len(labels)} examples, want 1 to {len(labels)}"

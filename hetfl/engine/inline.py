@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import functools
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +152,7 @@ class Inline:
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
     """Jits the function; arguments `donate` are given up to it."""
     program = jit(fn, donate)
-    if self._mesh is None or not self._mesh.is_multi_process:
+    if self._mesh is None:
       return program
 
     def run(*args):
@@ -162,33 +163,45 @@ class Inline:
     return run
 
   def _place(self, tree: PyTree, keep: bool) -> PyTree:
-    """Makes arrays of this process arrays of the whole mesh.
+    """Makes arrays of one device arrays of the whole mesh.
+
+    Otherwise each call would copy them anew, and the first, whose state lies
+    on one device, would be compiled by itself.
 
     Args:
       tree: arrays, the same in every process.
-      keep: whether to remember them, as for a bank that comes every round.
+      keep: whether to remember them while they live, as for a bank that comes
+        every round.
     """
+    everywhere = jax.sharding.NamedSharding(
+      self._mesh, jax.sharding.PartitionSpec()
+    )
 
     def place(leaf):
-      if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
-        return leaf  # NumPy's count as everywhere, the others are.
+      # NumPy's count as everywhere.
+      if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return leaf
+      if leaf.sharding.device_set == everywhere.device_set:
+        return leaf
       if id(leaf) in self._placed:
-        return self._placed[id(leaf)][1]
-      everywhere = jax.sharding.NamedSharding(
-        self._mesh, jax.sharding.PartitionSpec()
-      )
+        return self._placed[id(leaf)]
+      placed = move(leaf)
+      if keep:
+        self._placed[id(leaf)] = placed
+        weakref.finalize(leaf, self._placed.pop, id(leaf), None)
+      return placed
+
+    def move(leaf):
+      if not self._mesh.is_multi_process:
+        return jax.device_put(leaf, everywhere)
       if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jax.make_array_from_process_local_data(
           everywhere, np.asarray(jax.random.key_data(leaf))
         )
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-      placed = jax.make_array_from_process_local_data(
+      return jax.make_array_from_process_local_data(
         everywhere, np.asarray(leaf)
       )
-      if keep:
-        # With the leaf itself, so that no other can take its id.
-        self._placed[id(leaf)] = (leaf, placed)
-      return placed
 
     return jax.tree.map(place, tree)
 

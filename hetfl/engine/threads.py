@@ -165,9 +165,10 @@ class Threads:
     if lock is not None:
       # One thread compiles; the others that need the program wait for it.
       with lock:
-        result = jax.block_until_ready(program(*args))
-      self._compiled[key] = None
-      return result
+        if self._compiled[key] is not None:
+          result = jax.block_until_ready(program(*args))
+          self._compiled[key] = None
+          return result
     start = time.perf_counter()
     result = jax.block_until_ready(program(*args))
     self._seconds[fn] = (time.perf_counter() - start) / max(size, 1)

@@ -69,7 +69,9 @@ class LSTM(nn.Module):
       lambda *args: scale_h * layers.haiku_init(*args),
       (self.hidden, 4 * self.hidden),
     )
-    bias = self.param("bias", nn.initializers.zeros, (4 * self.hidden,))
+    bias = self.param(
+      "bias", nn.initializers.zeros, (4 * self.hidden,), jnp.float32
+    )
     # What does not wait for h, at all times in one product.
     gates = x.reshape(-1, width) @ kernel + bias.reshape(1, -1)
     gates = gates.reshape(batch, length, -1).swapaxes(0, 1)
@@ -180,8 +182,9 @@ class LSTMLanguageModel(nn.Module):
     """Maps tokens `int[B, T]` to `TokenLogits`."""
     table = self.param(
       "embedding",
-      lambda key, shape: jax.random.truncated_normal(key, -2, 2, shape),
+      lambda key, *args: jax.random.truncated_normal(key, -2, 2, *args),
       (self.vocabulary_size, self.embedding),
+      jnp.float32,
     )
     h = jnp.take(table, x, axis=0, mode="clip")
     for _ in range(self.num_layers):
@@ -193,7 +196,10 @@ class LSTMLanguageModel(nn.Module):
       (self.embedding, self.vocabulary_size),
     )
     bias = self.param(
-      "output_bias", nn.initializers.zeros, (self.vocabulary_size,)
+      "output_bias",
+      nn.initializers.zeros,
+      (self.vocabulary_size,),
+      jnp.float32,
     )
     return TokenLogits(h, kernel, bias, self.chunk)
 

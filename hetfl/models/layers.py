@@ -93,8 +93,11 @@ class Conv(nn.Module):
       "kernel",
       self.kernel_init,
       (height, width, x.shape[-1], self.features),
+      jnp.float32,
     )
-    bias = self.param("bias", nn.initializers.zeros, (self.features,))
+    bias = self.param(
+      "bias", nn.initializers.zeros, (self.features,), jnp.float32
+    )
     if self.form == "native":
       y = jax.lax.conv_general_dilated(
         x,
@@ -150,6 +153,11 @@ def extract_patches(
   [[0.0, 1.0, 3.0, 4.0], [1.0, 2.0, 4.0, 5.0]]
   """
   _check_choice("padding", padding, Padding)
+  if padding == "VALID" and min(np.subtract(x.shape[1:3], kernel_size)) < 0:
+    raise ValueError(
+      f"images of {x.shape[1]}x{x.shape[2]} are too small for a convolution of"
+      f" {kernel_size[0]}x{kernel_size[1]} without padding"
+    )
   if padding == "SAME":
     totals = [
       max(-(-size // s) * s - s + k - size, 0)
@@ -234,9 +242,14 @@ class PooledPlanes(nn.Module):
     _check_choice("padding", self.padding, Padding)
     height, width = self.kernel_size
     kernel = self.param(
-      "kernel", self.kernel_init, (height, width, x.shape[0], self.features)
+      "kernel",
+      self.kernel_init,
+      (height, width, x.shape[0], self.features),
+      jnp.float32,
     )
-    bias = self.param("bias", nn.initializers.zeros, (self.features,))
+    bias = self.param(
+      "bias", nn.initializers.zeros, (self.features,), jnp.float32
+    )
     if self.padding == "SAME":
       pads = [((k - 1) // 2, k // 2) for k in self.kernel_size]
       x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
