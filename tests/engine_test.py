@@ -1,6 +1,7 @@
 """The threaded engine's habits."""
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,25 @@ def test_an_error_reaches_the_caller_and_the_engine_lives_on():
       runner.run(engine.Call(wrong, (jnp.ones(()),)))
   (result,) = runner.run(engine.Call(lambda x: x + 1, (jnp.ones(()),)))
   assert float(result) == 2
+
+
+def test_after_an_error_no_more_programs_are_begun():
+  begun = []
+
+  def slow(x):
+    jax.debug.callback(lambda: begun.append(time.sleep(0.2)))
+    return x
+
+  def wrong(x):
+    raise RuntimeError("a bug in a model")
+
+  runner = engine.Threads(1)
+  jobs = [engine.Call(slow, (jnp.ones(()),))] * 20
+  # What never ran goes first, in the order of the jobs.
+  with pytest.raises(RuntimeError, match="a bug in a model"):
+    runner.run(engine.Call(wrong, (jnp.ones(()),)), *jobs)
+  runner.run(engine.Call(lambda x: x, (jnp.ones(()),)))  # The queue is empty.
+  assert len(begun) < 5
 
 
 def test_many_threads_compile_a_program_once():

@@ -73,7 +73,12 @@ class Threads:
     # Longest first, by what the program took before; new ones lead.
     order = sorted(range(len(flat)), key=lambda i: -self._cost(*flat[i]))
     running = {i: self._start(*flat[i]) for i in order}
-    results = iter([running[i].result() for i in range(len(flat))])
+    try:
+      results = iter([running[i].result() for i in range(len(flat))])
+    except BaseException:  # Such as a second signal: no more are begun.
+      for future in running.values():
+        future.cancel()
+      raise
     return tuple(
       self._join(job, [next(results) for _ in group])
       for job, group in zip(jobs, tasks)
