@@ -489,7 +489,7 @@ def test_a_search_for_fml(experiment, tmp_path):
   assert sum(c["examples"] for c in result["clients"]) == 1337
   for flags, message in (
     (("--heldout_examples=0",), "--heldout_examples=0: a search chooses"),
-    (("--heldout_examples=7",), "give a multiple of the 5 clients"),
+    (("--heldout_examples=7",), "give 0 or a multiple of the 5 clients"),
     (("--alpha=1,0",), "--alpha is no part of the state"),
     (("--space=beta=linear:0:2",), "--space: --beta=2.0: 2 must lie between"),
   ):
