@@ -255,9 +255,9 @@ def configuration(
   values = {}
   for other in set(TASKS.values()):
     for flag in FLAGS.get_flags_for_module(other.__name__):
-      if other is task and flag.name not in common.PLACE_FLAGS:
+      if other is task:
         values[flag.name] = flag.value
-      elif other is not task and flag.present:
+      elif flag.present:
         raise common.UsageError(
           f"--{flag.name}={flag.value}: not for --dataset={FLAGS.dataset}"
         )

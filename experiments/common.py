@@ -286,7 +286,8 @@ def resolved_flags(
     for flag in FLAGS.get_flags_for_module(m)
   } - set(PLACE_FLAGS)
   given = {n: FLAGS[n].value for n in sorted(names)}
-  result = {n: v for n, v in given.items() if n not in SPEED_FLAGS} | values
+  result = {n: v for n, v in given.items() if n not in SPEED_FLAGS}
+  result |= {n: v for n, v in values.items() if n not in PLACE_FLAGS}
   stored = _stored_speed(workdir)
   for name in ("engine", "threads", "cpu_devices"):
     stored.pop(name, None)  # These are of this machine, now.

@@ -525,6 +525,7 @@ def main() -> None:
     threads = isinstance(experiment.engine, engine.Threads)
     at_once = 2 * experiment.engine.num_threads if threads else 1
     runner = trials.SideBySide(problem, seeds, at_once=at_once)
+  commit = training.git_commit()  # Of the code at work, as `training.run`'s.
   with folder.at_work():
     rows = tune.search(
       problem,
@@ -546,15 +547,19 @@ def main() -> None:
     title=f"{names[0]}, {_text(config['dataset'])}: {len(rows)} trials",
   )
   result = tune.summary(rows, FLAGS.top)
-  about = {"experiment": FLAGS.experiment, "objective": FLAGS.objective}
-  about |= {name: config[name] for name in ("algorithm", "dataset", "rounds")}
   blocks = {row["block_end"]: row["seconds"] for row in rows}
-  about |= {"seeds": seeds, "seconds": sum(blocks.values())}
-  about |= {
-    "versions": training.versions(),
-    "git_commit": training.git_commit(),
-  }
-  folder.write_result(about | result)
+  folder.write_result(
+    {
+      "experiment": FLAGS.experiment,
+      "objective": FLAGS.objective,
+      **{name: config[name] for name in ("algorithm", "dataset", "rounds")},
+      "seeds": seeds,
+      "seconds": sum(blocks.values()),
+      "versions": training.versions(),
+      "git_commit": commit,
+      **result,
+    }
+  )
   print(tune.table(rows, space, FLAGS.top))
   if "test" in result:  # Else the trials are of an older version.
     means = ", ".join(f"{n} {100 * v:.2f} %" for n, v in result["test"].items())

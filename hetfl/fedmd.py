@@ -295,11 +295,7 @@ def fedmd(
     )
 
   def step(state, plan, data):
-    if len(plan.digest) != len(parties):
-      raise ValueError(
-        f"plan: of {len(plan.digest)} parties, for {len(parties)}; give"
-        " plan_fedmd the private examples of these"
-      )
+    check_number(plan.digest, parties, "plan.digest")
     key = jax.random.fold_in(state.key, plan.round)
     public = checks.part(data, "public")
     private = checks.banks(data, "private", len(parties))

@@ -198,8 +198,6 @@ class RunFolder:
       try:
         stored = json.loads(file.read_bytes())
         there = dict(stored["config"])
-        for name in (config.keys() - there.keys()) & (defaults or {}).keys():
-          there[name] = to_json(defaults[name])
         if stored["format"] != _FORMAT:
           raise ValueError(f"format {stored['format']}, not {_FORMAT}")
       except (ValueError, KeyError, TypeError) as e:
@@ -207,7 +205,9 @@ class RunFolder:
           f"--workdir={workdir}: its config.json cannot be read ({e!r})."
           " Use another --workdir."
         ) from e
-      unlike = differences(there, config)
+      missing = config.keys() - there.keys()
+      known = {n: d for n, d in (defaults or {}).items() if n in missing}
+      unlike = differences({**there, **to_json(known)}, config)
       if unlike:
         raise ConfigMismatch(
           f"--workdir={workdir} holds another run: {'; '.join(unlike)}."

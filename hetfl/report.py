@@ -59,10 +59,7 @@ def curves(
     raise ValueError(f"metric={metric!r}: no row of {list(runs)} has it")
   columns = min(len(pools), 3)
   lines = -(-len(pools) // columns)
-  fig = figure.Figure(
-    figsize=(1.0 + 4.2 * columns, 3.8 * lines), layout="constrained", dpi=150
-  )
-  backend_agg.FigureCanvasAgg(fig)
+  fig = _figure(1.0 + 4.2 * columns, 3.8 * lines)
   grid = fig.subplots(lines, columns, sharey=True, squeeze=False)
   axes = list(grid.flat)
   for ax in axes[len(pools) :]:
@@ -95,9 +92,7 @@ def curves(
     ax.set_title(f"{pool} model", fontsize=11)
     ax.set_xlabel("Round")
     ax.set_xlim(left=0)
-    ax.grid(True, color="0.9", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
+    _plain(ax)
     ax.legend(fontsize=8.5, frameon=False, loc="lower right")
   for ax in grid[:, 0]:
     ax.set_ylabel(ylabel)
@@ -126,8 +121,7 @@ def dependence(
     scale: factor from the results' unit to that of `ylabel`.
     title: above the figure.
   """
-  fig = figure.Figure(figsize=(6.4, 4.2), layout="constrained", dpi=150)
-  backend_agg.FigureCanvasAgg(fig)
+  fig = _figure(6.4, 4.2)
   ax = fig.subplots()
   for i, (label, pairs) in enumerate(points.items()):
     style = dict(color=_COLORS[i % len(_COLORS)], label=label)
@@ -140,13 +134,25 @@ def dependence(
   ax.set_xscale("log")
   ax.set_xlabel(axis)
   ax.set_ylabel(ylabel)
-  ax.grid(True, color="0.9", linewidth=0.8)
-  ax.set_axisbelow(True)
-  ax.spines[["top", "right"]].set_visible(False)
+  _plain(ax)
   ax.legend(fontsize=8.5, frameon=False)
   if title:
     ax.set_title(title, fontsize=11)
   _save(fig, path)
+
+
+def _figure(width: float, height: float) -> figure.Figure:
+  """A figure of so many inches that needs no display."""
+  fig = figure.Figure(figsize=(width, height), layout="constrained", dpi=150)
+  backend_agg.FigureCanvasAgg(fig)
+  return fig
+
+
+def _plain(ax) -> None:
+  """A light grid behind the lines, and no frame above and to the right."""
+  ax.grid(True, color="0.9", linewidth=0.8)
+  ax.set_axisbelow(True)
+  ax.spines[["top", "right"]].set_visible(False)
 
 
 def _save(fig: figure.Figure, path: str | os.PathLike[str]) -> None:
@@ -183,8 +189,7 @@ def collaboration(
 
   Reference: Li & Wang 2019, figure 2.
   """
-  fig = figure.Figure(figsize=(8.6, 4.8), layout="constrained", dpi=150)
-  backend_agg.FigureCanvasAgg(fig)
+  fig = _figure(8.6, 4.8)
   ax = fig.subplots()
   last = max((row["round"] for row in rows), default=0)
   margin = max(0.12 * last, 0.5)
@@ -205,9 +210,7 @@ def collaboration(
     "Round (dashed: transfer learning alone; dash-dotted: pooled data)"
   )
   ax.set_ylabel("Test accuracy (%)")
-  ax.grid(True, color="0.9", linewidth=0.8)
-  ax.set_axisbelow(True)
-  ax.spines[["top", "right"]].set_visible(False)
+  _plain(ax)
   fig.legend(fontsize=8.5, frameon=False, loc="outside right center")
   if title:
     fig.suptitle(title, fontsize=12)
@@ -277,10 +280,7 @@ def parallel_coordinates(
     share, labels = _axis(values, log.get(name, False))
     shares.append(share)
     ticks.append(labels)
-  fig = figure.Figure(
-    figsize=(1.5 + 1.25 * len(columns), 4.6), layout="constrained", dpi=150
-  )
-  backend_agg.FigureCanvasAgg(fig)
+  fig = _figure(1.5 + 1.25 * len(columns), 4.6)
   ax = fig.subplots()
   colors = matplotlib.colormaps["viridis"]
   # The best last, on top of the others.

@@ -279,9 +279,7 @@ def run(
         saved = done
       if jax.process_count() == 1:
         stop = bool(signals)
-      elif rounds == done or not (
-        done % eval_every and done % checkpoint_every
-      ):
+      elif saved == done or done % eval_every == 0:
         stop = bool(engine.from_first(bool(signals)))
     if stop and saved != done:
       save()

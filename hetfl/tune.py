@@ -485,32 +485,34 @@ class _Block:
   def _judge(self, members, states, round, drop):
     """Evaluates the block, and drops the worse half of it."""
     results = self._runner.evaluate(states)
-    alive = []
-    for i, heldout in zip(members, results):
-      row = self._rows[i]
-      if row["status"] == "complete":
-        objective = self._problem.objective(heldout)
-        row |= dict(objective=objective, heldout=heldout)
-        row["rungs"] |= {str(round): objective}
-        alive.append(i)
-    if not drop and alive and "test" in self._problem.eval_data:
-      states = self._runner.take(states, [members.index(i) for i in alive])
-      for i, test in zip(alive, self._runner.evaluate(states, "test")):
-        self._rows[i]["test"] = test
+    places = self._alive(members)
+    rows = [self._rows[members[j]] for j in places]
+    for j, row in zip(places, rows):
+      objective = self._problem.objective(results[j])
+      row |= dict(objective=objective, heldout=results[j])
+      row["rungs"] |= {str(round): objective}
     if drop:
       # The earlier trial of two equal ones goes on.
-      order = sorted(alive, key=lambda i: (-self._rows[i]["objective"], i))
-      for i in order[-(-len(order) // 2) :]:
-        self._rows[i]["status"] = "halved"
+      rows.sort(key=lambda row: (-row["objective"], row["trial"]))
+      for row in rows[-(-len(rows) // 2) :]:
+        row["status"] = "halved"
+    elif rows and "test" in self._problem.eval_data:
+      tests = self._runner.evaluate(self._runner.take(states, places), "test")
+      for row, test in zip(rows, tests):
+        row["test"] = test
 
   def _compact(self, members, states):
     """Leaves out trials that have ended, once half of those held have."""
-    alive = [
-      j for j, i in enumerate(members) if self._rows[i]["status"] == "complete"
-    ]
+    alive = self._alive(members)
     if not alive or len(alive) > (len(members) + 1) // 2:
       return members, states
     return [members[j] for j in alive], self._runner.take(states, alive)
+
+  def _alive(self, members) -> list[int]:
+    """Places of the members that were neither halved nor diverged."""
+    return [
+      j for j, i in enumerate(members) if self._rows[i]["status"] == "complete"
+    ]
 
   def _checkpoints(self, number) -> checkpoint.Checkpoints:
     name = f"trial{self._first:06d}-of{number:06d}"
@@ -581,7 +583,8 @@ def summary(rows: Sequence[Row], k: int) -> dict[str, Any]:
   {'trials': 3, 'complete': 3, 'top': 2, 'heldout': {'m': 0.75}, \
 'test': {'m': 0.5}}
   """
-  best = top(rows, k)
+  complete = top(rows, len(rows))
+  best = complete[:k]
   means = {
     which: {
       name: sum(row[which][name] for row in best) / len(best)
@@ -590,8 +593,8 @@ def summary(rows: Sequence[Row], k: int) -> dict[str, Any]:
     for which in ("heldout", "test")
     if all(row.get(which) for row in best)
   }
-  complete = len(top(rows, len(rows)))
-  return {"trials": len(rows), "complete": complete, "top": len(best), **means}
+  counts = {"trials": len(rows), "complete": len(complete), "top": len(best)}
+  return counts | means
 
 
 def table(rows: Sequence[Row], space: Space, k: int = 10) -> str:

@@ -80,8 +80,9 @@ def load_letters(
   path = _find(data_dir, _MAT)
   if path:
     return Letters("mat", *_read_mat(path))
-  idx = [_find(data_dir, name + end) for name in _idx() for end in ("", ".gz")]
-  if any(idx) and not writers:
+  names = [name + end for name in _idx() for end in ("", ".gz")]
+  idx = next(filter(None, (_find(data_dir, name) for name in names)), None)
+  if idx and not writers:
     return Letters("idx", *_read_idx(data_dir))
   paths = {
     split: _find(data_dir, _SQLITE.format(split=split)) for split in SIZES
@@ -94,9 +95,9 @@ def load_letters(
   path = _find(data_dir, _NPZ)
   if path:
     return Letters("npz", *_read_npz(path))
-  if any(idx) or folder:
+  if idx or folder:
     raise DataError(
-      f"the letters of {folder or next(filter(None, idx))} do not say who wrote"
+      f"the letters of {folder or idx} do not say who wrote"
       f" them: get {_MAT}, FedJAX's {_SQLITE.format(split='train')} and"
       f" ..._test.sqlite, or {_NPZ}, and give --data_dir=DIRECTORY"
     )
