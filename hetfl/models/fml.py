@@ -66,10 +66,17 @@ class Net(nn.Module):
           )(x)
         )
       else:
-        x = layers.Conv(
-          features, size, self.padding, self.conv, torch_init, name=name
-        )(x)
-        x = nn.relu(layers.max_pool_2x2(x))
+        x = nn.relu(
+          layers.Conv(
+            features,
+            size,
+            self.padding,
+            self.conv,
+            torch_init,
+            pool=True,
+            name=name,
+          )(x)
+        )
     if planes:
       x = x.transpose(3, 1, 2, 0)
     x = x.reshape(x.shape[0], -1)

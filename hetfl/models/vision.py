@@ -49,11 +49,12 @@ class CodistCNN(nn.Module):
   def __call__(self, x):
     """Maps images `float[B, H, W, c]` to logits `float[B, C]`."""
     for i, features in enumerate(self.filters):
-      x = layers.Conv(features, (3, 3), self.padding, self.conv)(x)
-      if i in self.pool_after:
-        # Before the ReLU: the same value and gradient, on a quarter of them.
-        x = layers.max_pool_2x2(x)
-      x = nn.relu(x)
+      # Pooling before the ReLU: the same value and gradient, on a quarter.
+      x = nn.relu(
+        layers.Conv(
+          features, (3, 3), self.padding, self.conv, pool=i in self.pool_after
+        )(x)
+      )
     x = x.reshape(x.shape[0], -1)
     for width in self.dense:
       x = nn.relu(nn.Dense(width, kernel_init=layers.haiku_init)(x))
