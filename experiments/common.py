@@ -132,9 +132,9 @@ def define_run_flags() -> None:
     None,
     ["patches", "winograd", "native"],
     "Form of the convolutions: products of patches, Winograd's (3x3 layers of"
-    " many channels; the others as patches), or XLA's own. By default winograd"
-    " on CPUs where a model has such layers, but for digits; else patches, or"
-    " for FedMD on accelerators native. Changes speed only.",
+    " 16 channels and more; others as patches), or XLA's own. By default"
+    " winograd on CPUs where a model has such layers, but for digits; else"
+    " patches, or for FedMD on accelerators native. Changes speed only.",
   )
   flags.DEFINE_integer(
     "microbatch",
