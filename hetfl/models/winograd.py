@@ -38,9 +38,9 @@ def winograd_conv(
     ValueError: if the padding is another.
 
   Reference: Lavin & Gray 2016, "Fast Algorithms for Convolutional Neural
-    Networks", equations 7 to 9, F(2x2, 3x3) and F(4x2, 3x3). Departure: other
-    points for tiles of 4, as Barabasz et al. 2020, "Error Analysis and
-    Improving the Accuracy of Winograd Convolution", advise.
+    Networks", equations 7 to 9, F(2x2, 3x3) and F(4x2, 3x3). Departure: for
+    tiles of 4 the points c, -c, 1/c and -1/c of Alam et al. 2022, "Winograd
+    Convolution for Deep Neural Networks: Efficient Point Selection".
 
   >>> x = jnp.arange(20.).reshape(1, 4, 5, 1)
   >>> winograd_conv(x, jnp.ones((3, 3, 1, 1)), 'VALID')[0, :, :, 0].tolist()
