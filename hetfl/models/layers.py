@@ -65,7 +65,8 @@ class Conv(nn.Module):
       gives the same outputs and adds to a quarter as many.
 
   Raises:
-    ValueError: there is no such form, or no such padding.
+    ValueError: there is no such form, no such padding, or an image is too
+      small for it.
 
   >>> x = jnp.ones((1, 4, 4, 2))
   >>> variables = Conv(3, (3, 3)).init(jax.random.key(0), x)
@@ -151,7 +152,7 @@ def extract_patches(
     `float[B, H', W', h w c]`.
 
   Raises:
-    ValueError: there is no such padding.
+    ValueError: there is no such padding, or an image is too small for it.
 
   >>> x = jnp.arange(6.).reshape(1, 2, 3, 1)
   >>> extract_patches(x, (2, 2), 'VALID')[0, 0].tolist()

@@ -35,7 +35,7 @@ def winograd_conv(
     about as far from float64's as the other forms of `layers.Conv`.
 
   Raises:
-    ValueError: if the padding is another.
+    ValueError: if the padding is another, or an image too small for it.
 
   Reference: Lavin & Gray 2016, "Fast Algorithms for Convolutional Neural
     Networks", equations 7 to 9, F(2x2, 3x3) and F(4x2, 3x3). Departure: for
@@ -52,6 +52,11 @@ def winograd_conv(
   features = kernel.shape[-1]
   before = 1 if padding == "SAME" else 0
   height, width = height - 2 + 2 * before, width - 2 + 2 * before
+  if min(height, width) < 1:
+    raise ValueError(
+      f"images of {x.shape[1]}x{x.shape[2]} are too small for a convolution of"
+      f" 3x3 with padding={padding!r}"
+    )
   tile = _down(height), 2
   tiles = [-(-n // m) for n, m in zip((height, width), tile)]
   # Each tile's inputs overlap with those of the next by two.
