@@ -121,8 +121,8 @@ class Conv(nn.Module):
     patches = extract_patches(x, self.kernel_size, self.padding, self.strides)
     matrix = kernel.reshape(-1, self.features)
     if len(matrix) > self.features:
-      # The gradient of a tall kernel is faster as (cotangent^T patches)^T, 1.5
-      # times on a CPU. The barrier keeps XLA from turning it around.
+      # The gradient of a tall kernel is faster as (cotangent^T patches)^T, on
+      # CPUs up to 1.5 times. The barrier keeps XLA from turning it around.
       matrix = jax.lax.optimization_barrier(matrix.T).T
     y = patches.reshape(-1, patches.shape[-1]) @ matrix
     return y.reshape(*patches.shape[:-1], self.features)

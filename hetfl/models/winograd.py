@@ -130,7 +130,7 @@ def _down(height: int) -> int:
   >>> [_down(height) for height in (6, 7, 12, 28)]
   [2, 4, 4, 4]
   """
-  return min((2, 4), key=lambda m: -(-height // m) * (m + 2))
+  return min(_POINTS, key=lambda m: -(-height // m) * (m + 2))
 
 
 def _overlapping(x, axis, m):
