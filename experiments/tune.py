@@ -19,200 +19,18 @@ it adds to one that was finished.
 
 from collections.abc import Callable
 import importlib
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import flags
 import common
 import jax
 import launch
 import numpy as np
+import tunables
 
-from hetfl import core, engine, logs, report, training, trials, tune
+from hetfl import engine, logs, proposers, report, training, trials, tune
 
 FLAGS = flags.FLAGS
-PyTree = Any
-
-
-class Tunable(NamedTuple):
-  """What a search needs to know of an experiment.
-
-  The module also has `_define_flags`, `configuration` and `Experiment`, as
-  `codist` has; the flags of a dimension hold one value, or one for each model.
-
-  Attributes:
-    module: its name.
-    models: the names of the models that flags may have values of their own
-      for.
-    space: algorithm -> dimension -> range. `FLAG` is one value for all
-      models, `FLAG.MODEL` that of one.
-    unused: algorithm -> flags that it makes nothing of.
-    place: `(state, flag, value) -> state` with the value in it, traceable;
-      ValueError if the state has no place for it.
-    data: `(experiment, config) ->` what its steps take.
-    accuracies: `(experiment, config) -> (names, evaluate, data)`: the
-      accuracies that can be objectives; `evaluate(state, data)`, which gives a
-      `Mean` for each; and its data, `heldout` and `test`.
-  """
-
-  module: str
-  models: tuple[str, ...]
-  space: dict[str, dict[str, str]]
-  unused: dict[str, tuple[str, ...]]
-  place: Callable[[PyTree, str, Any], PyTree]
-  data: Callable[[Any, dict], PyTree]
-  accuracies: Callable[
-    [Any, dict],
-    tuple[tuple[str, ...], Callable[..., core.Metrics], dict[str, PyTree]],
-  ]
-
-
-def _place_codist(state: PyTree, flag: str, value: Any) -> PyTree:
-  name = {
-    "distill_lr_decay": "final_share",
-    "teacher_temperature": "temperature",
-    "student_regularization": "regularization",
-    "merge_alpha": "alpha",
-  }.get(flag, flag)
-  return core.with_hyper(state, **{name: value})
-
-
-def _codist_space() -> dict[str, dict[str, str]]:
-  """Appendix F; a decay coefficient of (0, 1) on a log scale from 0.001."""
-  both = lambda **ranges: {
-    f"{flag}.{model}": text
-    for flag, text in ranges.items()
-    for model in ("small", "large")
-  }
-  rate = "log:1e-4:0.1"
-  fedavg = {"client_lr": rate, **both(server_lr=rate)}
-  periodic = fedavg | both(
-    distill_lr=rate,
-    distill_lr_decay="log:1e-3:1",
-    teacher_temperature="log:0.1:10",
-    student_regularization="log:1e-3:0.5",
-  )
-  merged = periodic | {"merge_alpha": "linear:0.05:0.95"}
-  return {"fedavg": fedavg, "periodic": periodic, "merged": merged}
-
-
-def _accuracy_of_each(sums: list[core.Metrics]) -> list[core.Mean]:
-  """Of what each model was measured for on one set, the accuracy."""
-  return [
-    next(mean for name, mean in of_one.items() if name.endswith("_accuracy"))
-    for of_one in sums
-  ]
-
-
-def codist_accuracies(experiment, config):
-  """Those of each pool's model, on the held-out clients' and test examples."""
-  del config
-  names, evaluator = EXPERIMENTS["codist"].models, experiment.evaluator
-
-  def evaluate(state, data):
-    sums = evaluator.sums([pool.variables for pool in state.pools], data)
-    return dict(zip(names, _accuracy_of_each(sums)))
-
-  data = {which: evaluator.data(which) for which in ("heldout", "test")}
-  return names, evaluate, data
-
-
-def _place_fml(state: PyTree, flag: str, value: Any) -> PyTree:
-  if flag == "learning_rate" and hasattr(state, "pools"):
-    flag = "client_lr"  # FedAvg's and FedProx's name of it.
-  return core.with_hyper(state, **{flag: value})
-
-
-def fml_accuracies(experiment, config):
-  """Those of the global model and, as a mean, of the clients' own.
-
-  Of the latter "test" are the clients' validation images.
-  """
-  if not config["heldout_examples"]:
-    raise common.UsageError(
-      "--heldout_examples=0: a search chooses by training examples that no"
-      " client trains on; give it some"
-    )
-  number = len(experiment.clients)
-  whole = experiment.clients[0].adaptor is None
-  data = {"heldout": {}, "test": {}}
-  if config["algorithm"] in ("fml", "independent"):
-    for which, suffix in (("heldout", "_heldout"), ("test", "")):
-      data[which]["clients"] = experiment.local_evaluator.data(
-        *(f"client{k}{suffix}" for k in range(number))
-      )
-  if whole and config["algorithm"] != "independent":
-    for which in data:
-      data[which]["global"] = experiment.global_evaluator.data(which)
-
-  def evaluate(state, data):
-    means = {}
-    if "global" in data:
-      server = experiment.server(config, state)
-      sums = experiment.global_evaluator.sums([server], data["global"])
-      (means["global"],) = _accuracy_of_each(sums)
-    if "clients" in data:
-      sums = experiment.local_evaluator.sums(
-        [state.local(k) for k in range(number)], data["clients"]
-      )
-      each = [mean.total / mean.count for mean in _accuracy_of_each(sums)]
-      means["clients"] = core.Mean(sum(each), float(number))
-    return means
-
-  return tuple(data["heldout"]), evaluate, data
-
-
-_DISTILL_FLAGS = (
-  "c4_tokenizer",
-  "distill_batch_size",
-  "distill_data",
-  "distill_epsilon",
-  "distill_examples",
-  "distill_lr",
-  "distill_lr_decay",
-  "distill_steps",
-  "label_weight",
-  "mixup_beta",
-  "student_regularization",
-  "teacher_temperature",
-)
-_MERGE_FLAGS = ("merge_alpha", "merge_every")
-_MUTUAL_FLAGS = ("alpha", "beta", "temperature", "sequential_updates")
-_FML_RATE = {"learning_rate": "log:1e-3:0.3"}
-EXPERIMENTS = {
-  "codist": Tunable(
-    module="codist",
-    models=("small", "large"),
-    space=_codist_space(),
-    unused={
-      "fedavg": (*_DISTILL_FLAGS, "codist_period", *_MERGE_FLAGS),
-      "periodic": _MERGE_FLAGS,
-      "merged": ("codist_period",),
-    },
-    place=_place_codist,
-    data=lambda experiment, _: experiment.device_data,
-    accuracies=codist_accuracies,
-  ),
-  "fml": Tunable(
-    module="fml",
-    models=(),
-    space={
-      "fml": _FML_RATE
-      | {"alpha": "linear:0.05:0.95", "beta": "linear:0.05:0.95"},
-      "fedavg": _FML_RATE,
-      "fedprox": _FML_RATE | {"prox_mu": "log:1e-4:1"},
-      "independent": _FML_RATE,
-    },
-    unused={
-      "fml": ("prox_mu",),
-      "fedavg": (*_MUTUAL_FLAGS, "client_models", "prox_mu"),
-      "fedprox": (*_MUTUAL_FLAGS, "client_models"),
-      "independent": (*_MUTUAL_FLAGS, "merge_weights", "prox_mu"),
-    },
-    place=_place_fml,
-    data=lambda experiment, config: experiment.device_data(config),
-    accuracies=fml_accuracies,
-  ),
-}
 # Flags of the search that change its result.
 _SEARCH_FLAGS = (
   "experiment",
@@ -226,7 +44,7 @@ _SEARCH_FLAGS = (
 
 def _define_flags() -> None:
   flags.DEFINE_enum(
-    "experiment", "codist", sorted(EXPERIMENTS), "What is searched."
+    "experiment", "codist", sorted(tunables.EXPERIMENTS), "What is searched."
   )
   flags.DEFINE_integer(
     "trials",
@@ -295,12 +113,14 @@ def _define_flags() -> None:
 
 def _define_experiment() -> None:
   """Defines the flags of the experiment that --experiment names."""
-  module = importlib.import_module(EXPERIMENTS[FLAGS.experiment].module)
+  module = importlib.import_module(
+    tunables.EXPERIMENTS[FLAGS.experiment].module
+  )
   if "workdir" not in FLAGS:
     module._define_flags()
 
 
-def make_space(tunable: Tunable, algorithm: str) -> tune.Space:
+def make_space(tunable: tunables.Tunable, algorithm: str) -> proposers.Space:
   """The default space with `--space` in it.
 
   Args:
@@ -338,7 +158,7 @@ def make_space(tunable: Tunable, algorithm: str) -> tune.Space:
   dimensions = {}
   for n, text in space.items():
     try:
-      dimensions[n] = tune.Dimension.parse(text)
+      dimensions[n] = proposers.Dimension.parse(text)
     except ValueError as error:
       raise common.UsageError(f"--space, {n}: {error}") from error
   if not dimensions:
@@ -347,7 +167,7 @@ def make_space(tunable: Tunable, algorithm: str) -> tune.Space:
 
 
 def flag_values(
-  tunable: Tunable, config: dict, values: dict[str, Any]
+  tunable: tunables.Tunable, config: dict, values: dict[str, Any]
 ) -> dict[str, Any]:
   """A trial's values as those of flags.
 
@@ -374,7 +194,11 @@ def flag_values(
 
 
 def check_ends(
-  tunable: Tunable, module, config: dict, space: tune.Space, workdir
+  tunable: tunables.Tunable,
+  module,
+  config: dict,
+  space: proposers.Space,
+  workdir,
 ) -> None:
   """Checks that the experiment takes the least and the greatest values.
 
@@ -420,7 +244,11 @@ def make_objective(names: tuple[str, ...]) -> Callable[[dict], float]:
 
 
 def make_problem(
-  tunable: Tunable, experiment: Any, config: dict, speed: dict, vmap: bool
+  tunable: tunables.Tunable,
+  experiment: Any,
+  config: dict,
+  speed: dict,
+  vmap: bool,
 ) -> trials.Problem:
   """The experiment as a search sees it."""
   algorithm = experiment.algorithm(config, speed)
@@ -476,7 +304,7 @@ def main() -> None:
     raise common.UsageError(
       "--bank=round: trials share the banks on the device"
     )
-  tunable = EXPERIMENTS[FLAGS.experiment]
+  tunable = tunables.EXPERIMENTS[FLAGS.experiment]
   module = importlib.import_module(tunable.module)
   names = FLAGS.algorithm
   if len(names) != 1 or names[0] not in tunable.space:
@@ -516,9 +344,11 @@ def main() -> None:
     speed | {"trials": FLAGS.trials, "batching": FLAGS.batching},
   )
   folder.keep(experiment.files)
-  proposer = tune.RandomSearch(space, FLAGS.seed)
+  proposer = proposers.RandomSearch(space, FLAGS.seed)
   if FLAGS.proposer == "optuna":
-    proposer = tune.OptunaSearch(space, FLAGS.seed, workdir / "optuna.journal")
+    proposer = proposers.OptunaSearch(
+      space, FLAGS.seed, workdir / "optuna.journal"
+    )
   if vmap:
     runner = trials.Vmapped(problem, seeds, devices=jax.devices())
   else:
@@ -599,7 +429,7 @@ def _text(value: Any) -> str:
   return ",".join(value) if isinstance(value, list | tuple) else str(value)
 
 
-def _range(name: str, dimension: tune.Dimension) -> str:
+def _range(name: str, dimension: proposers.Dimension) -> str:
   scale = "log" if dimension.log else "linear"
   return f"{name}={scale}:{dimension.low:g}:{dimension.high:g}"
 

@@ -19,6 +19,7 @@ from hetfl import (
   engine,
   planning,
   population,
+  proposers,
   report,
   trials,
   tune,
@@ -262,10 +263,10 @@ def federated(runner=None):
 
 
 SPACE = {
-  "client_lr": tune.Dimension(0.01, 0.5, log=True),
-  "alpha": tune.Dimension(0.05, 0.95),
+  "client_lr": proposers.Dimension(0.01, 0.5, log=True),
+  "alpha": proposers.Dimension(0.05, 0.95),
 }
-PROPOSED = tune.RandomSearch(SPACE, seed=0).propose([], 0, 5)
+PROPOSED = proposers.RandomSearch(SPACE, seed=0).propose([], 0, 5)
 PROPOSED[2] = PROPOSED[2] | {"client_lr": 1e30}
 
 
@@ -349,19 +350,19 @@ def test_ranges():
     "log:",
   ):
     with pytest.raises(ValueError, match=re.escape(repr(text))):
-      tune.Dimension.parse(text)
+      proposers.Dimension.parse(text)
 
 
 def test_optuna_goes_on_where_it_was_and_learns(tmp_path):
   pytest.importorskip("optuna")
-  space = {"rate": tune.Dimension(1.0, 100.0, log=True)}
+  space = {"rate": proposers.Dimension(1.0, 100.0, log=True)}
 
   def search(name, stop=None):
     rows = []
     for first in range(0, 40, 8):
       if first == stop:
         (tmp_path / name).unlink()  # Made anew of the rows.
-      proposer = tune.OptunaSearch(space, 0, tmp_path / name)
+      proposer = proposers.OptunaSearch(space, 0, tmp_path / name)
       for i, values in enumerate(proposer.propose(rows, first, 8)):
         rate = values["rate"]
         status = "complete" if rate < 50 else "diverged"
@@ -510,7 +511,7 @@ def script():
 
 
 def test_spaces(script, monkeypatch):
-  tunable = script.EXPERIMENTS["codist"]
+  tunable = script.tunables.EXPERIMENTS["codist"]
   given = dict.fromkeys(["client_lr", "server_lr", "distill_lr", "prox_mu"])
 
   class Flags(dict):
@@ -520,12 +521,12 @@ def test_spaces(script, monkeypatch):
   # Appendix F: one client rate, all else for each model; alpha for merged.
   sizes = {a: len(script.make_space(tunable, a)) for a in tunable.space}
   assert sizes == {"fedavg": 3, "periodic": 11, "merged": 12}
-  rate = tune.Dimension(1e-4, 0.1, log=True)
+  rate = proposers.Dimension(1e-4, 0.1, log=True)
   default = script.make_space(tunable, "fedavg")
   assert default == dict.fromkeys(
     ["client_lr", "server_lr.small", "server_lr.large"], rate
   )
-  new = tune.Dimension(1.0, 2.0)
+  new = proposers.Dimension(1.0, 2.0)
   for item, expected in (
     ("server_lr=linear:1:2", {"server_lr.small": new, "server_lr.large": new}),
     ("server_lr.large=linear:1:2", {"server_lr.large": new}),
@@ -553,7 +554,7 @@ def test_spaces(script, monkeypatch):
 
 
 def test_values_become_flags_and_states(script):
-  tunable = script.EXPERIMENTS["codist"]
+  tunable = script.tunables.EXPERIMENTS["codist"]
   config = {"client_lr": (0.1, 0.1), "server_lr": (0.3, 0.4)}
   values = {"client_lr": 0.2, "server_lr.large": 0.5, "merge_alpha": 0.25}
   found = script.flag_values(tunable, config, values)

@@ -1,0 +1,192 @@
+"""The experiments as a search sees them: spaces, places and accuracies."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import common
+
+from hetfl import core
+
+PyTree = Any
+
+
+class Tunable(NamedTuple):
+  """What a search needs to know of an experiment.
+
+  The module also has `_define_flags`, `configuration` and `Experiment`, as
+  `codist` has; the flags of a dimension hold one value, or one for each model.
+
+  Attributes:
+    module: its name.
+    models: the names of the models that flags may have values of their own
+      for.
+    space: algorithm -> dimension -> range. `FLAG` is one value for all
+      models, `FLAG.MODEL` that of one.
+    unused: algorithm -> flags that it makes nothing of.
+    place: `(state, flag, value) -> state` with the value in it, traceable;
+      ValueError if the state has no place for it.
+    data: `(experiment, config) ->` what its steps take.
+    accuracies: `(experiment, config) -> (names, evaluate, data)`: the
+      accuracies that can be objectives; `evaluate(state, data)`, which gives a
+      `Mean` for each; and its data, `heldout` and `test`.
+  """
+
+  module: str
+  models: tuple[str, ...]
+  space: dict[str, dict[str, str]]
+  unused: dict[str, tuple[str, ...]]
+  place: Callable[[PyTree, str, Any], PyTree]
+  data: Callable[[Any, dict], PyTree]
+  accuracies: Callable[
+    [Any, dict],
+    tuple[tuple[str, ...], Callable[..., core.Metrics], dict[str, PyTree]],
+  ]
+
+
+def _place_codist(state: PyTree, flag: str, value: Any) -> PyTree:
+  name = {
+    "distill_lr_decay": "final_share",
+    "teacher_temperature": "temperature",
+    "student_regularization": "regularization",
+    "merge_alpha": "alpha",
+  }.get(flag, flag)
+  return core.with_hyper(state, **{name: value})
+
+
+def _codist_space() -> dict[str, dict[str, str]]:
+  """Appendix F; a decay coefficient of (0, 1) on a log scale from 0.001."""
+  both = lambda **ranges: {
+    f"{flag}.{model}": text
+    for flag, text in ranges.items()
+    for model in ("small", "large")
+  }
+  rate = "log:1e-4:0.1"
+  fedavg = {"client_lr": rate, **both(server_lr=rate)}
+  periodic = fedavg | both(
+    distill_lr=rate,
+    distill_lr_decay="log:1e-3:1",
+    teacher_temperature="log:0.1:10",
+    student_regularization="log:1e-3:0.5",
+  )
+  merged = periodic | {"merge_alpha": "linear:0.05:0.95"}
+  return {"fedavg": fedavg, "periodic": periodic, "merged": merged}
+
+
+def _accuracy_of_each(sums: list[core.Metrics]) -> list[core.Mean]:
+  """Of what each model was measured for on one set, the accuracy."""
+  return [
+    next(mean for name, mean in of_one.items() if name.endswith("_accuracy"))
+    for of_one in sums
+  ]
+
+
+def codist_accuracies(experiment, config):
+  """Those of each pool's model, on the held-out clients' and test examples."""
+  del config
+  names, evaluator = EXPERIMENTS["codist"].models, experiment.evaluator
+
+  def evaluate(state, data):
+    sums = evaluator.sums([pool.variables for pool in state.pools], data)
+    return dict(zip(names, _accuracy_of_each(sums)))
+
+  data = {which: evaluator.data(which) for which in ("heldout", "test")}
+  return names, evaluate, data
+
+
+def _place_fml(state: PyTree, flag: str, value: Any) -> PyTree:
+  if flag == "learning_rate" and hasattr(state, "pools"):
+    flag = "client_lr"  # FedAvg's and FedProx's name of it.
+  return core.with_hyper(state, **{flag: value})
+
+
+def fml_accuracies(experiment, config):
+  """Those of the global model and, as a mean, of the clients' own.
+
+  Of the latter "test" are the clients' validation images.
+  """
+  if not config["heldout_examples"]:
+    raise common.UsageError(
+      "--heldout_examples=0: a search chooses by training examples that no"
+      " client trains on; give it some"
+    )
+  number = len(experiment.clients)
+  whole = experiment.clients[0].adaptor is None
+  data = {"heldout": {}, "test": {}}
+  if config["algorithm"] in ("fml", "independent"):
+    for which, suffix in (("heldout", "_heldout"), ("test", "")):
+      data[which]["clients"] = experiment.local_evaluator.data(
+        *(f"client{k}{suffix}" for k in range(number))
+      )
+  if whole and config["algorithm"] != "independent":
+    for which in data:
+      data[which]["global"] = experiment.global_evaluator.data(which)
+
+  def evaluate(state, data):
+    means = {}
+    if "global" in data:
+      server = experiment.server(config, state)
+      sums = experiment.global_evaluator.sums([server], data["global"])
+      (means["global"],) = _accuracy_of_each(sums)
+    if "clients" in data:
+      sums = experiment.local_evaluator.sums(
+        [state.local(k) for k in range(number)], data["clients"]
+      )
+      each = [mean.total / mean.count for mean in _accuracy_of_each(sums)]
+      means["clients"] = core.Mean(sum(each), float(number))
+    return means
+
+  return tuple(data["heldout"]), evaluate, data
+
+
+_DISTILL_FLAGS = (
+  "c4_tokenizer",
+  "distill_batch_size",
+  "distill_data",
+  "distill_epsilon",
+  "distill_examples",
+  "distill_lr",
+  "distill_lr_decay",
+  "distill_steps",
+  "label_weight",
+  "mixup_beta",
+  "student_regularization",
+  "teacher_temperature",
+)
+_MERGE_FLAGS = ("merge_alpha", "merge_every")
+_MUTUAL_FLAGS = ("alpha", "beta", "temperature", "sequential_updates")
+_FML_RATE = {"learning_rate": "log:1e-3:0.3"}
+EXPERIMENTS = {
+  "codist": Tunable(
+    module="codist",
+    models=("small", "large"),
+    space=_codist_space(),
+    unused={
+      "fedavg": (*_DISTILL_FLAGS, "codist_period", *_MERGE_FLAGS),
+      "periodic": _MERGE_FLAGS,
+      "merged": ("codist_period",),
+    },
+    place=_place_codist,
+    data=lambda experiment, _: experiment.device_data,
+    accuracies=codist_accuracies,
+  ),
+  "fml": Tunable(
+    module="fml",
+    models=(),
+    space={
+      "fml": _FML_RATE
+      | {"alpha": "linear:0.05:0.95", "beta": "linear:0.05:0.95"},
+      "fedavg": _FML_RATE,
+      "fedprox": _FML_RATE | {"prox_mu": "log:1e-4:1"},
+      "independent": _FML_RATE,
+    },
+    unused={
+      "fml": ("prox_mu",),
+      "fedavg": (*_MUTUAL_FLAGS, "client_models", "prox_mu"),
+      "fedprox": (*_MUTUAL_FLAGS, "client_models"),
+      "independent": (*_MUTUAL_FLAGS, "merge_weights", "prox_mu"),
+    },
+    place=_place_fml,
+    data=lambda experiment, config: experiment.device_data(config),
+    accuracies=fml_accuracies,
+  ),
+}

@@ -1,0 +1,221 @@
+"""What a search tries next: spaces of hyper-parameters, and who proposes.
+
+Reference: Lichtarge et al. 2023, appendix F, searches at random.
+"""
+
+from collections.abc import Mapping, Sequence
+import math
+import pathlib
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from hetfl import trials as trials_lib
+
+Values = trials_lib.Values
+# What came of a trial; see `hetfl.tune.search`.
+Row = dict[str, Any]
+
+
+class Dimension(NamedTuple):
+  """One hyper-parameter and its range.
+
+  Attributes:
+    low: the least value.
+    high: the greatest value.
+    log: whether equal ratios, not equal differences, are equally likely.
+
+  >>> Dimension.parse('log:1e-4:0.1')
+  Dimension(low=0.0001, high=0.1, log=True)
+  """
+
+  low: float
+  high: float
+  log: bool = False
+
+  @classmethod
+  def parse(cls, text: str) -> "Dimension":
+    """Reads `log:LOW:HIGH` or `linear:LOW:HIGH`.
+
+    Args:
+      text: the range.
+
+    Returns:
+      The dimension.
+
+    Raises:
+      ValueError: saying what is wrong with the text.
+    """
+    scale, *ends = text.split(":")
+    try:
+      low, high = map(float, ends)
+    except ValueError as error:
+      raise ValueError(f"{text!r}: give log:LOW:HIGH or linear:LOW:HIGH") from (
+        error
+      )
+    if scale not in ("log", "linear"):
+      raise ValueError(f"{text!r}: the scale must be log or linear")
+    if not (low < high < math.inf and (low > 0 or scale == "linear")):
+      raise ValueError(
+        f"{text!r}: LOW must lie below HIGH, and above 0 on a log scale"
+      )
+    return cls(low, high, scale == "log")
+
+  def at(self, share: float) -> float:
+    """The value at a share of the range, to six digits.
+
+    Six, so that a flag file can say exactly what was tried.
+
+    >>> Dimension(0.01, 100., log=True).at(0.5)
+    1.0
+    """
+    if self.log:
+      value = self.low * (self.high / self.low) ** share
+    else:
+      value = self.low + (self.high - self.low) * share
+    return float(f"{value:.6g}")
+
+
+Space = Mapping[str, Dimension]
+
+
+class Proposer(Protocol):
+  """Says what to try next."""
+
+  def propose(
+    self, rows: Sequence[Row], first: int, number: int
+  ) -> list[Values]:
+    """Proposes trials `first` to `first + number - 1`.
+
+    Args:
+      rows: those of all trials before `first`, in order.
+      first: the first trial's number.
+      number: how many trials.
+
+    Returns:
+      A value for each dimension, for each trial; the same for the same
+      arguments.
+    """
+
+
+class RandomSearch:
+  """Seeded random search: trial i's values depend on the seed and i alone.
+
+  Args:
+    space: what to vary.
+    seed: the search's seed.
+
+  >>> search = RandomSearch({'lr': Dimension(0.01, 1., log=True)}, seed=0)
+  >>> search.propose([], 0, 2) == (
+  ...     search.propose([], 0, 1) + search.propose([], 1, 1))
+  True
+  """
+
+  def __init__(self, space: Space, seed: int):
+    self._space = dict(sorted(space.items()))
+    self._seed = seed
+
+  def propose(
+    self, rows: Sequence[Row], first: int, number: int
+  ) -> list[Values]:
+    """Proposes trials; see `Proposer`."""
+    del rows
+    return [
+      {
+        name: dimension.at(share)
+        for (name, dimension), share in zip(
+          self._space.items(),
+          np.random.default_rng([self._seed, trial]).random(len(self._space)),
+        )
+      }
+      for trial in range(first, first + number)
+    ]
+
+
+class OptunaSearch:
+  """Optuna's TPE sampler; a diverged trial counts as an objective of 0.
+
+  Finished trials are kept in an Optuna journal, for Optuna's own tools. Each
+  block is drawn by a sampler of its own that has seen all blocks before.
+
+  Args:
+    space: what to vary.
+    seed: the search's seed.
+    journal: the journal's file; made of the rows anew if it does not fit them.
+
+  Raises:
+    ImportError: Optuna is not installed.
+  """
+
+  def __init__(self, space: Space, seed: int, journal: pathlib.Path):
+    try:
+      import optuna
+    except ImportError as error:
+      raise ImportError(
+        "Optuna is not installed: pip install 'hetfl[tune]', or"
+        " --proposer=random"
+      ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    self._optuna = optuna
+    self._space = {
+      name: optuna.distributions.FloatDistribution(d.low, d.high, log=d.log)
+      for name, d in sorted(space.items())
+    }
+    self._seed = seed
+    self._journal = journal
+
+  def propose(
+    self, rows: Sequence[Row], first: int, number: int
+  ) -> list[Values]:
+    """Proposes trials; see `Proposer`."""
+    self.record(rows)
+    trials = [self._trial(row) for row in rows]
+    sampler = self._optuna.samplers.TPESampler(
+      seed=int(np.random.default_rng([self._seed, first]).integers(2**31)),
+      n_startup_trials=max(10, 2 * len(self._space)),
+      constant_liar=True,  # A block is proposed before any of it is known.
+    )
+    study = self._optuna.create_study(direction="maximize", sampler=sampler)
+    study.add_trials(trials)
+    proposed = [study.ask(self._space).params for _ in range(number)]
+    return [
+      {
+        name: float(f"{min(max(params[name], d.low), d.high):.6g}")
+        for name, d in self._space.items()
+      }
+      for params in proposed
+    ]
+
+  def record(self, rows: Sequence[Row]) -> None:
+    """Brings the journal up to the rows."""
+    optuna = self._optuna
+
+    def study():
+      backend = optuna.storages.journal.JournalFileBackend(str(self._journal))
+      return optuna.create_study(
+        storage=optuna.storages.JournalStorage(backend),
+        study_name="hetfl",
+        direction="maximize",
+        load_if_exists=True,
+      )
+
+    there = study()
+    known = [t.user_attrs.get("trial") for t in there.trials]
+    if known != [row["trial"] for row in rows[: len(known)]]:
+      self._journal.unlink()
+      there, known = study(), []
+    for row in rows[len(known) :]:
+      there.add_trial(self._trial(row))
+
+  def _trial(self, row: Row):
+    halved = row["status"] == "halved"
+    states = self._optuna.trial.TrialState
+    values = {name: row["values"][name] for name in self._space}
+    return self._optuna.create_trial(
+      params=values,
+      distributions=self._space,
+      state=states.PRUNED if halved else states.COMPLETE,
+      value=row["objective"] or 0.0,
+      intermediate_values={int(t): v for t, v in row["rungs"].items()},
+      user_attrs={"trial": row["trial"], "status": row["status"]},
+    )
