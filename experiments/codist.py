@@ -52,7 +52,27 @@ SERVERS = {
   "momentum": fedavgm_server,
   "sgd": fedavg_server,
 }
-
+_DISTILL = (
+  "c4_tokenizer",
+  "distill_batch_size",
+  "distill_data",
+  "distill_epsilon",
+  "distill_examples",
+  "distill_lr",
+  "distill_lr_decay",
+  "distill_steps",
+  "label_weight",
+  "mixup_beta",
+  "student_regularization",
+  "teacher_temperature",
+)
+_MERGE = ("merge_alpha", "merge_every")
+# Flags that an algorithm makes nothing of.
+UNUSED = {
+  "fedavg": (*_DISTILL, "codist_period", *_MERGE),
+  "periodic": _MERGE,
+  "merged": ("codist_period",),
+}
 TASKS = {
   dataset: task
   for task in (codist_images, codist_language)
@@ -527,6 +547,7 @@ def main() -> None:
   launch.side_by_side(
     ("codist", FLAGS.dataset),
     ALGORITHMS,
+    unused=UNUSED,
     configure=configure,
     build=lambda config, speed: Experiment(config, speed, engine),
     train=train,

@@ -32,6 +32,14 @@ from hetfl.mutual import momentum_sgd, MutualClient, splice
 
 FLAGS = flags.FLAGS
 ALGORITHMS = ("fedavg", "fedprox", "fml", "independent")
+_MUTUAL = ("alpha", "beta", "temperature", "sequential_updates")
+# Flags that an algorithm makes nothing of.
+UNUSED = {
+  "fml": ("prox_mu",),
+  "fedavg": (*_MUTUAL, "client_models", "prox_mu"),
+  "fedprox": (*_MUTUAL, "client_models"),
+  "independent": (*_MUTUAL, "merge_weights", "prox_mu"),
+}
 TRUNKS = ("lenet5_conv", "cnn1_conv", "cnn2_conv")
 RECIPES = {
   "digits": "digits8",
@@ -575,6 +583,7 @@ def main() -> None:
   launch.side_by_side(
     ("fml", *FLAGS.dataset),
     ALGORITHMS,
+    unused=UNUSED,
     configure=configuration,
     build=Experiment,
     train=train,

@@ -1,6 +1,6 @@
 """From a command line to a run, or to several side by side."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import hashlib
 import logging as std_logging
 import math
@@ -23,6 +23,7 @@ def side_by_side(
   label: Sequence[str],
   algorithms: Sequence[str],
   *,
+  unused: Mapping[str, Sequence[str]],
   configure: Callable[[str, pathlib.Path], tuple[dict, dict]],
   build: Callable[..., Any],
   train: Callable[..., dict],
@@ -34,6 +35,7 @@ def side_by_side(
   Args:
     label: parts of the default folder's name.
     algorithms: those there are.
+    unused: an algorithm to the flags that it makes nothing of.
     configure: an algorithm and its folder to its resolved flags, `config` and
       `speed`.
     build: `(config, speed)` to the experiment, which serves all algorithms of
@@ -49,6 +51,7 @@ def side_by_side(
       raise common.UsageError(
         f"--algorithm={name}: choose from {', '.join(algorithms)}"
       )
+  _warn_of_unused(set.intersection(*(set(unused[name]) for name in names)))
   workdir = common.default_workdir(*label, *names)
   several = len(names) > 1
   paths = {name: workdir / name if several else workdir for name in names}
@@ -72,6 +75,17 @@ def side_by_side(
     draw(rows, configs[names[0]][0], workdir, experiments[names[0]])
   print(table(results))
   print(f"\nCurves: {workdir / 'curves.png'}")
+
+
+def _warn_of_unused(names: set[str]) -> None:
+  """Says which flags of the command line, not of flag files, change nothing."""
+  typed = {arg.lstrip("-").partition("=")[0] for arg in sys.argv[1:]}
+  for name in sorted(names & typed):
+    logging.warning(
+      "--%s: --algorithm=%s makes nothing of it.",
+      name,
+      ",".join(FLAGS.algorithm),
+    )
 
 
 def _experiments(build, configs):

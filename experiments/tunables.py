@@ -13,8 +13,9 @@ PyTree = Any
 class Tunable(NamedTuple):
   """What a search needs to know of an experiment.
 
-  The module also has `_define_flags`, `configuration` and `Experiment`, as
-  `codist` has; the flags of a dimension hold one value, or one for each model.
+  The module also has `UNUSED`, `_define_flags`, `configuration` and
+  `Experiment`, as `codist` has; the flags of a dimension hold one value, or one
+  for each model.
 
   Attributes:
     module: its name.
@@ -22,7 +23,6 @@ class Tunable(NamedTuple):
       for.
     space: algorithm -> dimension -> range. `FLAG` is one value for all
       models, `FLAG.MODEL` that of one.
-    unused: algorithm -> flags that it makes nothing of.
     place: `(state, flag, value) -> state` with the value in it, traceable;
       ValueError if the state has no place for it.
     data: `(experiment, config) ->` what its steps take.
@@ -34,7 +34,6 @@ class Tunable(NamedTuple):
   module: str
   models: tuple[str, ...]
   space: dict[str, dict[str, str]]
-  unused: dict[str, tuple[str, ...]]
   place: Callable[[PyTree, str, Any], PyTree]
   data: Callable[[Any, dict], PyTree]
   accuracies: Callable[
@@ -138,33 +137,12 @@ def fml_accuracies(experiment, config):
   return tuple(data["heldout"]), evaluate, data
 
 
-_DISTILL_FLAGS = (
-  "c4_tokenizer",
-  "distill_batch_size",
-  "distill_data",
-  "distill_epsilon",
-  "distill_examples",
-  "distill_lr",
-  "distill_lr_decay",
-  "distill_steps",
-  "label_weight",
-  "mixup_beta",
-  "student_regularization",
-  "teacher_temperature",
-)
-_MERGE_FLAGS = ("merge_alpha", "merge_every")
-_MUTUAL_FLAGS = ("alpha", "beta", "temperature", "sequential_updates")
 _FML_RATE = {"learning_rate": "log:1e-3:0.3"}
 EXPERIMENTS = {
   "codist": Tunable(
     module="codist",
     models=("small", "large"),
     space=_codist_space(),
-    unused={
-      "fedavg": (*_DISTILL_FLAGS, "codist_period", *_MERGE_FLAGS),
-      "periodic": _MERGE_FLAGS,
-      "merged": ("codist_period",),
-    },
     place=_place_codist,
     data=lambda experiment, _: experiment.device_data,
     accuracies=codist_accuracies,
@@ -178,12 +156,6 @@ EXPERIMENTS = {
       "fedavg": _FML_RATE,
       "fedprox": _FML_RATE | {"prox_mu": "log:1e-4:1"},
       "independent": _FML_RATE,
-    },
-    unused={
-      "fml": ("prox_mu",),
-      "fedavg": (*_MUTUAL_FLAGS, "client_models", "prox_mu"),
-      "fedprox": (*_MUTUAL_FLAGS, "client_models"),
-      "independent": (*_MUTUAL_FLAGS, "merge_weights", "prox_mu"),
     },
     place=_place_fml,
     data=lambda experiment, config: experiment.device_data(config),

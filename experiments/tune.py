@@ -367,7 +367,7 @@ def main() -> None:
       halvings=FLAGS.halvings,
       checkpoint_every=speed["checkpoint_every"],
     )
-  write_best(tunable, rows, config, workdir)
+  write_best(tunable, module, rows, config, workdir)
   report.parallel_coordinates(
     {name: [row["values"][name] for row in rows] for name in space},
     [row["objective"] for row in rows],
@@ -397,7 +397,7 @@ def main() -> None:
   print(f"\nBest flags: {workdir / 'best.flags'}")
 
 
-def write_best(tunable, rows, config, workdir) -> None:
+def write_best(tunable, module, rows, config, workdir) -> None:
   """Writes `best.flags`, which the experiment takes as it is."""
   best = tune.top(rows, 1)
   if not best:
@@ -419,7 +419,7 @@ def write_best(tunable, rows, config, workdir) -> None:
   used = {
     name: value
     for name, value in (config | found).items()
-    if name not in tunable.unused[config["algorithm"]]
+    if name not in module.UNUSED[config["algorithm"]]
   }
   text = "\n".join([*head, logs.flags_text(used)]) + "\n"
   logs.write_bytes(workdir / "best.flags", text.encode())

@@ -282,6 +282,7 @@ def test_language_models_of_two_domains(codist, tmp_path):
     "--clients_per_round=3",
     "--distill_steps=2",
     "--distill_batch_size=8",
+    "--codist_period=2",
     "--rounds=4",
     "--eval_every=2",
     "--checkpoint_every=1",
@@ -289,6 +290,8 @@ def test_language_models_of_two_domains(codist, tmp_path):
   )
   done = codist(*run, f"--workdir={tmp_path}/run")
   assert done.returncode == 0, done.stderr
+  unused = re.findall(r"--(\w+): --algorithm=merged makes nothing", done.stderr)
+  assert unused == ["codist_period"]
   assert re.search(r"questions % +answers %", done.stdout)
   result, rows = outcome(tmp_path / "run")
   vocabulary = (tmp_path / "run/vocabulary.json").read_bytes()
