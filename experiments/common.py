@@ -87,7 +87,8 @@ def define_run_flags() -> None:
     None,
     "Rounds from one checkpoint to the next: at most so many are done again by"
     " a run that goes on. By default --eval_every for codist, but 40 for its"
-    " digits, 10 for fml, and 1 for fedmd, but 10 for its digits.",
+    " digits, 10 for fml, and 1 for fedmd, but 10 for its digits and on"
+    " accelerators, where a round takes less time than to save it.",
     lower_bound=1,
   )
   flags.DEFINE_bool("tensorboard", True, "Write TensorBoard scalars.")
@@ -133,8 +134,8 @@ def define_run_flags() -> None:
     ["patches", "winograd", "native"],
     "Form of the convolutions: products of patches, Winograd's (3x3 layers of"
     " 16 channels and more; others as patches), or XLA's own. By default"
-    " winograd on CPUs where a model has such layers, but for digits; else"
-    " patches, or for FedMD on accelerators native. Changes speed only.",
+    " winograd on CPUs where a model has such layers, but for digits; native on"
+    " TPUs, and for FedMD on GPUs; else patches. Changes speed only.",
   )
   flags.DEFINE_integer(
     "microbatch",
@@ -259,6 +260,8 @@ def make_engine() -> engine_lib.Engine:
 
 def default_conv(dataset: str) -> str:
   """The default of --conv for models with layers of many channels."""
+  if jax.default_backend() == "tpu":
+    return "native"
   if jax.default_backend() != "cpu" or dataset == "digits":
     return "patches"  # Rounds of digits take less time than to compile more.
   return "winograd"
@@ -453,6 +456,11 @@ def open_folder(
   """Makes a run's folder, or opens it; see `logs.RunFolder`."""
   defaults = {name: FLAGS[name].default for name in FLAGS}
   return logs.RunFolder(workdir, config, speed, defaults=defaults)
+
+
+def typed() -> set[str]:
+  """The flags that the command line itself gives, not a flag file."""
+  return {arg.lstrip("-").partition("=")[0] for arg in sys.argv[1:]}
 
 
 def refuse(reason: str, *names: str) -> None:

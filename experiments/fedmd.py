@@ -239,15 +239,12 @@ class Experiment:
     logging.info("Phase %s, in %s", phase, folder.path)
 
     def watch(state):
-      return {
-        f"{party.name}/{name}": value
-        for party, learner in zip(self.parties, jax.device_get(state.parties))
-        for name, value in (
-          ("epochs", learner.epochs),
-          ("stopping_accuracy", learner.accuracy),
-        )
-        if name == "epochs" or self.stopping[of] is not None
-      }
+      values = {}
+      for party, learner in zip(self.parties, state.parties):
+        values[f"{party.name}/epochs"] = learner.epochs
+        if self.stopping[of] is not None:
+          values[f"{party.name}/stopping_accuracy"] = learner.accuracy
+      return jax.device_get(values)
 
     def summarize(state, evaluation):
       del evaluation

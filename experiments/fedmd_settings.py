@@ -50,8 +50,9 @@ DEFAULTS = {
     heldout_examples=100,
     public_batch_size=32,
     public_patience=20,
+    transfer_epochs=100,
     transfer_batch_size=6,
-    transfer_patience=25,
+    transfer_patience=100,
     public_subset=300,
     digest_batch_size=32,
   ),
@@ -254,8 +255,8 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
   common.refuse("FedMD has none; leave it out", "lanes", "microbatch")
   on_cpu = jax.default_backend() == "cpu"
   speed = {
-    # The rounds of digits take less time than a checkpoint.
-    "checkpoint_every": 10 if FLAGS.environment == "digits" else 1,
+    # Else rounds take less time than a checkpoint.
+    "checkpoint_every": 1 if on_cpu and FLAGS.environment != "digits" else 10,
     # No party's kernels are a batch axis here, so accelerators' own form.
     "conv": "patches" if on_cpu else "native",
     "eval_batch_size": 40 if on_cpu else 1000,

@@ -79,8 +79,7 @@ def side_by_side(
 
 def _warn_of_unused(names: set[str]) -> None:
   """Says which flags of the command line, not of flag files, change nothing."""
-  typed = {arg.lstrip("-").partition("=")[0] for arg in sys.argv[1:]}
-  for name in sorted(names & typed):
+  for name in sorted(names & common.typed()):
     logging.warning(
       "--%s: --algorithm=%s makes nothing of it.",
       name,

@@ -22,13 +22,30 @@ def random_crop(key: jax.Array, x: jax.Array, size: int, pad: int) -> jax.Array:
   Returns:
     `[B, size, size, c]`, each image with its own offsets.
 
+  Raises:
+    ValueError: the images are smaller.
+
   >>> x = jnp.arange(1, 10).reshape(1, 3, 3, 1)
   >>> random_crop(jax.random.key(0), x, 3, 0)[0, :, :, 0].tolist()
   [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
   """
   x = jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
-  limits = jnp.array([[x.shape[1] - size + 1, x.shape[2] - size + 1]])
+  room = x.shape[1] - size, x.shape[2] - size
+  if min(room) < 0:
+    raise ValueError(
+      f"size={size}: images of {x.shape[1]}x{x.shape[2]}, padding counted, have"
+      " no such square"
+    )
+  limits = jnp.array([[n + 1 for n in room]])
   offsets = jax.random.randint(key, (x.shape[0], 2), 0, limits)
+  if jax.default_backend() == "tpu":
+    # Slices of unlike offsets would be taken one image after another there.
+    for i, n in enumerate(room):
+      for bit in range(n.bit_length()):
+        moved = jnp.roll(x, -(1 << bit), 1 + i)
+        on = (offsets[:, i] >> bit) & 1 == 1
+        x = jnp.where(on.reshape(-1, 1, 1, 1), moved, x)
+    return x[:, :size, :size]
 
   def crop(image, offset):
     start = (offset[0], offset[1], 0)

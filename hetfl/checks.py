@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import logging
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,6 +148,23 @@ def part(data: Mapping[str, Any], name: str) -> Any:
   return data[name]
 
 
+def sequence(name: str, given: Any, kind: type) -> None:
+  """Checks that what should be a sequence of some kind is not one of them.
+
+  Raises:
+    ValueError: it is.
+
+  >>> sequence('counts', 3, int)
+  Traceback (most recent call last):
+    ...
+  ValueError: counts: give a sequence, such as [counts], not a bare int
+  """
+  if isinstance(given, kind):
+    raise ValueError(
+      f"{name}: give a sequence, such as [{name}], not a bare {kind.__name__}"
+    )
+
+
 def banks(data: Mapping[str, Any], name: str, number: int) -> Sequence[Any]:
   """`data[name]`, of what a step is given, if it is a sequence of N banks.
 
@@ -187,6 +205,58 @@ float[8]
     raise ValueError(
       f"a loss of shape {jnp.shape(values)} on {len(mask)} examples: give one"
       f" number for each, float[{len(mask)}]"
+    )
+
+
+def labels(logits: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
+  """The batch's labels, if they are one whole number for each prediction.
+
+  Args:
+    logits: `float[..., C]`.
+    batch: what should hold `y: int[...]`.
+
+  Returns:
+    `y`.
+
+  Raises:
+    ValueError: it is not there, or something else.
+
+  >>> labels(jnp.zeros((8, 3)), {'y': jnp.zeros((8, 3))})
+  Traceback (most recent call last):
+    ...
+  ValueError: batch['y'] is float32 of shape (8, 3) beside logits of shape \
+(8, 3): labels are whole numbers, 0 to C - 1, of shape (8,)
+  """
+  if "y" not in batch:
+    raise ValueError(
+      f"a batch holds {sorted(batch)}, but the loss takes labels 'y': name the"
+      " bank's labels so, or give a transform"
+    )
+  y, shape = batch["y"], jnp.shape(logits)
+  dtype = jnp.result_type(y)
+  if not jnp.issubdtype(dtype, jnp.integer) or jnp.shape(y) != shape[:-1]:
+    raise ValueError(
+      f"batch['y'] is {dtype} of shape {jnp.shape(y)} beside logits of shape"
+      f" {shape}: labels are whole numbers, 0 to C - 1, of shape"
+      f" {shape[:-1]}"
+    )
+  return y
+
+
+def model(owner: str, given: Any) -> None:
+  """Checks that a model is no bare Flax module.
+
+  Args:
+    owner: whose it is.
+    given: the model.
+
+  Raises:
+    ValueError: it is one.
+  """
+  if isinstance(given, nn.Module):
+    raise ValueError(
+      f"{owner}: model is a Flax module, {type(given).__name__}; give"
+      " Model.from_flax(module, example)"
     )
 
 

@@ -124,7 +124,7 @@ def local_sgd(
 
     def objective(params):
       variables = core.Variables(params, client.variables.stats)
-      logits, stats = model.apply(variables, batch["x"], model_key, True)
+      logits, stats = model.outputs(variables, batch["x"], model_key, True)
       value = core.masked_mean(loss(logits, batch), batch["mask"])
       total = value
       if proximal:

@@ -5,6 +5,7 @@ P pools (or parties).
 """
 
 from collections.abc import Callable, Mapping
+import dataclasses
 import inspect
 from typing import Any, NamedTuple
 
@@ -56,30 +57,45 @@ class Model(NamedTuple):
   init: Callable[[jax.Array], Variables]
   apply: Callable[..., tuple[jax.Array, PyTree]]
 
-  def predict(self, variables: Variables, x: PyTree) -> jax.Array:
-    """The logits in inference mode.
+  def outputs(
+    self,
+    variables: Variables,
+    x: PyTree,
+    key: jax.Array | None,
+    train: bool,
+  ) -> tuple[jax.Array, PyTree]:
+    """What `apply` gives, if it is a pair.
 
     Args:
       variables: what the model holds.
       x: inputs.
+      key: a random key.
+      train: whether this is training.
 
     Returns:
-      The logits.
+      The logits and the statistics.
 
     Raises:
       ValueError: `apply` gives no pair.
     """
-    outputs = self.apply(variables, x, None, False)
+    outputs = self.apply(variables, x, key, train)
     if not isinstance(outputs, tuple) or len(outputs) != 2:
       raise ValueError(
         "a model's apply gave no pair: it must return (logits, stats); without"
         " mutable collections, stats are variables.stats"
       )
-    return outputs[0]
+    return outputs
+
+  def predict(self, variables: Variables, x: PyTree) -> jax.Array:
+    """The logits in inference mode; see `outputs`."""
+    return self.outputs(variables, x, None, False)[0]
 
   @classmethod
   def from_flax(cls, module: nn.Module, example: jax.Array) -> "Model":
     """Wraps a Flax Linen module.
+
+    Models of equal modules and examples of one shape are equal, and share
+    programs.
 
     Args:
       module: the module. If its `__call__` takes `train`, it is passed on.
@@ -92,7 +108,7 @@ class Model(NamedTuple):
       The model.
 
     Raises:
-      ValueError: the module's switch has another name.
+      ValueError: it is no Linen module, or its switch has another name.
 
     >>> model = Model.from_flax(nn.Dense(3), jnp.zeros((1, 2)))
     >>> variables = model.init(jax.random.key(0))
@@ -102,6 +118,11 @@ class Model(NamedTuple):
     >>> logits.shape
     (5, 3)
     """
+    if not isinstance(module, nn.Module):
+      raise ValueError(
+        f"{type(module).__name__} is no Flax Linen module; of other libraries,"
+        " NNX too, write init and apply: Model(init, apply)"
+      )
     arguments = inspect.signature(module.__call__).parameters
     takes_train = "train" in arguments
     for name in (
@@ -117,27 +138,65 @@ class Model(NamedTuple):
           " wrap it in a module whose __call__ takes `train`"
         )
 
-    def init(key):
-      params_key, dropout_key = jax.random.split(key)
-      mode = {"train": False} if takes_train else {}
-      variables = dict(
-        module.init(
-          {"params": params_key, "dropout": dropout_key}, example, **mode
-        )
+    leaves, tree = jax.tree.flatten(example)
+    shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+    return cls(
+      _FlaxInit(module, takes_train, shapes, tree),
+      _FlaxApply(module, takes_train),
+    )
+
+
+class _Alike:
+  """Equal to others of equal fields, which need not have hashes."""
+
+  def __eq__(self, other):
+    try:
+      return type(self) is type(other) and vars(self) == vars(other)
+    except (TypeError, ValueError):  # Fields that cannot be compared: arrays.
+      return False
+
+  def __hash__(self):
+    return hash(type(self))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _FlaxInit(_Alike):
+  """Initialises a Flax module on zeros of an example's shapes and types."""
+
+  module: nn.Module
+  takes_train: bool
+  shapes: tuple[tuple[tuple[int, ...], Any], ...]
+  tree: Any
+
+  def __call__(self, key):
+    params_key, dropout_key = jax.random.split(key)
+    example = self.tree.unflatten([jnp.zeros(*leaf) for leaf in self.shapes])
+    mode = {"train": False} if self.takes_train else {}
+    variables = dict(
+      self.module.init(
+        {"params": params_key, "dropout": dropout_key}, example, **mode
       )
-      return Variables(variables.pop("params", {}), variables)
+    )
+    return Variables(variables.pop("params", {}), variables)
 
-    def apply(variables, x, key, train):
-      mode = {"train": train} if takes_train else {}
-      rngs = {"dropout": key} if train and key is not None else {}
-      collections = {"params": variables.params, **variables.stats}
-      if train and variables.stats:
-        return module.apply(
-          collections, x, rngs=rngs, mutable=list(variables.stats), **mode
-        )
-      return module.apply(collections, x, rngs=rngs, **mode), variables.stats
 
-    return cls(init, apply)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _FlaxApply(_Alike):
+  """Applies a Flax module; see `Model.from_flax`."""
+
+  module: nn.Module
+  takes_train: bool
+
+  def __call__(self, variables, x, key, train):
+    mode = {"train": train} if self.takes_train else {}
+    rngs = {"dropout": key} if train and key is not None else {}
+    collections = {"params": variables.params, **variables.stats}
+    if train and variables.stats:
+      return self.module.apply(
+        collections, x, rngs=rngs, mutable=list(variables.stats), **mode
+      )
+    logits = self.module.apply(collections, x, rngs=rngs, **mode)
+    return logits, variables.stats
 
 
 class Mean(NamedTuple):
@@ -185,12 +244,16 @@ def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
   Returns:
     `float[B]`, in nats; not a number where a label is no class.
 
+  Raises:
+    ValueError: as `checks.labels`.
+
   >>> float(cross_entropy(jnp.zeros((1, 4)), {'y': jnp.array([2])})[0])
   1.386...
   """
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+  labels = checks.labels(logits, batch)
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
   # Negative labels would count from the last class.
-  return jnp.where(batch["y"] < 0, jnp.nan, losses)
+  return jnp.where(labels < 0, jnp.nan, losses)
 
 
 def gather(bank: Batch, index: jax.Array) -> Batch:

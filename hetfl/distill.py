@@ -392,7 +392,7 @@ class Distiller:
     """Mean loss, gradient and statistics over a batch, part by part."""
 
     def loss(params, stats, key, data):
-      logits, stats = model.apply(
+      logits, stats = model.outputs(
         core.Variables(params, stats), data[0], key, True
       )
       return divergence(logits, data), stats

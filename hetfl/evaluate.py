@@ -58,7 +58,7 @@ class Evaluator:
 
   Raises:
     ValueError: `only` names a set that there is not, a set has positions
-      outside its bank, or `batch_size` is below 1.
+      outside its bank, `batch_size` is below 1, or `models` is one model.
   """
 
   def __init__(
@@ -72,6 +72,7 @@ class Evaluator:
     batch_size: int = 40,
     only: Sequence[Collection[str]] | None = None,
   ):
+    checks.sequence("models", models, core.Model)
     checks.counts(batch_size=batch_size)
     self._engine = engine or engine_lib.Inline()
     self._banks = {name: subset.bank for name, subset in sets.items()}
@@ -105,6 +106,7 @@ class Evaluator:
       For each model a flat dict such as `{'test_accuracy': 0.5}`, without what
       a set has nothing to measure for.
     """
+    checks.sequence("variables", variables, core.Variables)
     if len(variables) != len(self._programs):
       raise ValueError(
         f"variables: {len(variables)} for {len(self._programs)} models"

@@ -65,6 +65,7 @@ class Pool:
   prox_mu: float | jax.Array | None = None
 
   def __post_init__(self):
+    checks.model(self.name, self.model)
     checks.factories(
       client_optimizer=self.client_optimizer,
       server_optimizer=self.server_optimizer,
@@ -222,6 +223,7 @@ def check_pools(pools: Sequence[Pool], at_least: int = 1) -> tuple[Pool, ...]:
   Raises:
     ValueError: if not.
   """
+  checks.sequence("pools", pools, Pool)
   names = [pool.name for pool in pools]
   if len(names) < at_least or len(set(names)) != len(names):
     raise ValueError(

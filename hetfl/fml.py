@@ -304,9 +304,16 @@ def _whole(stages, *args):
 
 def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
   """Algorithm 1, or its clients without a server."""
+  checks.sequence("clients", clients, MutualClient)
   clients = tuple(clients)
   if not clients:
     raise ValueError("clients: there are none")
+  for k, client in enumerate(clients):
+    if not isinstance(client, MutualClient):
+      raise ValueError(
+        f"client {k} is a {type(client).__name__}: give a MutualClient of it"
+      )
+    checks.model(f"client {k}", client.model)
   engine = engine or engine_lib.Inline()
   checks.hyper(
     {n: x for n, x in (hyper | options).items() if not callable(x)},

@@ -25,8 +25,9 @@ PyTree = Any
 class MutualClient(NamedTuple):
   """A client of Federated Mutual Learning; its configuration.
 
-  Clients whose fields are the same objects form a group, whose states are
-  stacked and whose work is one program: make a model once and hand it to all.
+  Clients of equal fields form a group, whose states are stacked and whose work
+  is one program. Functions are equal only to themselves: make a transform, and
+  a model that is not of Flax, once and hand it to all.
 
   Attributes:
     model: the client's own model, the paper's local or personalized one.
@@ -209,7 +210,7 @@ def splice(trunk: core.Model, adaptor: core.Model | None) -> core.Model:
     for i, (name, part) in enumerate(zip(("trunk", "adaptor"), parts)):
       own = core.Variables(variables.params[name], variables.stats[name])
       part_key = None if key is None else jax.random.fold_in(key, i)
-      x, stats[name] = part.apply(own, x, part_key, train)
+      x, stats[name] = part.outputs(own, x, part_key, train)
     return x, stats
 
   parts = (trunk, adaptor)
@@ -294,7 +295,7 @@ def client_program(
     keys = {"local": jax.random.fold_in(key, 2**31), "meme": key}
     if alike:
       # Side by side the first layers of both are one matrix product.
-      out = jax.vmap(client.model.apply, (0, None, 0, None))(
+      out = jax.vmap(client.model.outputs, (0, None, 0, None))(
         jax.tree.map(lambda *a: jnp.stack(a), *(own[n] for n in models)),
         batch["x"],
         jnp.stack([keys[n] for n in models]),
@@ -306,7 +307,7 @@ def client_program(
       }
     else:
       out = {
-        name: model.apply(own[name], batch["x"], keys[name], True)
+        name: model.outputs(own[name], batch["x"], keys[name], True)
         for name, model in models.items()
       }
     logits = {name: out[name][0] for name in models}

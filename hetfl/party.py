@@ -96,7 +96,7 @@ class Party:
 
         def objective(params):
           variables = trained.variables._replace(params=params)
-          logits, stats = self.model.apply(
+          logits, stats = self.model.outputs(
             variables, batch["x"], jax.random.fold_in(key, s), True
           )
           value = core.masked_mean(loss(logits, batch), batch["mask"])
@@ -441,11 +441,13 @@ def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
   Raises:
     ValueError: if not.
   """
+  checks.sequence("parties", parties, Party)
   names = [party.name for party in parties]
   if not names or len(set(names)) != len(names):
     raise ValueError(f"parties={names}: give one or more, of unlike names")
   for party in parties:
     party.hyper()
+    checks.model(party.name, party.model)
     checks.factories(optimizer=party.optimizer)
   return tuple(parties)
 

@@ -309,6 +309,7 @@ def plan_round(
   >>> len(plan.pools), plan.pools[0].steps, plan.distill.shape
   (2, array([2, 2], dtype=int32), (1, 4))
   """
+  checks.sequence("pools", pools, ClientPopulation)
   if num_lanes is None:
     num_lanes = clients_per_round
   lanes = tuple(

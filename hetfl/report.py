@@ -1,13 +1,13 @@
 """Curves and tables of finished or running runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 import io
 import math
 import os
 from typing import Any
 
 import matplotlib
-from matplotlib import figure
+from matplotlib import figure, ticker
 from matplotlib.backends import backend_agg
 
 from hetfl import logs
@@ -31,6 +31,9 @@ def curves(
   title: str | None = None,
 ) -> None:
   """Draws a metric over the rounds, one panel a pool, to a PNG.
+
+  One legend has the names of all panels' lines; the lines' last values are at
+  the right of each panel.
 
   Args:
     runs: label -> rows of metrics, as `logs.read_rows` reads them.
@@ -59,7 +62,7 @@ def curves(
     raise ValueError(f"metric={metric!r}: no row of {list(runs)} has it")
   columns = min(len(pools), 3)
   lines = -(-len(pools) // columns)
-  fig = _figure(1.0 + 4.2 * columns, 3.8 * lines)
+  fig = _figure(1.0 + 4.2 * columns, 0.6 + 3.8 * lines)
   grid = fig.subplots(lines, columns, sharey=True, squeeze=False)
   axes = list(grid.flat)
   for ax in axes[len(pools) :]:
@@ -79,7 +82,7 @@ def curves(
         # A single point has no line.
         marker="o" if len(x) <= 12 else None,
         markersize=3.5,
-        label=f"{label} ({y[-1]:.1f})",
+        label=label,
       )
     for label, value in (published or {}).get(pool, {}).items():
       ax.axhline(
@@ -87,15 +90,27 @@ def curves(
         color=colors.get(label, "0.35"),
         linestyle="--",
         linewidth=1.2,
-        label=f"{label}, {dashed} ({scale * value:.1f})",
+        label=f"{label}, {dashed}",
       )
     ax.set_title(f"{pool} model", fontsize=11)
     ax.set_xlabel("Round")
     ax.set_xlim(left=0)
+    _whole(ax)
     _plain(ax)
-    ax.legend(fontsize=8.5, frameon=False, loc="lower right")
+    ax.legend(
+      ax.lines,
+      [f"{line.get_ydata()[-1]:.1f}" for line in ax.lines],
+      loc="upper left",
+      bbox_to_anchor=(1.01, 1),
+      borderaxespad=0,
+      handlelength=1.2,
+      fontsize=8.5,
+      frameon=False,
+    )
   for ax in grid[:, 0]:
     ax.set_ylabel(ylabel)
+  names = {line.get_label(): line for ax in fig.axes for line in ax.lines}
+  _legend(fig, names, max(columns, 2))
   if title:
     fig.suptitle(title, fontsize=12)
   _save(fig, path)
@@ -155,6 +170,26 @@ def _plain(ax) -> None:
   ax.spines[["top", "right"]].set_visible(False)
 
 
+def _whole(ax) -> None:
+  """Marks of an axis of rounds, at whole numbers."""
+  steps = [1, 2, 2.5, 5, 10]
+  ax.xaxis.set_major_locator(
+    ticker.MaxNLocator("auto", steps=steps, integer=True)
+  )
+
+
+def _legend(fig: figure.Figure, lines: Mapping[str, Any], columns: int) -> None:
+  """One legend of lines by name, below all panels."""
+  fig.legend(
+    lines.values(),
+    lines,
+    loc="outside lower center",
+    ncols=columns,
+    fontsize=8.5,
+    frameon=False,
+  )
+
+
 def _save(fig: figure.Figure, path: str | os.PathLike[str]) -> None:
   content = io.BytesIO()
   # Without the version of matplotlib, equal curves are equal files.
@@ -210,6 +245,7 @@ def collaboration(
     "Round (dashed: transfer learning alone; dash-dotted: pooled data)"
   )
   ax.set_ylabel("Test accuracy (%)")
+  _whole(ax)
   _plain(ax)
   fig.legend(fontsize=8.5, frameon=False, loc="outside right center")
   if title:
@@ -258,6 +294,7 @@ def parallel_coordinates(
   path: str | os.PathLike[str],
   *,
   log: Mapping[str, bool],
+  halved: Container[int] = (),
   label: str = "objective",
   scale: float = 100.0,
   title: str | None = None,
@@ -270,10 +307,13 @@ def parallel_coordinates(
       None, such as a diverged trial's, is a dotted line that ends before it.
     path: the PNG; replaced atomically.
     log: hyper-parameter -> whether its axis is logarithmic.
+    halved: which trials were stopped early, so that their scores do not compare
+      with the others': dashed lines that end before the axis of the scores.
     label: what the score is called.
     scale: factor from the scores' unit to that of the axis.
     title: above the axes.
   """
+  scores = [None if i in halved else s for i, s in enumerate(scores)]
   columns = {**axes, label: [s and scale * s for s in scores]}
   shares, ticks = [], []
   for name, values in columns.items():
@@ -283,18 +323,21 @@ def parallel_coordinates(
   fig = _figure(1.5 + 1.25 * len(columns), 4.6)
   ax = fig.subplots()
   colors = matplotlib.colormaps["viridis"]
+  apart = {}
   # The best last, on top of the others.
   for i in sorted(range(len(scores)), key=lambda i: scores[i] or -math.inf):
     line = [share[i] for share in shares]
     known = line[-1] is not None
-    ax.plot(
+    (drawn,) = ax.plot(
       range(len(line) - (not known)),
       line if known else line[:-1],
       color=colors(line[-1]) if known else "0.6",
-      linestyle="-" if known else ":",
+      linestyle="-" if known else "--" if i in halved else ":",
       linewidth=0.8 + 1.4 * (line[-1] if known else 0),
       alpha=0.85,
     )
+    if not known:
+      apart["halved: stopped early" if i in halved else "diverged"] = drawn
   for x, labels in enumerate(ticks):
     ax.axvline(x, color="0.3", linewidth=0.8)
     for y, text in labels:
@@ -304,6 +347,8 @@ def parallel_coordinates(
   ax.set_ylim(-0.04, 1.04)
   ax.set_yticks([])
   ax.spines[:].set_visible(False)
+  if apart:
+    _legend(fig, apart, 2)
   if title:
     fig.suptitle(title, fontsize=12)
   _save(fig, path)
@@ -320,7 +365,11 @@ def _axis(
   width = (high - low) or 1.0
   places = [None if v is None else (move(v) - low) / width for v in values]
   marks = (0, 0.25, 0.5, 0.75, 1) if high > low else (0,)
-  return places, [(m, f"{back(low + m * width):.3g}") for m in marks]
+  for digits in range(3, 8):  # So many that no two marks are the same.
+    texts = [f"{back(low + m * width):.{digits}g}" for m in marks]
+    if len(set(texts)) == len(marks):
+      break
+  return places, list(zip(marks, texts))
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:

@@ -13,6 +13,7 @@ import dataclasses
 import importlib.metadata
 import json
 import math
+import os
 import pathlib
 import platform
 import signal
@@ -109,7 +110,10 @@ class _Fetcher:
     ]
     if not bad:
       return
-    message = f"round {round}: {', '.join(bad)}: the training has diverged"
+    message = (
+      f"round {round}: {', '.join(bad)}: the training has diverged, or a label"
+      " is no class of the model"
+    )
     if self._stop:
       raise FloatingPointError(
         f"{message} (stop_on_nonfinite); lower the learning rate, or look"
@@ -521,6 +525,9 @@ def _signals() -> Iterator[list[int]]:
         raise KeyboardInterrupt
       raise SystemExit(128 + number)
     caught.append(number)
+    name = signal.Signals(number).name
+    # Not by `logging`, which may be at work as the signal comes.
+    os.write(2, f"{name}: ends after this round; again: at once\n".encode())
 
   with on_signals(handler):
     yield caught

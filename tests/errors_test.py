@@ -30,7 +30,7 @@ from hetfl.fedmd import (
   plan_fedmd,
   TRANSLATORS,
 )
-from hetfl.fml import fml, group_clients, plan_mutual
+from hetfl.fml import fml, group_clients, independent, plan_mutual
 from hetfl.models import language, layers
 from hetfl.mutual import mutual_loss, MutualClient
 from tests import algorithms, federation
@@ -87,6 +87,12 @@ def step(name, plan=None, data=None):
     plan or case.plan(1, 1),
     case.data() if data is None else data,
   )
+
+
+def labelled(y):
+  """The loss of two predictions with such labels."""
+  batch = {"x": 0} if y is None else {"y": y}
+  return core.cross_entropy(jnp.zeros((2, 3)), batch)
 
 
 def merged(pools=POOLS, distiller=None, **settings):
@@ -352,7 +358,29 @@ WRONG = {
   # As many softmaxes as examples would have been weighted all the same.
   "with losses of shape (2,): mutual": lambda: sequences(mutual_round, 2),
   "give Distiller.weights (8, 8)": lambda: sequences(codistil, 8),
+  "but the loss takes labels 'y'": lambda: labelled(None),
+  "batch['y'] is float32 of shape (2, 3)": lambda: labelled(jnp.eye(3)[:2]),
+  "batch['y'] is int32 of shape (2, 1)": lambda: labelled(
+    jnp.array([[0], [1]])
+  ),
+  # One, where a sequence is meant.
+  "pools: give a sequence, such as [pools]": lambda: fedavg(POOLS[0], rounds=1),
+  "parties: give a sequence": lambda: fedmd(algorithms.PARTIES[0]),
+  "clients: give a sequence": lambda: independent(MutualClient(POOLS[0].model)),
+  "client 0 is a Model: give a MutualClient": lambda: independent(
+    [POOLS[0].model]
+  ),
+  "models: give a sequence": lambda: evaluate.Evaluator(
+    POOLS[0].model, {"test": PUBLIC}
+  ),
+  "variables: give a sequence": lambda: evaluate.Evaluator(
+    [POOLS[0].model] * 2, {"test": PUBLIC}
+  )(core.Variables({}, {})),
   # Models.
+  "p: model is a Flax module, Dense; give Model.from_flax": lambda: Pool(
+    "p", nn.Dense(3), 1.0, 1.0
+  ),
+  "int is no Flax Linen module": lambda: core.Model.from_flax(3, jnp.zeros(1)),
   "Training takes 'training'": lambda: core.Model.from_flax(
     Training(), jnp.zeros((1, 2))
   ),
@@ -630,3 +658,35 @@ def test_models_keep_their_own_types(name):
   # On a mesh the first state lies on one device, those after it on all.
   assert step._cache_size() == (2 if name == "mesh" else 1)
   assert all(np.isfinite(mean.value) for mean in metrics.values())
+
+
+def test_equal_flax_models_are_one():
+  """So that clients whose models were made one by one form a group."""
+
+  class Layers(nn.Module):
+    widths: list[int]  # without a hash
+
+    @nn.compact
+    def __call__(self, x):
+      return nn.Sequential([nn.Dense(width) for width in self.widths])(x)
+
+  make = lambda *widths, shape=(1, 2): core.Model.from_flax(
+    Layers(list(widths)), jnp.ones(shape)
+  )
+  clients = [
+    MutualClient(make(*widths)) for widths in ((4, 3), (3,), (4, 3), (3,))
+  ]
+  assert group_clients(clients) == ((0, 2), (1, 3))
+  assert make(3) != make(3, shape=(1, 5))
+
+  class Shifted(nn.Module):
+    by: jax.Array  # without one truth
+
+    @nn.compact
+    def __call__(self, x):
+      return nn.Dense(3)(x) + self.by
+
+  one, other = (
+    core.Model.from_flax(Shifted(jnp.ones(3)), jnp.ones((1, 2))) for _ in "ab"
+  )
+  assert one == one and one != other

@@ -208,6 +208,8 @@ def test_small_images_are_refused():
   x = jnp.zeros((1, 28, 28, 1))
   with pytest.raises(ValueError, match="images of 28x28 have no such square"):
     augment.center_crop(x, 32)
+  with pytest.raises(ValueError, match="images of 30x30, padding counted"):
+    augment.random_crop(jax.random.key(0), x, 32, 1)
   with pytest.raises(ValueError, match="28x28 are too small for a conv"):
     layers.extract_patches(x, (29, 3), "VALID")
 
@@ -223,6 +225,17 @@ def test_crops_are_windows_and_reach_every_place():
     )
     starts.add((top, left))
   assert starts == {(i, j) for i in range(3) for j in range(3)}
+
+
+@pytest.mark.parametrize("shape, size, pad", [((9, 8), 5, 0), ((7, 7), 7, 4)])
+def test_crops_of_tpus_are_those_of_others(shape, size, pad, monkeypatch):
+  x = jnp.broadcast_to(image(*shape)[None, :, :, None], (200, *shape, 1))
+  crop = lambda: np.asarray(
+    augment.random_crop(jax.random.key(3), x, size, pad)
+  )
+  expected = crop()
+  monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  np.testing.assert_array_equal(crop(), expected)
 
 
 def test_padding_is_zero_and_flips_are_fair():

@@ -34,6 +34,72 @@ def test_curves_are_a_readable_png(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["curves.png"]
 
 
+@pytest.fixture
+def figures(monkeypatch):
+  """The figures that are drawn, in place of files."""
+  drawn = []
+  monkeypatch.setattr(report, "_save", lambda fig, _: drawn.append(fig))
+  return drawn
+
+
+def texts(legend):
+  return [text.get_text() for text in legend.get_texts()]
+
+
+def test_the_legends_of_curves_are_beside_the_panels(figures):
+  few = [{"round": 1, "small/test_accuracy": 0.125}]
+  runs = {"codist": rows(0.8), "fedavg": rows(0.7), "few": few}
+  report.curves(runs, "", published={"large": {"codist": 0.81}})
+  (fig,) = figures
+  fig.draw_without_rendering()
+  names = ["codist", "fedavg", "few", "codist, published"]
+  assert texts(fig.legends[0]) == names
+  small, large = fig.axes
+  assert texts(small.get_legend()) == ["80.0", "70.0", "12.5"]
+  assert texts(large.get_legend()) == ["80.0", "70.0", "81.0"]
+  panels = [ax.get_window_extent() for ax in fig.axes]
+  for legend in (*fig.legends, small.get_legend(), large.get_legend()):
+    assert not any(legend.get_window_extent().overlaps(p) for p in panels)
+
+
+@pytest.mark.parametrize("last", [1, 2, 5, 200])
+def test_rounds_are_marked_at_whole_numbers(last, figures):
+  few = [{"round": r, "a/test_accuracy": 0.5} for r in (0, last)]
+  report.curves({"x": few}, "")
+  report.collaboration(few, "", parties={"a": "A"}, bounds={})
+  for fig in figures:
+    ticks = fig.axes[0].get_xticks()
+    assert len(ticks) > 1 and all(tick == round(tick) for tick in ticks)
+
+
+def test_parallel_coordinates_draw_halved_trials_apart(figures):
+  axes = {"lr": [1, 2, 3, 4, 5], "alpha": [0.5] * 5}
+  scores = [0.25, 0.9, 0.5, None, 0.375]
+  log = {"lr": False, "alpha": False}
+  report.parallel_coordinates(axes, scores, "", log=log, halved=[1])
+  (fig,) = figures
+  (ax,) = fig.axes
+  # The axes of the chart are lines too, after the trials'.
+  lines = {1 + 4 * line.get_ydata()[0]: line for line in ax.lines[:5]}
+  # The best of the complete ones is at the top, whatever a halved one had.
+  ends = {n: tuple(line.get_ydata()) for n, line in lines.items()}
+  assert [ends[n][2:] for n in (1, 2, 3, 4)] == [(0,), (), (1,), ()]
+  styles = [lines[n].get_linestyle() for n in (1, 2, 3, 4)]
+  assert styles == ["-", "--", "-", ":"]
+  assert texts(fig.legends[0]) == ["halved: stopped early", "diverged"]
+  marks = [text.get_text() for text in ax.texts]
+  assert marks[-5:] == ["25", "31.2", "37.5", "43.8", "50"]
+  report.parallel_coordinates({"lr": [1, 2]}, [0.25, 0.5], "", log={})
+  assert not figures[1].legends
+
+
+def test_marks_of_a_narrow_axis_differ():
+  marks = report._axis([21.9, 22.2], False)[1]
+  assert [text for _, text in marks] == (
+    ["21.9", "21.97", "22.05", "22.12", "22.2"]
+  )
+
+
 def test_curves_without_the_metric_are_an_error(tmp_path):
   with pytest.raises(ValueError, match="metric='f1': no row"):
     report.curves({"a": rows(0.5)}, tmp_path / "x.png", metric="f1")

@@ -287,7 +287,8 @@ def test_sigterm_in_a_process(tmp_path, undisturbed):
   process.terminate()
   _, errors = process.communicate(timeout=60)
   assert process.returncode == 143, errors
-  (line,) = [line for line in errors.split("\n") if "SIGTERM" in line]
+  at_once, line = [line for line in errors.split("\n") if "SIGTERM" in line]
+  assert at_once == "SIGTERM: ends after this round; again: at once"
   assert "Saved; the same command goes on." in line
   run(tmp_path)
   assert outcome(tmp_path) == undisturbed

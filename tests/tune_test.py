@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -488,10 +489,13 @@ def test_a_search_for_fml(experiment, tmp_path):
   )
   # 1,437 images: 20 of each client are held out.
   assert sum(c["examples"] for c in result["clients"]) == 1337
+  (tmp_path / "schedule.flags").write_text("--alpha=1,0")
+  schedule = f"--flagfile={tmp_path}/schedule.flags"
   for flags, message in (
     (("--heldout_examples=0",), "--heldout_examples=0: a search chooses"),
     (("--heldout_examples=7",), "give 0 or a multiple of the 5 clients"),
-    (("--alpha=1,0",), "--alpha is no part of the state"),
+    (("--alpha=1,0",), "--alpha=1,0: it is searched; leave it out, or add"),
+    ((schedule,), "--alpha is no part of the state"),
     (("--space=beta=linear:0:2",), "--space: --beta=2.0: 2 must lie between"),
   ):
     bad = tune(*search, f"--workdir={tmp_path}/bad", "--", *run, *flags)
@@ -551,6 +555,15 @@ def test_spaces(script, monkeypatch):
     script.FLAGS.space = item.split(",")
     with pytest.raises(ValueError, match=message):
       script.make_space(tunable, "fedavg")
+  # What is searched has no value of one's own.
+  monkeypatch.setattr(sys, "argv", ["tune.py", "--server_lr=0.1,0.2"])
+  script.FLAGS["server_lr"] = types.SimpleNamespace(value=["0.1", "0.2"])
+  script.FLAGS.space = []
+  with pytest.raises(ValueError, match="--server_lr=0.1,0.2: it is searched"):
+    script.make_space(tunable, "fedavg")
+  for item in ("server_lr=fixed", "server_lr.small=fixed"):
+    script.FLAGS.space = [item]
+    assert "server_lr.small" not in script.make_space(tunable, "fedavg")
 
 
 def test_values_become_flags_and_states(script):
