@@ -9,7 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from examples import fedmd_any_model, fine_tuning, mutual_hospitals
+from examples import (
+  fedmd_any_model,
+  fine_tuning,
+  mutual_hospitals,
+  whole_run,
+)
 from tests.runs import ROOT
 
 SCRIPTS = [
@@ -50,6 +55,18 @@ def test_any_model():
 def test_fine_tuning():
   before, after = fine_tuning.main(rounds=20)
   assert after > before + 0.05
+
+
+@pytest.mark.slow
+def test_whole_run(tmp_path):
+  found = whole_run.main(rounds=60, seeds=1, workdir=tmp_path)
+  assert found["FedAvg"].shape == (1, 2)
+  assert all(each.min() > 0.6 for each in found.values())
+  assert (tmp_path / "curves.png").exists()
+  # Finished runs are read, not run again.
+  again = whole_run.main(rounds=60, seeds=1, workdir=tmp_path)
+  for name, each in found.items():
+    np.testing.assert_array_equal(again[name], each)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
