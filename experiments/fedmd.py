@@ -193,7 +193,13 @@ class Experiment:
     # Of several processes only the first has the other run's folder.
     other = FLAGS.pretrained if jax.process_index() == 0 else None
     path = pathlib.Path(other or workdir).expanduser() / phase
-    folder = common.open_folder(path, config, self.speed)
+    try:
+      folder = common.open_folder(path, config, self.speed)
+    except logs.ConfigMismatch as error:
+      if other is None:
+        raise
+      text = str(error).replace("--workdir", "--pretrained")
+      raise common.UsageError(text) from error
     public = phase == "public"
     folder.keep({"data.json": self.public_record if public else self.record})
     return folder

@@ -160,8 +160,8 @@ def run_cell(
     sys.exit(128 + stopped[0])
   if code:
     sys.exit(
-      f"error: {cell.name} ended with status {code}, see above; the same"
-      " command goes on there"
+      f"error: {cell.name} ended with status {code}, see above; once that is"
+      " mended, the same command goes on there"
     )
   return read_result(folder)
 

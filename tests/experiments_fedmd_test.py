@@ -125,7 +125,8 @@ def test_runs_share_what_comes_before(undisturbed, fedmd, tmp_path):
     f"--workdir={tmp_path}/third",
   )
   assert done.returncode != 0
-  assert "seed: there 0, here 1" in done.stderr
+  assert "--pretrained=" in done.stderr
+  assert "seed: there 0, here 1. Use another --pretrained" in done.stderr
 
 
 @pytest.mark.slow
