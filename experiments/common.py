@@ -451,11 +451,11 @@ def rows_to_draw(folder: logs.RunFolder) -> list[dict[str, Any]]:
 
 
 def open_folder(
-  workdir: pathlib.Path, config: dict, speed: dict
+  workdir: pathlib.Path, config: dict, speed: dict, named: str = "--workdir"
 ) -> logs.RunFolder:
   """Makes a run's folder, or opens it; see `logs.RunFolder`."""
   defaults = {name: FLAGS[name].default for name in FLAGS}
-  return logs.RunFolder(workdir, config, speed, defaults=defaults)
+  return logs.RunFolder(workdir, config, speed, defaults=defaults, named=named)
 
 
 def typed() -> set[str]:

@@ -184,25 +184,28 @@ class Experiment:
 
   def phase_folder(self, phase: str, workdir: pathlib.Path) -> logs.RunFolder:
     """The folder of a phase; its config is what the phase depends on."""
-    others = set().union(*settings.OF_PHASE.values()) - settings.OF_PHASE[phase]
-    config = {
-      name: value
-      for name, value in self.config.items()
-      if name not in settings.COLLABORATION | others
-    }
-    # Of several processes only the first has the other run's folder.
-    other = FLAGS.pretrained if jax.process_index() == 0 else None
-    path = pathlib.Path(other or workdir).expanduser() / phase
-    try:
-      folder = common.open_folder(path, config, self.speed)
-    except logs.ConfigMismatch as error:
-      if other is None:
-        raise
-      text = str(error).replace("--workdir", "--pretrained")
-      raise common.UsageError(text) from error
     public = phase == "public"
-    folder.keep({"data.json": self.public_record if public else self.record})
-    return folder
+    apart = set().union(*settings.OF_PHASE.values()) - settings.OF_PHASE[phase]
+    apart |= settings.COLLABORATION | (settings.PRIVATE if public else set())
+    config = {n: v for n, v in self.config.items() if n not in apart}
+    kept = {"data.json": self.public_record if public else self.record}
+
+    def opened(path: pathlib.Path, named: str) -> logs.RunFolder:
+      folder = common.open_folder(path, config, self.speed, named)
+      folder.keep(kept)
+      return folder
+
+    # Of several processes only the first has the other run's folder.
+    if FLAGS.pretrained and jax.process_index() == 0:
+      other = pathlib.Path(FLAGS.pretrained).expanduser() / phase
+      try:
+        if public or (other / "config.json").exists():
+          return opened(other, "--pretrained")
+      except logs.ConfigMismatch as error:
+        if public:
+          raise
+        logging.warning("Phase %s is trained anew: %s", phase, error)
+    return opened(workdir / phase, "--workdir")
 
   @functools.cached_property
   def public_record(self) -> bytes:
@@ -332,7 +335,9 @@ class Experiment:
       for name, value in result.items()
     }
 
-  def summarize(self, phases: dict, state, evaluation) -> dict:
+  def summarize(
+    self, folder: logs.RunFolder, phases: dict, state, evaluation
+  ) -> dict:
     """What `result.json` says of a finished run."""
     config = self.config
     before = {phase: result["parties"] for phase, result in phases.items()}
@@ -376,7 +381,7 @@ class Experiment:
       "phase_seconds": {
         phase: result["seconds"]
         for phase, result in phases.items()
-        if not FLAGS.pretrained
+        if (folder.path / phase).exists()
       },
       "parties": parties,
       "mean": {
@@ -412,7 +417,7 @@ class Experiment:
       },
       self.evaluate,
       rounds=self.config["rounds"],
-      summarize=functools.partial(self.summarize, phases),
+      summarize=functools.partial(self.summarize, folder, phases),
       eval_every=self.config["eval_every"],
       **self.options(folder),
     )

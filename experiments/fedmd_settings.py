@@ -70,8 +70,8 @@ DEFAULTS = {
     revisit_epochs=10,
   ),
 }
-# Flags that say nothing about the phases before the collaboration: runs that
-# differ in these only can share those phases (--pretrained).
+# Runs can share phases whose flags are the same (--pretrained). These say
+# nothing about the phases before the collaboration,
 COLLABORATION = {
   "rounds",
   "eval_every",
@@ -84,6 +84,14 @@ COLLABORATION = {
   "revisit_batch_size",
   "revisit_epochs",
 }
+# these nothing about the public one, whose data are kept in mind besides,
+PRIVATE = {
+  "environment",
+  "examples_per_class",
+  "min_writer_examples",
+  "superclasses",
+}
+# and these something about one phase alone.
 OF_PHASE = {
   "public": {"public_epochs", "public_batch_size", "public_min_delta"}
   | {"public_patience"},
@@ -203,7 +211,9 @@ def define_flags() -> None:
     "pretrained",
     None,
     "Folder of a run whose phases before the collaboration are taken, or gone"
-    " on with; its flags for them must be the same.",
+    " on with: the public one, whose flags must be the same, and those on"
+    " private data if theirs are. So environments can share the training on"
+    " their public data.",
   )
   common.say_defaults({name: {"": d} for name, d in DEFAULTS.items()})
 

@@ -177,6 +177,7 @@ class RunFolder:
     speed: Mapping[str, Any] | None = None,
     flags: str | None = None,
     defaults: Mapping[str, Any] | None = None,
+    named: str = "--workdir",
   ):
     """Makes the folder, or opens it if it is of the same run.
 
@@ -187,11 +188,13 @@ class RunFolder:
       flags: the text of `config.flags`; by default made of the values.
       defaults: what a run of an earlier version, which did not know a flag,
         is taken to have had.
+      named: what errors call the folder: the flag that gives it.
 
     Raises:
       ConfigMismatch: the folder is of a run with other values, or no run's.
     """
     self.path = pathlib.Path(workdir).absolute()
+    self._named = named
     config, speed = to_json(config), to_json(speed or {})
     file = self.path / "config.json"
     if file.exists():
@@ -202,20 +205,20 @@ class RunFolder:
           raise ValueError(f"format {stored['format']}, not {_FORMAT}")
       except (ValueError, KeyError, TypeError) as e:
         raise ConfigMismatch(
-          f"--workdir={workdir}: its config.json cannot be read ({e!r})."
-          " Use another --workdir."
+          f"{named}={workdir}: its config.json cannot be read ({e!r})."
+          f" Use another {named}."
         ) from e
       missing = config.keys() - there.keys()
       known = {n: d for n, d in (defaults or {}).items() if n in missing}
       unlike = differences({**there, **to_json(known)}, config)
       if unlike:
         raise ConfigMismatch(
-          f"--workdir={workdir} holds another run: {'; '.join(unlike)}."
-          " Use another --workdir, or the same flags."
+          f"{named}={workdir} holds another run: {'; '.join(unlike)}."
+          f" Use another {named}, or the same flags."
         )
     elif self.path.exists() and not self.path.is_dir():
       raise ConfigMismatch(
-        f"--workdir={workdir} is a file. Use another --workdir."
+        f"{named}={workdir} is a file. Use another {named}."
       )
     elif self.path.exists() and any(
       # A process killed while it made the folder leaves this.
@@ -223,8 +226,8 @@ class RunFolder:
       for p in self.path.iterdir()
     ):
       raise ConfigMismatch(
-        f"--workdir={workdir} is not empty, and no run's folder (it has no"
-        " config.json). Use another --workdir."
+        f"{named}={workdir} is not empty, and no run's folder (it has no"
+        f" config.json). Use another {named}."
       )
     self._config = {"format": _FORMAT, "config": config, "speed": speed}
     self._flags = flags or flags_text({**config, **speed})
@@ -254,8 +257,8 @@ class RunFolder:
     with open(self.path / ".lock", "wb") as file:
       if not _lock(file):
         raise ConfigMismatch(
-          f"--workdir={self.path}: another process is at work there. Wait for"
-          " it, or use another --workdir."
+          f"{self._named}={self.path}: another process is at work there. Wait"
+          f" for it, or use another {self._named}."
         )
       self._write_config()
       yield
@@ -286,7 +289,7 @@ class RunFolder:
       elif path.read_bytes() != content:
         raise ConfigMismatch(
           f"{path} is not what the data gives now: the data has changed, or"
-          " Python for pydoc. Use another --workdir."
+          f" Python for pydoc. Use another {self._named}."
         )
 
   def result(self) -> dict[str, Any] | None:

@@ -117,7 +117,25 @@ def test_runs_share_what_comes_before(undisturbed, fedmd, tmp_path):
   assert not (tmp_path / "other/public").exists()
   after = {p: p.stat().st_mtime_ns for p in path.rglob("checkpoints/*")}
   assert after == before
-  # Other flags for those phases: no.
+  # Other flags for a phase on private data: it alone is trained.
+  folder = tmp_path / "anew"
+  done = fedmd(
+    *TINY,
+    f"--pretrained={path}",
+    "--transfer_epochs=2",
+    f"--workdir={folder}",
+  )
+  assert done.returncode == 0, done.stderr
+  assert (
+    f"Phase transfer is trained anew: --pretrained={path}/transfer holds"
+    " another run: transfer_epochs: there 3, here 2."
+  ) in done.stderr
+  assert {p for p in PHASES if (folder / p).exists()} == {"transfer"}
+  result, _ = outcome(folder)
+  for ours, other in zip(result["parties"], theirs["parties"]):
+    assert ours["public_accuracy"] == other["public_accuracy"]
+    assert (ours["public_epochs"], ours["transfer_epochs"]) == (3, 2)
+  # Other flags for the public phase: no.
   done = fedmd(
     *TINY,
     "--seed=1",
