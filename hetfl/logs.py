@@ -217,9 +217,7 @@ class RunFolder:
           f" Use another {named}, or the same flags."
         )
     elif self.path.exists() and not self.path.is_dir():
-      raise ConfigMismatch(
-        f"{named}={workdir} is a file. Use another {named}."
-      )
+      raise ConfigMismatch(f"{named}={workdir} is a file. Use another {named}.")
     elif self.path.exists() and any(
       # A process killed while it made the folder leaves this.
       p.name != ".config.json.part"
