@@ -60,6 +60,17 @@ def test_the_federation_does_not_depend_on_the_run():
   assert set(a.pools[0].ids) != set(c.pools[0].ids)
 
 
+@pytest.mark.parametrize("dataset", ["digits", "cifar10", "cifar100"])
+def test_partition_alpha_sets_the_skew(dataset, full_size):
+  share = {}
+  for alpha in (0.02, None, 1000.0):
+    pool = load(dataset, partition_alpha=alpha).pools[0]
+    y = pool.bank["y"] // (5 if dataset == "cifar100" else 1)  # coarse there
+    counts = [np.bincount(y[pool.positions(k)]) for k in range(len(pool))]
+    share[alpha] = np.mean([c.max() / c.sum() for c in counts])
+  assert share[0.02] > share[None] + 0.1 and share[None] > share[1000.0] + 0.1
+
+
 @pytest.mark.parametrize(
   "kwargs, message",
   [
@@ -153,6 +164,8 @@ def test_tffs_own_clients_are_used_where_they_are(full_size, tmp_path):
   write("train", 500, 100)
   images = load("cifar100", data_dir=tmp_path)
   assert images.partition == "tff"
+  with pytest.raises(ValueError, match="partition_alpha=0.3.*TFF's clients"):
+    load("cifar100", data_dir=tmp_path, partition_alpha=0.3)
   assert _check_parts(images) == 50_000
   assert [len(p) for p in images.pools] == [315, 47]
   assert images.image_shape == (32, 32, 3)

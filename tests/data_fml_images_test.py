@@ -220,6 +220,24 @@ def test_bad_clients_have_wrong_labels_and_others_have_not():
     )
 
 
+def test_dirichlet_clients_validate_on_what_they_train_on():
+  skew = {}
+  for alpha in (0.1, None, 100.0):
+    images = fml_images.load_fml_images(
+      ["digits"], split="dirichlet", partition_alpha=alpha
+    )
+    train, held = (
+      np.stack([np.bincount(s.bank["y"][s.index], minlength=10) for s in sets])
+      for sets in zip(*((c.train, c.validation) for c in images.clients))
+    )
+    assert (train.sum(), held.sum()) == (1437, 360)
+    # Digits has 1,437 and 360 images, not quite in the same shares.
+    shares = [counts / counts.sum(0) for counts in (train, held)]
+    assert np.abs(shares[0] - shares[1]).max() < 0.06
+    skew[alpha] = shares[0].max(0).mean()
+  assert skew[0.1] > skew[None] + 0.1 and skew[None] > skew[100.0] + 0.1
+
+
 def test_what_is_out_of_range_is_refused():
   load = fml_images.load_fml_images
   with pytest.raises(ValueError, match="--dataset=svhn: choose from digits"):

@@ -155,6 +155,28 @@ def test_dirichlet_skew_grows_as_alpha_shrinks():
     partition.dirichlet(labels[:10], num_clients=11, seed=0, alpha=1.0)
 
 
+def test_matching_has_the_shares_of_the_partition():
+  labels, other = np.arange(10_000) % 10, np.arange(2_000) % 10
+  parts = partition.dirichlet(labels, num_clients=20, seed=0, alpha=0.3)
+  matched = partition.matching(parts, labels, other, seed=0)
+  np.testing.assert_array_equal(
+    np.sort(np.concatenate(matched)), np.arange(2_000)
+  )
+  count = lambda parts, y: np.stack(
+    [np.bincount(y[own], minlength=10) for own in parts]
+  )
+  # A fifth of each, to the cut at each end; and to one for an empty client.
+  assert np.abs(count(matched, other) - count(parts, labels) / 5).max() <= 2
+  # A label that the partition has not is shared alike: 7 by 3 clients.
+  parts = [np.array([k]) for k in range(3)]
+  (few, *_) = partition.matching(
+    parts, np.zeros(3, int), np.ones(7, int), seed=1
+  )
+  assert len(few) in (2, 3)
+  with pytest.raises(ValueError, match="num_clients=3.*2 examples"):
+    partition.matching(parts, np.zeros(3, int), np.ones(2, int), seed=0)
+
+
 def test_codist_split_is_the_papers():
   kwargs = dict(distill_clients=135, heldout_clients=50)
   splits = [

@@ -60,7 +60,8 @@ _TASKS = {
   "cifar100": _Task(500, 135, 50, 47, ("in_domain", "cifar10")),
 }
 _EXAMPLES_PER_CLIENT = 100  # of the CIFARs
-_LABEL_SKEW = 0.5  # Dirichlet concentration, of CIFAR-10 and digits
+# Concentrations of the Dirichlet over labels, for CIFAR-100 coarse ones.
+_ALPHA = {"digits": 0.5, "cifar10": 0.5, "cifar100": 0.1}
 
 
 def load_codist_images(
@@ -72,6 +73,7 @@ def load_codist_images(
   seed: int = 0,
   download: bool = False,
   distill_examples: int | None = None,
+  partition_alpha: float | None = None,
   partition_seed: int = 0,
 ) -> CodistImages:
   """Two pools of clients over one bank, and the server's data.
@@ -99,6 +101,8 @@ def load_codist_images(
       and nothing else; fewer are nested in more.
     download: download a CIFAR that is not there into `data_dir`.
     distill_examples: keep so many distillation images; by default all.
+    partition_alpha: concentration of the Dirichlet over labels (CIFAR-100's
+      coarse ones), small is skewed; by default as above. Not for TFF's clients.
     partition_seed: makes the clients (but TFF's) and says which part each is
       in.
 
@@ -139,7 +143,7 @@ def load_codist_images(
     raise ValueError(f"--distill_examples={distill_examples}: want 1 or more")
 
   name, num_classes, clients, test_bank = _federation(
-    dataset, task, data_dir, download, partition_seed
+    dataset, task, data_dir, download, partition_alpha, partition_seed
   )
   split = partition.codist_split(
     len(clients),
@@ -174,6 +178,7 @@ def _federation(
   task: _Task,
   data_dir: str | os.PathLike | None,
   download: bool,
+  alpha: float | None,
   partition_seed: int,
 ) -> tuple[str, int, ClientPopulation, Bank]:
   """All clients: the partition's name, classes, clients, test images."""
@@ -181,6 +186,11 @@ def _federation(
     folder = os.path.expanduser(os.fspath(data_dir))
     path = os.path.join(folder, "federated_cifar100_train.sqlite")
     if os.path.exists(path):
+      if alpha is not None:
+        raise ValueError(
+          f"--partition_alpha={alpha}: {path} has TFF's clients, as they are;"
+          " leave it out, or move that file away"
+        )
       clients = fedjax_source.load_federated_cifar100(path)
       sizes = set(clients.sizes.tolist())
       if len(clients) != task.clients or sizes != {_EXAMPLES_PER_CLIENT}:
@@ -200,19 +210,20 @@ def _federation(
 
   images = _load(dataset, data_dir, download)
   y = images.train["y"]
+  alpha = _ALPHA[dataset] if alpha is None else alpha
   if dataset == "digits":
     name = "dirichlet"
     assignment = partition.dirichlet(
-      y, num_clients=task.clients, seed=partition_seed, alpha=_LABEL_SKEW
+      y, num_clients=task.clients, seed=partition_seed, alpha=alpha
     )
   else:
     # With one level of labels Pachinko allocation is a Dirichlet label skew
     # with clients of equal size (Hsu et al. 2019).
     hierarchy = {
-      "cifar100": ("pachinko", images.train.get("coarse"), 0.1),
-      "cifar10": ("dirichlet", y, _LABEL_SKEW),
+      "cifar100": ("pachinko", images.train.get("coarse")),
+      "cifar10": ("dirichlet", y),
     }
-    name, coarse, alpha = hierarchy[dataset]
+    name, coarse = hierarchy[dataset]
     assignment = partition.pachinko(
       coarse,
       y,

@@ -13,7 +13,7 @@ import numpy as np
 from hetfl.data import mnist, partition, vision
 from hetfl.population import Subset
 
-PARTITIONS = ("iid", "noniid1", "noniid2", "noniid3")
+PARTITIONS = ("iid", "noniid1", "noniid2", "noniid3", "dirichlet")
 # Shards of a client, as a share of the classes: 6, 4 and 2 of 10.
 _SHARDS = {"noniid1": 0.6, "noniid2": 0.4, "noniid3": 0.2}
 _LOADERS = {
@@ -74,6 +74,7 @@ def load_fml_images(
   num_clients: int = 5,
   split: str = "iid",
   data_dir: str | os.PathLike | None = None,
+  partition_alpha: float | None = None,
   partition_seed: int = 0,
   bad_clients: Sequence[int] = (),
   bad_label_share: float = 1.0,
@@ -89,6 +90,8 @@ def load_fml_images(
   - `iid`: shuffled and dealt out evenly.
   - `noniid1`, `noniid2`, `noniid3`: 6, 4, 2 shards of one class each for a
     client (60, 40, 20 for CIFAR-100); see `hetfl.data.partition.shards`.
+  - `dirichlet`, which the paper has not: each class shared out by a Dirichlet,
+    so clients are of unlike sizes; see `hetfl.data.partition.dirichlet`.
 
   Args:
     datasets: one data set, or one for each client; clients of the same one
@@ -97,6 +100,8 @@ def load_fml_images(
     split: one of the above.
     data_dir: where data sets lie, see `hetfl.data.vision` and
       `hetfl.data.mnist`.
+    partition_alpha: the Dirichlet's concentration, by default 0.5: small is
+      skewed.
     partition_seed: makes the clients.
     bad_clients: the numbers of clients with wrong training labels.
     bad_label_share: the share of their labels that is replaced by uniform
@@ -151,7 +156,7 @@ def load_fml_images(
   for dataset in dict.fromkeys(of):
     images = _LOADERS[dataset](data_dir, download)
     members = [k for k in range(num_clients) if of[k] == dataset]
-    parts = _parts(images, members, split, partition_seed)
+    parts = _parts(images, members, split, partition_alpha, partition_seed)
     bank = {"x": images.train["x"], "y": images.train["y"].copy()}
     test_bank = {"x": images.test["x"], "y": images.test["y"]}
     for k, held, validation in zip(members, *parts):
@@ -186,7 +191,11 @@ def load_fml_images(
 
 
 def _parts(
-  images: vision.VisionDataset, members: list[int], split: str, seed: int
+  images: vision.VisionDataset,
+  members: list[int],
+  split: str,
+  alpha: float | None,
+  seed: int,
 ) -> list[list[np.ndarray]]:
   """Each member's training and validation positions."""
   labels = [images.train["y"], images.test["y"]]
@@ -194,6 +203,12 @@ def _parts(
     return [
       partition.iid(len(y), num_clients=len(members), seed=seed) for y in labels
     ]
+  if split == "dirichlet":
+    alpha = 0.5 if alpha is None else alpha
+    train = partition.dirichlet(
+      labels[0], num_clients=len(members), seed=seed, alpha=alpha
+    )
+    return [train, partition.matching(train, *labels, seed=seed)]
   return partition.shards(
     *labels,
     num_clients=len(members),

@@ -6,7 +6,7 @@ one integer array of example positions per client, as
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import itertools
 import math
 from typing import NamedTuple
@@ -174,11 +174,68 @@ def dirichlet(
   _check_positive(alpha=alpha, num_clients=num_clients)
   _check_clients(num_clients, len(labels))
   rng = _generator(seed, stream=2)
+  concentration = np.full(num_clients, float(alpha))
+  return _share_out(
+    labels, num_clients, lambda label: rng.dirichlet(concentration), rng
+  )
+
+
+def matching(
+  clients: Sequence[np.ndarray],
+  labels: np.ndarray,
+  other: np.ndarray,
+  *,
+  seed: int,
+) -> list[np.ndarray]:
+  """Shares out other examples in the pattern of a partition.
+
+  Of each label a client gets the share that it has in the partition; of one
+  that is not in it all get the same. No client is left empty, as in
+  `dirichlet`.
+
+  Args:
+    clients: K arrays of positions, the partition.
+    labels: `int[N]`, the labels of the examples it is of.
+    other: `int[M]`, the labels of other examples, such as the test images; M
+      at least K.
+    seed: non-negative integer; with the other arguments it fixes the result.
+
+  Returns:
+    K arrays `int32[m_k]` of ascending positions, together all of `0..M-1`
+    once each.
+
+  Raises:
+    ValueError: more clients than other examples.
+
+  >>> labels, other = np.array([0, 0, 0, 1]), np.array([0, 1, 0, 0, 1, 0, 0, 0])
+  >>> of_first, of_second = matching([[0], [1, 2, 3]], labels, other, seed=0)
+  >>> np.sort(other[of_first]), np.sort(other[of_second])  # 2 and 4 of 6 zeros
+  (array([0, 0]), array([0, 0, 0, 0, 1, 1]))
+  """
+  labels, other = np.asarray(labels), np.asarray(other)
+  _check_clients(len(clients), len(other))
+
+  def shares(label):
+    counts = np.array([np.sum(labels[own] == label) for own in clients])
+    counts = counts if counts.any() else np.ones(len(clients))
+    return counts / counts.sum()
+
+  rng = _generator(seed, stream=7)
+  return _share_out(other, len(clients), shares, rng)
+
+
+def _share_out(
+  labels: np.ndarray,
+  num_clients: int,
+  shares: Callable[[int], np.ndarray],
+  rng: np.random.Generator,
+) -> list[np.ndarray]:
+  """Cuts each label's shuffled examples at the sums of the clients' shares."""
   owner = np.empty(len(labels), np.int64)
   for label in np.unique(labels):
     positions = rng.permutation(np.flatnonzero(labels == label))
-    shares = rng.dirichlet(np.full(num_clients, float(alpha)))
-    cuts = np.floor(np.cumsum(shares) * len(positions)).astype(np.int64)
+    ends = np.cumsum(shares(label)) * len(positions)
+    cuts = np.floor(ends + 1e-9).astype(np.int64)  # 2, not 1.9999...
     cuts[-1] = len(positions)  # the sum of the shares is 1 only to rounding
     sizes = np.diff(np.clip(cuts, 0, len(positions)), prepend=0)
     owner[positions] = np.repeat(np.arange(num_clients), sizes)
