@@ -42,7 +42,8 @@ def clients_of(sizes) -> population.ClientPopulation:
 def pool_of(size: str, conv: str | None = None) -> Pool:
   """The peers' model and rates; by default the form that experiments take."""
   if conv is None:
-    conv = "winograd" if jax.default_backend() == "cpu" else "patches"
+    forms = {"cpu": "winograd", "tpu": "native"}
+    conv = forms.get(jax.default_backend(), "adaptive")
   example = jnp.zeros((1, peers.SIDE, peers.SIDE, 3))
   module = CNNS[size](peers.NUM_CLASSES, conv=conv)
   return Pool(

@@ -26,10 +26,12 @@ class Mlp(nn.Module):
 class Cnn(nn.Module):
   """The codistillation CNN, tiny."""
 
+  form: layers.ConvForm = "patches"
+
   @nn.compact
   def __call__(self, x):
     for i, features in enumerate((2, 3, 3)):
-      x = layers.Conv(features, (3, 3))(x)
+      x = layers.Conv(features, (3, 3), form=self.form)(x)
       x = nn.relu(layers.max_pool_2x2(x) if i < 2 else x)
     x = x.reshape(x.shape[0], -1)
     for width in (4, 5):

@@ -1,6 +1,7 @@
 """Layers shared by the models."""
 
 from collections.abc import Sequence
+import functools
 import math
 from typing import get_args, Literal
 
@@ -14,7 +15,7 @@ from hetfl.models.winograd import winograd_conv
 # Input channels from which Winograd's products are the faster way on CPUs.
 MANY_CHANNELS = 16
 
-ConvForm = Literal["patches", "winograd", "native"]
+ConvForm = Literal["patches", "winograd", "native", "adaptive"]
 Padding = Literal["SAME", "VALID"]
 
 
@@ -52,13 +53,16 @@ class Conv(nn.Module):
   and on CPU it is faster in any case. `winograd` is the same for all but 3x3
   kernels of stride 1 and 16 input channels or more, which then take 2.25 to 3
   times fewer multiplications; see `hetfl.models.winograd`. `native` is XLA's
-  own. All give the same numbers to rounding.
+  own. `adaptive` is `native` of one kernel and `patches` under `vmap` over
+  many, so that on GPUs a round's clients and its students each have the faster
+  one; it has gradients, but no forward-mode derivatives. All give the same
+  numbers to rounding.
 
   Attributes:
     features: number of output channels.
     kernel_size: height and width.
     padding: `SAME` or `VALID`.
-    form: `patches`, `winograd` or `native`; changes speed only.
+    form: `patches`, `winograd`, `native` or `adaptive`; changes speed only.
     kernel_init: draws the kernel; the bias starts at zero.
     strides: steps between receptive fields, down and across.
     pool: whether `max_pool_2x2` follows. It comes before the bias then, which
@@ -108,24 +112,80 @@ class Conv(nn.Module):
   def _without_bias(self, x, kernel):
     """The convolution in the form that was asked for."""
     if self.form == "native":
-      return jax.lax.conv_general_dilated(
-        x,
-        kernel,
-        self.strides,
-        self.padding,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-      )
+      return native_conv(x, kernel, self.strides, self.padding)
+    if self.form == "adaptive":
+      return adaptive_conv(x, kernel, self.strides, self.padding)
     tiled = self.kernel_size == (3, 3) and self.strides == (1, 1)
     if self.form == "winograd" and tiled and x.shape[-1] >= MANY_CHANNELS:
       return winograd_conv(x, kernel, self.padding)
-    patches = extract_patches(x, self.kernel_size, self.padding, self.strides)
-    matrix = kernel.reshape(-1, self.features)
-    if len(matrix) > self.features:
-      # The gradient of a tall kernel is faster as (cotangent^T patches)^T, on
-      # CPUs up to 1.5 times. The barrier keeps XLA from turning it around.
-      matrix = jax.lax.optimization_barrier(matrix.T).T
-    y = patches.reshape(-1, patches.shape[-1]) @ matrix
-    return y.reshape(*patches.shape[:-1], self.features)
+    return patches_conv(x, kernel, self.strides, self.padding)
+
+
+def native_conv(x, kernel, strides, padding):
+  """XLA's own convolution of `float[B, H, W, c]` by `float[h, w, c, f]`."""
+  return jax.lax.conv_general_dilated(
+    x,
+    kernel,
+    strides,
+    padding,
+    dimension_numbers=("NHWC", "HWIO", "NHWC"),
+  )
+
+
+def patches_conv(x, kernel, strides, padding):
+  """The same as one matrix product."""
+  *size, _, features = kernel.shape
+  patches = extract_patches(x, size, padding, strides)
+  matrix = kernel.reshape(-1, features)
+  if len(matrix) > features:
+    # The gradient of a tall kernel is faster as (cotangent^T patches)^T, on
+    # CPUs up to 1.5 times. The barrier keeps XLA from turning it around.
+    matrix = jax.lax.optimization_barrier(matrix.T).T
+  y = patches.reshape(-1, patches.shape[-1]) @ matrix
+  return y.reshape(*patches.shape[:-1], features)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def adaptive_conv(x, kernel, strides, padding):
+  """The same: `native_conv` of one kernel, `patches_conv` of many."""
+  one, many = (
+    functools.partial(conv, strides=strides, padding=padding)
+    for conv in (native_conv, patches_conv)
+  )
+  return _of_one_kernel_or_many(one, many)(x, kernel)
+
+
+def _adaptive_forward(x, kernel, strides, padding):
+  return adaptive_conv(x, kernel, strides, padding), (x, kernel)
+
+
+def _adaptive_backward(strides, padding, residuals, cotangent):
+  def pull_back(conv):
+    def gradients(x, kernel, cotangent):
+      apply = functools.partial(conv, strides=strides, padding=padding)
+      return jax.vjp(apply, x, kernel)[1](cotangent)
+
+    return gradients
+
+  one, many = pull_back(native_conv), pull_back(patches_conv)
+  return _of_one_kernel_or_many(one, many)(*residuals, cotangent)
+
+
+adaptive_conv.defvjp(_adaptive_forward, _adaptive_backward)
+
+
+def _of_one_kernel_or_many(one, many):
+  """A function of `x, kernel, ...`; another one under `vmap` over kernels."""
+  function = jax.custom_batching.custom_vmap(one)
+
+  @function.def_vmap
+  def batched(axis_size, in_batched, *args):
+    axes = [0 if is_batched else None for is_batched in in_batched]
+    chosen = many if in_batched[1] else one
+    out = jax.vmap(chosen, in_axes=axes, axis_size=axis_size)(*args)
+    return out, jax.tree.map(lambda _: True, out)
+
+  return function
 
 
 def _check_choice(name, value, choices):
