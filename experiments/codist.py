@@ -486,20 +486,22 @@ class Experiment:
     }
 
 
-def curves(runs: dict, folder: pathlib.Path, task) -> None:
-  """Draws the accuracies of some runs over the rounds."""
-  for metric in task.metrics:
+def curves(
+  runs: dict, *, config: dict, folder: pathlib.Path, experiment: Experiment
+) -> None:
+  """Draws the accuracies of algorithms, each of some seeds, over the rounds."""
+  for metric in experiment.task.metrics:
     kind, _, domain = metric.partition("accuracy")
     if kind != "test_" or domain == "_no_eos":
       continue
     if any(
-      name.endswith(metric) for rows in runs.values() for name in rows[-1]
+      name.endswith(metric) for seeds in runs.values() for name in seeds[0][-1]
     ):
       report.curves(
         runs,
         folder / f"curves{domain}.png",
         metric=metric,
-        title=FLAGS.dataset + domain.replace("_", ", "),
+        title=config["dataset"] + domain.replace("_", ", "),
       )
 
 
@@ -551,7 +553,7 @@ def main() -> None:
     configure=configure,
     build=lambda config, speed: Experiment(config, speed, engine),
     train=train,
-    draw=lambda rows, _, path, experiment: curves(rows, path, experiment.task),
+    draw=curves,
     table=report.table,
   )
 

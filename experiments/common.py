@@ -37,7 +37,7 @@ SPEED_FLAGS = (
   "tensorboard",
   "threads",
 )
-# Flags that say where things are.
+# Flags that say where things are, and how many runs there are.
 PLACE_FLAGS = (
   "c4_path",
   "compilation_cache",
@@ -46,6 +46,7 @@ PLACE_FLAGS = (
   "distributed_process_id",
   "distributed_processes",
   "download",
+  "seeds",
   "workdir",
 )
 MAX_SEED = 2**32 - 1  # JAX's keys take the last 32 bits.
@@ -75,6 +76,15 @@ def define_run_flags() -> None:
   flags.DEFINE_integer("rounds", None, "Rounds.", lower_bound=1)
   flags.DEFINE_integer(
     "seed", 0, "Seed of the run.", lower_bound=0, upper_bound=MAX_SEED
+  )
+  flags.DEFINE_list(
+    "seeds",
+    None,
+    "Seeds of several runs that are otherwise alike, with commas, each in a"
+    " folder seedN of --workdir; the table has the means and standard"
+    " deviations. The clients' shares stay the same. In a search each trial is"
+    " trained with all of them, and its objective is the mean; --seed then"
+    " seeds the search.",
   )
   flags.DEFINE_integer(
     "eval_every",
@@ -131,11 +141,13 @@ def define_run_flags() -> None:
   flags.DEFINE_enum(
     "conv",
     None,
-    ["patches", "winograd", "native"],
+    ["patches", "winograd", "native", "adaptive"],
     "Form of the convolutions: products of patches, Winograd's (3x3 layers of"
-    " 16 channels and more; others as patches), or XLA's own. By default"
-    " winograd on CPUs where a model has such layers, but for digits; native on"
-    " TPUs, and for FedMD on GPUs; else patches. Changes speed only.",
+    " 16 channels and more; others as patches), XLA's own, or adaptive: XLA's"
+    " own where a model trains alone, products of patches where many do as one."
+    " By default winograd on CPUs where a model has such layers, but for"
+    " digits; native on TPUs, and for FedMD on GPUs, where codist has adaptive;"
+    " else patches. Changes speed only.",
   )
   flags.DEFINE_integer(
     "microbatch",
@@ -258,11 +270,11 @@ def make_engine() -> engine_lib.Engine:
   return engine
 
 
-def default_conv(dataset: str) -> str:
+def default_conv(dataset: str, on_gpu: str = "patches") -> str:
   """The default of --conv for models with layers of many channels."""
-  if jax.default_backend() == "tpu":
-    return "native"
-  if jax.default_backend() != "cpu" or dataset == "digits":
+  if jax.default_backend() != "cpu":
+    return "native" if jax.default_backend() == "tpu" else on_gpu
+  if dataset == "digits":
     return "patches"  # Rounds of digits take less time than to compile more.
   return "winograd"
 
@@ -342,7 +354,7 @@ def autotune(
   candidates = {
     "lanes": [lanes, -(-lanes // 2), 2 * lanes if on_cpu else -(-lanes // 4)],
     "microbatch": [16, 32, 64, 0] if on_cpu else [0, 32],
-    "conv": ["patches"] if on_cpu else ["patches", "native"],
+    "conv": ["patches"] if on_cpu else ["patches", "native", "adaptive"],
     "rounds_per_dispatch": [1, 8],
   }
   first = experiment.plan(config, speed, 1)
@@ -427,6 +439,54 @@ def numbers(
         allowed = f"be at least {low}"
       raise UsageError(f"{shown}: {value} must {allowed}")
   return read
+
+
+def read_seeds() -> tuple[int, ...]:
+  """`--seeds`, or else `--seed`."""
+  given = FLAGS.seeds or [FLAGS.seed]
+  seeds = numbers("seeds", given, low=0, high=MAX_SEED, kind=int)
+  if len(set(seeds)) < len(seeds):
+    raise UsageError(f"--seeds={','.join(FLAGS.seeds)}: give unlike numbers")
+  return tuple(seeds)
+
+
+def seed_folders(workdir: pathlib.Path) -> dict[int, pathlib.Path]:
+  """The folder of each seed's runs: `workdir` itself without `--seeds`.
+
+  Raises:
+    UsageError: if `workdir` holds other things than seeds' folders, or both
+      --seed and --seeds are given.
+  """
+  seeds = read_seeds()
+  if not FLAGS.seeds:
+    return {seeds[0]: workdir}
+  if "seed" in typed():
+    raise UsageError(f"--seed={FLAGS.seed}: give it or --seeds, not both")
+  only_holds(workdir, re.compile(r"seed\d+|summary\.json"), "seeds")
+  return {seed: workdir / f"seed{seed}" for seed in seeds}
+
+
+def only_holds(
+  workdir: pathlib.Path, allowed: re.Pattern[str], kind: str
+) -> None:
+  """Checks that a folder is fit to hold one folder for each of several runs.
+
+  Args:
+    workdir: the folder; may be missing.
+    allowed: what may be in it besides charts.
+    kind: what differs between the runs.
+
+  Raises:
+    UsageError: if there is anything else.
+  """
+  # A run that was killed may leave a file half written.
+  charts = re.compile(r"\.lock|\..*\.part|curves(_questions|_answers)?\.png")
+  for path in sorted(workdir.iterdir()) if workdir.is_dir() else ():
+    if not any(p.fullmatch(path.name) for p in (allowed, charts)):
+      raise UsageError(
+        f"--workdir={workdir} holds {path.name}, which no comparison of {kind}"
+        " does. Use another --workdir."
+      )
 
 
 def rows_to_draw(folder: logs.RunFolder) -> list[dict[str, Any]]:

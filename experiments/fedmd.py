@@ -50,7 +50,9 @@ FLAGS = flags.FLAGS
 class Experiment:
   """Data, models and engine of a run."""
 
-  def __init__(self, config: dict, speed: dict):
+  def __init__(
+    self, config: dict, speed: dict, pretrained: pathlib.Path | None = None
+  ):
     heldout = config["stopping_set"] == "heldout"
     self.data = fedmd_images.load_fedmd_images(
       config["environment"],
@@ -64,7 +66,7 @@ class Experiment:
       partition_seed=config["partition_seed"],
       download=FLAGS.download,
     )
-    self.config, self.speed = config, speed
+    self.config, self.speed, self.pretrained = config, speed, pretrained
     self.engine = common.make_engine()
     self.model_names, modules = zip(
       *models.party_models(
@@ -195,9 +197,8 @@ class Experiment:
       folder.keep(kept)
       return folder
 
-    # Of several processes only the first has the other run's folder.
-    if FLAGS.pretrained and jax.process_index() == 0:
-      other = pathlib.Path(FLAGS.pretrained).expanduser() / phase
+    if self.pretrained:
+      other = self.pretrained / phase
       try:
         if public or (other / "config.json").exists():
           return opened(other, "--pretrained")
@@ -421,41 +422,84 @@ class Experiment:
       eval_every=self.config["eval_every"],
       **self.options(folder),
     )
-    report.collaboration(
-      common.rows_to_draw(folder),
-      folder.path / "curves.png",
-      parties={
-        p["name"]: f"{p['name'].removeprefix('party')} {p['model']}"
-        for p in result["parties"]
-      },
-      bounds={p["name"]: p["pooled_accuracy"] for p in result["parties"]},
-      title=self.config["environment"],
+    draw(
+      config=self.config,
+      folder=folder.path,
+      rows=[common.rows_to_draw(folder)],
+      results=[result],
     )
     return result
 
 
+def draw(
+  config: dict, folder: pathlib.Path, rows: Sequence, results: Sequence[dict]
+) -> None:
+  """Draws the collaboration, the mean of all seeds, to `curves.png`."""
+  pooled = [[p["pooled_accuracy"] for p in r["parties"]] for r in results]
+  parties = results[0]["parties"]
+  report.collaboration(
+    rows,
+    folder / "curves.png",
+    parties={
+      p["name"]: f"{p['name'].removeprefix('party')} {p['model']}"
+      for p in parties
+    },
+    bounds={
+      party["name"]: report.mean_and_deviation(values)[0]
+      for party, values in zip(parties, zip(*pooled))
+    },
+    title=config["environment"],
+  )
+
+
+def run(experiment: Experiment, folder: logs.RunFolder) -> dict:
+  """Runs the four phases, and gives the result of the last."""
+  folder.keep({"data.json": experiment.record})
+  models_, phases = {}, {}
+  fit = functools.partial(experiment.fit, workdir=folder.path)
+  models_["public"], phases["public"] = fit("public")
+  variables = [t.variables for t in models_["public"]]
+  for phase in ("transfer", "pooled"):
+    models_[phase], phases[phase] = fit(phase, variables=variables)
+  return experiment.collaborate(folder, models_["transfer"], phases)
+
+
+def pretrained(place: pathlib.Path) -> pathlib.Path | None:
+  """The folder of `--pretrained`: of the same seed, with `--seeds`."""
+  # Of several processes only the first has the other run's folder.
+  if not FLAGS.pretrained or jax.process_index() > 0:
+    return None
+  of_run = pathlib.Path(FLAGS.pretrained).expanduser()
+  if FLAGS.seeds:
+    of_run /= place.name
+  if not (of_run / "public" / "config.json").exists():
+    raise common.UsageError(
+      f"--pretrained={of_run}: there is no such folder, or none of a run, with"
+      " public/ in it; give a run's --workdir, or leave it out"
+    )
+  return of_run
+
+
 def main() -> None:
-  """Runs the four phases, then prints a table."""
+  """Runs all seeds, then prints a table."""
   common.refuse(
     "not for FedMD, whose rounds are long", "autotune", "rounds_per_dispatch"
   )
-  if FLAGS.pretrained and jax.process_index() == 0:
-    of_run = pathlib.Path(FLAGS.pretrained).expanduser()
-    if not (of_run / "public" / "config.json").exists():
-      raise common.UsageError(
-        f"--pretrained={FLAGS.pretrained}: there is no such folder, or none of"
-        " a run, with public/ in it; give a run's --workdir, or leave it out"
-      )
-  workdir = common.default_workdir("fedmd", FLAGS.environment)
-  config, speed = settings.configuration(workdir)
-  experiment = Experiment(config, speed)
+  workdir = common.default_workdir(
+    "fedmd", FLAGS.environment, *["seeds"] * bool(FLAGS.seeds)
+  )
+  places = common.seed_folders(workdir)
+  setups = []
+  for FLAGS.seed, place in places.items():
+    setups.append((place, pretrained(place), *settings.configuration(place)))
+  _, other, config, speed = setups[0]
+  experiment = Experiment(config, speed, other)
   # All that can be wrong should show before a folder is made.
   experiment.algorithm()
   experiment.plan(1)
   for phase in settings.PHASES:
     experiment.fit_algorithm(phase)
-  folder = common.open_folder(workdir, config, speed)
-  folder.keep({"data.json": experiment.record})
+  folders = [common.open_folder(s[0], *s[2:]) for s in setups]
   for of, subset in experiment.stopping.items():
     if subset is None and config["stopping_set"] != "none":
       logging.warning(
@@ -464,13 +508,17 @@ def main() -> None:
         config["stopping_set"],
         of,
       )
-  models_, phases = {}, {}
-  models_["public"], phases["public"] = experiment.fit("public", workdir)
-  variables = [t.variables for t in models_["public"]]
-  for phase in ("transfer", "pooled"):
-    models_[phase], phases[phase] = experiment.fit(phase, workdir, variables)
-  result = experiment.collaborate(folder, models_["transfer"], phases)
-  print(report.parties_table(result["parties"]))
+  results = []
+  for (place, other, config, speed), folder in zip(setups, folders):
+    if place != setups[0][0]:
+      experiment = Experiment(config, speed, other)
+    results.append(run(experiment, folder))
+  if FLAGS.seeds:
+    rows = [common.rows_to_draw(folder) for folder in folders]
+    draw(config, workdir, rows, results)
+    summary = launch.summary({"fedmd": results}, list(places))
+    logs.write_json(workdir / "summary.json", summary)
+  print(report.parties_table([result["parties"] for result in results]))
   print(f"\nCurves: {workdir / 'curves.png'}")
 
 

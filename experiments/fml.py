@@ -95,8 +95,14 @@ def _define_flags() -> None:
     None,
     fml_images.PARTITIONS,
     "How clients share the images: evenly, or 6, 4 or 2 shards of one class"
-    " each for a client (of 10 classes; 60, 40, 20 of 100). With several data"
-    " sets iid.",
+    " each for a client (of 10 classes; 60, 40, 20 of 100), or each class by a"
+    " Dirichlet. With several data sets iid.",
+  )
+  flags.DEFINE_float(
+    "partition_alpha",
+    None,
+    "Concentration of --partition=dirichlet, by default 0.5: small is skewed.",
+    lower_bound=1e-6,
   )
   flags.DEFINE_integer(
     "partition_seed", 0, "Seed of the clients' shares.", lower_bound=0
@@ -232,6 +238,13 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   values["num_clients"] = FLAGS.num_clients or default_clients
   if several and FLAGS.partition is None:
     values["partition"] = "iid"  # A client has all of its data set.
+  if values["partition"] == "dirichlet":
+    values["partition_alpha"] = FLAGS.partition_alpha or 0.5
+  elif FLAGS.partition_alpha is not None:
+    raise common.UsageError(
+      f"--partition_alpha={FLAGS.partition_alpha}: not for"
+      f" --partition={values['partition']}, but for dirichlet"
+    )
   for name in ("alpha", "beta"):
     values[name] = common.numbers(name, FLAGS[name].value, low=0, high=1)
     if len(values[name]) > 2:
@@ -293,6 +306,7 @@ class Experiment:
       num_clients=config["num_clients"],
       split=config["partition"],
       data_dir=FLAGS.data_dir,
+      partition_alpha=config["partition_alpha"],
       partition_seed=config["partition_seed"],
       bad_clients=config["bad_clients"],
       bad_label_share=config["bad_label_share"],
@@ -587,7 +601,9 @@ def main() -> None:
     configure=configuration,
     build=Experiment,
     train=train,
-    draw=lambda rows, config, path, _: fml_report.draw(rows, config, path),
+    draw=lambda rows, *, config, folder, experiment: fml_report.draw(
+      rows, config, folder
+    ),
     table=fml_report.table,
   )
 

@@ -42,22 +42,26 @@ def curve_rows(
 
 
 def draw(
-  runs: dict[str, list[dict]], config: dict, workdir: pathlib.Path
+  runs: dict[str, list[list[dict]]], config: dict, workdir: pathlib.Path
 ) -> None:
-  """Draws the curves of one or more runs of a federation.
+  """Draws the curves of one or more algorithms, the rows of each seed of each.
 
   Beside others independent training has a dashed line too, the best that each
   client came to (the paper's Figure 5).
   """
   personal = all(name in _PERSONAL for name in runs)
-  drawn = {n: curve_rows(config, rows, personal) for n, rows in runs.items()}
+  drawn = {
+    name: [curve_rows(config, rows, personal) for rows in seeds]
+    for name, seeds in runs.items()
+  }
   best = {}
   if len(runs) > 1:
-    for row in drawn.get("independent", ()):
-      for name, value in row.items():
-        if name != "round" and value is not None:
-          line = best.setdefault(name.removesuffix("/accuracy"), {})
-          line["independent"] = max(value, line.get("independent", 0.0))
+    seeds = drawn.get("independent", ())
+    for name in {name for rows in seeds for row in rows for name in row}:
+      bests = [max(row.get(name) or 0.0 for row in rows) for rows in seeds]
+      if name != "round":
+        mean, _ = report.mean_and_deviation(bests)
+        best[name.removesuffix("/accuracy")] = {"independent": mean}
   report.curves(
     drawn,
     workdir / "curves.png",
@@ -69,29 +73,32 @@ def draw(
   )
 
 
-def table(results: dict[str, dict]) -> str:
-  """A plain-text table of results, a line an algorithm."""
-  percent = lambda x: "-" if x is None else f"{100 * x:.2f}"
-  columns = [
-    ["", "algorithm", *results],
-    ["global", "test %"],
-    ["", "best %"],
-    ["clients", "mean %"],
-  ]
-  for result in results.values():
-    accuracies = [c["validation_accuracy"] for c in result["clients"]]
-    columns[1].append(percent(result["global"]["test_accuracy"]))
-    columns[2].append(percent(result["global"]["best_test_accuracy"]))
-    columns[3].append(percent(float(np.mean(accuracies))))
-  for k in range(max(len(r["clients"]) for r in results.values())):
-    clients = [r["clients"][k] for r in results.values()]
-    accuracies = [percent(c["validation_accuracy"]) for c in clients]
+def table(results: dict[str, list[dict]]) -> str:
+  """A plain-text table, a line an algorithm, of the results of each seed."""
+  heads = {("global", "test %"): lambda r: r["global"]["test_accuracy"]}
+  heads["", "best %"] = lambda r: r["global"]["best_test_accuracy"]
+  heads["clients", "mean %"] = lambda r: np.mean(
+    [client["validation_accuracy"] for client in r["clients"]]
+  )
+  columns = [["", "algorithm", *results]]
+  for head, value in heads.items():
+    cells = [
+      report.cell([value(r) for r in of], factor=100) for of in results.values()
+    ]
+    columns.append([*head, *cells])
+  for k in range(max(len(of[0]["clients"]) for of in results.values())):
+    clients = [[r["clients"][k] for r in of] for of in results.values()]
+    accuracies = [
+      report.cell([c["validation_accuracy"] for c in of], factor=100)
+      for of in clients
+    ]
     # FedAvg and FedProx give every client the global model.
-    models = {client["model"] for client in clients}
+    models = {of[0]["model"] for of in clients}
     head = f"{k}: {models.pop()}" if len(models) == 1 else str(k)
     columns.append(["", head, *accuracies])
   for name, form in (("rounds", "{:,d}"), ("seconds", "{:,.1f}")):
-    columns.append(
-      ["", name, *(form.format(r[name]) for r in results.values())]
-    )
+    cells = [
+      report.cell([r[name] for r in of], form) for of in results.values()
+    ]
+    columns.append(["", name, *cells])
   return report.align(columns, heads=2)

@@ -1,22 +1,34 @@
 """From a command line to a run, or to several side by side."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
 import hashlib
 import logging as std_logging
 import math
 import os
 import pathlib
 import platform
+import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import app, flags, logging
 import common
 import jax
 
-from hetfl import autotune
+from hetfl import autotune, logs, report
 
 FLAGS = flags.FLAGS
+
+
+class _Run(NamedTuple):
+  """One algorithm with one seed: where it runs, and its resolved flags."""
+
+  seed: int
+  name: str
+  path: pathlib.Path
+  config: dict
+  speed: dict
 
 
 def side_by_side(
@@ -30,7 +42,7 @@ def side_by_side(
   draw: Callable[..., None],
   table: Callable[[dict], str],
 ) -> None:
-  """Runs what --algorithm names, then prints a table.
+  """Runs what --algorithm and --seeds name, then prints a table.
 
   Args:
     label: parts of the default folder's name.
@@ -42,8 +54,9 @@ def side_by_side(
       the same form of convolution and evaluation; it has
       `algorithm(config, speed)` and `plan(config, speed, round)`.
     train: `(experiment, config, speed, folder)` to the result.
-    draw: `(rows by algorithm, config, path, experiment)`, draws the curves.
-    table: results by algorithm to text.
+    draw: `(rows, config=, folder=, experiment=)`, draws the curves; `rows`
+      are, by algorithm, those of each seed.
+    table: the results of each seed, by algorithm, to text.
   """
   names = FLAGS.algorithm
   for name in names:
@@ -52,27 +65,37 @@ def side_by_side(
         f"--algorithm={name}: choose from {', '.join(algorithms)}"
       )
   _warn_of_unused(set.intersection(*(set(unused[name]) for name in names)))
-  workdir = common.default_workdir(*label, *names)
   several = len(names) > 1
-  paths = {name: workdir / name if several else workdir for name in names}
-  configs = {name: configure(name, paths[name]) for name in names}
-  experiments = _experiments(build, configs)
+  workdir = common.default_workdir(
+    *label, *names, *["seeds"] * bool(FLAGS.seeds)
+  )
+  places = common.seed_folders(workdir)
+  runs = []
+  for FLAGS.seed, place in places.items():
+    for name in names:
+      path = place / name if several else place
+      runs.append(_Run(FLAGS.seed, name, path, *configure(name, path)))
+  experiments = _experiments(build, runs)
   # All that can be wrong should show before a folder is made.
-  for name, (config, speed) in configs.items():
-    experiments[name].algorithm(config, speed)
-    experiments[name].plan(config, speed, 1)
-  if several:
-    _open_comparison(workdir, algorithms)
-  folders = {
-    name: common.open_folder(paths[name], *configs[name]) for name in names
-  }
+  for run, experiment in zip(runs, experiments):
+    experiment.algorithm(run.config, run.speed)
+    experiment.plan(run.config, run.speed, 1)
+  for place in places.values() if several else ():
+    common.only_holds(place, re.compile("|".join(algorithms)), "algorithms")
+  folders = [common.open_folder(r.path, r.config, r.speed) for r in runs]
   results, rows = {}, {}
-  for name in names:
-    results[name] = train(experiments[name], *configs[name], folders[name])
-    rows[name] = common.rows_to_draw(folders[name])
-    draw({name: rows[name]}, configs[name][0], paths[name], experiments[name])
-  if several:
-    draw(rows, configs[names[0]][0], workdir, experiments[names[0]])
+  for run, experiment, folder in zip(runs, experiments, folders):
+    result = train(experiment, run.config, run.speed, folder)
+    results.setdefault(run.name, []).append(result)
+    rows.setdefault(run.name, []).append(common.rows_to_draw(folder))
+    latest = {name: of_seeds[-1:] for name, of_seeds in rows.items()}
+    chart = functools.partial(draw, config=run.config, experiment=experiment)
+    chart({run.name: latest[run.name]}, folder=run.path)
+    if several and run.name == names[-1]:
+      chart(latest, folder=places[run.seed])
+  if FLAGS.seeds:
+    chart(rows, folder=workdir)
+    logs.write_json(workdir / "summary.json", summary(results, list(places)))
   print(table(results))
   print(f"\nCurves: {workdir / 'curves.png'}")
 
@@ -87,35 +110,53 @@ def _warn_of_unused(names: set[str]) -> None:
     )
 
 
-def _experiments(build, configs):
-  """An experiment for each algorithm; one, where the models are made alike."""
-  made, experiments = {}, {}
-  for name, (config, speed) in configs.items():
-    form = speed.get("conv"), speed.get("eval_batch_size")
+def _experiments(build: Callable[..., Any], runs: Sequence[_Run]) -> list:
+  """An experiment for each run; one, where data and models are made alike."""
+  made, experiments = {}, []
+  for run in runs:
+    form = run.speed.get("conv"), run.speed.get("eval_batch_size")
+    if run.config.get("distill_examples"):  # These are drawn by the seed.
+      form += (run.seed,)
     if form not in made:
-      made[form] = build(config, speed)
-    experiments[name] = made[form]
+      made[form] = build(run.config, run.speed)
+    experiments.append(made[form])
   return experiments
 
 
-def _open_comparison(workdir: pathlib.Path, algorithms: Sequence[str]) -> None:
-  """Checks that a folder is fit to hold one run's folder an algorithm."""
-  domains = ("", "_questions", "_answers")
-  curves = [f"curves{domain}.png" for domain in domains]
-  # A run that was killed may leave a chart half written.
-  allowed = {
-    ".lock",
-    *algorithms,
-    *curves,
-    *(f".{name}.part" for name in curves),
-  }
-  if workdir.is_dir():
-    strange = sorted(p.name for p in workdir.iterdir() if p.name not in allowed)
-    if strange:
-      raise common.UsageError(
-        f"--workdir={workdir} holds {strange[0]}, which no comparison of"
-        " algorithms does. Use another --workdir."
-      )
+def summary(
+  results: Mapping[str, Sequence[dict]], seeds: Sequence[int]
+) -> dict:
+  """What several seeds gave, for `summary.json`.
+
+  Args:
+    results: by algorithm, what `result.json` holds of each seed.
+    seeds: the seeds.
+
+  Returns:
+    The seeds, and of each algorithm's accuracies, by their place in a result,
+    the mean, the standard deviation and all values.
+  """
+  algorithms = {}
+  for name, of_seeds in results.items():
+    leaves = [dict(_accuracies(result)) for result in of_seeds]
+    algorithms[name] = {}
+    for place in leaves[0]:
+      values = [leaf.get(place) for leaf in leaves]
+      if None not in values:
+        mean, deviation = report.mean_and_deviation(values)
+        entry = {"mean": mean, "deviation": deviation, "values": values}
+        algorithms[name][place] = entry
+  return {"seeds": seeds, "algorithms": algorithms}
+
+
+def _accuracies(result: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+  """All accuracies of a result, as `pools.small.test_accuracy`."""
+  parts = result.items() if isinstance(result, Mapping) else enumerate(result)
+  for name, value in parts:
+    if isinstance(value, Mapping | list):
+      yield from _accuracies(value, f"{place}{name}.")
+    elif "accuracy" in str(name):
+      yield f"{place}{name}", value
 
 
 def run(

@@ -10,6 +10,9 @@ and `table.csv` in --workdir say what there is so far, for codist_fig4 in
 
   python experiments/reproduce.py --table=fml_table1 --only=cnn1 \
       --data_dir=DIR -- --rounds=60
+
+With --seeds=0,1,2 every cell is run with each of them, and the table has means
+and standard deviations.
 """
 
 import argparse
@@ -19,9 +22,9 @@ import io
 import json
 import pathlib
 import signal
+import statistics
 import subprocess
 import sys
-from typing import Any
 
 import make_flags
 import tables
@@ -32,19 +35,22 @@ _WIDE = 16  # columns
 
 
 def rows_of(
-  cells: Sequence[tables.Cell], results: Mapping[str, Mapping]
+  cells: Sequence[tables.Cell], results: Mapping[str, Sequence[Mapping]]
 ) -> list[list[str]]:
   """The table as rows of text, published numbers beside ours.
 
   Args:
     cells: the table's cells.
-    results: cell names to what `result.json` holds, for those that are done.
+    results: cell names to what `result.json` holds, of each seed that is done.
 
   Returns:
     A head and a row for each cell that is done: its title, and for each number
-    ours and, if one of the cells has it, the published one and the difference,
-    in percent; then rounds and minutes.
+    ours, mean ± standard deviation of several seeds, and, if one of the cells
+    has it, the published one and the difference, in percent; then rounds and
+    minutes.
   """
+  from hetfl import report  # takes a second
+
   paths = list(dict.fromkeys(p for c in cells for p in c.published))
   known = {
     p for c in cells for p, value in c.published.items() if value is not None
@@ -57,38 +63,52 @@ def rows_of(
       head += [f"{name}, published", "difference"]
   rows = [[*head, "rounds", "minutes"]]
   for cell in cells:
-    if cell.name not in results:
+    seeds = results.get(cell.name)
+    if not seeds:
       continue
-    result = results[cell.name]
     row = [cell.title]
     for path in paths:
-      ours = tables.lookup(result, path)
+      ours = [tables.lookup(result, path) for result in seeds]
       theirs = cell.published.get(path)
-      row.append("" if ours is None else f"{100 * ours:.2f}")
+      row.append("" if None in ours else report.cell(ours, factor=100))
       if path in known:
-        row += [
-          "" if theirs is None else f"{theirs:.2f}",
-          "" if None in (ours, theirs) else f"{100 * ours - theirs:+.2f}",
-        ]
-    seconds = result.get("seconds")
-    if seconds is not None:  # FedMD's phases before the collaboration count.
-      seconds += sum(result.get("phase_seconds", {}).values())
-    row.append(str(result.get("rounds", "")))
-    row.append("" if seconds is None else f"{seconds / 60:.1f}")
+        row.append("" if theirs is None else f"{theirs:.2f}")
+        both = theirs is not None and None not in ours
+        difference = 100 * statistics.fmean(ours) - theirs if both else None
+        row.append("" if difference is None else f"{difference:+.2f}")
+    seconds = [result.get("seconds") for result in seeds]
+    row.append(str(seeds[0].get("rounds", "")))
+    if None in seconds:
+      row.append("")
+    else:  # FedMD's phases before the collaboration count.
+      before = [sum(r.get("phase_seconds", {}).values()) for r in seeds]
+      row.append(f"{(sum(seconds) + sum(before)) / 60:.1f}")
     rows.append(row)
   return rows
 
 
 def write(
-  folder: pathlib.Path, title: str, rows: Sequence[Sequence[str]]
+  folder: pathlib.Path,
+  title: str,
+  rows: Sequence[Sequence[str]],
+  flags: Sequence[str] = (),
 ) -> None:
-  """Writes `table.md`, a column a run if it is wide, and `table.csv`."""
+  """Writes `table.md`, a column a run if it is wide, and `table.csv`.
+
+  Args:
+    folder: where to.
+    title: the table's.
+    rows: as `rows_of` gives them.
+    flags: what all runs had beside their cells' own.
+  """
   text = io.StringIO()
   csv.writer(text, lineterminator="\n").writerows(rows)
   logs.write_bytes(folder / "table.csv", text.getvalue().encode())
   if len(rows[0]) > _WIDE:
     rows = list(zip(*rows))
   lines = [f"# {title}", ""]
+  if flags:
+    lines += [f"All runs with `{' '.join(flags)}`.", ""]
   for i, row in enumerate(rows):
     cells = [cell.replace("|", "\\|") for cell in row]  # as in |P_H|
     lines.append("| " + " | ".join(cells) + " |")
@@ -98,25 +118,29 @@ def write(
 
 
 def draw(
-  folder: pathlib.Path, table: tables.Table, results: Mapping[str, Any]
+  folder: pathlib.Path,
+  table: tables.Table,
+  results: Mapping[str, Sequence[Mapping]],
 ) -> None:
   """Draws what a table's cells gave against its axis, to `figure.png`.
 
   Args:
     folder: where to.
     table: a table with an axis; a cell without that flag is a level line.
-    results: what `result.json` of a cell holds, by the cell's name.
+    results: what `result.json` of each seed holds, by the cell's name; the
+      mean is drawn.
   """
   from hetfl import report  # takes a second
 
   points = {}
   for cell in table.cells:
-    for path in cell.published if cell.name in results else ():
-      value = tables.lookup(results[cell.name], path)
+    seeds = results.get(cell.name)
+    for path in cell.published if seeds else ():
+      values = [tables.lookup(result, path) for result in seeds]
       label = f"{cell.flags['algorithm']}, {tables.label(path)}"
-      if value is not None:
-        line = points.setdefault(label, [])
-        line.append((cell.flags.get(table.axis), value))
+      if None not in values:
+        point = (cell.flags.get(table.axis), statistics.fmean(values))
+        points.setdefault(label, []).append(point)
   report.dependence(
     points, folder / "figure.png", axis=table.axis, title=table.title
   )
@@ -124,7 +148,7 @@ def draw(
 
 def run_cell(
   script: str, cell: tables.Cell, folder: pathlib.Path, extra: Sequence[str]
-) -> dict:
+) -> None:
   """Runs a cell in its folder, or goes on with it.
 
   Args:
@@ -133,8 +157,8 @@ def run_cell(
     folder: the run's folder.
     extra: further flags.
 
-  Returns:
-    What `result.json` holds. If the run fails, this process ends too.
+  Raises:
+    SystemExit: if the run fails, or was stopped.
   """
   command = [
     sys.executable,
@@ -163,7 +187,12 @@ def run_cell(
       f"error: {cell.name} ended with status {code}, see above; once that is"
       " mended, the same command goes on there"
     )
-  return read_result(folder)
+
+
+def read_results(folder: pathlib.Path, seeds: Sequence[str]) -> list[dict]:
+  """What a cell's finished runs say: those of the seeds, or its only one."""
+  places = [folder / f"seed{seed}" for seed in seeds] or [folder]
+  return [read_result(place) for place in places if has_result(place)]
 
 
 def has_result(folder: pathlib.Path) -> bool:
@@ -205,6 +234,7 @@ def main(argv: Sequence[str]) -> None:
   parser.add_argument("--list", action="store_true", help="list the tables")
   parser.add_argument("--only", help="parts of cells' names, with commas")
   parser.add_argument("--workdir", help="folder; by default runs/TABLE")
+  parser.add_argument("--seeds", help="seeds of each cell, with commas")
   parser.add_argument("--data_dir", help="as in the experiments")
   split = argv.index("--") if "--" in argv else len(argv)
   args, extra = parser.parse_args(argv[:split]), list(argv[split + 1 :])
@@ -224,22 +254,25 @@ def main(argv: Sequence[str]) -> None:
       parser.error(f"--only={args.only}: no cell {part!r}; see --list")
   cells = [c for c in table.cells if any(part in c.name for part in parts)]
   for flag in extra:
-    if flag.lstrip("-").startswith(("workdir", "flagfile")):
-      parser.error(f"{flag}: give --workdir before --; cells have their flags")
+    if flag.lstrip("-").startswith(("workdir", "flagfile", "seeds")):
+      parser.error(
+        f"{flag}: give --workdir and --seeds before --; cells have their flags"
+      )
+  seeds = args.seeds.split(",") if args.seeds else []
+  shown = [*([f"--seeds={args.seeds}"] if seeds else []), *extra]
+  extra = list(shown)
   if args.data_dir:
     extra.append(f"--data_dir={args.data_dir}")
   workdir = pathlib.Path(args.workdir or pathlib.Path("runs", args.table))
   workdir = workdir.expanduser()
   results = {
-    cell.name: read_result(workdir / cell.name)
-    for cell in table.cells
-    if has_result(workdir / cell.name)
+    cell.name: read_results(workdir / cell.name, seeds) for cell in table.cells
   }
   for cell in cells:
-    results[cell.name] = run_cell(
-      table.script, cell, workdir / cell.name, extra
-    )
-    write(workdir, table.title, rows_of(table.cells, results))
+    folder = workdir / cell.name
+    run_cell(table.script, cell, folder, extra)
+    results[cell.name] = read_results(folder, seeds)
+    write(workdir, table.title, rows_of(table.cells, results), shown)
     if table.axis:
       draw(workdir, table, results)
   print((workdir / "table.md").read_text(encoding="utf-8"))

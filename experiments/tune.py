@@ -90,12 +90,6 @@ def _define_flags() -> None:
     "What proposes trials: seeded random search, or Optuna's TPE (which pip"
     " install 'hetfl[tune]' brings), a block at a time.",
   )
-  flags.DEFINE_list(
-    "seeds",
-    None,
-    "Seeds that each trial is trained with, with commas; the objective is the"
-    " mean. By default --seed, which also seeds the search.",
-  )
   flags.DEFINE_enum(
     "batching",
     "auto",
@@ -292,17 +286,6 @@ def make_problem(
   )
 
 
-def read_seeds() -> tuple[int, ...]:
-  """`--seeds`, or else `--seed`."""
-  given = FLAGS.seeds or [FLAGS.seed]
-  seeds = common.numbers("seeds", given, low=0, high=common.MAX_SEED, kind=int)
-  if len(set(seeds)) < len(seeds):
-    raise common.UsageError(
-      f"--seeds={','.join(FLAGS.seeds)}: give unlike numbers"
-    )
-  return tuple(seeds)
-
-
 def main() -> None:
   """Runs the search, then writes and prints what came out."""
   common.refuse("a search decides itself how its rounds run", "autotune")
@@ -323,7 +306,7 @@ def main() -> None:
       f"--algorithm={','.join(names)}: name one to search for, of"
       f" {', '.join(tunable.space)}"
     )
-  seeds = read_seeds()
+  seeds = common.read_seeds()
   space = make_space(tunable, names[0])
   vmap = FLAGS.batching == "vmap" or (
     FLAGS.batching == "auto" and jax.default_backend() != "cpu"

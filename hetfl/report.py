@@ -4,6 +4,7 @@ from collections.abc import Container, Mapping, Sequence
 import io
 import math
 import os
+import statistics
 from typing import Any
 
 import matplotlib
@@ -11,6 +12,8 @@ from matplotlib import figure, ticker
 from matplotlib.backends import backend_agg
 
 from hetfl import logs
+
+Rows = Sequence[Mapping[str, Any]]
 
 # Okabe and Ito's colours, to be told apart by (nearly) everyone, on white.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -20,7 +23,7 @@ _MANY_COLORS += ("#882255", "#44AA99", "#999933", "#AA4499", "#777777")
 
 
 def curves(
-  runs: Mapping[str, Sequence[Mapping[str, Any]]],
+  runs: Mapping[str, Rows | Sequence[Rows]],
   path: str | os.PathLike[str],
   *,
   metric: str = "test_accuracy",
@@ -36,7 +39,9 @@ def curves(
   the right of each panel.
 
   Args:
-    runs: label -> rows of metrics, as `logs.read_rows` reads them.
+    runs: label -> rows of metrics, as `logs.read_rows` reads them; or a list of
+      the rows of each of several seeds, of which the mean is drawn, and a
+      standard deviation to both sides of it.
     path: the PNG; replaced atomically.
     metric: what to draw of each pool: the rows' `'pool/metric'`.
     ylabel: what the metric is called, with its unit.
@@ -49,10 +54,12 @@ def curves(
   Raises:
     ValueError: no row has the metric.
   """
+  seeds = {label: _of_seeds(rows) for label, rows in runs.items()}
   pools = list(
     dict.fromkeys(
       name.removesuffix("/" + metric)
-      for rows in runs.values()
+      for of_seeds in seeds.values()
+      for rows in of_seeds
       for row in rows
       for name in row
       if name.endswith("/" + metric)
@@ -69,11 +76,18 @@ def curves(
     ax.remove()
   colors = {label: _COLORS[i % len(_COLORS)] for i, label in enumerate(runs)}
   for pool, ax in zip(pools, axes):
-    for label, rows in runs.items():
-      points = _points(rows, f"{pool}/{metric}", scale)
-      if not points:
+    last = []
+    for label, of_seeds in seeds.items():
+      x, y, deviation = _mean_line(of_seeds, f"{pool}/{metric}", scale)
+      if not x:
         continue
-      x, y = zip(*points)
+      last.append(f"{y[-1]:.1f}")
+      if len(of_seeds) > 1:
+        last[-1] += f" ± {deviation[-1]:.1f}"
+        below, above = (
+          [m + f * d for m, d in zip(y, deviation)] for f in (-1, 1)
+        )
+        ax.fill_between(x, below, above, color=colors[label], alpha=0.2, lw=0)
       ax.plot(
         x,
         y,
@@ -92,6 +106,7 @@ def curves(
         linewidth=1.2,
         label=f"{label}, {dashed}",
       )
+      last.append(f"{scale * value:.1f}")
     ax.set_title(f"{pool} model", fontsize=11)
     ax.set_xlabel("Round")
     ax.set_xlim(left=0)
@@ -99,7 +114,7 @@ def curves(
     _plain(ax)
     ax.legend(
       ax.lines,
-      [f"{line.get_ydata()[-1]:.1f}" for line in ax.lines],
+      last,
       loc="upper left",
       bbox_to_anchor=(1.01, 1),
       borderaxespad=0,
@@ -198,7 +213,7 @@ def _save(fig: figure.Figure, path: str | os.PathLike[str]) -> None:
 
 
 def collaboration(
-  rows: Sequence[Mapping[str, Any]],
+  rows: Rows | Sequence[Rows],
   path: str | os.PathLike[str],
   *,
   parties: Mapping[str, str],
@@ -212,7 +227,8 @@ def collaboration(
   dash-dotted one at the right is its upper bound.
 
   Args:
-    rows: rows of metrics, as `logs.read_rows` reads them; round 0 first.
+    rows: rows of metrics, as `logs.read_rows` reads them, round 0 first; or a
+      list of the rows of each of several seeds, whose mean is drawn.
     path: the PNG; replaced atomically.
     parties: a party's name in the rows -> what to call it.
     bounds: a party's name -> its upper bound, from 0 to 1.
@@ -226,13 +242,13 @@ def collaboration(
   """
   fig = _figure(8.6, 4.8)
   ax = fig.subplots()
-  last = max((row["round"] for row in rows), default=0)
+  seeds = _of_seeds(rows)
+  last = max((row["round"] for rows in seeds for row in rows), default=0)
   margin = max(0.12 * last, 0.5)
   for i, (party, label) in enumerate(parties.items()):
-    points = _points(rows, f"{party}/{metric}", 100.0)
-    if not points:
+    x, y, _ = _mean_line(seeds, f"{party}/{metric}", 100.0)
+    if not x:
       raise ValueError(f"metric={metric!r}: no row has it of {party}")
-    x, y = zip(*points)
     style = dict(color=_MANY_COLORS[i % len(_MANY_COLORS)], linewidth=1.4)
     ax.plot(x, y, label=f"{label} ({y[-1]:.1f})", **style)
     ax.hlines(y[0], x[0] - margin, x[0], linestyle="--", **style)
@@ -253,13 +269,13 @@ def collaboration(
   _save(fig, path)
 
 
-def parties_table(parties: Sequence[Mapping[str, Any]]) -> str:
+def parties_table(parties: Rows | Sequence[Rows]) -> str:
   """Formats what became of each party as a plain-text table.
 
   Args:
     parties: dicts of `name`, `model`, `parameters`, and accuracies from 0 to
       1: `public_accuracy`, `transfer_accuracy`, `final_accuracy`,
-      `pooled_accuracy`.
+      `pooled_accuracy`; or a list of those of each of several seeds.
 
   Returns:
     The table, with the mean accuracies in its last line.
@@ -275,15 +291,16 @@ def parties_table(parties: Sequence[Mapping[str, Any]]) -> str:
   b      mlp(3)           2     25.00       25.00    50.00     50.00
   mean                          37.50       25.00    50.00     75.00
   """
+  seeds = _of_seeds(parties)
   columns = [
-    ["party", *(p["name"] for p in parties), "mean"],
-    ["model", *(p["model"] for p in parties), ""],
-    ["parameters", *(_cell(p["parameters"], "{:,d}", 1) for p in parties), ""],
+    ["party", *(p["name"] for p in seeds[0]), "mean"],
+    ["model", *(p["model"] for p in seeds[0]), ""],
+    ["parameters", *(f"{p['parameters']:,d}" for p in seeds[0]), ""],
   ]
   for name in ("public", "transfer", "final", "pooled"):
-    values = [p[f"{name}_accuracy"] for p in parties]
-    values.append(sum(values) / len(values))
-    cells = [_cell(value, "{:.2f}", 100) for value in values]
+    values = [[p[f"{name}_accuracy"] for p in of_seed] for of_seed in seeds]
+    values = [[*of_seed, statistics.fmean(of_seed)] for of_seed in values]
+    cells = [cell(of_party, "{:.2f}", 100) for of_party in zip(*values)]
     columns.append([f"{name} %", *cells])
   return align(columns, names=2)
 
@@ -372,29 +389,47 @@ def _axis(
   return places, list(zip(marks, texts))
 
 
-def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+def table(
+  results: Mapping[str, Mapping[str, Any] | Sequence[Mapping[str, Any]]],
+) -> str:
   """Formats results as a plain-text table, a line a run.
 
   Args:
-    results: label -> what `result.json` holds; accuracies from 0 to 1.
+    results: label -> what `result.json` holds, accuracies from 0 to 1; or a
+      list of those of several seeds, for mean ± standard deviation.
 
   Returns:
     The table; what a result does not have is a dash.
 
   >>> small = {'parameters': 5, 'test_accuracy': .5, 'heldout_accuracy': .25}
-  >>> print(table({'fedavg': {
-  ...     'rounds': 9, 'seconds': 1.25, 'pools': {'small': small}}}))
+  >>> result = {'rounds': 9, 'seconds': 1.25, 'pools': {'small': small}}
+  >>> print(table({'fedavg': result}))
              small
   algorithm  parameters  test %  held-out %  rounds  seconds
   ---------  ----------  ------  ----------  ------  -------
   fedavg              5   50.00       25.00       9      1.2
+  >>> other = {'rounds': 9, 'seconds': 1.25, 'pools': {
+  ...     'small': small | {'test_accuracy': .75}}}
+  >>> print(table({'fedavg': [result, other]}))
+             small
+  algorithm  parameters         test %    held-out %  rounds    seconds
+  ---------  ----------  -------------  ------------  ------  ---------
+  fedavg              5  62.50 ± 17.68  25.00 ± 0.00       9  1.2 ± 0.0
   """
+  seeds = {
+    label: [result] if isinstance(result, Mapping) else result
+    for label, result in results.items()
+  }
   pools = list(
-    dict.fromkeys(p for r in results.values() for p in r.get("pools", {}))
+    dict.fromkeys(
+      pool for of in seeds.values() for r in of for pool in r.get("pools", {})
+    )
   )
-  columns = [["", "algorithm", *results]]
+  columns = [["", "algorithm", *seeds]]
   for pool in pools:
-    values = [r.get("pools", {}).get(pool, {}) for r in results.values()]
+    values = [
+      [r.get("pools", {}).get(pool, {}) for r in of] for of in seeds.values()
+    ]
     heads = [
       ("parameters", "parameters", "{:,d}"),
       ("test_accuracy", "test %", "{:.2f}"),
@@ -402,17 +437,15 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     heads += [
       (name, f"{name.removeprefix('test_accuracy_')} %", "{:.2f}")
       for name in ("test_accuracy_questions", "test_accuracy_answers")
-      if any(name in v for v in values)
+      if any(name in v for of in values for v in of)
     ]
     heads.append(("heldout_accuracy", "held-out %", "{:.2f}"))
     for i, (name, head, form) in enumerate(heads):
-      cells = [
-        _cell(v.get(name), form, 1 if name == "parameters" else 100)
-        for v in values
-      ]
+      factor = 1 if name == "parameters" else 100
+      cells = [cell([v.get(name) for v in of], form, factor) for of in values]
       columns.append([pool if i == 0 else "", head, *cells])
   for name, form in (("rounds", "{:,d}"), ("seconds", "{:,.1f}")):
-    cells = [_cell(r.get(name), form, 1) for r in results.values()]
+    cells = [cell([r.get(name) for r in of], form) for of in seeds.values()]
     columns.append(["", name, *cells])
   return align(
     columns if pools else [c[1:] for c in columns], 2 if pools else 1
@@ -465,7 +498,55 @@ def _points(
   ]
 
 
-def _cell(value: float | None, form: str, factor: int) -> str:
-  if value is None:
+def _of_seeds(rows: Rows | Sequence[Rows]) -> Sequence[Rows]:
+  """The rows of each of several seeds, or of the one whose rows are given."""
+  return [rows] if all(isinstance(row, Mapping) for row in rows) else rows
+
+
+def _mean_line(
+  seeds: Sequence[Rows], name: str, scale: float
+) -> tuple[list[int], list[float], list[float]]:
+  """A metric's rounds, means and standard deviations over seeds."""
+  lines = [dict(_points(rows, name, scale)) for rows in seeds]
+  rounds = [t for t in lines[0] if all(t in line for line in lines)]
+  values = [[line[t] for line in lines] for t in rounds]
+  means, deviations = (
+    zip(*map(mean_and_deviation, values)) if values else ((), ())
+  )
+  return rounds, list(means), list(deviations)
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+  """The mean of numbers and their sample standard deviation; 0 for one.
+
+  >>> mean_and_deviation([1.0, 2.0, 3.0])
+  (2.0, 1.0)
+  """
+  if len(values) == 1:
+    return values[0], 0.0
+  mean = statistics.fmean(values)
+  squares = sum((value - mean) ** 2 for value in values)  # NaN is no error.
+  return mean, math.sqrt(squares / (len(values) - 1))
+
+
+def cell(
+  values: Sequence[float | None], form: str = "{:.2f}", factor: float = 1
+) -> str:
+  """A cell of a table: a number, or mean ± standard deviation of several.
+
+  Args:
+    values: of one run or of several seeds; whole numbers are alike in all.
+    form: how a number is written.
+    factor: from the values' unit to the table's.
+
+  Returns:
+    The cell; a dash, if a value is missing.
+
+  >>> cell([0.5], factor=100), cell([0.25, 0.5], factor=100), cell([None])
+  ('50.00', '37.50 ± 17.68', '-')
+  """
+  if None in values:
     return "-"
-  return form.format(factor * value)
+  if len(values) == 1 or isinstance(values[0], int):
+    return form.format(factor * values[0])
+  return " ± ".join(form.format(factor * v) for v in mean_and_deviation(values))

@@ -67,6 +67,40 @@ def test_three_algorithms_side_by_side(codist, tmp_path):
 
 
 @pytest.mark.slow
+def test_seeds_have_folders_and_a_mean(codist, tmp_path):
+  both = ("--algorithm=fedavg,merged", "--rounds=3", "--eval_every=3")
+  path = tmp_path / "seeds"
+  done = codist(*both, "--seeds=4,0", f"--workdir={path}")
+  assert done.returncode == 0, done.stderr
+  alone = codist(*both, f"--workdir={tmp_path}/alone")
+  assert alone.returncode == 0, alone.stderr
+  for name in ("fedavg", "merged"):
+    assert outcome(path / "seed0" / name) == outcome(tmp_path / "alone" / name)
+    accuracies = [
+      outcome(path / f"seed{seed}" / name)[0]["pools"]["small"]["test_accuracy"]
+      for seed in (4, 0)
+    ]
+    mean, deviation = np.mean(accuracies), np.std(accuracies, ddof=1)
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["seeds"] == [4, 0]
+    entry = summary["algorithms"][name]["pools.small.test_accuracy"]
+    assert entry["values"] == accuracies
+    assert (entry["mean"], entry["deviation"]) == pytest.approx(
+      (mean, deviation)
+    )
+    shown = rf"{100 * mean:.2f} ± {100 * deviation:.2f}"
+    assert re.search(rf"^{name} .* {shown} ", done.stdout, re.MULTILINE)
+  assert (path / "curves.png").read_bytes().startswith(b"\x89PNG")
+  # One more: what is there stays as it is.
+  before = everything(path / "seed4")
+  done = codist(*both, "--seeds=0,4,1", f"--workdir={path}")
+  assert done.returncode == 0, done.stderr
+  after = everything(path / "seed4")
+  assert {p.name for p in after if after[p] != before.get(p)} <= {".lock"}
+  assert "seed1" in {p.name for p in path.iterdir()}
+
+
+@pytest.mark.slow
 def test_speed_flags_change_nothing_but_rounding(codist, tmp_path):
   run = ("--algorithm=merged", "--rounds=3", "--eval_every=3")
   cases = {
@@ -202,6 +236,9 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
     (("--distill_data=cifar10",), "--distill_data"),
     (("--recipe=crop24",), "cuts squares of 24 out of images of 8x8 (digits)"),
     (("--client_momentum=nan",), "--client_momentum=nan: must be a finite"),
+    (("--seeds=0,0",), "--seeds=0,0: give unlike numbers"),
+    (("--seeds=0,x",), "--seeds=0,x: not a whole number"),
+    (("--seed=1", "--seeds=2"), "--seed=1: give it or --seeds, not both"),
     ((f"--seed={2**32}",), f"{2**32} is not an integer in the range"),
     (("--flagfile=/nowhere",), "/nowhere"),
     (("stray",), "'stray' is no flag"),
@@ -374,7 +411,10 @@ def test_reproduce_puts_our_numbers_beside_the_published(environment, tmp_path):
   wrong = run("--table=codist_table1_cifar", "--only=4701")
   assert wrong.returncode == 2 and "no cell '4701'" in wrong.stderr
   wrong = run("--table=codist_table1_cifar", "--", "--workdir=/elsewhere")
-  assert wrong.returncode == 2 and "give --workdir before" in wrong.stderr
+  assert (
+    wrong.returncode == 2
+    and "give --workdir and --seeds before" in wrong.stderr
+  )
   # Cells on digits instead, 4 of their rounds; a later one joins the first.
   for cell in ("3100_fedavg", "3100_merged_out"):
     done = run(

@@ -1,9 +1,11 @@
 """experiments/fedmd.py as a user runs it."""
 
+import json
 import random
 import re
 import signal
 
+import numpy as np
 import pytest
 
 from hetfl import logs
@@ -145,6 +147,40 @@ def test_runs_share_what_comes_before(undisturbed, fedmd, tmp_path):
   assert done.returncode != 0
   assert "--pretrained=" in done.stderr
   assert "seed: there 0, here 1. Use another --pretrained" in done.stderr
+
+
+@pytest.mark.slow
+def test_seeds_have_folders_and_a_mean(undisturbed, fedmd, tmp_path):
+  done = fedmd(*TINY, "--seeds=0,3", f"--workdir={tmp_path}/seeds")
+  assert done.returncode == 0, done.stderr
+  path = tmp_path / "seeds"
+  for folder in (".", *PHASES):
+    assert outcome(path / "seed0" / folder) == outcome(undisturbed[0] / folder)
+  final = [
+    outcome(path / f"seed{seed}")[0]["mean"]["final_accuracy"]
+    for seed in (0, 3)
+  ]
+  mean, deviation = 100 * np.mean(final), 100 * np.std(final, ddof=1)
+  shown = f"{mean:.2f} ± {deviation:.2f}"
+  assert re.search(rf"^mean  .* {shown} ", done.stdout, re.MULTILINE)
+  summary = json.loads((path / "summary.json").read_text())
+  entry = summary["algorithms"]["fedmd"]["mean.final_accuracy"]
+  assert entry["values"] == final
+  assert 100 * entry["deviation"] == pytest.approx(deviation)
+  assert (path / "curves.png").read_bytes().startswith(b"\x89PNG")
+  # Each seed takes the phases of the same one.
+  done = fedmd(
+    *TINY[:-1],
+    "--rounds=1",
+    "--seeds=3",
+    f"--pretrained={path}",
+    f"--workdir={tmp_path}/one",
+  )
+  assert done.returncode == 0, done.stderr
+  one, of_three = (outcome(p / "seed3")[0] for p in (tmp_path / "one", path))
+  name = "pooled_accuracy"
+  assert one["mean"][name] == of_three["mean"][name]
+  assert not (tmp_path / "one/seed3/public").exists()
 
 
 @pytest.mark.slow

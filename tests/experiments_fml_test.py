@@ -149,6 +149,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
     (("--bad_clients=5",), "--bad_clients=5: 5 must lie between 0 and 4"),
     (("--global_model=cnn2_conv",), "--algorithm=fedavg wants a whole model"),
     (("--learning_rate=0",), "learning_rate"),
+    (("--partition_alpha=1",), "not for --partition=noniid3"),
     (mnist, "mnist not found"),
     ((*one, "--rounds=2"), "rounds: there 1, here 2"),
   ]

@@ -62,6 +62,17 @@ def test_the_legends_of_curves_are_beside_the_panels(figures):
     assert not any(legend.get_window_extent().overlaps(p) for p in panels)
 
 
+def test_several_seeds_are_a_mean_and_a_band(figures):
+  runs = {"codist": [rows(0.5), rows(0.7), rows(0.9)], "fedavg": rows(0.6)}
+  report.curves(runs, "")
+  _, large = figures[0].axes
+  assert texts(large.get_legend()) == ["70.0 ± 20.0", "60.0"]
+  np.testing.assert_allclose(large.lines[0].get_ydata(), 70)
+  (band,) = large.collections
+  (path,) = band.get_paths()
+  assert {round(y) for y in path.vertices[:, 1]} == {50, 90}
+
+
 @pytest.mark.parametrize("last", [1, 2, 5, 200])
 def test_rounds_are_marked_at_whole_numbers(last, figures):
   few = [{"round": r, "a/test_accuracy": 0.5} for r in (0, last)]

@@ -101,7 +101,7 @@ def test_rows_have_published_columns_only_where_something_is_published(
   cells = [cell_of(known["fml_sec6"], "fml_sec6_catfish")]
   clients = [{"validation_accuracy": k / 10} for k in range(5)]
   result = {"clients": clients, "global": {"test_accuracy": 0.5}, "rounds": 9}
-  head, row = rows_of(cells, {"fml_sec6_catfish": result})
+  head, row = rows_of(cells, {"fml_sec6_catfish": [result]})
   assert dict(zip(head, row)) == {
     "run": cells[0].title,
     "clients 0-3": "15.00",
@@ -115,7 +115,7 @@ def test_rows_have_published_columns_only_where_something_is_published(
   }
   cells = known["fml_table1"].cells[:2]
   result = {"global": {"test_accuracy": 0.5, "best_test_accuracy": 0.9844}}
-  head, row = rows_of(cells, {cells[0].name: result})
+  head, row = rows_of(cells, {cells[0].name: [result]})
   assert head[1:5] == [
     "global",
     "global best",
@@ -123,6 +123,10 @@ def test_rows_have_published_columns_only_where_something_is_published(
     "difference",
   ]
   assert row[1:5] == ["50.00", "98.44", "98.44", "+0.00"]
+  # Of two seeds: the mean of 50 and 52, and the root of (1 + 1) / 1.
+  other = {"global": {"test_accuracy": 0.52, "best_test_accuracy": 0.9644}}
+  _, row = rows_of(cells, {cells[0].name: [result, other]})
+  assert row[1:5] == ["51.00 ± 1.41", "97.44 ± 1.41", "98.44", "-1.00"]
 
 
 def test_fedmd_table_has_each_party_and_a_column_a_run(
@@ -132,10 +136,11 @@ def test_fedmd_table_has_each_party_and_a_column_a_run(
   parties = [{"pooled_accuracy": k / 10} for k in range(10)]
   result = {"parties": parties, "rounds": 1, "seconds": 60.0}
   result["phase_seconds"] = {"public": 30.0, "pooled": 90.0}
-  rows = reproduce.rows_of([cell], {cell.name: result})
-  reproduce.write(tmp_path, "FedMD", rows)
+  rows = reproduce.rows_of([cell], {cell.name: [result]})
+  reproduce.write(tmp_path, "FedMD", rows, ["--rounds=1"])
   lines = (tmp_path / "table.md").read_text().splitlines()
-  assert lines[2:4] == [f"| run | {cell.title} |", "|---|---|"]
+  assert lines[2] == "All runs with `--rounds=1`."
+  assert lines[4:6] == [f"| run | {cell.title} |", "|---|---|"]
   # Table 4's fourth number of MNIST / FEMNIST, i.i.d.; 30 - 88.9.
   at = lines.index("| parties 3 pooled | 30.00 |")
   assert lines[at + 1 : at + 3] == [
@@ -155,7 +160,7 @@ def test_a_figure_is_drawn_against_its_axis(
     drawn.update(points)
 
   results = {
-    cell.name: {"pools": {"small": {"test_accuracy": 0.1 * i}}}
+    cell.name: [{"pools": {"small": {"test_accuracy": 0.1 * i}}}]
     for i, cell in enumerate(table.cells)
     if "merged" not in cell.name
   }
@@ -180,7 +185,7 @@ def runs_of(names):
     | {f"client{k}/validation_accuracy": 0.3 - 0.1 * t for k in range(2)}
     for t in (1, 2)
   ]
-  return {name: rows for name in names}, config
+  return {name: [rows] for name in names}, config
 
 
 def test_curves_say_whose_model_they_are_of(modules, tmp_path, monkeypatch):
@@ -188,7 +193,7 @@ def test_curves_say_whose_model_they_are_of(modules, tmp_path, monkeypatch):
   drawn = {}
 
   def curves(runs, path, *, published, **kwargs):
-    drawn.update(names=set(runs["fml"][0]), dashed=published)
+    drawn.update(names=set(runs["fml"][0][0]), dashed=published)
 
   runs, config = runs_of(("fml", "independent"))
   fml_report.draw(runs, config, tmp_path)
@@ -210,7 +215,10 @@ def test_the_table_names_a_model_only_if_all_have_it(modules):
     best = {"test_accuracy": 0.5, "best_test_accuracy": 0.75}
     return {"clients": clients, "global": best, "rounds": 1, "seconds": 1.0}
 
-  table = modules["fml_report"].table
+  def table(results):
+    return fml_table({name: [result] for name, result in results.items()})
+
+  fml_table = modules["fml_report"].table
   results = {"fml": result("mlp", "lenet5"), "independent": result("mlp", "x")}
   assert "0: mlp" in table(results) and "1: " not in table(results)
   results = {"fedavg": result("lenet5", "lenet5"), "fml": result("mlp", "mlp")}
