@@ -10,6 +10,7 @@ import inspect
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import optax
@@ -120,8 +121,9 @@ class Model(NamedTuple):
     """
     if not isinstance(module, nn.Module):
       raise ValueError(
-        f"{type(module).__name__} is no Flax Linen module; of other libraries,"
-        " NNX too, write init and apply: Model(init, apply)"
+        f"{type(module).__name__} is no Flax Linen module; of NNX take"
+        " Model.from_nnx, of other libraries write init and apply: Model(init,"
+        " apply)"
       )
     arguments = inspect.signature(module.__call__).parameters
     takes_train = "train" in arguments
@@ -144,6 +146,106 @@ class Model(NamedTuple):
       _FlaxInit(module, takes_train, shapes, tree),
       _FlaxApply(module, takes_train),
     )
+
+  @classmethod
+  def from_nnx(cls, make: Callable[[Any], Any]) -> "Model":
+    """Wraps a Flax NNX module.
+
+    Args:
+      make: `flax.nnx.Rngs -> module`, such as `lambda rngs: Net(rngs=rngs)`.
+        The module's `nnx.Param` become `Variables.params` and its other
+        variables, such as `nnx.BatchStat`, `Variables.stats`, by their paths.
+        It is in training by `train()` and out of it by `eval()`; all its
+        streams of random numbers come from the key that `apply` is given.
+
+    Returns:
+      The model.
+
+    Raises:
+      ValueError: `make` makes no NNX module.
+
+    >>> from flax import nnx
+    >>> model = Model.from_nnx(lambda rngs: nnx.Linear(2, 3, rngs=rngs))
+    >>> variables = model.init(jax.random.key(0))
+    >>> jax.tree.map(jnp.shape, variables.params)
+    {'bias': (3,), 'kernel': (2, 3)}
+    >>> logits, _ = model.apply(variables, jnp.ones((5, 2)), None, False)
+    >>> logits.shape
+    (5, 3)
+    """
+    module = _Nnx(make)
+    return cls(module.init, module.apply)
+
+
+class _Nnx:
+  """An NNX module as pure functions; see `Model.from_nnx`."""
+
+  def __init__(self, make):
+    from flax import nnx  # Only where it is used: it takes a while.
+
+    self._make, self._nnx = make, nnx
+    module = None
+    if not isinstance(make, nnx.Module):  # It is callable too.
+      module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    if not isinstance(module, nnx.Module):
+      raise ValueError(
+        "make: want a function from nnx.Rngs to an NNX module, as lambda rngs:"
+        " Net(rngs=rngs)"
+      )
+    self._graph, *self._states = self._split(module)
+
+  def init(self, key):
+    _, params, _, stats = self._split(self._make(self._nnx.Rngs(key)))
+    return Variables(self._flat(params), self._flat(stats))
+
+  def apply(self, variables, x, key, train):
+    params, streams, stats = self._states
+    module = self._nnx.merge(
+      self._graph,
+      self._filled(params, variables.params),
+      self._filled(streams, self._seeded(key)),
+      self._filled(stats, variables.stats),
+    )
+    if not train:
+      module.eval()
+      return module(x), variables.stats
+    module.train()
+    logits = module(x)
+    stats = self._flat(self._split(module)[3])
+    # What a module sows in between is none of them.
+    return logits, {name: stats[name] for name in variables.stats}
+
+  def _split(self, module):
+    nnx = self._nnx
+    return nnx.split(module, nnx.Param, nnx.RngState, ...)
+
+  def _flat(self, state):
+    """A state's arrays by path, as `layers/0/kernel`."""
+    arrays = flax.traverse_util.flatten_dict(self._nnx.to_pure_dict(state))
+    return {"/".join(map(str, path)): a for path, a in arrays.items()}
+
+  def _filled(self, state, arrays):
+    """A state of that structure with these arrays."""
+    paths = flax.traverse_util.flatten_dict(self._nnx.to_pure_dict(state))
+    pure = {path: arrays["/".join(map(str, path))] for path in paths}
+    state = jax.tree.map(lambda leaf: leaf, state)  # It is filled in place.
+    self._nnx.replace_by_pure_dict(
+      state, flax.traverse_util.unflatten_dict(pure)
+    )
+    return state
+
+  def _seeded(self, key):
+    """Keys and counts of all streams; equal ones where there is no key."""
+    key = jax.random.key(0) if key is None else key
+    arrays = {}
+    for i, (name, leaf) in enumerate(self._flat(self._states[1]).items()):
+      if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        stream = jax.random.fold_in(key, i)
+        split = jax.random.split(stream, leaf.shape) if leaf.shape else stream
+        arrays[name] = split
+      else:
+        arrays[name] = jnp.zeros(leaf.shape, leaf.dtype)
+    return arrays
 
 
 class _Alike:

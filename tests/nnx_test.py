@@ -1,0 +1,167 @@
+"""Flax NNX modules as models."""
+
+import dataclasses
+import functools
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import hetfl
+from hetfl import checkpoint, core, engine
+from tests import federation
+
+
+class Net(nnx.Module):
+  """Everything that has a state: normalisation, dropout, a list, a stream."""
+
+  def __init__(self, rngs, rate=0.5):
+    self.norm = nnx.BatchNorm(32, momentum=0.5, rngs=rngs)
+    widths = (32, 16, federation.CLASSES)
+    self.layers = nnx.List(
+      [nnx.Linear(a, b, rngs=rngs) for a, b in zip(widths, widths[1:])]
+    )
+    self.dropouts = nnx.List([nnx.Dropout(rate, rngs=rngs) for _ in range(2)])
+
+  def __call__(self, x):
+    x = self.dropouts[0](self.norm(x.reshape(len(x), -1)))
+    x = self.dropouts[1](nnx.relu(self.layers[0](x)))
+    return self.layers[1](x)
+
+
+def make_model(rate=0.5):
+  return core.Model.from_nnx(lambda rngs: Net(rngs, rate))
+
+
+def batch(seed=0, n=8):
+  x = jax.random.normal(jax.random.key(seed), (n, 4, 4, 2))
+  return x, jnp.arange(n) % federation.CLASSES
+
+
+def test_variables_go_by_their_paths():
+  model = make_model()
+  variables = model.init(jax.random.key(0))
+  assert jax.tree.map(jnp.shape, variables.params) == {
+    "norm/bias": (32,),
+    "norm/scale": (32,),
+    "layers/0/kernel": (32, 16),
+    "layers/0/bias": (16,),
+    "layers/1/kernel": (16, 3),
+    "layers/1/bias": (3,),
+  }
+  assert jax.tree.map(jnp.shape, variables.stats) == {
+    "norm/mean": (32,),
+    "norm/var": (32,),
+  }
+  other = model.init(jax.random.key(1))
+  name = "layers/0/kernel"
+  assert not jnp.array_equal(variables.params[name], other.params[name])
+
+
+def test_training_is_nnxs_own():
+  x, y = batch()
+  model = make_model(rate=0.0)
+  variables = model.init(jax.random.key(3))
+
+  def loss(params):
+    logits, stats = model.apply(
+      core.Variables(params, variables.stats), x, jax.random.key(0), True
+    )
+    return optax.losses.softmax_cross_entropy_with_integer_labels(
+      logits, y
+    ).mean(), stats
+
+  (value, stats), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+    variables.params
+  )
+  theirs = Net(nnx.Rngs(jax.random.key(3)), rate=0.0)
+  theirs.train()
+
+  def nnx_loss(net):
+    return optax.losses.softmax_cross_entropy_with_integer_labels(
+      net(x), y
+    ).mean()
+
+  their_value, their_grads = nnx.value_and_grad(nnx_loss)(theirs)
+  close = dict(rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(value, their_value, **close)
+  for name, ours in (("norm", "norm/scale"), ("layers", "layers/0/kernel")):
+    node = nnx.to_pure_dict(their_grads)[name]
+    expected = node["scale"] if name == "norm" else node[0]["kernel"]
+    np.testing.assert_allclose(grads[ours], expected, **close)
+  mean = nnx.to_pure_dict(nnx.state(theirs, nnx.BatchStat))["norm"]["mean"]
+  np.testing.assert_allclose(stats["norm/mean"], mean, **close)
+  # By hand: half of 0 and half of the batch's mean.
+  by_hand = np.asarray(x).reshape(8, -1).mean(0) / 2
+  np.testing.assert_allclose(stats["norm/mean"], by_hand, **close)
+
+
+def test_streams_come_from_the_key():
+  model, (x, _) = make_model(), batch()
+  variables = model.init(jax.random.key(0))
+  out = lambda key, train: model.apply(variables, x, key, train)
+  a, b, again = (out(jax.random.key(k), True)[0] for k in (1, 2, 1))
+  np.testing.assert_array_equal(a, again)
+  assert not np.allclose(a, b)
+  logits, stats = out(None, False)
+  np.testing.assert_array_equal(logits, out(jax.random.key(1), False)[0])
+  assert stats is variables.stats
+  # Two layers drop unlike elements: by the same draws both would be alike.
+  same = core.Model.from_nnx(Twice)
+  ones = jnp.ones((4, 100))
+  first, second = same.apply(
+    same.init(jax.random.key(0)), ones, jax.random.key(0), True
+  )[0]
+  assert 0.3 < jnp.mean((first > 0) != (second > 0)) < 0.7
+
+
+class Twice(nnx.Module):
+  """Two dropouts of the same thing."""
+
+  def __init__(self, rngs):
+    self.dropouts = nnx.List([nnx.Dropout(0.5, rngs=rngs) for _ in range(2)])
+
+  def __call__(self, x):
+    return jnp.stack([dropout(x) for dropout in self.dropouts])
+
+
+def test_rounds_with_nnx_models_beside_linen_ones(tmp_path):
+  first, second = federation.make_pools()
+  pools = [dataclasses.replace(first, model=make_model()), second]
+  distiller = hetfl.Distiller(learning_rate=0.01)
+  states = []
+  for lanes, runner in ((1, engine.Inline()), (3, engine.Threads(2))):
+    algorithm = hetfl.merged_codist(
+      pools, distiller, alpha=0.5, rounds=3, engine=runner
+    )
+    algorithm = algorithm._replace(step=runner.compile(algorithm.step))
+    state, metrics = federation.run(algorithm, 2, num_lanes=lanes)
+    assert np.isfinite(float(metrics["pool0/distill_loss"].value))
+    states.append(state)
+  checkpoints = checkpoint.Checkpoints(tmp_path)
+  checkpoints.save(2, states[0], {})
+  _, read, _ = checkpoints.latest(like=states[1])
+  close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
+  for other, equal in (
+    (states[1], close),
+    (read, np.testing.assert_array_equal),
+  ):
+    for ours, theirs in zip(states[0].pools, other.pools):
+      jax.tree.map(equal, ours.variables, theirs.variables)
+  start = algorithm.init(jax.random.key(0)).pools[0].variables
+  for part in ("params", "stats"):
+    moved = jax.tree.map(
+      lambda a, b: bool(jnp.any(a != b)),
+      getattr(start, part),
+      getattr(states[0].pools[0].variables, part),
+    )
+    assert all(moved.values()), moved
+
+
+def test_what_makes_no_module_is_refused():
+  for wrong in (lambda rngs: 3, Net(nnx.Rngs(0))):
+    with pytest.raises(ValueError, match="make: want a function from nnx.Rngs"):
+      core.Model.from_nnx(wrong)
