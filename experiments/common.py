@@ -511,11 +511,11 @@ def rows_to_draw(folder: logs.RunFolder) -> list[dict[str, Any]]:
 
 
 def open_folder(
-  workdir: pathlib.Path, config: dict, speed: dict, named: str = "--workdir"
+  workdir: pathlib.Path, config: dict, speed: dict, **options
 ) -> logs.RunFolder:
   """Makes a run's folder, or opens it; see `logs.RunFolder`."""
   defaults = {name: FLAGS[name].default for name in FLAGS}
-  return logs.RunFolder(workdir, config, speed, defaults=defaults, named=named)
+  return logs.RunFolder(workdir, config, speed, defaults=defaults, **options)
 
 
 def typed() -> set[str]:

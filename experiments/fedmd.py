@@ -193,7 +193,7 @@ class Experiment:
     kept = {"data.json": self.public_record if public else self.record}
 
     def opened(path: pathlib.Path, named: str) -> logs.RunFolder:
-      folder = common.open_folder(path, config, self.speed, named)
+      folder = common.open_folder(path, config, self.speed, named=named)
       folder.keep(kept)
       return folder
 
@@ -499,7 +499,7 @@ def main() -> None:
   experiment.plan(1)
   for phase in settings.PHASES:
     experiment.fit_algorithm(phase)
-  folders = [common.open_folder(s[0], *s[2:]) for s in setups]
+  folders = [common.open_folder(s[0], *s[2:], lengthens=True) for s in setups]
   for of, subset in experiment.stopping.items():
     if subset is None and config["stopping_set"] != "none":
       logging.warning(

@@ -605,6 +605,10 @@ def main() -> None:
       rows, config, folder
     ),
     table=fml_report.table,
+    # Without schedules, nothing depends on how many rounds there are.
+    lengthens=lambda config: (
+      len({*config["alpha"]}) == len({*config["beta"]}) == 1
+    ),
   )
 
 

@@ -41,6 +41,7 @@ def side_by_side(
   train: Callable[..., dict],
   draw: Callable[..., None],
   table: Callable[[dict], str],
+  lengthens: Callable[[dict], bool] = lambda config: False,
 ) -> None:
   """Runs what --algorithm and --seeds name, then prints a table.
 
@@ -57,6 +58,7 @@ def side_by_side(
     draw: `(rows, config=, folder=, experiment=)`, draws the curves; `rows`
       are, by algorithm, those of each seed.
     table: the results of each seed, by algorithm, to text.
+    lengthens: whether a run of this config may go on to more rounds.
   """
   names = FLAGS.algorithm
   for name in names:
@@ -82,7 +84,12 @@ def side_by_side(
     experiment.plan(run.config, run.speed, 1)
   for place in places.values() if several else ():
     common.only_holds(place, re.compile("|".join(algorithms)), "algorithms")
-  folders = [common.open_folder(r.path, r.config, r.speed) for r in runs]
+  folders = [
+    common.open_folder(
+      run.path, run.config, run.speed, lengthens=lengthens(run.config)
+    )
+    for run in runs
+  ]
   results, rows = {}, {}
   for run, experiment, folder in zip(runs, experiments, folders):
     result = train(experiment, run.config, run.speed, folder)

@@ -147,6 +147,12 @@ def _lock(file) -> bool:
   return True
 
 
+def _is_shorter(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+  """Whether a run's rows are the first of a longer run's."""
+  last, evaluated = there.get("rounds", 0), there.get("eval_every", 1)
+  return last < here.get("rounds", 0) and last % evaluated == 0
+
+
 class RunFolder:
   """The folder of one run.
 
@@ -178,6 +184,7 @@ class RunFolder:
     flags: str | None = None,
     defaults: Mapping[str, Any] | None = None,
     named: str = "--workdir",
+    lengthens: bool = False,
   ):
     """Makes the folder, or opens it if it is of the same run.
 
@@ -189,6 +196,9 @@ class RunFolder:
       defaults: what a run of an earlier version, which did not know a flag,
         is taken to have had.
       named: what errors call the folder: the flag that gives it.
+      lengthens: whether a run of fewer `rounds` may go on to these, as one may
+        in which nothing depends on their number. The last of them must have
+        been one of `eval_every`, or the rows would differ.
 
     Raises:
       ConfigMismatch: the folder is of a run with other values, or no run's.
@@ -210,7 +220,10 @@ class RunFolder:
         ) from e
       missing = config.keys() - there.keys()
       known = {n: d for n, d in (defaults or {}).items() if n in missing}
-      unlike = differences({**there, **to_json(known)}, config)
+      there |= to_json(known)
+      if lengthens and _is_shorter(there, config):
+        there["rounds"] = config["rounds"]
+      unlike = differences(there, config)
       if unlike:
         raise ConfigMismatch(
           f"{named}={workdir} holds another run: {'; '.join(unlike)}."

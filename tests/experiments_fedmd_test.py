@@ -150,6 +150,17 @@ def test_runs_share_what_comes_before(undisturbed, fedmd, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_finished_run_may_be_lengthened(undisturbed, fedmd, tmp_path):
+  path = tmp_path / "run"
+  for rounds in (2, 4):
+    done = fedmd(*TINY[:-1], f"--rounds={rounds}", f"--workdir={path}")
+    assert done.returncode == 0, done.stderr
+  assert outcome(path) == outcome(undisturbed[0])
+  assert manifest(path) == manifest(undisturbed[0])
+  assert "--rounds=4\n" in (path / "config.flags").read_text()
+
+
+@pytest.mark.slow
 def test_seeds_have_folders_and_a_mean(undisturbed, fedmd, tmp_path):
   done = fedmd(*TINY, "--seeds=0,3", f"--workdir={tmp_path}/seeds")
   assert done.returncode == 0, done.stderr
@@ -230,6 +241,6 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
   fedmd.refuse(cases, fresh=tmp_path / "fresh")
   path, _ = undisturbed
   before = outcome(path), manifest(path)
-  done = fedmd(*TINY[:-1], "--rounds=5", f"--workdir={path}")
-  assert done.returncode != 0 and "rounds: there 4, here 5" in done.stderr
+  done = fedmd(*TINY[:-1], "--rounds=3", f"--workdir={path}")
+  assert done.returncode != 0 and "rounds: there 4, here 3" in done.stderr
   assert (outcome(path), manifest(path)) == before

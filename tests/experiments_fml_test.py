@@ -151,7 +151,8 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
     (("--learning_rate=0",), "learning_rate"),
     (("--partition_alpha=1",), "not for --partition=noniid3"),
     (mnist, "mnist not found"),
-    ((*one, "--rounds=2"), "rounds: there 1, here 2"),
+    ((*one, "--momentum=0.5"), "momentum: there 0.9, here 0.5"),
+    ((*one, "--rounds=2", "--alpha=1,0"), "rounds: there 1, here 2"),
   ]
   fml.refuse(cases, fresh=tmp_path / "fresh")
   assert everything(held) == before
