@@ -296,7 +296,11 @@ class Distiller:
         )
         return logits.reshape(size, *logits.shape[2:])
 
-      return jax.lax.map(predict, rows)
+      steps, batch_size = rows[1].shape
+      at_once = min(steps, _batches_at_once(batch_size))
+      if at_once == 1:
+        return jax.lax.map(predict, rows)
+      return jax.lax.map(predict, rows, batch_size=at_once)
 
     return logits_of_batches
 
@@ -428,6 +432,17 @@ class Distiller:
     count = jnp.sum(weights)
     count = jnp.where(count > 0, count, 1)
     return total / count, core.scaled(1 / count, grads), stats
+
+
+def _batches_at_once(batch_size: int) -> int:
+  """Batches that a teacher sees at once: on accelerators a thousand examples.
+
+  A student takes them one after another, and so few examples leave a large
+  device idle; on CPUs the activations of one stay in the caches.
+  """
+  if jax.default_backend() == "cpu":
+    return 1
+  return max(1, 1024 // batch_size)
 
 
 def _split(tree, parts):

@@ -174,3 +174,26 @@ def test_merged_codist(num_pools, microbatch):
       distill_batches(plan, num_pools),
     )
     check(state, expected)
+
+
+def test_teachers_may_see_several_batches_at_once(monkeypatch):
+  model = federation.make_pools()[1].model
+  distiller = distill.Distiller(
+    transform=lambda key, batch: {
+      **batch,
+      "x": batch["x"] + jax.random.normal(key, batch["x"].shape),
+    },
+  )
+  arguments = (
+    model.init(jax.random.key(0)),
+    jax.random.key(1),
+    dict(federation.POPULATION.bank),
+    (np.arange(5), np.arange(20).reshape(5, 4)),
+  )
+  logits = []
+  for at_once in (1, 2, 8):  # Two and a rest of one; more than there are.
+    monkeypatch.setattr(distill, "_batches_at_once", lambda _, n=at_once: n)
+    logits.append(jax.jit(distiller.predictor(model))(*arguments))
+  assert logits[0].shape == (5, 4, federation.CLASSES)
+  for several in logits[1:]:
+    np.testing.assert_allclose(several, logits[0], rtol=1e-5, atol=1e-6)
