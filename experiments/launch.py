@@ -66,7 +66,7 @@ def side_by_side(
       raise common.UsageError(
         f"--algorithm={name}: choose from {', '.join(algorithms)}"
       )
-  _warn_of_unused(set.intersection(*(set(unused[name]) for name in names)))
+  warn_of_unused(set.intersection(*(set(unused[name]) for name in names)))
   several = len(names) > 1
   workdir = common.default_workdir(
     *label, *names, *["seeds"] * bool(FLAGS.seeds)
@@ -77,9 +77,10 @@ def side_by_side(
     for name in names:
       path = place / name if several else place
       runs.append(_Run(FLAGS.seed, name, path, *configure(name, path)))
-  experiments = _experiments(build, runs)
+  experiment_of = _keeper(build)
   # All that can be wrong should show before a folder is made.
-  for run, experiment in zip(runs, experiments):
+  for run in runs[: len(names)]:
+    experiment = experiment_of(run)
     experiment.algorithm(run.config, run.speed)
     experiment.plan(run.config, run.speed, 1)
   for place in places.values() if several else ():
@@ -91,7 +92,9 @@ def side_by_side(
     for run in runs
   ]
   results, rows = {}, {}
-  for run, experiment, folder in zip(runs, experiments, folders):
+  for run, folder in zip(runs, folders):
+    experiment = None  # or two would be alive at once
+    experiment = experiment_of(run)
     result = train(experiment, run.config, run.speed, folder)
     results.setdefault(run.name, []).append(result)
     rows.setdefault(run.name, []).append(common.rows_to_draw(folder))
@@ -107,7 +110,7 @@ def side_by_side(
   print(f"\nCurves: {workdir / 'curves.png'}")
 
 
-def _warn_of_unused(names: set[str]) -> None:
+def warn_of_unused(names: set[str]) -> None:
   """Says which flags of the command line, not of flag files, change nothing."""
   for name in sorted(names & common.typed()):
     logging.warning(
@@ -117,17 +120,23 @@ def _warn_of_unused(names: set[str]) -> None:
     )
 
 
-def _experiments(build: Callable[..., Any], runs: Sequence[_Run]) -> list:
-  """An experiment for each run; one, where data and models are made alike."""
-  made, experiments = {}, []
-  for run in runs:
-    form = run.speed.get("conv"), run.speed.get("eval_batch_size")
+def _keeper(build: Callable[..., Any]) -> Callable[[_Run], Any]:
+  """Gives a run its experiment: the last one's, if all is made alike.
+
+  One is kept at a time, since it holds the data.
+  """
+  kept = {}
+
+  def experiment_of(run):
+    form = [run.speed.get(n) for n in ("conv", "eval_batch_size", "bank")]
     if run.config.get("distill_examples"):  # These are drawn by the seed.
-      form += (run.seed,)
-    if form not in made:
-      made[form] = build(run.config, run.speed)
-    experiments.append(made[form])
-  return experiments
+      form.append(run.seed)
+    if tuple(form) not in kept:
+      kept.clear()
+      kept[tuple(form)] = build(run.config, run.speed)
+    return kept[tuple(form)]
+
+  return experiment_of
 
 
 def summary(

@@ -21,6 +21,7 @@ import csv
 import io
 import json
 import pathlib
+import re
 import signal
 import statistics
 import subprocess
@@ -190,16 +191,24 @@ def run_cell(
 
 
 def read_results(folder: pathlib.Path, seeds: Sequence[str]) -> list[dict]:
-  """What a cell's finished runs say: those of the seeds, or its only one."""
+  """What a cell's runs say, once those of all seeds, or its one, are done."""
   places = [folder / f"seed{seed}" for seed in seeds] or [folder]
-  return [read_result(place) for place in places if has_result(place)]
+  if not all(has_result(place) for place in places):
+    return []
+  return [read_result(place) for place in places]
 
 
 def has_result(folder: pathlib.Path) -> bool:
   """Whether a run is finished, or one of several algorithms."""
   if (folder / "config.json").exists():  # Of one run: those below are phases.
     return (folder / "result.json").exists()
-  return any(folder.glob("*/result.json"))
+  return bool(_of_algorithms(folder))
+
+
+def _of_algorithms(folder: pathlib.Path) -> list[pathlib.Path]:
+  """The results of several algorithms; other seeds' are none of them."""
+  paths = sorted(folder.glob("*/result.json"))
+  return [p for p in paths if not re.fullmatch(r"seed\d+", p.parent.name)]
 
 
 def read_result(folder: pathlib.Path) -> dict:
@@ -217,7 +226,7 @@ def read_result(folder: pathlib.Path) -> dict:
     return json.loads(path.read_bytes())
   results = {
     path.parent.name: json.loads(path.read_bytes())
-    for path in sorted(folder.glob("*/result.json"))
+    for path in _of_algorithms(folder)
   }
   rounds = max(result["rounds"] for result in results.values())
   seconds = sum(result["seconds"] for result in results.values())
@@ -258,8 +267,11 @@ def main(argv: Sequence[str]) -> None:
       parser.error(
         f"{flag}: give --workdir and --seeds before --; cells have their flags"
       )
-  seeds = args.seeds.split(",") if args.seeds else []
-  shown = [*([f"--seeds={args.seeds}"] if seeds else []), *extra]
+  try:
+    seeds = [str(int(seed)) for seed in (args.seeds or "").split(",") if seed]
+  except ValueError:
+    parser.error(f"--seeds={args.seeds}: give whole numbers with commas")
+  shown = [*([f"--seeds={','.join(seeds)}"] if seeds else []), *extra]
   extra = list(shown)
   if args.data_dir:
     extra.append(f"--data_dir={args.data_dir}")
@@ -268,11 +280,16 @@ def main(argv: Sequence[str]) -> None:
   results = {
     cell.name: read_results(workdir / cell.name, seeds) for cell in table.cells
   }
+  run_now = set()
   for cell in cells:
     folder = workdir / cell.name
     run_cell(table.script, cell, folder, extra)
     results[cell.name] = read_results(folder, seeds)
-    write(workdir, table.title, rows_of(table.cells, results), shown)
+    run_now.add(cell.name)
+    # Those of earlier commands may have had other flags.
+    alike = run_now >= {name for name, found in results.items() if found}
+    rows = rows_of(table.cells, results)
+    write(workdir, table.title, rows, shown if alike else [])
     if table.axis:
       draw(workdir, table, results)
   print((workdir / "table.md").read_text(encoding="utf-8"))

@@ -306,6 +306,7 @@ def main() -> None:
       f"--algorithm={','.join(names)}: name one to search for, of"
       f" {', '.join(tunable.space)}"
     )
+  launch.warn_of_unused(set(module.UNUSED[names[0]]))
   seeds = common.read_seeds()
   space = make_space(tunable, names[0])
   vmap = FLAGS.batching == "vmap" or (

@@ -125,21 +125,7 @@ class Model(NamedTuple):
         " Model.from_nnx, of other libraries write init and apply: Model(init,"
         " apply)"
       )
-    arguments = inspect.signature(module.__call__).parameters
-    takes_train = "train" in arguments
-    for name in (
-      "training",
-      "is_training",
-      "deterministic",
-      "inference",
-      "use_running_average",
-    ):
-      if name in arguments and not takes_train:
-        raise ValueError(
-          f"{type(module).__name__} takes {name!r}, which nobody would pass:"
-          " wrap it in a module whose __call__ takes `train`"
-        )
-
+    takes_train = _takes_train(module)
     leaves, tree = jax.tree.flatten(example)
     shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
     return cls(
@@ -155,14 +141,15 @@ class Model(NamedTuple):
       make: `flax.nnx.Rngs -> module`, such as `lambda rngs: Net(rngs=rngs)`.
         The module's `nnx.Param` become `Variables.params` and its other
         variables, such as `nnx.BatchStat`, `Variables.stats`, by their paths.
-        It is in training by `train()` and out of it by `eval()`; all its
-        streams of random numbers come from the key that `apply` is given.
+        It is in training by `train()` and out of it by `eval()`, and is passed
+        `train` if its `__call__` takes it; all its streams of random numbers
+        come from the key that `apply` is given. It is made once here.
 
     Returns:
-      The model.
+      The model. Make one for all clients that share it: two are unequal.
 
     Raises:
-      ValueError: `make` makes no NNX module.
+      ValueError: `make` makes no NNX module, or its switch has another name.
 
     >>> from flax import nnx
     >>> model = Model.from_nnx(lambda rngs: nnx.Linear(2, 3, rngs=rngs))
@@ -177,6 +164,28 @@ class Model(NamedTuple):
     return cls(module.init, module.apply)
 
 
+def _takes_train(module: Any) -> bool:
+  """Whether a module's `__call__` takes `train`.
+
+  Raises:
+    ValueError: its switch has another name.
+  """
+  arguments = inspect.signature(module.__call__).parameters
+  for name in (
+    "training",
+    "is_training",
+    "deterministic",
+    "inference",
+    "use_running_average",
+  ):
+    if name in arguments and "train" not in arguments:
+      raise ValueError(
+        f"{type(module).__name__} takes {name!r}, which nobody would pass:"
+        " wrap it in a module whose __call__ takes `train`"
+      )
+  return "train" in arguments
+
+
 class _Nnx:
   """An NNX module as pure functions; see `Model.from_nnx`."""
 
@@ -184,15 +193,19 @@ class _Nnx:
     from flax import nnx  # Only where it is used: it takes a while.
 
     self._make, self._nnx = make, nnx
-    module = None
-    if not isinstance(make, nnx.Module):  # It is callable too.
-      module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    # It is callable too.
+    module = None if isinstance(make, nnx.Module) else make(nnx.Rngs(0))
     if not isinstance(module, nnx.Module):
       raise ValueError(
         "make: want a function from nnx.Rngs to an NNX module, as lambda rngs:"
         " Net(rngs=rngs)"
       )
-    self._graph, *self._states = self._split(module)
+    self._takes_train = _takes_train(module)
+    self._graph, *states = self._split(module)
+    self._states = jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)),
+      states,
+    )
 
   def init(self, key):
     _, params, _, stats = self._split(self._make(self._nnx.Rngs(key)))
@@ -206,11 +219,12 @@ class _Nnx:
       self._filled(streams, self._seeded(key)),
       self._filled(stats, variables.stats),
     )
+    mode = {"train": train} if self._takes_train else {}
     if not train:
       module.eval()
-      return module(x), variables.stats
+      return module(x, **mode), variables.stats
     module.train()
-    logits = module(x)
+    logits = module(x, **mode)
     stats = self._flat(self._split(module)[3])
     # What a module sows in between is none of them.
     return logits, {name: stats[name] for name in variables.stats}
@@ -222,7 +236,10 @@ class _Nnx:
   def _flat(self, state):
     """A state's arrays by path, as `layers/0/kernel`."""
     arrays = flax.traverse_util.flatten_dict(self._nnx.to_pure_dict(state))
-    return {"/".join(map(str, path)): a for path, a in arrays.items()}
+    return {
+      "/".join(map(str, path)): a if hasattr(a, "dtype") else jnp.asarray(a)
+      for path, a in arrays.items()
+    }
 
   def _filled(self, state, arrays):
     """A state of that structure with these arrays."""

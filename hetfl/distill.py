@@ -298,7 +298,7 @@ class Distiller:
 
       steps, batch_size = rows[1].shape
       at_once = min(steps, _batches_at_once(batch_size))
-      if at_once == 1:
+      if at_once == 1 or core.num_parts(batch_size, self.microbatch) > 1:
         return jax.lax.map(predict, rows)
       return jax.lax.map(predict, rows, batch_size=at_once)
 

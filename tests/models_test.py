@@ -88,6 +88,7 @@ def test_adaptive_is_native_of_one_kernel_and_patches_of_many():
   lanes = lambda f: jax.vmap(f)
   images = lambda f: jax.vmap(f, (None, 0))
   trials = lambda f: jax.vmap(jax.vmap(f), (0, None))
+  each = lambda f: jax.vmap(jax.vmap(f, (None, 0)), (0, None))
   cases = [
     # What runs, whether its convolutions are native, and arguments.
     (lambda form: gradients(form), True, kernels[0], x[0]),
@@ -95,6 +96,7 @@ def test_adaptive_is_native_of_one_kernel_and_patches_of_many():
     (lambda form: lanes(gradients(form)), False, kernels, x),
     (lambda form: trials(gradients(form)), False, kernels[None] * 2, x),
     (lambda form: images(trained(form)), False, kernels[0], x),
+    (lambda form: each(gradients(form)), False, kernels, x),
   ]
   for make, native, *args in cases:
     convolutions, products = operations(make("adaptive"), *args)

@@ -165,3 +165,30 @@ def test_what_makes_no_module_is_refused():
   for wrong in (lambda rngs: 3, Net(nnx.Rngs(0))):
     with pytest.raises(ValueError, match="make: want a function from nnx.Rngs"):
       core.Model.from_nnx(wrong)
+
+
+def test_a_switch_is_passed_on_and_plain_arrays_are_state():
+  class Switch(nnx.Module):
+    def __init__(self, rngs):
+      self.scale = nnx.Param(jnp.ones(()))
+      self.table = jnp.arange(3.0)
+      self.number = nnx.Variable(2.0)
+
+    def __call__(self, x, train):
+      return self.scale * x + self.table * (self.number if train else 0)
+
+  model = core.Model.from_nnx(Switch)
+  variables = model.init(jax.random.key(0))
+  assert set(variables.stats) == {"table", "number"}
+  for train, expected in ((True, [1, 3, 5]), (False, [1, 1, 1])):
+    logits, _ = jax.jit(model.apply, static_argnums=3)(
+      variables, jnp.ones(3), jax.random.key(1), train
+    )
+    np.testing.assert_array_equal(logits, expected)
+
+  class Other(Switch):
+    def __call__(self, x, deterministic=True):
+      return x
+
+  with pytest.raises(ValueError, match="Other takes 'deterministic'"):
+    core.Model.from_nnx(Other)

@@ -193,7 +193,11 @@ def test_teachers_may_see_several_batches_at_once(monkeypatch):
   logits = []
   for at_once in (1, 2, 8):  # Two and a rest of one; more than there are.
     monkeypatch.setattr(distill, "_batches_at_once", lambda _, n=at_once: n)
-    logits.append(jax.jit(distiller.predictor(model))(*arguments))
+    predict = distiller.predictor(model)
+    logits.append(jax.jit(predict)(*arguments))
+    # Batch by batch, or not.
+    text = str(jax.make_jaxpr(predict)(*arguments))
+    assert ("length=5" in text) == (at_once == 1)
   assert logits[0].shape == (5, 4, federation.CLASSES)
   for several in logits[1:]:
     np.testing.assert_allclose(several, logits[0], rtol=1e-5, atol=1e-6)

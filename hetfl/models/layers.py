@@ -181,8 +181,12 @@ def _of_one_kernel_or_many(one, many):
   @function.def_vmap
   def batched(axis_size, in_batched, *args):
     axes = [0 if is_batched else None for is_batched in in_batched]
-    chosen = many if in_batched[1] else one
-    out = jax.vmap(chosen, in_axes=axes, axis_size=axis_size)(*args)
+    first, later = (
+      jax.vmap(conv, in_axes=axes, axis_size=axis_size) for conv in (one, many)
+    )
+    if not in_batched[1]:  # Kernels may yet be, by another vmap.
+      later = _of_one_kernel_or_many(first, later)
+    out = later(*args)
     return out, jax.tree.map(lambda _: True, out)
 
   return function
