@@ -21,7 +21,8 @@ from hetfl import logs, planning, training
 
 FLAGS = flags.FLAGS
 
-# Flags that change the speed of a run and not its result.
+# Flags that change the speed of a run and not its result; FedMD's phases are
+# the same, trained anew or taken from another run.
 SPEED_FLAGS = (
   "autotune",
   "bank",
@@ -32,6 +33,7 @@ SPEED_FLAGS = (
   "eval_batch_size",
   "lanes",
   "microbatch",
+  "pretrained",
   "rounds_per_dispatch",
   "stop_on_nonfinite",
   "tensorboard",
@@ -73,7 +75,13 @@ def define_run_flags() -> None:
     "Folder of the run; the same command on it goes on where it stopped."
     " By default runs/EXPERIMENT-DATASET-..., with the names of flag files.",
   )
-  flags.DEFINE_integer("rounds", None, "Rounds.", lower_bound=1)
+  flags.DEFINE_integer(
+    "rounds",
+    None,
+    "Rounds. A finished run of fml (with constant --alpha and --beta) and of"
+    " fedmd goes on to more, if its last was one of --eval_every.",
+    lower_bound=1,
+  )
   flags.DEFINE_integer(
     "seed", 0, "Seed of the run.", lower_bound=0, upper_bound=MAX_SEED
   )
@@ -82,8 +90,9 @@ def define_run_flags() -> None:
     None,
     "Seeds of several runs that are otherwise alike, with commas, each in a"
     " folder seedN of --workdir; the table has the means and standard"
-    " deviations. The clients' shares stay the same. In a search each trial is"
-    " trained with all of them, and its objective is the mean; --seed then"
+    " deviations. To add some later, name them all: those that are done are"
+    " not run again. The clients' shares stay the same. In a search each trial"
+    " is trained with all of them, and its objective is the mean; --seed then"
     " seeds the search.",
   )
   flags.DEFINE_integer(

@@ -50,9 +50,7 @@ FLAGS = flags.FLAGS
 class Experiment:
   """Data, models and engine of a run."""
 
-  def __init__(
-    self, config: dict, speed: dict, pretrained: pathlib.Path | None = None
-  ):
+  def __init__(self, config: dict, speed: dict):
     heldout = config["stopping_set"] == "heldout"
     self.data = fedmd_images.load_fedmd_images(
       config["environment"],
@@ -66,7 +64,7 @@ class Experiment:
       partition_seed=config["partition_seed"],
       download=FLAGS.download,
     )
-    self.config, self.speed, self.pretrained = config, speed, pretrained
+    self.config, self.speed = config, speed
     self.engine = common.make_engine()
     self.model_names, modules = zip(
       *models.party_models(
@@ -187,9 +185,7 @@ class Experiment:
   def phase_folder(self, phase: str, workdir: pathlib.Path) -> logs.RunFolder:
     """The folder of a phase; its config is what the phase depends on."""
     public = phase == "public"
-    apart = set().union(*settings.OF_PHASE.values()) - settings.OF_PHASE[phase]
-    apart |= settings.COLLABORATION | (settings.PRIVATE if public else set())
-    config = {n: v for n, v in self.config.items() if n not in apart}
+    config = settings.of_phase(phase, self.config)
     kept = {"data.json": self.public_record if public else self.record}
 
     def opened(path: pathlib.Path, named: str) -> logs.RunFolder:
@@ -197,8 +193,8 @@ class Experiment:
       folder.keep(kept)
       return folder
 
-    if self.pretrained:
-      other = self.pretrained / phase
+    if self.speed["pretrained"]:
+      other = pathlib.Path(self.speed["pretrained"], phase)
       try:
         if public or (other / "config.json").exists():
           return opened(other, "--pretrained")
@@ -464,20 +460,34 @@ def run(experiment: Experiment, folder: logs.RunFolder) -> dict:
   return experiment.collaborate(folder, models_["transfer"], phases)
 
 
-def pretrained(place: pathlib.Path) -> pathlib.Path | None:
-  """The folder of `--pretrained`: of the same seed, with `--seeds`."""
-  # Of several processes only the first has the other run's folder.
-  if not FLAGS.pretrained or jax.process_index() > 0:
-    return None
-  of_run = pathlib.Path(FLAGS.pretrained).expanduser()
-  if FLAGS.seeds:
-    of_run /= place.name
-  if not (of_run / "public" / "config.json").exists():
-    raise common.UsageError(
-      f"--pretrained={of_run}: there is no such folder, or none of a run, with"
-      " public/ in it; give a run's --workdir, or leave it out"
-    )
-  return of_run
+def setup(place: pathlib.Path) -> tuple[dict, dict]:
+  """The flags of a seed's run, `config` and `speed`.
+
+  Raises:
+    UsageError: if `--pretrained` is no run's folder.
+    ConfigMismatch: if it is that of a run with another public phase.
+  """
+  config, speed = settings.configuration(place)
+  if jax.process_index() > 0:  # Only the first has the other run's folder.
+    speed["pretrained"] = None
+  elif FLAGS.pretrained:
+    of_run = pathlib.Path(FLAGS.pretrained).expanduser().absolute()
+    if FLAGS.seeds:
+      of_run /= place.name
+    speed["pretrained"] = str(of_run)
+  if speed["pretrained"]:
+    public = pathlib.Path(speed["pretrained"], "public")
+    if not (public / "config.json").exists():
+      if not FLAGS.pretrained:  # The run once had it, and does without.
+        return config, speed | {"pretrained": None}
+      raise common.UsageError(
+        f"--pretrained={public.parent}: there is no such folder, or none of a"
+        " run, with public/ in it; give a run's --workdir, or leave it out"
+      )
+    # It must fit; the others are trained anew if they do not.
+    of_public = settings.of_phase("public", config)
+    common.open_folder(public, of_public, speed, named="--pretrained")
+  return config, speed
 
 
 def main() -> None:
@@ -491,15 +501,15 @@ def main() -> None:
   places = common.seed_folders(workdir)
   setups = []
   for FLAGS.seed, place in places.items():
-    setups.append((place, pretrained(place), *settings.configuration(place)))
-  _, other, config, speed = setups[0]
-  experiment = Experiment(config, speed, other)
+    setups.append((place, *setup(place)))
+  _, config, speed = setups[0]
+  experiment = Experiment(config, speed)
   # All that can be wrong should show before a folder is made.
   experiment.algorithm()
   experiment.plan(1)
   for phase in settings.PHASES:
     experiment.fit_algorithm(phase)
-  folders = [common.open_folder(s[0], *s[2:], lengthens=True) for s in setups]
+  folders = [common.open_folder(*s, lengthens=True) for s in setups]
   for of, subset in experiment.stopping.items():
     if subset is None and config["stopping_set"] != "none":
       logging.warning(
@@ -509,9 +519,10 @@ def main() -> None:
         of,
       )
   results = []
-  for (place, other, config, speed), folder in zip(setups, folders):
+  for (place, config, speed), folder in zip(setups, folders):
     if place != setups[0][0]:
-      experiment = Experiment(config, speed, other)
+      experiment = None  # or two would hold their data at once
+      experiment = Experiment(config, speed)
     results.append(run(experiment, folder))
   if FLAGS.seeds:
     rows = [common.rows_to_draw(folder) for folder in folders]

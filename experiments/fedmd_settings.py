@@ -103,6 +103,13 @@ OF_PHASE = {
 PHASES = tuple(OF_PHASE)
 
 
+def of_phase(phase: str, config: dict) -> dict:
+  """Those of a run's flags that a phase depends on."""
+  apart = set().union(*OF_PHASE.values()) - OF_PHASE[phase]
+  apart |= COLLABORATION | (PRIVATE if phase == "public" else set())
+  return {name: v for name, v in config.items() if name not in apart}
+
+
 def define_flags() -> None:
   """Defines the flags of the experiment."""
   common.define_run_flags()
@@ -271,9 +278,7 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
     "conv": "patches" if on_cpu else "native",
     "eval_batch_size": 40 if on_cpu else 1000,
   }
-  config, speed = common.resolved_flags(__name__, values, speed, workdir)
-  del config["pretrained"]  # It says where things are.
-  return config, speed
+  return common.resolved_flags(__name__, values, speed, workdir)
 
 
 def _weights(num_parties: int) -> list[float] | None:

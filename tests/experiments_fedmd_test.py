@@ -119,6 +119,15 @@ def test_runs_share_what_comes_before(undisturbed, fedmd, tmp_path):
   assert not (tmp_path / "other/public").exists()
   after = {p: p.stat().st_mtime_ns for p in path.rglob("checkpoints/*")}
   assert after == before
+  # Its own flag file knows where they are from.
+  flags = (tmp_path / "other/config.flags").read_text()
+  assert f"--pretrained={path}\n" in flags
+  done = fedmd(
+    f"--flagfile={tmp_path}/other/config.flags",
+    f"--workdir={tmp_path}/other",
+  )
+  assert done.returncode == 0, done.stderr
+  assert not (tmp_path / "other/public").exists()
   # Other flags for a phase on private data: it alone is trained.
   folder = tmp_path / "anew"
   done = fedmd(
@@ -144,7 +153,7 @@ def test_runs_share_what_comes_before(undisturbed, fedmd, tmp_path):
     f"--pretrained={path}",
     f"--workdir={tmp_path}/third",
   )
-  assert done.returncode != 0
+  assert done.returncode != 0 and not (tmp_path / "third").exists()
   assert "--pretrained=" in done.stderr
   assert "seed: there 0, here 1. Use another --pretrained" in done.stderr
 
