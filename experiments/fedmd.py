@@ -500,7 +500,8 @@ def main() -> None:
   )
   places = common.seed_folders(workdir)
   setups = []
-  for FLAGS.seed, place in places.items():
+  for seed, place in places.items():
+    FLAGS.seed = seed
     setups.append((place, *setup(place)))
   _, config, speed = setups[0]
   experiment = Experiment(config, speed)

@@ -73,10 +73,11 @@ def side_by_side(
   )
   places = common.seed_folders(workdir)
   runs = []
-  for FLAGS.seed, place in places.items():
+  for seed, place in places.items():
+    FLAGS.seed = seed
     for name in names:
       path = place / name if several else place
-      runs.append(_Run(FLAGS.seed, name, path, *configure(name, path)))
+      runs.append(_Run(seed, name, path, *configure(name, path)))
   experiment_of = _keeper(build)
   # All that can be wrong should show before a folder is made.
   for run in runs[: len(names)]:
@@ -93,7 +94,7 @@ def side_by_side(
   ]
   results, rows = {}, {}
   for run, folder in zip(runs, folders):
-    experiment = None  # or two would be alive at once
+    experiment = chart = None  # or two experiments would be alive at once
     experiment = experiment_of(run)
     result = train(experiment, run.config, run.speed, folder)
     results.setdefault(run.name, []).append(result)
