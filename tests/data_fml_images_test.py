@@ -33,22 +33,25 @@ def test_shards_are_dealt_in_one_pattern(seed, clients, p, extra):
   rng = np.random.default_rng(seed)
   train = rng.permutation(np.repeat(np.arange(10), 3 * each + np.arange(10)))
   test = rng.permutation(np.repeat(np.arange(10), each + extra))
+  single = rng.permutation(np.repeat(np.arange(10), each))  # one a shard
   sets = partition.shards(
-    train, test, num_clients=clients, shards_per_client=p, seed=seed
+    train, test, single, num_clients=clients, shards_per_client=p, seed=seed
   )
   counts = []
-  for y, parts in zip((train, test), sets):
+  for y, parts in zip((train, test, single), sets):
     np.testing.assert_array_equal(
       np.sort(np.concatenate(parts)), np.arange(len(y))
     )
     counts.append(np.stack([np.bincount(y[c], minlength=10) for c in parts]))
   np.testing.assert_array_equal(counts[0] > 0, counts[1] > 0)
   assert ((counts[0] > 0).sum(axis=1) <= p).all()
-  # A class's shards are equal to one, so shares of it are whole shards.
-  sizes = np.bincount(train)
-  shards = np.rint(counts[0] * each / sizes)
+  shards = counts[2]
   assert (shards.sum(axis=1) == p).all() and (shards.sum(axis=0) == each).all()
-  assert (np.abs(counts[0] - shards * sizes / each) < each).all()
+  # A class's shards are equal to one.
+  for y, of_clients in zip((train, test), counts):
+    small, rest = np.divmod(np.bincount(y), each)
+    assert (of_clients >= shards * small).all()
+    assert (of_clients <= shards * (small + (rest > 0))).all()
 
 
 def test_shards_by_hand():
