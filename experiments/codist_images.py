@@ -90,7 +90,7 @@ def speed() -> dict:
   on_cpu = jax.default_backend() == "cpu"
   defaults = {
     "conv": common.default_conv(FLAGS.dataset, on_gpu="adaptive"),
-    "eval_batch_size": 40 if on_cpu else 1000,
+    "eval_batch_size": evaluate.batch_size_or_default(None),
     "microbatch": 16 if on_cpu else 0,
   }
   if FLAGS.dataset == "digits":  # A checkpoint takes as long as two rounds.

@@ -16,6 +16,7 @@ private data pooled (`pooled/`), and the collaboration, in the run's folder.
 from collections.abc import Sequence
 import functools
 import pathlib
+import statistics
 
 from absl import flags, logging
 import common
@@ -441,7 +442,7 @@ def draw(
       for p in parties
     },
     bounds={
-      party["name"]: report.mean_and_deviation(values)[0]
+      party["name"]: statistics.fmean(values)
       for party, values in zip(parties, zip(*pooled))
     },
     title=config["environment"],
@@ -528,8 +529,7 @@ def main() -> None:
   if FLAGS.seeds:
     rows = [common.rows_to_draw(folder) for folder in folders]
     draw(config, workdir, rows, results)
-    summary = launch.summary({"fedmd": results}, list(places))
-    logs.write_json(workdir / "summary.json", summary)
+    launch.write_summary(workdir, {"fedmd": results}, list(places))
   print(report.parties_table([result["parties"] for result in results]))
   print(f"\nCurves: {workdir / 'curves.png'}")
 

@@ -6,6 +6,7 @@ from absl import flags
 import common
 import jax
 
+from hetfl import evaluate
 from hetfl.data import fedmd_images
 from hetfl.fedmd import TRANSLATORS
 from hetfl.models import fedmd as models
@@ -276,7 +277,7 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
     "checkpoint_every": 1 if on_cpu and FLAGS.environment != "digits" else 10,
     # No party's kernels are a batch axis here, so accelerators' own form.
     "conv": "patches" if on_cpu else "native",
-    "eval_batch_size": 40 if on_cpu else 1000,
+    "eval_batch_size": evaluate.batch_size_or_default(None),
   }
   return common.resolved_flags(__name__, values, speed, workdir)
 

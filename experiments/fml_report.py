@@ -60,8 +60,7 @@ def draw(
     for name in {name for rows in seeds for row in rows for name in row}:
       bests = [max(row.get(name) or 0.0 for row in rows) for rows in seeds]
       if name != "round":
-        mean, _ = report.mean_and_deviation(bests)
-        best[name.removesuffix("/accuracy")] = {"independent": mean}
+        best[name.removesuffix("/accuracy")] = {"independent": np.mean(bests)}
   report.curves(
     drawn,
     workdir / "curves.png",

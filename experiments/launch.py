@@ -106,7 +106,7 @@ def side_by_side(
       chart(latest, folder=places[run.seed])
   if FLAGS.seeds:
     chart(rows, folder=workdir)
-    logs.write_json(workdir / "summary.json", summary(results, list(places)))
+    write_summary(workdir, results, list(places))
   print(table(results))
   print(f"\nCurves: {workdir / 'curves.png'}")
 
@@ -140,18 +140,20 @@ def _keeper(build: Callable[..., Any]) -> Callable[[_Run], Any]:
   return experiment_of
 
 
-def summary(
-  results: Mapping[str, Sequence[dict]], seeds: Sequence[int]
-) -> dict:
-  """What several seeds gave, for `summary.json`.
+def write_summary(
+  workdir: pathlib.Path,
+  results: Mapping[str, Sequence[dict]],
+  seeds: Sequence[int],
+) -> None:
+  """Writes what several seeds gave to `summary.json`.
+
+  Of each algorithm's accuracies, by their place in a result, it has the mean,
+  the standard deviation and all values.
 
   Args:
+    workdir: the folder of the seeds' folders.
     results: by algorithm, what `result.json` holds of each seed.
     seeds: the seeds.
-
-  Returns:
-    The seeds, and of each algorithm's accuracies, by their place in a result,
-    the mean, the standard deviation and all values.
   """
   algorithms = {}
   for name, of_seeds in results.items():
@@ -163,7 +165,8 @@ def summary(
         mean, deviation = report.mean_and_deviation(values)
         entry = {"mean": mean, "deviation": deviation, "values": values}
         algorithms[name][place] = entry
-  return {"seeds": seeds, "algorithms": algorithms}
+  summary = {"seeds": seeds, "algorithms": algorithms}
+  logs.write_json(workdir / "summary.json", summary)
 
 
 def _accuracies(result: Any, place: str = "") -> Iterator[tuple[str, Any]]:

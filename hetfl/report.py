@@ -390,7 +390,7 @@ def _axis(
 
 
 def table(
-  results: Mapping[str, Mapping[str, Any] | Sequence[Mapping[str, Any]]],
+  results: Mapping[str, Mapping[str, Any] | Rows],
 ) -> str:
   """Formats results as a plain-text table, a line a run.
 
