@@ -101,7 +101,8 @@ def _define_flags() -> None:
   flags.DEFINE_float(
     "partition_alpha",
     None,
-    "Concentration of --partition=dirichlet, by default 0.5: small is skewed.",
+    "Concentration of --partition=dirichlet, by default"
+    f" {fml_images.DIRICHLET_ALPHA}: small is skewed.",
     lower_bound=1e-6,
   )
   flags.DEFINE_integer(
@@ -239,7 +240,9 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   if several and FLAGS.partition is None:
     values["partition"] = "iid"  # A client has all of its data set.
   if values["partition"] == "dirichlet":
-    values["partition_alpha"] = FLAGS.partition_alpha or 0.5
+    given = FLAGS.partition_alpha
+    default = fml_images.DIRICHLET_ALPHA
+    values["partition_alpha"] = default if given is None else given
   elif FLAGS.partition_alpha is not None:
     raise common.UsageError(
       f"--partition_alpha={FLAGS.partition_alpha}: not for"

@@ -419,7 +419,7 @@ def prepare(transform: Callable[..., Batch] | None, *args) -> Batch:
     What the transform gives, with the batch's own `mask` where it gives none.
 
   Raises:
-    ValueError: it has no `x`.
+    ValueError: it is no dict, or has no `x`.
 
   >>> batch = {'image': jnp.ones(2), 'mask': jnp.ones(2)}
   >>> sorted(prepare(lambda batch: {'x': batch['image']}, batch))
@@ -427,7 +427,13 @@ def prepare(transform: Callable[..., Batch] | None, *args) -> Batch:
   """
   batch = args[-1]
   if transform is not None:
-    batch = {"mask": batch["mask"], **transform(*args)}
+    given = transform(*args)
+    if not isinstance(given, Mapping):
+      raise ValueError(
+        f"a transform gave a {type(given).__name__}, not a batch: want a dict"
+        " of arrays"
+      )
+    batch = {"mask": batch["mask"], **given}
   if "x" not in batch:
     raise ValueError(
       f"a batch holds {sorted(batch)}, but models take 'x': name the bank's"

@@ -68,8 +68,9 @@ class Evaluator:
       all.
 
   Raises:
-    ValueError: `only` names a set that there is not, a set has positions
-      outside its bank, `batch_size` is below 1, or `models` is one model.
+    ValueError: `only` names a set that there is not, a set is a bare bank
+      or has positions outside its bank, `batch_size` is below 1, or `models`
+      is one model.
   """
 
   def __init__(
@@ -87,6 +88,8 @@ class Evaluator:
     batch_size = batch_size_or_default(batch_size)
     checks.counts(batch_size=batch_size)
     self._engine = engine or engine_lib.Inline()
+    for name, subset in sets.items():
+      population.check_no_bank(subset, name, population.Subset)
     self._banks = {name: subset.bank for name, subset in sets.items()}
     self._plans = {
       name: _lanes(

@@ -536,6 +536,7 @@ def plan_fedmd(
     revisit_batch_size=revisit_batch_size,
     revisit_epochs=revisit_epochs,
   )
+  population.check_no_bank(public, "public", population.Subset)
   if subset > len(public.index):
     raise ValueError(
       f"subset={subset}: there are {len(public.index)} public examples; take"

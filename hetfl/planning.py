@@ -16,7 +16,12 @@ import jax
 import numpy as np
 
 from hetfl import checks
-from hetfl.population import ClientPopulation, positions_in, Subset
+from hetfl.population import (
+  check_no_bank,
+  ClientPopulation,
+  positions_in,
+  Subset,
+)
 
 
 class LanePlan(NamedTuple):
@@ -179,8 +184,8 @@ def plan_clients(
     layout if only `num_lanes` differs.
 
   Raises:
-    ValueError: if the pool has fewer clients than a round needs, or a number
-      is not at least 1.
+    ValueError: if the pool has fewer clients than a round needs, is a bare
+      bank, or a number is not at least 1.
 
   Reference: FedJAX's `ClientDataset.shuffle_repeat_batch`; Lichtarge et al.
   2023, appendix C.3.
@@ -192,6 +197,7 @@ def plan_clients(
   >>> plan.steps, plan.weight[:, :2]
   (array([2], dtype=int32), array([[0., 3.]], dtype=float32))
   """
+  check_no_bank(population, f"pool {pool}", ClientPopulation)
   checks.counts(
     round=round,
     batch_size=batch_size,
@@ -199,6 +205,8 @@ def plan_clients(
     max_steps=max_steps,
     num_lanes=num_lanes,
   )
+  if not len(population):
+    raise ValueError(f"pool {pool} has no clients")
   if not 1 <= clients_per_round <= len(population):
     raise ValueError(
       f"clients_per_round={clients_per_round}: pool {pool} has"
@@ -235,8 +243,8 @@ def plan_distillation(
     `int32[S, B]`, positions in the bank of `examples`.
 
   Raises:
-    ValueError: if there are no examples, one is not in the bank, or a number
-      is not at least 1.
+    ValueError: if there are no examples, one is not in the bank, they are a
+      bare bank, or a number is not at least 1.
 
   >>> examples = Subset({'y': np.zeros(9)}, np.array([2, 5, 7]))
   >>> plan = plan_distillation(
@@ -245,6 +253,7 @@ def plan_distillation(
   [2, 2, 5, 5, 7, 7]
   """
   checks.counts(round=round, steps=steps, batch_size=batch_size)
+  check_no_bank(examples, "examples", Subset)
   if not len(examples.index):
     raise ValueError("examples: there are none to distil on")
   # 2**32 - 1 keeps these draws apart from those of any pool.

@@ -108,6 +108,32 @@ of a mask
   return array
 
 
+def check_no_bank(given: Any, name: str, want: type) -> None:
+  """Checks that examples do not come as a bare bank.
+
+  Args:
+    given: what should be a set or a population.
+    name: what an error calls it.
+    want: which of the two.
+
+  Raises:
+    ValueError: it is a bank.
+
+  >>> check_no_bank({'x': np.zeros(3)}, 'test', Subset)
+  Traceback (most recent call last):
+    ...
+  ValueError: test: give a Subset, not a bare bank; Subset.whole(bank) has all \
+of its examples
+  """
+  if isinstance(given, Mapping):
+    whole = "Subset.whole(bank) has all of its examples"
+    lists = "ClientPopulation.from_lists(bank, positions) makes one"
+    raise ValueError(
+      f"{name}: give a {want.__name__}, not a bare bank;"
+      f" {whole if want is Subset else lists}"
+    )
+
+
 def check_subset(subset: "Subset", name: str) -> None:
   """Checks examples that a step is given, as far as tracing shows them.
 
@@ -116,13 +142,15 @@ def check_subset(subset: "Subset", name: str) -> None:
     name: what an error calls them.
 
   Raises:
-    ValueError: there are none, or their positions are not in the bank.
+    ValueError: it is a bare bank, there are none, or their positions are not
+      in the bank.
 
   >>> check_subset(Subset({'x': np.zeros(3)}, np.array([3])), 'stopping')
   Traceback (most recent call last):
     ...
   ValueError: stopping: positions outside the bank of 3 examples
   """
+  check_no_bank(subset, name, Subset)
   if not len(subset.index):
     raise ValueError(f"{name}: there are no examples")
   if not isinstance(subset.index, jax.core.Tracer):
@@ -295,12 +323,17 @@ def put_banks(*sets: ClientPopulation | Subset) -> list[dict[str, jax.Array]]:
   Returns:
     The bank of each.
 
+  Raises:
+    ValueError: one is a bare bank.
+
   >>> bank = {'y': np.arange(6)}
   >>> clients = ClientPopulation.from_lists(bank, [[0, 1, 2], [3, 4, 5]])
   >>> one, same = put_banks(clients, clients.examples())
   >>> one['y'] is same['y']
   True
   """
+  for i, given in enumerate(sets):
+    check_no_bank(given, f"set {i}", Subset)
   banks = {id(s.bank): s.bank for s in sets}
   there = {key: jax.device_put(dict(bank)) for key, bank in banks.items()}
   return [there[id(s.bank)] for s in sets]

@@ -279,10 +279,29 @@ WRONG = {
   "examples: there are none": lambda: plan_distillation(
     population.Subset(PUBLIC.bank, np.arange(0))
   ),
+  "examples: give a Subset, not a bare bank": lambda: plan_distillation(BANK),
+  "pool 0: give a ClientPopulation, not a bare bank": lambda: (
+    planning.plan_clients(
+      BANK, seed=0, round=1, clients_per_round=1, batch_size=1
+    )
+  ),
+  "public: give a Subset": lambda: plan_fedmd(
+    BANK, ((0,),), seed=0, round=1, subset=1
+  ),
+  "set 1: give a Subset": lambda: population.put_banks(PUBLIC, BANK),
+  "test: give a Subset": lambda: evaluate.Evaluator(
+    [POOLS[0].model], {"test": BANK}
+  ),
+  "stopping: give a Subset": lambda: step(
+    "fit", data=CASES["fit"].data() | {"stopping": BANK}
+  ),
   "client 0: positions outside the bank: -1": lambda: mutual(((-1, 0), (1,))),
   # Plans.
   "weights=[1, 0]: must be positive": lambda: planning.pack_lanes(
     [np.zeros((1, 2), np.int32)] * 2, [0, 1], [1, 0], num_lanes=1
+  ),
+  "pool 1 has no clients": lambda: planning.plan_clients(
+    from_lists(), seed=0, round=1, pool=1, clients_per_round=1, batch_size=1
   ),
   "clients_per_round=10: pool 0 has 9": lambda: plan_clients(
     clients_per_round=10
@@ -388,6 +407,9 @@ WRONG = {
     Frozen(), jnp.zeros((1, 2))
   ),
   "apply gave no pair: it must return (logits, stats)": bare_logits,
+  "a transform gave a NoneType, not a batch": lambda: pool_round(
+    POOLS[0].model, transform=lambda key, batch: None
+  ),
   "a batch holds ['mask', 'y']": lambda: step(
     "fit", data={"train": ({"y": jnp.zeros(11, jnp.int32)},) * 3}
   ),

@@ -13,6 +13,8 @@ import numpy as np
 from hetfl.data import mnist, partition, vision
 from hetfl.population import Subset
 
+# The concentration of `dirichlet`, if none is given.
+DIRICHLET_ALPHA = 0.5
 PARTITIONS = ("iid", "noniid1", "noniid2", "noniid3", "dirichlet")
 # Shards of a client, as a share of the classes: 6, 4 and 2 of 10.
 _SHARDS = {"noniid1": 0.6, "noniid2": 0.4, "noniid3": 0.2}
@@ -74,7 +76,7 @@ def load_fml_images(
   num_clients: int = 5,
   split: str = "iid",
   data_dir: str | os.PathLike | None = None,
-  partition_alpha: float | None = None,
+  partition_alpha: float = DIRICHLET_ALPHA,
   partition_seed: int = 0,
   bad_clients: Sequence[int] = (),
   bad_label_share: float = 1.0,
@@ -100,8 +102,7 @@ def load_fml_images(
     split: one of the above.
     data_dir: where data sets lie, see `hetfl.data.vision` and
       `hetfl.data.mnist`.
-    partition_alpha: the Dirichlet's concentration, by default 0.5: small is
-      skewed.
+    partition_alpha: the Dirichlet's concentration: small is skewed.
     partition_seed: makes the clients.
     bad_clients: the numbers of clients with wrong training labels.
     bad_label_share: the share of their labels that is replaced by uniform
@@ -194,7 +195,7 @@ def _parts(
   images: vision.VisionDataset,
   members: list[int],
   split: str,
-  alpha: float | None,
+  alpha: float,
   seed: int,
 ) -> list[list[np.ndarray]]:
   """Each member's training and validation positions."""
@@ -204,7 +205,6 @@ def _parts(
       partition.iid(len(y), num_clients=len(members), seed=seed) for y in labels
     ]
   if split == "dirichlet":
-    alpha = 0.5 if alpha is None else alpha
     train = partition.dirichlet(
       labels[0], num_clients=len(members), seed=seed, alpha=alpha
     )
