@@ -300,6 +300,9 @@ def configuration(
   for name, (low, high) in ranges.items():
     given = values.get(name, FLAGS[name].value)
     values[name] = per_pool(name, given, low, high)
+  if values.get("dropout") is not None:
+    rates = per_pool("dropout", values["dropout"], 0, 0.99)
+    values["dropout"] = rates if any(rates) else None
   if FLAGS.label_weight and FLAGS.distill_data != "in_domain":
     raise common.UsageError(
       f"--label_weight={FLAGS.label_weight}: labels of"

@@ -77,6 +77,13 @@ def define_flags() -> None:
     " 0.5 (cifar10, digits).",
     lower_bound=1e-6,
   )
+  flags.DEFINE_list(
+    "dropout",
+    None,
+    "Share of each dense layer's inputs that is dropped in training, one or"
+    " SMALL,LARGE; none by default, and none is named in the paper. What is"
+    " dropped in distillation depends on --microbatch too.",
+  )
   flags.DEFINE_float(
     "mixup_beta",
     2.0,
@@ -147,10 +154,13 @@ class Task:
           padding=self._recipe.padding,
           pool_after=self._recipe.pool_after,
           conv=speed["conv"],
+          dropout=dropout,
         ),
         example,
       )
-      for cnn in (vision.small_cnn, vision.large_cnn)
+      for cnn, dropout in zip(
+        (vision.small_cnn, vision.large_cnn), config["dropout"] or (0.0, 0.0)
+      )
     ]
     self.pool_options = dict(transform=self._recipe.train)
     self.evaluator_options = dict(

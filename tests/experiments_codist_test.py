@@ -127,6 +127,29 @@ def test_speed_flags_change_nothing_but_rounding(codist, tmp_path):
 
 
 @pytest.mark.slow
+def test_dropout_is_of_the_pool_that_has_it(codist, tmp_path):
+  run = ("--algorithm=fedavg", "--rounds=3", "--eval_every=3")
+  cases = {
+    "without": (),
+    "none": ("--dropout=0",),
+    "large": ("--dropout=0,0.5",),
+    "inline": ("--dropout=0,0.5", "--engine=inline", "--lanes=3"),
+  }
+  results = {}
+  for name, flags in cases.items():
+    done = codist(*run, *flags, f"--workdir={tmp_path / name}")
+    assert done.returncode == 0, done.stderr
+    results[name] = outcome(tmp_path / name)[1][-1]
+  assert results["none"] == results["without"]
+  for key, value in results["large"].items():
+    # Pools of FedAvg have nothing to do with each other.
+    same = value == results["without"][key]
+    assert same == (not key.startswith("large/")), key
+    near = 3 / 178 if key.endswith("accuracy") else None
+    assert results["inline"][key] == pytest.approx(value, rel=2e-3, abs=near)
+
+
+@pytest.mark.slow
 def test_sigkill_ten_times(codist, tmp_path):
   run = (
     "--algorithm=merged",
@@ -237,6 +260,8 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
     (("--recipe=crop24",), "cuts squares of 24 out of images of 8x8 (digits)"),
     (("--client_momentum=nan",), "--client_momentum=nan: must be a finite"),
     (("--seeds=0,0",), "--seeds=0,0: give unlike numbers"),
+    (("--dropout=1",), "--dropout=1: "),
+    (("--dropout=0,0,0",), "--dropout=0,0,0: give one value, or two"),
     (("--seeds=0,x",), "--seeds=0,x: not a whole number"),
     (("--seed=1", "--seeds=2"), "--seed=1: give it or --seeds, not both"),
     ((f"--seed={2**32}",), f"{2**32} is not an integer in the range"),

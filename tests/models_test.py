@@ -3,6 +3,7 @@
 import dataclasses
 import typing
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,24 @@ def test_parameter_counts_in_both_recipes(cnn, name):
   # The 6x6 map that the counts ask for.
   channels = shapes["Conv_2"]["kernel"].shape[-1]
   assert shapes["Dense_0"]["kernel"].shape[0] == 6 * 6 * channels
+
+
+def test_dropout_is_in_training_alone():
+  x = jax.random.normal(jax.random.key(0), (4, 8, 8, 1))
+  with_dropout, without = (
+    core.Model.from_flax(vision.small_cnn(10, dropout=rate), x)
+    for rate in (0.5, 0.0)
+  )
+  variables = with_dropout.init(jax.random.key(1))
+  chex.assert_trees_all_equal(variables, without.init(jax.random.key(1)))
+  expected = without.predict(variables, x)
+  chex.assert_trees_all_equal(with_dropout.predict(variables, x), expected)
+
+  def trained(seed):
+    return with_dropout.outputs(variables, x, jax.random.key(seed), True)[0]
+
+  chex.assert_trees_all_equal(trained(2), trained(2))
+  assert not jnp.allclose(trained(2), trained(3))
 
 
 @pytest.mark.parametrize("channels", [3, 32])  # Few, and enough for any form.

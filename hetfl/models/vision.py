@@ -24,9 +24,10 @@ class CodistCNN(nn.Module):
     padding: `SAME` or `VALID`.
     pool_after: the numbers of the convolutions that are followed by pooling.
     conv: the form of the convolutions; changes speed only.
+    dropout: share of each dense layer's inputs that is dropped in training.
 
-  Reference: Lichtarge et al. 2023, appendix E. Pooling, padding and input size
-  are not given there.
+  Reference: Lichtarge et al. 2023, appendix E. Pooling, padding, input size and
+  dropout are not given there.
 
   >>> import jax, jax.numpy as jnp
   >>> from hetfl import core
@@ -44,9 +45,10 @@ class CodistCNN(nn.Module):
   padding: layers.Padding = "SAME"
   pool_after: Sequence[int] = (0, 1)
   conv: layers.ConvForm = "patches"
+  dropout: float = 0.0
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x, train: bool = False):
     """Maps images `float[B, H, W, c]` to logits `float[B, C]`."""
     for i, features in enumerate(self.filters):
       # Pooling before the ReLU: the same value and gradient, on a quarter.
@@ -57,7 +59,9 @@ class CodistCNN(nn.Module):
       )
     x = x.reshape(x.shape[0], -1)
     for width in self.dense:
+      x = layers.Dropout(self.dropout)(x, train)
       x = nn.relu(nn.Dense(width, kernel_init=layers.haiku_init)(x))
+    x = layers.Dropout(self.dropout)(x, train)
     return nn.Dense(self.num_classes, kernel_init=layers.haiku_init)(x)
 
 
