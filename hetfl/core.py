@@ -58,6 +58,32 @@ class Model(NamedTuple):
   init: Callable[[jax.Array], Variables]
   apply: Callable[..., tuple[jax.Array, PyTree]]
 
+  def start(self, key: jax.Array) -> Variables:
+    """What `init` gives, if it is `Variables`.
+
+    Args:
+      key: a random key.
+
+    Returns:
+      A new model's parameters and statistics.
+
+    Raises:
+      ValueError: `init` gives something else.
+
+    >>> Model(lambda key: {'w': jnp.zeros(3)}, None).start(jax.random.key(0))
+    Traceback (most recent call last):
+      ...
+    ValueError: a model's init gave a dict: it must return Variables(params, \
+stats); without mutable collections, stats are {}
+    """
+    variables = self.init(key)
+    if not isinstance(variables, Variables):
+      raise ValueError(
+        f"a model's init gave a {type(variables).__name__}: it must return"
+        " Variables(params, stats); without mutable collections, stats are {}"
+      )
+    return variables
+
   def outputs(
     self,
     variables: Variables,
@@ -65,7 +91,7 @@ class Model(NamedTuple):
     key: jax.Array | None,
     train: bool,
   ) -> tuple[jax.Array, PyTree]:
-    """What `apply` gives, if it is a pair.
+    """What `apply` gives, if it is a pair with statistics like the model's.
 
     Args:
       variables: what the model holds.
@@ -77,13 +103,21 @@ class Model(NamedTuple):
       The logits and the statistics.
 
     Raises:
-      ValueError: `apply` gives no pair.
+      ValueError: `apply` gives no pair, or in training statistics of another
+        structure.
     """
     outputs = self.apply(variables, x, key, train)
     if not isinstance(outputs, tuple) or len(outputs) != 2:
       raise ValueError(
         "a model's apply gave no pair: it must return (logits, stats); without"
         " mutable collections, stats are variables.stats"
+      )
+    here, given = map(jax.tree.structure, (variables.stats, outputs[1]))
+    if train and here != given:
+      raise ValueError(
+        f"a model's apply gave stats of another structure, {given}, than it was"
+        f" given, {here}: without mutable collections, stats are"
+        " variables.stats"
       )
     return outputs
 

@@ -135,7 +135,7 @@ class Pool:
     Returns:
       The pool's state before the first round.
     """
-    variables = self.model.init(key)
+    variables = self.model.start(key)
     checks.statistics(variables.stats)
     hyper = {
       "client_lr": jnp.array(self.client_lr, jnp.float32),

@@ -342,18 +342,18 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
 
     def group_state(group):
       client = clients[group[0]]
-      local = jax.vmap(client.model.init)(keys(1, group))
+      local = jax.vmap(client.model.start)(keys(1, group))
       # The state does not depend on the rate: `checks.factories` sees to it.
       opt_state = jax.vmap(optimizer(0.0).init)(local.params)
       adaptor = None
       if client.adaptor is not None and global_model is not None:
-        adaptor = jax.vmap(client.adaptor.init)(keys(1 + len(clients), group))
+        adaptor = jax.vmap(client.adaptor.start)(keys(1 + len(clients), group))
       return GroupState(local, opt_state, adaptor, group)
 
     server = None
     if global_model is not None:
       # The key that FedAvg's only pool would have.
-      server = global_model.init(jax.random.fold_in(init_key, 0))
+      server = global_model.start(jax.random.fold_in(init_key, 0))
       checks.statistics(server.stats)
     return MutualState(run_key, server, tuple(map(group_state, groups)), values)
 

@@ -203,7 +203,7 @@ def splice(trunk: core.Model, adaptor: core.Model | None) -> core.Model:
     return trunk
 
   def init(key):
-    return fork(*(m.init(k) for m, k in zip(parts, jax.random.split(key))))
+    return fork(*(m.start(k) for m, k in zip(parts, jax.random.split(key))))
 
   def apply(variables, x, key, train):
     stats = {}

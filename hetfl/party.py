@@ -479,7 +479,7 @@ def fresh_models(parties, key) -> list[core.Variables]:
     P `Variables`.
   """
   return [
-    party.model.init(jax.random.fold_in(key, 2**31 + k))
+    party.model.start(jax.random.fold_in(key, 2**31 + k))
     for k, party in enumerate(parties)
   ]
 

@@ -407,6 +407,14 @@ WRONG = {
     Frozen(), jnp.zeros((1, 2))
   ),
   "apply gave no pair: it must return (logits, stats)": bare_logits,
+  "a model's init gave a dict: it must return Variables": lambda: pool_round(
+    algorithms.MLP._replace(init=lambda key: {})
+  ),
+  "a model's apply gave stats of another structure": lambda: pool_round(
+    algorithms.MLP._replace(
+      apply=lambda variables, x, key, train: (jnp.zeros((len(x), 3)), None)
+    )
+  ),
   "a transform gave a NoneType, not a batch": lambda: pool_round(
     POOLS[0].model, transform=lambda key, batch: None
   ),
