@@ -1,0 +1,334 @@
+"""Models as pure functions, of Flax modules or of one's own."""
+
+from collections.abc import Callable
+import dataclasses
+import inspect
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+
+
+class Variables(NamedTuple):
+  """What a model holds.
+
+  Attributes:
+    params: the trained parameters.
+    stats: mutable collections such as batch statistics; `{}` if none.
+  """
+
+  params: PyTree
+  stats: PyTree
+
+
+class Model(NamedTuple):
+  """Any pair of pure functions that makes and applies a model.
+
+  Attributes:
+    init: `key -> Variables`.
+    apply: `(variables, x, key, train) -> (logits, stats)`, where `key` feeds
+      dropout and the like and `train` is a Python bool. Models without
+      mutable collections return `variables.stats` unchanged. Logits are
+      `float[B, C]`, or whatever the pool's loss and the evaluator's measure
+      take, such as `models.language.TokenLogits`.
+  """
+
+  init: Callable[[jax.Array], Variables]
+  apply: Callable[..., tuple[jax.Array, PyTree]]
+
+  def start(self, key: jax.Array) -> Variables:
+    """What `init` gives, if it is `Variables`.
+
+    Args:
+      key: a random key.
+
+    Returns:
+      A new model's parameters and statistics.
+
+    Raises:
+      ValueError: `init` gives something else.
+
+    >>> Model(lambda key: {'w': jnp.zeros(3)}, None).start(jax.random.key(0))
+    Traceback (most recent call last):
+      ...
+    ValueError: a model's init gave a dict: it must return Variables(params, \
+stats); without mutable collections, stats are {}
+    """
+    variables = self.init(key)
+    if not isinstance(variables, Variables):
+      raise ValueError(
+        f"a model's init gave a {type(variables).__name__}: it must return"
+        " Variables(params, stats); without mutable collections, stats are {}"
+      )
+    return variables
+
+  def outputs(
+    self,
+    variables: Variables,
+    x: PyTree,
+    key: jax.Array | None,
+    train: bool,
+  ) -> tuple[jax.Array, PyTree]:
+    """What `apply` gives, if it is a pair with statistics like the model's.
+
+    Args:
+      variables: what the model holds.
+      x: inputs.
+      key: a random key.
+      train: whether this is training.
+
+    Returns:
+      The logits and the statistics.
+
+    Raises:
+      ValueError: `apply` gives no pair, or in training statistics of another
+        structure.
+    """
+    outputs = self.apply(variables, x, key, train)
+    if not isinstance(outputs, tuple) or len(outputs) != 2:
+      raise ValueError(
+        "a model's apply gave no pair: it must return (logits, stats); without"
+        " mutable collections, stats are variables.stats"
+      )
+    here, given = map(jax.tree.structure, (variables.stats, outputs[1]))
+    if train and here != given:
+      raise ValueError(
+        f"a model's apply gave stats of another structure, {given}, than it was"
+        f" given, {here}: without mutable collections, stats are"
+        " variables.stats"
+      )
+    return outputs
+
+  def predict(self, variables: Variables, x: PyTree) -> jax.Array:
+    """The logits in inference mode; see `outputs`."""
+    return self.outputs(variables, x, None, False)[0]
+
+  @classmethod
+  def from_flax(cls, module: nn.Module, example: jax.Array) -> "Model":
+    """Wraps a Flax Linen module.
+
+    Models of equal modules and examples of one shape are equal, and share
+    programs.
+
+    Args:
+      module: the module. If its `__call__` takes `train`, it is passed on.
+        Collections other than `params` become `Variables.stats`. In training
+        it has random numbers for `dropout`; for other streams, and for values
+        sown into collections of one's own, write `init` and `apply`.
+      example: an input with a batch axis; only shape and type count.
+
+    Returns:
+      The model.
+
+    Raises:
+      ValueError: it is no Linen module, or its switch has another name.
+
+    >>> model = Model.from_flax(nn.Dense(3), jnp.zeros((1, 2)))
+    >>> variables = model.init(jax.random.key(0))
+    >>> jax.tree.map(jnp.shape, variables.params)
+    {'bias': (3,), 'kernel': (2, 3)}
+    >>> logits, _ = model.apply(variables, jnp.ones((5, 2)), None, False)
+    >>> logits.shape
+    (5, 3)
+    """
+    if not isinstance(module, nn.Module):
+      raise ValueError(
+        f"{type(module).__name__} is no Flax Linen module; of NNX take"
+        " Model.from_nnx, of other libraries write init and apply: Model(init,"
+        " apply)"
+      )
+    takes_train = _takes_train(module)
+    leaves, tree = jax.tree.flatten(example)
+    shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+    return cls(
+      _FlaxInit(module, takes_train, shapes, tree),
+      _FlaxApply(module, takes_train),
+    )
+
+  @classmethod
+  def from_nnx(cls, make: Callable[[Any], Any]) -> "Model":
+    """Wraps a Flax NNX module.
+
+    Args:
+      make: `flax.nnx.Rngs -> module`, such as `lambda rngs: Net(rngs=rngs)`.
+        The module's `nnx.Param` become `Variables.params` and its other
+        variables, such as `nnx.BatchStat`, `Variables.stats`, by their paths.
+        It is in training by `train()` and out of it by `eval()`, and is passed
+        `train` if its `__call__` takes it; all its streams of random numbers
+        come from the key that `apply` is given. It is made once here.
+
+    Returns:
+      The model. Make one for all clients that share it: two are unequal.
+
+    Raises:
+      ValueError: `make` makes no NNX module, or its switch has another name.
+
+    >>> from flax import nnx
+    >>> model = Model.from_nnx(lambda rngs: nnx.Linear(2, 3, rngs=rngs))
+    >>> variables = model.init(jax.random.key(0))
+    >>> jax.tree.map(jnp.shape, variables.params)
+    {'bias': (3,), 'kernel': (2, 3)}
+    >>> logits, _ = model.apply(variables, jnp.ones((5, 2)), None, False)
+    >>> logits.shape
+    (5, 3)
+    """
+    module = _Nnx(make)
+    return cls(module.init, module.apply)
+
+
+def _takes_train(module: Any) -> bool:
+  """Whether a module's `__call__` takes `train`.
+
+  Raises:
+    ValueError: its switch has another name.
+  """
+  arguments = inspect.signature(module.__call__).parameters
+  for name in (
+    "training",
+    "is_training",
+    "deterministic",
+    "inference",
+    "use_running_average",
+  ):
+    if name in arguments and "train" not in arguments:
+      raise ValueError(
+        f"{type(module).__name__} takes {name!r}, which nobody would pass:"
+        " wrap it in a module whose __call__ takes `train`"
+      )
+  return "train" in arguments
+
+
+class _Nnx:
+  """An NNX module as pure functions; see `Model.from_nnx`."""
+
+  def __init__(self, make):
+    from flax import nnx  # Only where it is used: it takes a while.
+
+    self._make, self._nnx = make, nnx
+    # It is callable too.
+    module = None if isinstance(make, nnx.Module) else make(nnx.Rngs(0))
+    if not isinstance(module, nnx.Module):
+      raise ValueError(
+        "make: want a function from nnx.Rngs to an NNX module, as lambda rngs:"
+        " Net(rngs=rngs)"
+      )
+    self._takes_train = _takes_train(module)
+    self._graph, *states = self._split(module)
+    self._states = jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)),
+      states,
+    )
+
+  def init(self, key):
+    _, params, _, stats = self._split(self._make(self._nnx.Rngs(key)))
+    return Variables(self._flat(params), self._flat(stats))
+
+  def apply(self, variables, x, key, train):
+    params, streams, stats = self._states
+    module = self._nnx.merge(
+      self._graph,
+      self._filled(params, variables.params),
+      self._filled(streams, self._seeded(key)),
+      self._filled(stats, variables.stats),
+    )
+    mode = {"train": train} if self._takes_train else {}
+    if not train:
+      module.eval()
+      return module(x, **mode), variables.stats
+    module.train()
+    logits = module(x, **mode)
+    stats = self._flat(self._split(module)[3])
+    # What a module sows in between is none of them.
+    return logits, {name: stats[name] for name in variables.stats}
+
+  def _split(self, module):
+    nnx = self._nnx
+    return nnx.split(module, nnx.Param, nnx.RngState, ...)
+
+  def _flat(self, state):
+    """A state's arrays by path, as `layers/0/kernel`."""
+    arrays = flax.traverse_util.flatten_dict(self._nnx.to_pure_dict(state))
+    return {
+      "/".join(map(str, path)): a if hasattr(a, "dtype") else jnp.asarray(a)
+      for path, a in arrays.items()
+    }
+
+  def _filled(self, state, arrays):
+    """A state of that structure with these arrays."""
+    paths = flax.traverse_util.flatten_dict(self._nnx.to_pure_dict(state))
+    pure = {path: arrays["/".join(map(str, path))] for path in paths}
+    state = jax.tree.map(lambda leaf: leaf, state)  # It is filled in place.
+    self._nnx.replace_by_pure_dict(
+      state, flax.traverse_util.unflatten_dict(pure)
+    )
+    return state
+
+  def _seeded(self, key):
+    """Keys and counts of all streams; equal ones where there is no key."""
+    key = jax.random.key(0) if key is None else key
+    arrays = {}
+    for i, (name, leaf) in enumerate(self._flat(self._states[1]).items()):
+      if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        stream = jax.random.fold_in(key, i)
+        split = jax.random.split(stream, leaf.shape) if leaf.shape else stream
+        arrays[name] = split
+      else:
+        arrays[name] = jnp.zeros(leaf.shape, leaf.dtype)
+    return arrays
+
+
+class _Alike:
+  """Equal to others of equal fields, which need not have hashes."""
+
+  def __eq__(self, other):
+    try:
+      return type(self) is type(other) and vars(self) == vars(other)
+    except (TypeError, ValueError):  # Fields that cannot be compared: arrays.
+      return False
+
+  def __hash__(self):
+    return hash(type(self))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _FlaxInit(_Alike):
+  """Initialises a Flax module on zeros of an example's shapes and types."""
+
+  module: nn.Module
+  takes_train: bool
+  shapes: tuple[tuple[tuple[int, ...], Any], ...]
+  tree: Any
+
+  def __call__(self, key):
+    params_key, dropout_key = jax.random.split(key)
+    example = self.tree.unflatten([jnp.zeros(*leaf) for leaf in self.shapes])
+    mode = {"train": False} if self.takes_train else {}
+    variables = dict(
+      self.module.init(
+        {"params": params_key, "dropout": dropout_key}, example, **mode
+      )
+    )
+    return Variables(variables.pop("params", {}), variables)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _FlaxApply(_Alike):
+  """Applies a Flax module; see `Model.from_flax`."""
+
+  module: nn.Module
+  takes_train: bool
+
+  def __call__(self, variables, x, key, train):
+    mode = {"train": train} if self.takes_train else {}
+    rngs = {"dropout": key} if train and key is not None else {}
+    collections = {"params": variables.params, **variables.stats}
+    if train and variables.stats:
+      return self.module.apply(
+        collections, x, rngs=rngs, mutable=list(variables.stats), **mode
+      )
+    logits = self.module.apply(collections, x, rngs=rngs, **mode)
+    return logits, variables.stats
