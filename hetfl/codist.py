@@ -323,7 +323,10 @@ def merged_codist(
   def step(state, plan, data):
     *keys, exchange_key = round_keys(state.key, plan.round, len(pools))
     decay = linear_decay(plan.round, rounds)
-    a = alpha(plan.round) if callable(alpha) else state.hyper["alpha"]
+    if callable(alpha):
+      a = core.scheduled(alpha, plan.round, high=1)
+    else:
+      a = state.hyper["alpha"]
     if every > 1:
       a = jnp.where(plan.round % every == 0, a, 1.0)
     # Lines 4 to 6: teachers and students start as copies of the models.

@@ -264,6 +264,30 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
   return state.replace(hyper=own) if own else state
 
 
+def scheduled(
+  schedule: Schedule, round: jax.Array, *, high: float
+) -> jax.Array:
+  """A schedule's value in a round; not a number if it is out of its range.
+
+  So a run shows it, where training would go on in the wrong direction.
+
+  Args:
+    schedule: the schedule.
+    round: the number of the round.
+    high: its greatest allowed value; the least is 0.
+
+  Returns:
+    The value, `float32[]`.
+
+  >>> [float(scheduled(lambda t: 1 - 0.4 * t, t, high=1)) for t in (1, 2, 3)]
+  [0.6..., 0.2..., nan]
+  """
+  value = jnp.asarray(schedule(round), jnp.float32)
+  inside = jnp.clip(value, 0, high)
+  # A schedule that ends at a bound may be beyond it by rounding.
+  return jnp.where(jnp.abs(value - inside) < 1e-5, inside, jnp.nan)
+
+
 def strong(tree: PyTree) -> PyTree:
   """The same without weak types, which a checkpoint does not keep.
 

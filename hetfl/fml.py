@@ -264,7 +264,7 @@ def _check_plan(plan, groups, state):
   """Raises if a plan is not for these clients and models, as far as is seen.
 
   Returns:
-    Whether it is for these clients, where tracing hides that.
+    Whether it is for them, where tracing hides that.
   """
   fits = jnp.ones((), bool)
   numbers = [work.client for work in plan.groups]
@@ -285,10 +285,13 @@ def _check_plan(plan, groups, state):
   for work, kept in zip(plan.groups, state.groups):
     models = kept.local, kept.adaptor, state.server
     stats = [model.stats for model in models if model is not None]
-    if isinstance(work.index, jax.core.Tracer) or not jax.tree.leaves(stats):
+    if not jax.tree.leaves(stats):
       continue
-    worked = np.arange(work.index.shape[1]) < np.asarray(work.steps)[:, None]
-    if (np.asarray(work.index)[worked] < 0).any():
+    worked = np.arange(work.index.shape[1])[None] < work.steps[:, None]
+    empty = jnp.any(worked & (work.index < 0).any(axis=-1))
+    if isinstance(empty, jax.core.Tracer):
+      fits &= ~empty
+    elif empty:
       raise ValueError(
         "batches with empty places, which batch statistics would count: plan"
         " with full_batches=True"
@@ -332,6 +335,7 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
   programs = [functools.partial(_whole, one) for one in stages]
   as_array = lambda x: jnp.array(x, jnp.float32)
   optimizer = options["optimizer"]
+  highest = {"learning_rate": jnp.inf, "alpha": 1, "beta": 1}
 
   def init(key):
     init_key, run_key = jax.random.split(key)
@@ -362,7 +366,9 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
     banks = [checks.part(data, clients[group[0]].bank) for group in groups]
     key, *_ = round_keys(state.key, plan.round, 1)
     now = {
-      name: as_array(x(plan.round)) if callable(x) else state.hyper[name]
+      name: core.scheduled(x, plan.round, high=highest[name])
+      if callable(x)
+      else state.hyper[name]
       for name, x in hyper.items()
     }
     now["learning_rate"] = jnp.where(fits, now["learning_rate"], jnp.nan)

@@ -440,6 +440,48 @@ def test_what_makes_no_sense_is_refused(message):
   assert message in str(error.value)
 
 
+def test_what_only_a_run_can_see_gives_no_numbers():
+  """Under `jit` nothing can be raised."""
+  normed = algorithms.PARTIES[0].model
+  algorithm = fml([MutualClient(normed)], global_model=normed)
+  train = {"train": jax.device_put(algorithms.PRIVATE)}
+
+  def server(full_batches):
+    plan = plan_mutual(
+      [(0, 1, 2)],
+      [(0,)],
+      seed=0,
+      round=1,
+      batch_size=2,
+      epochs=1,
+      full_batches=full_batches,
+    )
+    state = algorithm.init(jax.random.key(0))
+    return jax.jit(algorithm.step)(state, plan, train)[0].server.params
+
+  chex.assert_tree_all_finite(server(full_batches=True))
+  assert not np.isfinite(jax.tree.leaves(server(full_batches=False))[0]).any()
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta", "learning_rate"])
+def test_a_schedule_that_leaves_its_range_gives_no_numbers(name):
+  clients = [MutualClient(algorithms.MLP)] * 2
+  # By rounding 1 may become a little more, which is no reason.
+  values = jnp.array([0.0, 1 + 1e-6, -0.2])
+  schedule = lambda t: values[jnp.asarray(t) - 1]
+  algorithm = fml(
+    clients, global_model=algorithms.MLP, **{"beta": 1.0, name: schedule}
+  )
+  state = algorithm.init(jax.random.key(0))
+  for t in range(1, 4):
+    state, _ = jax.jit(algorithm.step)(
+      state, mutual(round=t), {"train": jax.device_put(BANK)}
+    )
+    models = state.server, state.groups[0].local
+    finite = [np.isfinite(leaf).all() for leaf in jax.tree.leaves(models)]
+    assert all(finite) == (t < 3)
+
+
 def test_full_batches_keep_others_from_batch_statistics():
   held = (3, 4, 5)  # Example 0 is nobody's.
   statistics = []
@@ -677,7 +719,7 @@ def test_models_keep_their_own_types(name):
     data = federation.make_data()
   else:
     algorithm = fml([MutualClient(half)] * 2, global_model=half)
-    plans = [mutual(round=t) for t in (1, 2)]
+    plans = [mutual(round=t, full_batches=True) for t in (1, 2)]
     data = {"train": jax.device_put(BANK)}
   step = jax.jit(algorithm.step)
   state = algorithm.init(jax.random.key(0))
