@@ -69,7 +69,7 @@ _DISTILL = (
 _MERGE = ("merge_alpha", "merge_every")
 # Flags that an algorithm makes nothing of.
 UNUSED = {
-  "fedavg": (*_DISTILL, "codist_period", *_MERGE),
+  "fedavg": (*_DISTILL, "codist_period", *_MERGE, "microbatch"),
   "periodic": _MERGE,
   "merged": ("codist_period",),
 }
@@ -316,6 +316,9 @@ def configuration(
   } | task.speed()
   values["algorithm"] = algorithm
   config, speed = common.resolved_flags(__name__, values, speed, workdir)
+  # What students drop is drawn for each part of a batch.
+  if config.get("dropout") and algorithm != "fedavg":
+    config["microbatch"] = speed.pop("microbatch")
   if speed["bank"] == "round":
     reason = "--bank=round sends each round's examples by themselves"
     common.refuse(reason, "autotune", "rounds_per_dispatch")
@@ -405,7 +408,7 @@ class Experiment:
       regularization=config["student_regularization"],
       label_weight=config["label_weight"],
       optimizer=functools.partial(optax.adam, eps=config["distill_epsilon"]),
-      microbatch=speed["microbatch"] or None,
+      microbatch=(config | speed)["microbatch"] or None,
       **self.task.distiller_options(config),
     )
     if config["algorithm"] == "periodic":

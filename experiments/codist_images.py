@@ -81,8 +81,8 @@ def define_flags() -> None:
     "dropout",
     None,
     "Share of each dense layer's inputs that is dropped in training, one or"
-    " SMALL,LARGE; none by default, and none is named in the paper. What is"
-    " dropped in distillation depends on --microbatch too.",
+    " SMALL,LARGE; none by default, and none is named in the paper. With it"
+    " --microbatch changes what students drop, and so the result.",
   )
   flags.DEFINE_float(
     "mixup_beta",

@@ -271,6 +271,11 @@ def make_engine() -> engine_lib.Engine:
   else:
     engine = engine_lib.default_engine(FLAGS.threads)
   rounds = FLAGS.rounds_per_dispatch or 1
+  if FLAGS.cpu_devices and isinstance(engine, engine_lib.Threads):
+    raise UsageError(
+      f"--cpu_devices={FLAGS.cpu_devices}: CPU threads use one device; add"
+      " --engine=mesh, or leave it out"
+    )
   if rounds > 1 and isinstance(engine, engine_lib.Threads):
     raise UsageError(
       f"--rounds_per_dispatch={rounds}: CPU threads run each round's programs"
@@ -367,8 +372,9 @@ def autotune(
     "rounds_per_dispatch": [1, 8],
   }
   first = experiment.plan(config, speed, 1)
-  if not np.any(getattr(first, "distill", None)):
-    del candidates["microbatch"]  # Round 1 does not distil: all are alike.
+  # Round 1 may not distil: all are alike. With dropout none gives the same.
+  if not np.any(getattr(first, "distill", None)) or config.get("dropout"):
+    del candidates["microbatch"]
   if isinstance(experiment.engine, engine_lib.Threads):
     candidates["rounds_per_dispatch"] = [1]
   clients = config.get("clients_per_round", lanes)
@@ -382,7 +388,7 @@ def autotune(
   def round_seconds(choice: dict) -> float:
     tried = speed | choice
     # Of the forms of convolution, models are made; all else is read later.
-    one = experiment if choice.get("conv") == speed.get("conv") else None
+    one = experiment if tried.get("conv") == speed.get("conv") else None
     one = one or experiment_class(config, tried)
     algorithm = one.algorithm(config, tried)
     number = tried["rounds_per_dispatch"]
@@ -399,7 +405,8 @@ def autotune(
 
   key = autotune_lib.key_of(algorithm, first, experiment.device_data)
   key += f", {type(experiment.engine).__name__} {experiment.engine.num_pieces}"
-  key += f", {json.dumps(candidates)}"
+  fixed = {n: v for n, v in speed.items() if n not in candidates}
+  key += f", {json.dumps([candidates, fixed])}"
   choice = autotune_lib.choose(round_seconds, candidates, key=key)
   return speed | choice
 
@@ -529,7 +536,9 @@ def open_folder(
 
 def typed() -> set[str]:
   """The flags that the command line itself gives, not a flag file."""
-  return {arg.lstrip("-").partition("=")[0] for arg in sys.argv[1:]}
+  given = [arg for arg in sys.argv[1:] if arg.startswith("-")]
+  names = {arg.lstrip("-").partition("=")[0] for arg in given}
+  return names | {name.removeprefix("no") for name in names - set(FLAGS)}
 
 
 def refuse(reason: str, *names: str) -> None:

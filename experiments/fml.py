@@ -35,10 +35,10 @@ ALGORITHMS = ("fedavg", "fedprox", "fml", "independent")
 _MUTUAL = ("alpha", "beta", "temperature", "sequential_updates")
 # Flags that an algorithm makes nothing of.
 UNUSED = {
-  "fml": ("prox_mu",),
-  "fedavg": (*_MUTUAL, "client_models", "prox_mu"),
-  "fedprox": (*_MUTUAL, "client_models"),
-  "independent": (*_MUTUAL, "merge_weights", "prox_mu"),
+  "fml": ("lanes", "prox_mu"),
+  "fedavg": (*_MUTUAL, "client_models", "microbatch", "prox_mu"),
+  "fedprox": (*_MUTUAL, "client_models", "microbatch"),
+  "independent": (*_MUTUAL, "lanes", "merge_weights", "prox_mu"),
 }
 TRUNKS = ("lenet5_conv", "cnn1_conv", "cnn2_conv")
 RECIPES = {

@@ -323,6 +323,11 @@ def main() -> None:
     "tune", FLAGS.experiment, _text(FLAGS.dataset).replace(",", "-"), *names
   )
   config, speed = module.configuration(names[0], workdir)
+  if FLAGS.seeds and config.get("distill_examples"):
+    raise common.UsageError(
+      f"--seeds={_text(FLAGS.seeds)}: trials share the --distill_examples that"
+      f" --seed={FLAGS.seed} draws; leave one of the two out"
+    )
   check_ends(tunable, module, config, space, workdir)
   experiment = module.Experiment(config, speed)
   problem = make_problem(tunable, experiment, config, speed, vmap)
@@ -412,9 +417,11 @@ def write_best(tunable, module, rows, config, workdir) -> None:
     f"#   python experiments/{tunable.module}.py --flagfile=best.flags"
     " --data_dir=DIR",
   ]
+  # Those of a trial's runs, where they are not the search's own.
+  seeds = {"seed": None, "seeds": FLAGS.seeds} if FLAGS.seeds else {}
   used = {
     name: value
-    for name, value in (config | found).items()
+    for name, value in (config | found | seeds).items()
     if name not in module.UNUSED[config["algorithm"]]
   }
   text = "\n".join([*head, logs.flags_text(used)]) + "\n"

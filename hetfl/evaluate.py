@@ -100,10 +100,12 @@ class Evaluator:
       for name, subset in sets.items()
     }
     # Equal models share a program.
+    alike = [tuple(map(core.identity, model)) for model in models]
     programs = {
-      model: lane_program(model, transform, measure) for model in models
+      key: lane_program(model, transform, measure)
+      for key, model in zip(alike, models)
     }
-    self._programs = [programs[model] for model in models]
+    self._programs = [programs[key] for key in alike]
     self._names = [sorted(names) for names in only or [sets] * len(models)]
     if strange := {n for names in self._names for n in names} - set(sets):
       raise ValueError(f"only: no set {min(strange)!r}; there are {[*sets]}")

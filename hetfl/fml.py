@@ -122,17 +122,9 @@ def group_clients(
   >>> group_clients([a, b, a])
   ((0, 2), (1,))
   """
-
-  def same(field):
-    try:
-      hash(field)
-    except TypeError:  # Such as a dataclass with a `__call__`.
-      return id(field)
-    return field
-
   groups = {}
   for k, client in enumerate(clients):
-    groups.setdefault(tuple(map(same, client)), []).append(k)
+    groups.setdefault(tuple(map(core.identity, client)), []).append(k)
   return tuple(map(tuple, groups.values()))
 
 

@@ -662,6 +662,25 @@ def test_clients_of_unhashable_transforms_are_grouped():
   assert group_clients([one, two, one]) == ((0, 2), (1,))
 
 
+def test_models_of_unhashable_functions_are_evaluated():
+  @dataclasses.dataclass
+  class Biased:
+    shift: float
+
+    def __call__(self, variables, x, key, train):
+      logits, stats = algorithms.MLP.apply(variables, x, key, train)
+      return logits + self.shift * jnp.eye(logits.shape[-1])[:1], stats
+
+  zero, one = (algorithms.MLP._replace(apply=Biased(s)) for s in (0.0, 1e6))
+  evaluator = evaluate.Evaluator(
+    [zero, one, zero], {"test": population.Subset.whole(BANK)}
+  )
+  variables = algorithms.MLP.init(jax.random.key(0))
+  found = [r["test_accuracy"] for r in evaluator([variables] * 3)]
+  # The first class alone has the second model's vote.
+  assert found[1] == np.mean(BANK["y"] == 0) != found[0] == found[2]
+
+
 def test_an_empty_set_has_no_accuracy():
   evaluator = evaluate.Evaluator(
     [POOLS[0].model], {"none": population.Subset(BANK, np.arange(0))}

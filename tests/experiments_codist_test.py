@@ -261,6 +261,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
     (("--client_momentum=nan",), "--client_momentum=nan: must be a finite"),
     (("--seeds=0,0",), "--seeds=0,0: give unlike numbers"),
     (("--dropout=1",), "--dropout=1: "),
+    (("--cpu_devices=2", "--engine=threads"), "--cpu_devices=2: CPU threads"),
     (("--dropout=0,0,0",), "--dropout=0,0,0: give one value, or two"),
     (("--seeds=0,x",), "--seeds=0,x: not a whole number"),
     (("--seed=1", "--seeds=2"), "--seed=1: give it or --seeds, not both"),

@@ -412,7 +412,8 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   tune = experiment("tune")
   search = ("--experiment=codist", "--trials=4", "--block=2", "--halvings=1")
   space = "--space=client_lr=log:1e-2:0.3,server_lr.large=fixed"
-  done = tune(*search, space, f"--workdir={tmp_path}/tune", "--", *QUICK)
+  runs = ("--seeds=3,5", *QUICK)
+  done = tune(*search, space, f"--workdir={tmp_path}/tune", "--", *runs)
   assert done.returncode == 0, done.stderr
   lines = (tmp_path / "tune/trials.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]
@@ -433,12 +434,13 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
     "--notensorboard",
   )
   assert alone.returncode == 0, alone.stderr
-  result = json.loads((tmp_path / "best/result.json").read_text())
-  for model, accuracy in best["heldout"].items():
-    assert result["pools"][model]["heldout_accuracy"] == pytest.approx(accuracy)
-    assert result["pools"][model]["test_accuracy"] == pytest.approx(
-      best["test"][model]
-    )
+  summary = json.loads((tmp_path / "best/summary.json").read_text())
+  assert summary["seeds"] == [3, 5]
+  (means,) = summary["algorithms"].values()
+  for which in ("heldout", "test"):
+    for model, accuracy in best[which].items():
+      entry = means[f"pools.{model}.{which}_accuracy"]
+      assert entry["mean"] == pytest.approx(accuracy)
   summary = json.loads((tmp_path / "tune/result.json").read_text())
   complete = [row for row in rows if row["status"] == "complete"]
   assert summary["complete"] == summary["top"] == len(complete)
