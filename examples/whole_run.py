@@ -7,9 +7,10 @@ to thirty clients by a Dirichlet(0.3), so that each knows a few classes. All
 train a linear model and a third of them a network too; the two models learn
 with and without codistillation, three seeds each. Every run has a folder under
 `runs/whole_run`; one that was stopped goes on there when the command is given
-again.
+again, and one of other settings or data is refused.
 """
 
+from collections.abc import Mapping
 import functools
 import pathlib
 
@@ -21,8 +22,22 @@ from sklearn import datasets
 
 import hetfl
 from hetfl import logs, report, training
-from hetfl.data import partition
+from hetfl.data import files, partition
 
+# All that changes a result, but for the algorithm and the seed.
+SETTINGS = dict(
+  rounds=60,
+  eval_every=5,
+  client_lr=0.3,
+  server_lr=0.01,
+  distill_lr=3e-3,
+  distill_steps=8,
+  distill_batch_size=50,
+  alpha=0.8,
+  clients_per_round=5,
+  batch_size=10,
+  concentration=0.3,
+)
 MODELS = {
   "linear": nn.Dense(10),
   "network": nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)]),
@@ -30,40 +45,50 @@ MODELS = {
 
 
 def main(
-  rounds: int = 60, seeds: int = 3, workdir: str = "runs/whole_run"
+  seeds: int = 3,
+  workdir: str = "runs/whole_run",
+  settings: Mapping[str, float] = SETTINGS,
 ) -> dict[str, np.ndarray]:
   """Runs both algorithms; returns test accuracies, `[seed, model]` of each."""
+  rounds, clients = settings["rounds"], settings["clients_per_round"]
   x, y = datasets.load_digits(return_X_y=True)
   bank = {"x": (x / 16).astype(np.float32), "y": y.astype(np.int32)}
   order = np.random.default_rng(0).permutation(len(x))
   train, public, test = np.split(order, [1000, 1400])
-  held = partition.dirichlet(y[train], num_clients=30, seed=0, alpha=0.3)
+  held = partition.dirichlet(
+    y[train], num_clients=30, seed=0, alpha=settings["concentration"]
+  )
   held = [train[positions] for positions in held]
   pools = [
-    hetfl.ClientPopulation.from_lists(bank, clients)
-    for clients in (held, held[:10])
+    hetfl.ClientPopulation.from_lists(bank, some) for some in (held, held[:10])
   ]
   public = hetfl.Subset(bank, public)  # Its labels are not used.
+  test = hetfl.Subset(bank, test)
   engine = hetfl.default_engine()
   *banks, distill = hetfl.put_banks(*pools, public)
   data = {"pools": banks, "distill": distill}
 
   example = jnp.zeros((1, x.shape[1]))
   trained = [
-    hetfl.Pool(name, hetfl.Model.from_flax(module, example), 0.3, 0.01)
+    hetfl.Pool(
+      name,
+      hetfl.Model.from_flax(module, example),
+      client_lr=settings["client_lr"],
+      server_lr=settings["server_lr"],
+    )
     for name, module in MODELS.items()
   ]
   evaluator = hetfl.Evaluator(
     [pool.model for pool in trained],
-    {"test": hetfl.Subset(banks[0], test)},
+    {"test": hetfl.Subset(banks[0], test.index)},
     engine=engine,
   )
-  distiller = hetfl.Distiller(learning_rate=3e-3)
+  distiller = hetfl.Distiller(learning_rate=settings["distill_lr"])
   options = dict(rounds=rounds, engine=engine)
   algorithms = {
     "FedAvg": hetfl.fedavg(trained, **options),
     "MergedCodist": hetfl.merged_codist(
-      trained, distiller, alpha=0.8, **options
+      trained, distiller, alpha=settings["alpha"], **options
     ),
   }
 
@@ -73,11 +98,11 @@ def main(
       public if name == "MergedCodist" else None,
       seed=seed,
       round=round,
-      clients_per_round=5,
-      batch_size=10,
-      num_lanes=engine.num_lanes(5),
-      distill_steps=8,
-      distill_batch_size=50,
+      clients_per_round=clients,
+      batch_size=settings["batch_size"],
+      num_lanes=engine.num_lanes(clients),
+      distill_steps=settings["distill_steps"],
+      distill_batch_size=settings["distill_batch_size"],
     )
 
   def evaluate(state):
@@ -91,8 +116,9 @@ def main(
   for name, algorithm in algorithms.items():
     step = engine.compile(algorithm.step, donate=(0,))
     for seed in range(seeds):
-      config = {"algorithm": name, "seed": seed, "rounds": rounds}
+      config = {"algorithm": name, "seed": seed, **settings}
       folder = logs.RunFolder(pathlib.Path(workdir, f"{name}-{seed}"), config)
+      folder.keep({"data.json": files.record([*pools, public, test])})
       result = training.run(
         algorithm._replace(step=step),
         jax.random.key(seed),
@@ -102,32 +128,20 @@ def main(
         rounds=rounds,
         folder=folder,
         summarize=lambda state, evaluation: evaluation,
-        eval_every=5,
+        eval_every=settings["eval_every"],
         tensorboard=False,
       )
       accuracies.setdefault(name, []).append(
         [result[f"{model}/test_accuracy"] for model in MODELS]
       )
       rows.setdefault(name, []).append(logs.read_rows(folder.metrics))
-  report.curves(
-    {name: _mean(of_seeds) for name, of_seeds in rows.items()},
-    pathlib.Path(workdir, "curves.png"),
-    title=f"the mean of {seeds} seeds",
-  )
+  report.curves(rows, pathlib.Path(workdir, "curves.png"))
   accuracies = {name: np.array(each) for name, each in accuracies.items()}
   for name, each in accuracies.items():
-    for model, percent in zip(MODELS, 100 * each.T):
-      spread = f"{percent.mean():.1f} +- {percent.std():.1f} %"
-      print(f"{name:12} {model:8} {spread}")
+    for model, of_seeds in zip(MODELS, each.T.tolist()):
+      spread = report.cell(of_seeds, "{:.1f}", factor=100)
+      print(f"{name:12} {model:8} {spread} %")
   return accuracies
-
-
-def _mean(of_seeds):
-  """The rows of several runs as the rows of their mean."""
-  return [
-    {name: np.mean([row[name] for row in at_once]) for name in at_once[0]}
-    for at_once in zip(*of_seeds)
-  ]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from examples import (
   mutual_hospitals,
   whole_run,
 )
+from hetfl import logs
 from tests.runs import ROOT
 
 SCRIPTS = [
@@ -59,14 +60,21 @@ def test_fine_tuning():
 
 @pytest.mark.slow
 def test_whole_run(tmp_path):
-  found = whole_run.main(rounds=60, seeds=1, workdir=tmp_path)
+  found = whole_run.main(seeds=1, workdir=tmp_path)
   assert found["FedAvg"].shape == (1, 2)
   assert all(each.min() > 0.6 for each in found.values())
   assert (tmp_path / "curves.png").exists()
-  # Finished runs are read, not run again.
-  again = whole_run.main(rounds=60, seeds=1, workdir=tmp_path)
+  # Finished runs are read, not run again, and others are refused.
+  results = list(tmp_path.glob("*/result.json"))
+  before = {path: path.stat().st_mtime_ns for path in results}
+  again = whole_run.main(seeds=1, workdir=tmp_path)
+  assert len(before) == 2
+  assert before == {path: path.stat().st_mtime_ns for path in results}
   for name, each in found.items():
     np.testing.assert_array_equal(again[name], each)
+  other = whole_run.SETTINGS | {"client_lr": 0.1}
+  with pytest.raises(logs.ConfigMismatch, match="client_lr: there 0.3, here"):
+    whole_run.main(seeds=1, workdir=tmp_path, settings=other)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
