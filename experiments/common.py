@@ -320,9 +320,10 @@ def resolved_flags(
   stored = _stored_speed(workdir)
   for name in ("engine", "threads", "cpu_devices"):
     stored.pop(name, None)  # These are of this machine, now.
-  speed = {"rounds_per_dispatch": 1} | speed
+  # A flag that is given, else what the run began with, else the default.
+  fallback = {"rounds_per_dispatch": 1} | speed | stored
   chosen = {
-    n: v if FLAGS[n].present else stored.get(n, speed.get(n, v))
+    n: v if FLAGS[n].present else fallback.get(n, v)
     for n, v in given.items()
     if n in SPEED_FLAGS
   }

@@ -452,13 +452,12 @@ def draw(
 def run(experiment: Experiment, folder: logs.RunFolder) -> dict:
   """Runs the four phases, and gives the result of the last."""
   folder.keep({"data.json": experiment.record})
-  models_, phases = {}, {}
-  fit = functools.partial(experiment.fit, workdir=folder.path)
-  models_["public"], phases["public"] = fit("public")
-  variables = [t.variables for t in models_["public"]]
-  for phase in ("transfer", "pooled"):
-    models_[phase], phases[phase] = fit(phase, variables=variables)
-  return experiment.collaborate(folder, models_["transfer"], phases)
+  phases = {}
+  public, phases["public"] = experiment.fit("public", folder.path)
+  start = [party.variables for party in public]
+  own, phases["transfer"] = experiment.fit("transfer", folder.path, start)
+  _, phases["pooled"] = experiment.fit("pooled", folder.path, start)
+  return experiment.collaborate(folder, own, phases)
 
 
 def setup(place: pathlib.Path) -> tuple[dict, dict]:

@@ -71,8 +71,8 @@ DEFAULTS = {
     revisit_epochs=10,
   ),
 }
-# Runs can share phases whose flags are the same (--pretrained). These say
-# nothing about the phases before the collaboration,
+# Runs can share phases that depend on the same values (--pretrained).
+# Flags that only the collaboration reads:
 COLLABORATION = {
   "rounds",
   "eval_every",
@@ -85,14 +85,14 @@ COLLABORATION = {
   "revisit_batch_size",
   "revisit_epochs",
 }
-# these nothing about the public one, whose data are kept in mind besides,
+# Flags that the public phase does not read; its data.json tells data apart:
 PRIVATE = {
   "environment",
   "examples_per_class",
   "min_writer_examples",
   "superclasses",
 }
-# and these something about one phase alone.
+# Flags that this phase alone reads:
 OF_PHASE = {
   "public": {"public_epochs", "public_batch_size", "public_min_delta"}
   | {"public_patience"},

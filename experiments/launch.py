@@ -129,15 +129,20 @@ def _keeper(build: Callable[..., Any]) -> Callable[[_Run], Any]:
   kept = {}
 
   def experiment_of(run):
-    form = [run.speed.get(n) for n in ("conv", "eval_batch_size", "bank")]
-    if run.config.get("distill_examples"):  # These are drawn by the seed.
-      form.append(run.seed)
-    if tuple(form) not in kept:
+    key = _made_of(run)
+    if key not in kept:
       kept.clear()
-      kept[tuple(form)] = build(run.config, run.speed)
-    return kept[tuple(form)]
+      kept[key] = build(run.config, run.speed)
+    return kept[key]
 
   return experiment_of
+
+
+def _made_of(run: _Run) -> tuple:
+  """In what the experiments of a command's runs may differ."""
+  form = [run.speed.get(n) for n in ("conv", "eval_batch_size", "bank")]
+  # These examples are drawn by the seed.
+  return *form, run.seed if run.config.get("distill_examples") else None
 
 
 def write_summary(

@@ -322,40 +322,28 @@ def fedmd(
       engine_lib.Call(consensus, (scores, state.hyper["consensus_weights"]))
     )
     # Distribute, Digest and Revisit: each party by itself.
-    results = engine.run(
-      *(
-        engine_lib.Call(
-          program,
-          (
-            party,
-            state.hyper["temperature"],
-            jax.random.fold_in(key, k),
-            public,
-            agreed,
-            plan.subset,
-            digest,
-            bank,
-            revisit,
-          ),
-          apart=True,
-        )
-        for k, (program, party, digest, bank, revisit) in enumerate(
-          zip(
-            learn,
-            state.parties,
-            plan.digest,
-            private,
-            plan.revisit,
-            strict=True,
-          )
-        )
-      )
+    each = zip(
+      learn, state.parties, plan.digest, private, plan.revisit, strict=True
     )
-    moved, digested, revisited = zip(*results)
+    jobs = []
+    for k, (program, kept, digest, bank, revisit) in enumerate(each):
+      args = (
+        kept,
+        state.hyper["temperature"],
+        jax.random.fold_in(key, k),
+        public,
+        agreed,
+        plan.subset,
+        digest,
+        bank,
+        revisit,
+      )
+      jobs.append(engine_lib.Call(program, args, apart=True))
+    moved, digest_losses, revisit_losses = zip(*engine.run(*jobs))
     metrics = {}
-    for party, a, b in zip(parties, digested, revisited):
-      metrics |= {f"{party.name}/digest_loss": a}
-      metrics |= {f"{party.name}/revisit_loss": b}
+    for k, party in enumerate(parties):
+      metrics[f"{party.name}/digest_loss"] = digest_losses[k]
+      metrics[f"{party.name}/revisit_loss"] = revisit_losses[k]
     return state.replace(parties=moved), metrics
 
   return core.Algorithm(init, step)

@@ -118,7 +118,9 @@ stats); without mutable collections, stats are {}
       module: the module. If its `__call__` takes `train`, it is passed on.
         Collections other than `params` become `Variables.stats`. In training
         it has random numbers for `dropout`; for other streams, and for values
-        sown into collections of one's own, write `init` and `apply`.
+        sown into collections of one's own, write `init` and `apply`. On CPUs
+        its convolutions are far faster as `hetfl.models.layers.Conv`, which has
+        the parameters of `nn.Conv`.
       example: an input with a batch axis; only shape and type count.
 
     Returns:

@@ -317,9 +317,10 @@ def client_program(
       losses = client.loss(logits[name], batch)
       checks.losses(losses, batch["mask"])
       kl = jnp.zeros_like(losses)
-      for other in logits.keys() - {name}:
+      if "meme" in logits:
+        partner = logits["meme" if name == "local" else "local"]
         losses, kl = mutual_loss(
-          logits[name], logits[other], losses, hyper[weights[name]], temperature
+          logits[name], partner, losses, hyper[weights[name]], temperature
         )
       total += jnp.sum(losses * batch["mask"])
       sums |= {

@@ -301,15 +301,17 @@ def run(
   if jax.process_count() == 1:
     stop = bool(signals)  # One may have come after the last round.
   if stop:
+    # Of several processes another may have had it.
+    number = signals[0] if signals else signal.SIGTERM
     logging.warning(
       "%s: %s after round %d of %d. %s.",
       folder.path,
-      signal.Signals((signals or [signal.SIGTERM])[0]).name,
+      signal.Signals(number).name,
       done,
       rounds,
       "Finished" if done == rounds else "Saved; the same command goes on",
     )
-    raise SystemExit(128 + (signals or [signal.SIGTERM])[0])
+    raise SystemExit(128 + number)
   return _shared(folder)
 
 

@@ -63,8 +63,8 @@ def default_engine(num_threads: int | None = None) -> Engine:
     num_threads: how many threads to use on a CPU; by default one a core.
 
   Returns:
-    `Threads()` on CPU, `Inline()` for one accelerator, and `Inline(mesh)` over
-    all devices, of all processes, for several.
+    `Threads()` on the CPU of one process, `Inline()` for one accelerator, and
+    `Inline(mesh)` over all devices, of all processes, for several.
   """
   if jax.default_backend() == "cpu" and jax.process_count() == 1:
     return Threads(num_threads)

@@ -74,24 +74,23 @@ class Inline:
       Chunks: self._chunks,
       Each: self._each,
     }
-    calls, done, results, last = self._split(jobs), {}, [], None
-    if len(calls) > 1:
-      done = dict(zip(calls, self._apart(list(calls.values()))))
+    apart, there = self._split(jobs), {}
+    if len(apart) > 1:
+      there = dict(zip(apart, self._apart(list(apart.values()))))
+    results, last = [], None
     for i, job in enumerate(jobs):
-      rows = [result for (number, _), result in done.items() if number == i]
-      if not rows:
-        waits = self._in_turn and _has_collectives(job)
-        if waits:
-          job = _after(last, job)
-        results.append(run[type(job)](job))
-        if waits:
-          last = results[-1]
-      else:
+      rows = [result for (number, _), result in there.items() if number == i]
+      if rows:  # They came from devices of their own.
         results.append(stack(*rows) if isinstance(job, Each) else rows[0])
+        continue
+      waits = self._in_turn and _has_collectives(job)
+      results.append(run[type(job)](_after(last, job) if waits else job))
+      if waits:
+        last = results[-1]
     return tuple(results)
 
   def _split(self, jobs: tuple[Job, ...]) -> dict[tuple[int, int], Call]:
-    """Which calls go to a device each, by the job's number and the row's.
+    """The calls that go to a device each, by the job's number and the row's.
 
     The rows of several groups do too, where there are no more than devices:
     else each device would run a row of every group.

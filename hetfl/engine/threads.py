@@ -48,7 +48,10 @@ class Threads:
     self.num_pieces = 2 * self.num_threads
     self._pool = futures.ThreadPoolExecutor(self.num_threads, "hetfl")
     self._programs = {}
-    self._compiled = {}
+    # Programs with the shapes of their arguments: those that are compiled, and
+    # a lock for each of the others that somebody needs.
+    self._ready = set()
+    self._locks = {}
     self._seconds = {}
     self._lock = threading.Lock()
 
@@ -163,16 +166,18 @@ class Threads:
     leaves, tree = jax.tree.flatten(args)
     key = (fn, tree, tuple(jax.typeof(leaf) for leaf in leaves))
     with self._lock:
-      lock = self._compiled.setdefault(key, threading.Lock())
+      compiling = None
+      if key not in self._ready:
+        compiling = self._locks.setdefault(key, threading.Lock())
       if fn not in self._programs:
         self._programs[fn] = jit(fn)
       program = self._programs[fn]
-    if lock is not None:
+    if compiling is not None:
       # One thread compiles; the others that need the program wait for it.
-      with lock:
-        if self._compiled[key] is not None:
+      with compiling:
+        if key not in self._ready:
           result = jax.block_until_ready(program(*args))
-          self._compiled[key] = None
+          self._ready.add(key)
           return result
     start = time.perf_counter()
     result = jax.block_until_ready(program(*args))
