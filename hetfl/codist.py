@@ -276,7 +276,8 @@ def merged_codist(
     `{'pools': (bank, ...), 'distill': bank}`, the banks on the device.
 
   Raises:
-    ValueError: if a value is out of its range.
+    ValueError: if a value is out of its range. A schedule that leaves it in a
+      later round gives no numbers there.
 
   Reference: Lichtarge et al. 2023, algorithm 2.
 

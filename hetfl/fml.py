@@ -297,7 +297,17 @@ def _whole(stages, *args):
   return stages.whole(*args, steps=work.steps)
 
 
-def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
+def _build(
+  clients,
+  global_model,
+  hyper,
+  engine,
+  *,
+  optimizer,
+  microbatch,
+  temperature=1.0,
+  sequential=False,
+) -> core.Algorithm:
   """Algorithm 1, or its clients without a server."""
   checks.sequence("clients", clients, MutualClient)
   clients = tuple(clients)
@@ -311,22 +321,29 @@ def _build(clients, global_model, hyper, engine, **options) -> core.Algorithm:
     checks.model(f"client {k}", client.model)
   engine = engine or engine_lib.Inline()
   checks.hyper(
-    {n: x for n, x in (hyper | options).items() if not callable(x)},
+    {n: x for n, x in hyper.items() if not callable(x)}
+    | {"temperature": temperature},
     learning_rate=(1e-12, float("inf")),
     temperature=(1e-6, float("inf")),
   )
-  checks.counts(microbatch=options["microbatch"])
+  checks.counts(microbatch=microbatch)
   for name in ("alpha", "beta"):
     checks.schedule(name, hyper.get(name), 1, between=(0, 1))
-  checks.factories(optimizer=options["optimizer"])
+  checks.factories(optimizer=optimizer)
   groups = group_clients(clients)
   stages = [
-    client_program(clients[group[0]], global_model, **options)
+    client_program(
+      clients[group[0]],
+      global_model,
+      optimizer=optimizer,
+      temperature=temperature,
+      sequential=sequential,
+      microbatch=microbatch,
+    )
     for group in groups
   ]
   programs = [functools.partial(_whole, one) for one in stages]
   as_array = lambda x: jnp.array(x, jnp.float32)
-  optimizer = options["optimizer"]
   highest = {"learning_rate": jnp.inf, "alpha": 1, "beta": 1}
 
   def init(key):
@@ -444,7 +461,8 @@ def fml(
     the device.
 
   Raises:
-    ValueError: if a value is out of its range.
+    ValueError: if a value is out of its range. A schedule that leaves it in a
+      later round gives no numbers there.
 
   Reference: Shen et al. 2020, algorithm 1 and equation 5; the released code
     for what these leave open: alpha and beta of 1/2, simultaneous steps, a new
@@ -513,7 +531,8 @@ def independent(
     The algorithm; its state has no `server`.
 
   Raises:
-    ValueError: if a value is out of its range.
+    ValueError: if a value is out of its range. A schedule that leaves it in a
+      later round gives no numbers there.
 
   Reference: Shen et al. 2020, figures 5 and 6 ("independently training").
 
