@@ -30,7 +30,6 @@ from hetfl import (
   planning,
   population,
   report,
-  training,
 )
 from hetfl import engine as engine_lib
 from hetfl.data import files
@@ -523,22 +522,16 @@ def train(
     algorithm = algorithm._replace(
       step=lambda state, work, _: step(state, *work)
     )
-  compile = functools.partial(experiment.engine.compile, donate=(0,))
-  return training.run(
-    algorithm._replace(step=compile(algorithm.step)),
-    jax.random.key(config["seed"]),
+  return launch.train(
+    algorithm,
     functools.partial(plan, config, speed),
     experiment.device_data,
     experiment.evaluate,
-    rounds=config["rounds"],
+    config=config,
+    speed=speed,
+    engine=experiment.engine,
     folder=folder,
     summarize=functools.partial(experiment.summarize, config),
-    eval_every=config["eval_every"],
-    checkpoint_every=speed["checkpoint_every"],
-    tensorboard=speed["tensorboard"],
-    stop_on_nonfinite=speed["stop_on_nonfinite"],
-    rounds_per_dispatch=speed["rounds_per_dispatch"],
-    scanned_step=compile(training.scanned(algorithm.step)),
   )
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import launch
 import numpy as np
 
-from hetfl import augment, core, evaluate, logs, planning, population, training
+from hetfl import augment, core, evaluate, logs, planning, population
 from hetfl.data import files, fml_images
 from hetfl.fedavg import fedavg, fedavg_server, Pool
 from hetfl.fml import as_lanes, fml, group_clients, independent, plan_mutual
@@ -572,23 +572,16 @@ def train(
 ) -> dict:
   """Runs one algorithm in a folder of its own, or goes on with it."""
   folder.keep(experiment.files)
-  algorithm = experiment.algorithm(config, speed)
-  compile = functools.partial(experiment.engine.compile, donate=(0,))
-  return training.run(
-    algorithm._replace(step=compile(algorithm.step)),
-    jax.random.key(config["seed"]),
+  return launch.train(
+    experiment.algorithm(config, speed),
     functools.partial(experiment.plan, config, speed),
     experiment.device_data(config),
     functools.partial(experiment.evaluate, config),
-    rounds=config["rounds"],
+    config=config,
+    speed=speed,
+    engine=experiment.engine,
     folder=folder,
     summarize=functools.partial(experiment.summarize, config, folder),
-    eval_every=config["eval_every"],
-    checkpoint_every=speed["checkpoint_every"],
-    tensorboard=speed["tensorboard"],
-    stop_on_nonfinite=speed["stop_on_nonfinite"],
-    rounds_per_dispatch=speed["rounds_per_dispatch"],
-    scanned_step=compile(training.scanned(algorithm.step)),
   )
 
 

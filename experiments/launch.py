@@ -16,7 +16,8 @@ from absl import app, flags, logging
 import common
 import jax
 
-from hetfl import autotune, logs, report
+from hetfl import autotune, core, logs, report, training
+from hetfl import engine as engine_lib
 
 FLAGS = flags.FLAGS
 
@@ -109,6 +110,53 @@ def side_by_side(
     write_summary(workdir, results, list(places))
   print(table(results))
   print(f"\nCurves: {workdir / 'curves.png'}")
+
+
+def train(
+  algorithm: core.Algorithm,
+  plan: Callable[[int], Any],
+  data: Any,
+  evaluate: Callable[[Any], dict],
+  *,
+  config: dict,
+  speed: dict,
+  engine: engine_lib.Engine,
+  folder: logs.RunFolder,
+  summarize: Callable[..., dict],
+) -> dict:
+  """Runs an algorithm as the flags say; see `training.run`.
+
+  Args:
+    algorithm: the algorithm.
+    plan: the number of a round to its plan.
+    data: what a step takes as data.
+    evaluate: a state to a row of metrics.
+    config: flags that change the result.
+    speed: flags that do not.
+    engine: where it runs.
+    folder: the run's folder.
+    summarize: the last state and evaluation to the result.
+
+  Returns:
+    The result.
+  """
+  compile = functools.partial(engine.compile, donate=(0,))
+  return training.run(
+    algorithm._replace(step=compile(algorithm.step)),
+    jax.random.key(config["seed"]),
+    plan,
+    data,
+    evaluate,
+    rounds=config["rounds"],
+    folder=folder,
+    summarize=summarize,
+    eval_every=config["eval_every"],
+    checkpoint_every=speed["checkpoint_every"],
+    tensorboard=speed["tensorboard"],
+    stop_on_nonfinite=speed["stop_on_nonfinite"],
+    rounds_per_dispatch=speed["rounds_per_dispatch"],
+    scanned_step=compile(training.scanned(algorithm.step)),
+  )
 
 
 def warn_of_unused(names: set[str]) -> None:
