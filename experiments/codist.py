@@ -537,6 +537,12 @@ def train(
 
 def main() -> None:
   """Runs what --algorithm names, then prints a table."""
+  if FLAGS.distill_data != "c4":
+    common.warn_of_idle(
+      f"it is for --distill_data=c4, not {FLAGS.distill_data}",
+      "c4_path",
+      "c4_tokenizer",
+    )
   engine = common.make_engine()
 
   def configure(name, path):

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from typing import Any
 
-from absl import flags
+from absl import flags, logging
 import jax
 import numpy as np
 
@@ -540,6 +540,17 @@ def typed() -> set[str]:
   given = [arg for arg in sys.argv[1:] if arg.startswith("-")]
   names = {arg.lstrip("-").partition("=")[0] for arg in given}
   return names | {name.removeprefix("no") for name in names - set(FLAGS)}
+
+
+def warn_of_idle(reason: str, *names: str) -> None:
+  """Says which flags of the command line, not of flag files, change nothing.
+
+  Args:
+    reason: why.
+    *names: the flags.
+  """
+  for name in sorted(typed() & set(names)):
+    logging.warning("--%s changes nothing: %s.", name, reason)
 
 
 def refuse(reason: str, *names: str) -> None:

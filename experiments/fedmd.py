@@ -495,6 +495,15 @@ def main() -> None:
   common.refuse(
     "not for FedMD, whose rounds are long", "autotune", "rounds_per_dispatch"
   )
+  stopping = f"--stopping_set={FLAGS.stopping_set}"
+  if FLAGS.stopping_set != "heldout":
+    common.warn_of_idle(f"{stopping} takes none", "heldout_examples")
+  if FLAGS.stopping_set == "none":
+    common.warn_of_idle(
+      f"with {stopping} all epochs are run",
+      *("public_patience", "public_min_delta"),
+      *("transfer_patience", "transfer_min_delta"),
+    )
   workdir = common.default_workdir(
     "fedmd", FLAGS.environment, *["seeds"] * bool(FLAGS.seeds)
   )

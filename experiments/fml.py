@@ -590,6 +590,8 @@ def main() -> None:
   common.refuse(
     "leave it out: FML's speed choices are not measured", "autotune"
   )
+  if not FLAGS.bad_clients:
+    common.warn_of_idle("there are no --bad_clients", "bad_label_share")
   launch.side_by_side(
     ("fml", *FLAGS.dataset),
     ALGORITHMS,

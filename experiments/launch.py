@@ -67,7 +67,10 @@ def side_by_side(
       raise common.UsageError(
         f"--algorithm={name}: choose from {', '.join(algorithms)}"
       )
-  warn_of_unused(set.intersection(*(set(unused[name]) for name in names)))
+  common.warn_of_idle(
+    f"--algorithm={','.join(names)} has no use for it",
+    *set.intersection(*(set(unused[name]) for name in names)),
+  )
   several = len(names) > 1
   workdir = common.default_workdir(
     *label, *names, *["seeds"] * bool(FLAGS.seeds)
@@ -157,16 +160,6 @@ def train(
     rounds_per_dispatch=speed["rounds_per_dispatch"],
     scanned_step=compile(training.scanned(algorithm.step)),
   )
-
-
-def warn_of_unused(names: set[str]) -> None:
-  """Says which flags of the command line, not of flag files, change nothing."""
-  for name in sorted(names & common.typed()):
-    logging.warning(
-      "--%s: --algorithm=%s makes nothing of it.",
-      name,
-      ",".join(FLAGS.algorithm),
-    )
 
 
 def _keeper(build: Callable[..., Any]) -> Callable[[_Run], Any]:

@@ -306,7 +306,9 @@ def main() -> None:
       f"--algorithm={','.join(names)}: name one to search for, of"
       f" {', '.join(tunable.space)}"
     )
-  launch.warn_of_unused(set(module.UNUSED[names[0]]))
+  common.warn_of_idle(
+    f"--algorithm={names[0]} has no use for it", *module.UNUSED[names[0]]
+  )
   seeds = common.read_seeds()
   space = make_space(tunable, names[0])
   vmap = FLAGS.batching == "vmap" or (
