@@ -406,7 +406,8 @@ def autotune(
 
   key = autotune_lib.key_of(algorithm, first, experiment.device_data)
   key += f", {type(experiment.engine).__name__} {experiment.engine.num_pieces}"
-  fixed = {n: v for n, v in speed.items() if n not in candidates}
+  measured = ("bank", "conv", "lanes", "microbatch", "rounds_per_dispatch")
+  fixed = {n: speed.get(n) for n in measured if n not in candidates}
   key += f", {json.dumps([candidates, fixed])}"
   choice = autotune_lib.choose(round_seconds, candidates, key=key)
   return speed | choice
