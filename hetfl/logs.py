@@ -153,6 +153,21 @@ def _is_shorter(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
   return last < here.get("rounds", 0) and last % evaluated == 0
 
 
+def _why_no_longer(
+  there: Mapping[str, Any], here: Mapping[str, Any], lengthens: bool
+) -> str:
+  """Why a run cannot go on to more rounds, if that is all that is asked."""
+  others = {n: v for n, v in here.items() if n != "rounds"}
+  if differences(others, {n: v for n, v in there.items() if n != "rounds"}):
+    return ""
+  last = there.get("rounds", 0)
+  if last > here.get("rounds", 0):
+    return " A run does not go back."
+  if lengthens:
+    return f" Round {last} is none of eval_every={there['eval_every']}."
+  return " What is set over all rounds, as falling rates are, would be other."
+
+
 class RunFolder:
   """The folder of one run.
 
@@ -227,6 +242,7 @@ class RunFolder:
       if unlike:
         raise ConfigMismatch(
           f"{named}={workdir} holds another run: {'; '.join(unlike)}."
+          f"{_why_no_longer(there, config, lengthens)}"
           f" Use another {named}, or the same flags."
         )
     elif self.path.exists() and not self.path.is_dir():

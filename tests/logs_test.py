@@ -74,6 +74,24 @@ def test_another_run_is_refused_and_left_alone(tmp_path):
     logs.RunFolder(tmp_path, CONFIG | {"new": 3}, defaults={"new": 2})
 
 
+@pytest.mark.parametrize(
+  "rounds, lengthens, why",
+  [
+    (20, False, "here 20. What is set over all rounds, as falling rates are"),
+    (20, True, "here 20. Round 7 is none of eval_every=5. Use"),
+    (5, True, "here 5. A run does not go back. Use"),
+  ],
+)
+def test_why_a_run_does_not_get_other_rounds(tmp_path, rounds, lengthens, why):
+  config = {"rounds": 7, "eval_every": 5}
+  logs.RunFolder(tmp_path, config)
+  other = config | {"rounds": rounds}
+  with pytest.raises(logs.ConfigMismatch, match=why):
+    logs.RunFolder(tmp_path, other, lengthens=lengthens)
+  with pytest.raises(logs.ConfigMismatch, match=f"here {rounds}; .* 6. Use"):
+    logs.RunFolder(tmp_path, other | {"eval_every": 6}, lengthens=lengthens)
+
+
 def test_other_data_are_refused_and_left_alone(tmp_path):
   folder = logs.RunFolder(tmp_path, CONFIG)
   for _ in range(2):
