@@ -10,7 +10,7 @@ import pathlib
 import platform
 import re
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from absl import app, flags, logging
 import common
@@ -266,9 +266,21 @@ def run(
     except (ValueError, OSError, ArithmeticError, ImportError) as error:
       if FLAGS.verbosity > 0:
         raise
-      sys.exit(_one_line(error))
+      _end(_one_line(error))
 
   app.run(start, flags_parser=parse)
+
+
+def _end(message: str) -> NoReturn:
+  """Ends the process with a message.
+
+  One of several does not wait for the others, which may wait for it in the
+  middle of a program: they end when they notice.
+  """
+  if not jax.distributed.is_initialized():
+    sys.exit(message)
+  print(message, file=sys.stderr, flush=True)
+  os._exit(1)
 
 
 def _list_flags() -> None:

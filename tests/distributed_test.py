@@ -209,6 +209,28 @@ def test_the_command_line_of_two_processes(environment, tmp_path):
 
 
 @pytest.mark.slow
+def test_what_one_process_refuses_ends_both(environment, tmp_path):
+  (tmp_path / "thesis.tex").write_text("years of work")
+  address = f"--distributed_coordinator=localhost:{free_port()}"
+  processes = [
+    start(
+      environment,
+      "experiments/codist.py",
+      f"--workdir={tmp_path}",  # The other one does not look there.
+      address,
+      "--distributed_processes=2",
+      f"--distributed_process_id={process}",
+    )
+    for process in range(2)
+  ]
+  outputs = [process.communicate(timeout=120) for process in processes]
+  assert all(process.returncode for process in processes)
+  last = outputs[0][1].strip().splitlines()[-1]
+  assert last.startswith(f"error: --workdir={tmp_path} holds thesis.tex")
+  assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.slow
 def test_the_phases_of_fedmd_over_two_processes(environment, tmp_path):
   run = ("experiments/fedmd.py", "--num_parties=2", "--public_subset=96")
   run += ("--public_epochs=2", "--transfer_epochs=2", "--pooled_epochs=1")
