@@ -113,12 +113,13 @@ def main(
     }
 
   accuracies, rows = {}, {}
+  record = files.record([*pools, public, test])
   for name, algorithm in algorithms.items():
     step = engine.compile(algorithm.step, donate=(0,))
     for seed in range(seeds):
       config = {"algorithm": name, "seed": seed, **settings}
       folder = logs.RunFolder(pathlib.Path(workdir, f"{name}-{seed}"), config)
-      folder.keep({"data.json": files.record([*pools, public, test])})
+      folder.keep({"data.json": record})
       result = training.run(
         algorithm._replace(step=step),
         jax.random.key(seed),

@@ -316,7 +316,7 @@ def configuration(
   values["algorithm"] = algorithm
   config, speed = common.resolved_flags(__name__, values, speed, workdir)
   # What students drop is drawn for each part of a batch.
-  if config.get("dropout") and algorithm != "fedavg":
+  if config.get("dropout") and "microbatch" not in UNUSED[algorithm]:
     config["microbatch"] = speed.pop("microbatch")
   if speed["bank"] == "round":
     reason = "--bank=round sends each round's examples by themselves"

@@ -270,13 +270,15 @@ def make_engine() -> engine_lib.Engine:
     engine = engine_lib.Inline()
   else:
     engine = engine_lib.default_engine(FLAGS.threads)
-  rounds = FLAGS.rounds_per_dispatch or 1
-  if FLAGS.cpu_devices and isinstance(engine, engine_lib.Threads):
+  if not isinstance(engine, engine_lib.Threads):
+    return engine
+  if FLAGS.cpu_devices:
     raise UsageError(
       f"--cpu_devices={FLAGS.cpu_devices}: CPU threads use one device; add"
       " --engine=mesh, or leave it out"
     )
-  if rounds > 1 and isinstance(engine, engine_lib.Threads):
+  rounds = FLAGS.rounds_per_dispatch or 1
+  if rounds > 1:
     raise UsageError(
       f"--rounds_per_dispatch={rounds}: CPU threads run each round's programs"
       " one by one; use --engine=inline or mesh, or leave it out"

@@ -33,6 +33,21 @@ def start(environment, *command):
   )
 
 
+def start_two(environment, *command):
+  """Two processes of a command that train as one."""
+  address = f"--distributed_coordinator=localhost:{free_port()}"
+  return [
+    start(
+      environment,
+      *command,
+      address,
+      "--distributed_processes=2",
+      f"--distributed_process_id={process}",
+    )
+    for process in range(2)
+  ]
+
+
 def finish(*processes, timeout=600):
   """Waits for processes; returns what they wrote."""
   try:
@@ -170,19 +185,7 @@ def test_two_processes_go_on_from_the_first_ones_checkpoint(
 def test_the_command_line_of_two_processes(environment, tmp_path):
   run = ("experiments/codist.py", "--algorithm=fedavg", "--rounds=2")
   run += ("--notensorboard", f"--workdir={tmp_path}/two")
-  address = f"--distributed_coordinator=localhost:{free_port()}"
-  outputs = finish(
-    *(
-      start(
-        environment,
-        *run,
-        address,
-        "--distributed_processes=2",
-        f"--distributed_process_id={process}",
-      )
-      for process in range(2)
-    )
-  )
+  outputs = finish(*start_two(environment, *run))
   assert [("Curves:" in out) for out, _ in outputs] == [True, False]
   # The lanes of the flag file, so that only their places differ.
   alone = f"--flagfile={tmp_path}/two/config.flags"
@@ -202,6 +205,7 @@ def test_the_command_line_of_two_processes(environment, tmp_path):
   for pool in ("small", "large"):
     assert two[pool] == pytest.approx(one[pool], rel=2e-3)
   folder = tmp_path / "wrong"
+  address = f"--distributed_coordinator=localhost:{free_port()}"
   process = start(environment, *run[:-1], address, f"--workdir={folder}")
   _, err = process.communicate(timeout=120)
   assert process.returncode != 0 and not folder.exists()
@@ -211,18 +215,9 @@ def test_the_command_line_of_two_processes(environment, tmp_path):
 @pytest.mark.slow
 def test_what_one_process_refuses_ends_both(environment, tmp_path):
   (tmp_path / "thesis.tex").write_text("years of work")
-  address = f"--distributed_coordinator=localhost:{free_port()}"
-  processes = [
-    start(
-      environment,
-      "experiments/codist.py",
-      f"--workdir={tmp_path}",  # The other one does not look there.
-      address,
-      "--distributed_processes=2",
-      f"--distributed_process_id={process}",
-    )
-    for process in range(2)
-  ]
+  # The second process does not look into the folder.
+  run = ("experiments/codist.py", f"--workdir={tmp_path}")
+  processes = start_two(environment, *run)
   outputs = [process.communicate(timeout=120) for process in processes]
   assert all(process.returncode for process in processes)
   last = outputs[0][1].strip().splitlines()[-1]
@@ -235,23 +230,10 @@ def test_the_phases_of_fedmd_over_two_processes(environment, tmp_path):
   run = ("experiments/fedmd.py", "--num_parties=2", "--public_subset=96")
   run += ("--public_epochs=2", "--transfer_epochs=2", "--pooled_epochs=1")
   run += ("--rounds=2", "--notensorboard")
-  address = f"--distributed_coordinator=localhost:{free_port()}"
   finish(
     start(environment, *run, "--engine=inline", f"--workdir={tmp_path}/one")
   )
-  finish(
-    *(
-      start(
-        environment,
-        *run,
-        f"--workdir={tmp_path}/two",
-        address,
-        "--distributed_processes=2",
-        f"--distributed_process_id={process}",
-      )
-      for process in range(2)
-    )
-  )
+  finish(*start_two(environment, *run, f"--workdir={tmp_path}/two"))
   one, two = (
     json.loads((tmp_path / name / "result.json").read_text())["parties"]
     for name in ("one", "two")
