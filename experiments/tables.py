@@ -93,7 +93,7 @@ def flag_file(table: Table, cell: Cell) -> str:
   )
   if values:
     head.append(f"Published: {values}.")
-  head.append("Runs of ours: results/README.md.")
+  head.append("Our runs, where there are any: results/README.md.")
   lines = [f"# {line}".rstrip() for line in head]
   return "\n".join(lines) + "\n" + logs.flags_text(dict(cell.flags)) + "\n"
 

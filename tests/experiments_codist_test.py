@@ -415,17 +415,28 @@ def test_flag_files_are_up_to_date():
     assert sum(name.startswith(prefix) for name in there) == number
 
 
-@pytest.mark.slow
-def test_the_readme_examples_run():
-  text = (ROOT / "README.md").read_text(encoding="utf-8")
-  code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+def _run_python_of(path):
+  """Runs the Python blocks of a document one after another; their names."""
+  text = (ROOT / path).read_text(encoding="utf-8")
   names = {}
   with jax.numpy_rank_promotion("allow"):
-    exec(compile(code[0], "README.md", "exec"), names)
-    assert names["metrics"]["large/distill_loss"].count == 4
-    exec(compile(code[1], "README.md", "exec"), names)
-  # Two rounds of each of three trials.
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+      exec(compile(code, path, "exec"), names)
+  return names
+
+
+@pytest.mark.slow
+def test_the_readme_examples_run():
+  names = _run_python_of("README.md")
+  # The second example's: two rounds of each of three trials.
   assert names["metrics"]["large/client_loss"].value.shape == (3, 2)
+  assert names["metrics"]["large/distill_loss"].count.tolist() == [[4, 4]] * 3
+
+
+def test_the_library_guides_example_learns():
+  small, large = _run_python_of("docs/library.md")["accuracies"]
+  assert small["test_accuracy"] > 0.5  # Of ten classes.
+  assert large["test_accuracy"] > 0.5
 
 
 def test_reproduce_puts_our_numbers_beside_the_published(environment, tmp_path):
