@@ -34,25 +34,25 @@ def counts(**numbers: int | None) -> None:
       raise ValueError(f"{name}={value!r}: must be a whole number, at least 1")
 
 
-def hyper(values: Mapping[str, Any], **ranges) -> None:
-  """Checks hyper-parameters against their ranges.
+def between(low: float, high: float, **values: Any) -> None:
+  """Checks hyper-parameters against their range.
 
   Args:
-    values: names and values; `None` is passed over, and of values under tracing
-      their shapes alone are seen.
-    **ranges: for some names, the least and the greatest allowed value.
+    low: the least allowed value.
+    high: the greatest.
+    **values: names and values; `None` is passed over, and of values under
+      tracing their shapes alone are seen.
 
   Raises:
     ValueError: naming the first that is no number, more than one, or out of
       its range.
 
-  >>> hyper({'alpha': 1.5}, alpha=(0, 1))
+  >>> between(0, 1, alpha=1.5)
   Traceback (most recent call last):
     ...
   ValueError: alpha=1.5: must lie between 0 and 1
   """
-  for name, (low, high) in ranges.items():
-    value = values.get(name)
+  for name, value in values.items():
     if value is None:
       continue
     if callable(value):
@@ -66,12 +66,26 @@ def hyper(values: Mapping[str, Any], **ranges) -> None:
     array = np.asarray(value)
     if not np.issubdtype(array.dtype, np.number):
       raise ValueError(f"{name}={value!r}: must be a number")
-    if not np.all((low <= array) & (array <= high)):
+    if not low <= array <= high:
       raise ValueError(f"{name}={value}: must lie between {low} and {high}")
 
 
+def positive(**values: Any) -> None:
+  """Checks hyper-parameters that divide: at least a millionth.
+
+  Raises:
+    ValueError: as `between`.
+
+  >>> positive(temperature=0.0)
+  Traceback (most recent call last):
+    ...
+  ValueError: temperature=0.0: must lie between 1e-06 and inf
+  """
+  between(1e-6, np.inf, **values)
+
+
 def schedule(
-  name: str, value: Any, *rounds: int, between: tuple[float, float]
+  name: str, value: Any, *rounds: int, allowed: tuple[float, float]
 ) -> None:
   """Checks a hyper-parameter that may be a schedule, in some rounds.
 
@@ -79,19 +93,19 @@ def schedule(
     name: its name.
     value: a number, or a function of the round.
     *rounds: in which rounds a schedule is looked at.
-    between: the least and the greatest allowed value.
+    allowed: the least and the greatest allowed value.
 
   Raises:
-    ValueError: as `hyper`.
+    ValueError: as `between`.
 
-  >>> schedule('alpha', lambda t: 0.1 * t, 1, 20, between=(0, 1))
+  >>> schedule('alpha', lambda t: 0.1 * t, 1, 20, allowed=(0, 1))
   Traceback (most recent call last):
     ...
   ValueError: alpha=2.0: must lie between 0 and 1
   """
   for t in rounds:
     now = value(np.int32(t)) if callable(value) else value
-    hyper({name: now}, **{name: between})
+    between(*allowed, **{name: now})
 
 
 def factories(**optimizers: Any) -> None:

@@ -313,7 +313,7 @@ def merged_codist(
   engine = engine or engine_lib.Inline()
   exchange = _Exchange(pools, distiller, engine)
   checks.counts(rounds=rounds, every=every)
-  checks.schedule("alpha", alpha, 1, rounds or 1, between=(0, 1))
+  checks.schedule("alpha", alpha, 1, rounds or 1, allowed=(0, 1))
 
   def init(key):  # Line 1.
     hyper = distiller.hyper(len(pools))

@@ -16,15 +16,6 @@ PyTree = Any
 # (student's logits, teachers' logits, own logits, teachers' temperatures,
 #  regularization, label weight, batch, weights) -> sum over the batch
 Divergence = Callable[..., jax.Array]
-_POSITIVE = (1e-6, float("inf"))
-_RANGES = {
-  "learning_rate": (0, float("inf")),
-  "final_share": (0, 1),
-  "temperature": _POSITIVE,
-  "regularization": (0, 1),
-  "label_weight": (0, 1),
-  "mixup_beta": _POSITIVE,
-}
 
 
 def tempered_softmax(logits: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -215,10 +206,17 @@ class Distiller:
   divergence: Divergence | None = None
 
   def __post_init__(self):
-    for name, (low, high) in _RANGES.items():
-      value = getattr(self, name)
-      for v in value if np.ndim(value) else [value]:
-        checks.hyper({name: v}, **{name: (low, high)})
+    each = lambda value: value if np.ndim(value) else [value]
+    for rate in each(self.learning_rate):
+      checks.between(0, np.inf, learning_rate=rate)
+    for share in each(self.final_share):
+      checks.between(0, 1, final_share=share)
+    for temperature in each(self.temperature):
+      checks.positive(temperature=temperature)
+    for r in each(self.regularization):
+      checks.between(0, 1, regularization=r)
+    checks.between(0, 1, label_weight=self.label_weight)
+    checks.positive(mixup_beta=self.mixup_beta)
     checks.counts(microbatch=self.microbatch)
     checks.factories(optimizer=self.optimizer)
     if self.divergence and self.mixup_beta is not None:

@@ -68,9 +68,9 @@ class Evaluator:
       all.
 
   Raises:
-    ValueError: `only` names a set that there is not, a set is a bare bank
-      or has positions outside its bank, `batch_size` is below 1, or `models`
-      is one model.
+    ValueError: `only` names a set that there is not or is not one for each
+      model, a set is a bare bank or has positions outside its bank,
+      `batch_size` is below 1, or `models` is one model.
   """
 
   def __init__(
@@ -106,7 +106,10 @@ class Evaluator:
       for key, model in zip(alike, models)
     }
     self._programs = [programs[key] for key in alike]
-    self._names = [sorted(names) for names in only or [sets] * len(models)]
+    if only is not None and len(only) != len(models):
+      raise ValueError(f"only: {len(only)} for {len(models)} models")
+    only = [sets] * len(models) if only is None else only
+    self._names = [sorted(names) for names in only]
     if strange := {n for names in self._names for n in names} - set(sets):
       raise ValueError(f"only: no set {min(strange)!r}; there are {[*sets]}")
     self._compiled = self._engine.compile(self._evaluate)
@@ -206,8 +209,7 @@ def lane_program(
     return measure(model.predict(variables, batch["x"]), batch)
 
   def evaluate_lane(variables, bank, lane, steps):
-    shapes = jax.eval_shape(of_batch, variables, bank, lane[0])
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    zeros = engine_lib.zeros_of(of_batch, variables, bank, lane[0])
     return jax.lax.fori_loop(
       0,
       steps,

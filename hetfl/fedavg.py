@@ -14,6 +14,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from hetfl import checks, core, planning
@@ -70,12 +71,12 @@ class Pool:
       client_optimizer=self.client_optimizer,
       server_optimizer=self.server_optimizer,
     )
-    positive = (0, float("inf"))
-    checks.hyper(
-      {n: getattr(self, n) for n in ("client_lr", "server_lr", "prox_mu")},
-      client_lr=positive,
-      server_lr=positive,
-      prox_mu=positive,
+    checks.between(
+      0,
+      np.inf,
+      client_lr=self.client_lr,
+      server_lr=self.server_lr,
+      prox_mu=self.prox_mu,
     )
 
   @functools.cached_property
@@ -251,7 +252,8 @@ def init_pools(
     pools=tuple(
       pool.init(jax.random.fold_in(init_key, i)) for i, pool in enumerate(pools)
     ),
-    hyper=jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), hyper),
+    # Copies, since states may be donated.
+    hyper=jax.tree.map(lambda x: jnp.array(x, jnp.float32), hyper),
   )
 
 

@@ -262,7 +262,7 @@ def fedmd(
     )
   translator = TRANSLATORS[digest_loss]
   weights = _weights(consensus_weights, len(parties))
-  checks.hyper({"temperature": temperature}, temperature=(1e-6, float("inf")))
+  checks.positive(temperature=temperature)
   eval_batch_size = evaluate.batch_size_or_default(eval_batch_size)
   checks.counts(eval_batch_size=eval_batch_size)
   speak = [
@@ -276,6 +276,8 @@ def fedmd(
 
   def init(key, trained=None):
     check_number(trained, parties, "trained")
+    # Copies of what is given, since states may be donated.
+    trained, key = jax.tree.map(jnp.copy, (trained, key))
     trained = trained or [
       party.start(v) for party, v in zip(parties, fresh_models(parties, key))
     ]

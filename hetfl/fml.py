@@ -266,7 +266,9 @@ def _check_plan(plan, groups, state):
     )
   for group, planned in zip(groups, numbers):
     hidden = isinstance(planned, jax.core.Tracer)
-    if len(planned) != len(group) or not hidden and any(planned != group):
+    if len(planned) != len(group) or not (
+      hidden or np.array_equal(planned, group)
+    ):
       raise ValueError(
         f"clients {group} are alike, but a plan for"
         f" {len(planned) if hidden else planned.tolist()}: plan by"
@@ -320,15 +322,11 @@ def _build(
       )
     checks.model(f"client {k}", client.model)
   engine = engine or engine_lib.Inline()
-  checks.hyper(
-    {n: x for n, x in hyper.items() if not callable(x)}
-    | {"temperature": temperature},
-    learning_rate=(1e-12, float("inf")),
-    temperature=(1e-6, float("inf")),
-  )
+  highest = {"learning_rate": np.inf, "alpha": 1, "beta": 1}
+  for name, value in hyper.items():
+    checks.schedule(name, value, 1, allowed=(0, highest[name]))
+  checks.positive(temperature=temperature)
   checks.counts(microbatch=microbatch)
-  for name in ("alpha", "beta"):
-    checks.schedule(name, hyper.get(name), 1, between=(0, 1))
   checks.factories(optimizer=optimizer)
   groups = group_clients(clients)
   stages = [
@@ -344,7 +342,6 @@ def _build(
   ]
   programs = [functools.partial(_whole, one) for one in stages]
   as_array = lambda x: jnp.array(x, jnp.float32)
-  highest = {"learning_rate": jnp.inf, "alpha": 1, "beta": 1}
 
   def init(key):
     init_key, run_key = jax.random.split(key)

@@ -114,16 +114,9 @@ def momentum_sgd(
   >>> float(sgd.update(g, state, w + updates)[0])  # -0.5 (0.5 * 2 + 1.75)
   -1.375
   """
-  checks.hyper(
-    {
-      "momentum": momentum,
-      "weight_decay": weight_decay,
-      "clip_norm": clip_norm,
-    },
-    momentum=(0, 1),
-    weight_decay=(0, float("inf")),
-    clip_norm=(1e-12, float("inf")),
-  )
+  checks.between(0, 1, momentum=momentum)
+  checks.between(0, np.inf, weight_decay=weight_decay)
+  checks.positive(clip_norm=clip_norm)
   clip = optax.identity()
   if clip_norm is not None:
     clip = optax.clip_by_global_norm(clip_norm)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from hetfl import core, distill
+from hetfl.engine import zeros_of
 from hetfl.models.language import TokenLogits
 
 PAD, BOS, EOS = 0, 1, 2
@@ -325,27 +326,18 @@ def next_word_metrics(
   if logits.chunk is None:
     return sums(*args)
   # Positions that do not count are cut off, not computed.
-  _, count, weights, args = _front(logits.chunk, args[2], args)
+  _, count, known, (features, y, *masks) = _front(logits.chunk, args[2], args)
+  masks = jax.tree.map(lambda w: jnp.where(known != 0, w, 0.0), masks)
   part = lambda c: jax.tree.map(
     lambda a: jax.lax.dynamic_slice_in_dim(a, c * logits.chunk, logits.chunk),
-    args,
+    (features, y, *masks),
   )
-  valid = lambda c, w: (
-    w
-    * (
-      jax.lax.dynamic_slice_in_dim(weights, c * logits.chunk, logits.chunk) != 0
-    )
+  return jax.lax.fori_loop(
+    0,
+    -(-count // logits.chunk),
+    lambda c, total: jax.tree.map(jnp.add, total, sums(*part(c))),
+    zeros_of(sums, *part(0)),
   )
-
-  def body(c, total):
-    features, y, *masks = part(c)
-    masks = jax.tree.map(functools.partial(valid, c), masks)
-    return jax.tree.map(jnp.add, total, sums(features, y, *masks))
-
-  zeros = jax.tree.map(
-    lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(sums, *part(0))
-  )
-  return jax.lax.fori_loop(0, -(-count // logits.chunk), body, zeros)
 
 
 def perplexity(loss: float) -> float:

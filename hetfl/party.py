@@ -62,7 +62,7 @@ class Party:
       ValueError: if a value is out of its range.
     """
     values = {"learning_rate": self.learning_rate, "l2": self.l2}
-    checks.hyper(values, learning_rate=(0, float("inf")), l2=(0, float("inf")))
+    checks.between(0, np.inf, **values)
     return {name: jnp.array(v, jnp.float32) for name, v in values.items()}
 
   def trainer(
@@ -242,7 +242,7 @@ def fit(
   """
   parties = check_parties(parties)
   engine = engine or engine_lib.Inline()
-  checks.hyper({"min_delta": min_delta}, min_delta=(0, 1))
+  checks.between(0, 1, min_delta=min_delta)
   eval_batch_size = evaluate_lib.batch_size_or_default(eval_batch_size)
   checks.counts(patience=patience, eval_batch_size=eval_batch_size)
   epochs = [
@@ -252,6 +252,8 @@ def fit(
 
   def init(key, variables=None):
     check_number(variables, parties, "variables")
+    # Copies of what is given, since states may be donated.
+    variables, key = jax.tree.map(jnp.copy, (variables, key))
     variables = variables or fresh_models(parties, key)
     return FitState(
       tuple(
@@ -378,9 +380,7 @@ def shuffled_epochs(
   rng = np.random.default_rng(seed)
   batches = []
   for _ in range(epochs):
-    order = rng.permutation(positions)
-    order = np.concatenate([order, order])[: steps * size]
-    batches.append(order.reshape(steps, size))
+    batches.append(np.resize(rng.permutation(positions), (steps, size)))
   return np.concatenate(batches)
 
 

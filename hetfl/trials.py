@@ -218,7 +218,7 @@ class SideBySide:
 
 
 class Vmapped:
-  """One program for all trials of a block, split over the devices if several.
+  """One program for all trials of a block, split over the devices.
 
   Args:
     problem: the experiment; its step and evaluation can be traced (`Inline`).
@@ -235,36 +235,35 @@ class Vmapped:
   ):
     self.seeds = tuple(seeds)
     self._problem = problem
-    self._devices = len(devices or [0])
+    devices = jax.devices()[:1] if devices is None else devices
+    self._devices = len(devices)
+    mesh = jax.sharding.Mesh(np.array(devices), ("trials",))
+    split, same = (jax.sharding.PartitionSpec(*a) for a in (("trials",), ()))
+    self._split = jax.sharding.NamedSharding(mesh, split)
     self._init = jit(
       jax.vmap(lambda v, seed: core.strong(problem.init(v, seed)), (0, None)),
       once=True,
     )
-    self._data, self._eval_data = problem.data, problem.eval_data
+    # Once, and not in each round.
+    self._data, self._eval_data = jax.device_put(
+      (problem.data, problem.eval_data),
+      jax.sharding.NamedSharding(mesh, same),
+    )
     step = jax.vmap(self._guarded, in_axes=(0, 0, None, None))
     # One trial after another: side by side, evaluation would need more memory
     # than training.
     evaluate = lambda states, data: jax.lax.map(
       lambda state: problem.evaluate(state, data), states
     )
-    if self._devices > 1:
-      mesh = jax.sharding.Mesh(np.array(devices), ("trials",))
-      split, same = (jax.sharding.PartitionSpec(*a) for a in (("trials",), ()))
-      self._split = jax.sharding.NamedSharding(mesh, split)
-      # Once, and not in each round.
-      self._data, self._eval_data = jax.device_put(
-        (problem.data, problem.eval_data),
-        jax.sharding.NamedSharding(mesh, same),
+    step, evaluate = (
+      jax.shard_map(
+        fn, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False
       )
-      step, evaluate = (
-        jax.shard_map(
-          fn, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False
-        )
-        for fn, specs in (
-          (step, (split, split, same, same)),
-          (evaluate, (split, same)),
-        )
+      for fn, specs in (
+        (step, (split, split, same, same)),
+        (evaluate, (split, same)),
       )
+    )
     self._step = jit(step, (0, 1))
     self._evaluate = jit(evaluate)
 
@@ -291,9 +290,7 @@ class Vmapped:
     for state, seed in zip(states, self.seeds):
       done = np.full(len(jax.tree.leaves(state)[0]), -1, np.int32)
       done[:number][alive] = first - 1
-      done = jnp.asarray(done)
-      if self._devices > 1:
-        state, done = jax.device_put((state, done), self._split)
+      state, done = jax.device_put((state, done), self._split)
       for round in range(first, last + 1):
         plan = self._problem.plan(seed, round)
         state, done = self._step(state, done, plan, self._data)

@@ -159,6 +159,36 @@ def test_a_state_may_be_given_up(name):
 
 
 @every_algorithm
+def test_a_plan_may_lie_on_the_device(name):
+  case = CASES[name]
+  algorithm = build(name, engine.Threads(2))
+  plan = case.plan(1, 2)
+  there, _ = algorithm.step(initial(name), jax.device_put(plan), case.data())
+  here, _ = algorithm.step(initial(name), plan, case.data())
+  chex.assert_trees_all_equal(arrays(there), arrays(here))
+
+
+def test_what_an_init_is_given_stays():
+  """States may be given up, but not the arrays that they began with."""
+  alpha, key = jnp.array(0.5), jax.random.key(0)
+  merged = codist.merged_codist(
+    federation.make_pools(), make_distiller(), alpha=alpha, rounds=None
+  )
+  fitted = CASES["fit"].build(None, ROUNDS)
+  variables = [p.trained.variables for p in fitted.init(key).parties]
+  trained = [p.trained for p in fitted.init(key).parties]
+  fedmd = CASES["fedmd"].build(None, ROUNDS)
+  give_up = jax.jit(
+    lambda state: jax.tree.map(jnp.copy, state), donate_argnums=0
+  )
+  for _ in range(2):
+    give_up(merged.init(key))
+    give_up(fitted.init(key, variables))
+    give_up(fedmd.init(key, trained))
+  assert float(alpha) == 0.5
+
+
+@every_algorithm
 def test_accelerators_can_lower_it(name):
   case = CASES[name]
   step = jax.jit(case.build(None, ROUNDS).step)

@@ -93,6 +93,47 @@ def test_after_an_error_no_more_programs_are_begun():
   assert len(begun) < 5
 
 
+def test_no_more_pieces_of_a_row_are_begun_either():
+  begun = []
+
+  def advance(x, carry, first, last):
+    jax.debug.callback(lambda: begun.append(time.sleep(0.1)))
+    return carry
+
+  def wrong(x):
+    raise RuntimeError("a bug in a model")
+
+  stages = engine.Stages(lambda x: x, advance, lambda x, carry: carry)
+  runner = engine.Threads(2)  # Three rows, which it cannot share equally.
+  each = engine.Each(
+    lambda x: x, (), np.ones(3), (stages, np.full(3, 8, np.int32))
+  )
+  runner.run(each)
+  assert len(begun) == 3 * runner.num_pieces
+  begun.clear()
+  with pytest.raises(RuntimeError, match="a bug in a model"):
+    runner.run(engine.Call(wrong, (jnp.ones(()),)), each)
+  time.sleep(0.5)
+  assert len(begun) < 6
+
+
+@pytest.mark.parametrize(
+  "rows, threads, chunks", [(10, 8, 10), (20, 4, 10), (200, 7, 25), (7, 2, 7)]
+)
+def test_chunks_are_as_many_as_fit(rows, threads, chunks):
+  """Equal ones, at most four a thread."""
+  seen = []
+
+  def program(x):
+    jax.debug.callback(lambda: seen.append(len(x)))
+    return x
+
+  job = engine.Chunks(program, (), np.arange(rows))
+  (result,) = engine.Threads(threads).run(job)
+  np.testing.assert_array_equal(result, np.arange(rows))
+  assert seen == [rows // chunks] * chunks
+
+
 def test_many_threads_compile_a_program_once():
   traced = []
 

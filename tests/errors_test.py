@@ -227,6 +227,16 @@ WRONG = {
   "temperature=-1.0": lambda: merged(
     distiller=make_distiller(temperature=-1.0)
   ),
+  "label_weight=(0.5, 0.5): give one": lambda: make_distiller(
+    label_weight=(0.5, 0.5)
+  ),
+  "mesh: has the axes ('a', 'b'), give one": lambda: engine.Inline(
+    jax.make_mesh((1, 1), ("a", "b"))
+  ),
+  "max_lanes=0:": lambda: engine.Inline(max_lanes=0),
+  "only: 1 for 2 models": lambda: evaluate.Evaluator(
+    [pool.model for pool in POOLS[:2]], {"test": PUBLIC}, only=[["test"]]
+  ),
   "label_weight=7": lambda: make_distiller(label_weight=7).hyper(2),
   "give one or 2 values": lambda: make_distiller(temperature=(1, 2, 3)).hyper(
     2

@@ -327,7 +327,7 @@ def test_what_is_out_of_range_is_refused():
   for name, value in (
     ("alpha", 1.5),
     ("beta", -0.1),
-    ("learning_rate", 0.0),
+    ("learning_rate", -0.1),
     ("temperature", 0.0),
     ("microbatch", 0),
   ):

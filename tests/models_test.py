@@ -273,7 +273,7 @@ def test_forms_of_convolution_say_what_they_cannot_do():
   assert winograd.winograd_conv(x, kernel).shape == (0, 4, 4, 5)
   with pytest.raises(ValueError, match="choose SAME or VALID"):
     winograd.winograd_conv(x, kernel, "CAUSAL")
-  for form in ("patches", "winograd"):
+  for form in ("patches", "winograd", "native", "adaptive"):
     with pytest.raises(ValueError, match="2x4 are too small for a conv"):
       layers.Conv(5, (3, 3), "VALID", form).init(
         jax.random.key(0), jnp.zeros((1, 2, 4, 32))

@@ -171,7 +171,8 @@ def load_fml_images(
       )
       heldout, train = held[order[:kept]], held[np.sort(order[kept:])]
       if k in bad_clients:
-        rng = np.random.default_rng([7, partition_seed, k])
+        # Not stream 7, which is the partition's: a last 0 does not count.
+        rng = np.random.default_rng([9, partition_seed, k])
         wrong = train[rng.random(len(train)) < bad_label_share]
         bank["y"][wrong] = rng.integers(0, images.num_classes, len(wrong))
       clients[k] = ClientData(

@@ -31,6 +31,7 @@ from hetfl.engine.jobs import (
   Lanes,
   Shard,
   Stages,
+  zeros_of,
 )
 from hetfl.engine.processes import bytes_from_first, from_first
 from hetfl.engine.threads import Threads
@@ -53,6 +54,7 @@ __all__ = [
   "default_engine",
   "from_first",
   "jit",
+  "zeros_of",
 ]
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetfl import checks
 from hetfl.engine.compilation import jit
 from hetfl.engine.jobs import (
   Call,
@@ -36,6 +37,9 @@ class Inline:
     max_lanes: how many lanes to run side by side on a device; `None`: as many
       as there are clients, which suits accelerators.
 
+  Raises:
+    ValueError: the mesh has several axes, or `max_lanes` is below 1.
+
   >>> double = Call(lambda x: 2 * x, (jnp.ones(()),))
   >>> [float(y) for y in Inline().run(double, double._replace(when=False))]
   [2.0, 0.0]
@@ -47,7 +51,13 @@ class Inline:
     *,
     max_lanes: int | None = None,
   ):
+    checks.counts(max_lanes=max_lanes)
     if mesh is not None:
+      if len(mesh.axis_names) != 1:
+        raise ValueError(
+          f"mesh: has the axes {mesh.axis_names}, give one, such as"
+          f" jax.make_mesh(({mesh.size},), ('lanes',))"
+        )
       # With explicit axes, inputs would have to come split already.
       auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
       mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
@@ -122,10 +132,9 @@ class Inline:
     """Runs each call on one device; then all devices have all results."""
     size = self._mesh.size
     whens = [None if call.when is True else call.when for call in calls]
-    shapes = [jax.eval_shape(call.fn, *call.args) for call in calls]
 
     def result(i, mine, when, args):
-      zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes[i])
+      zeros = zeros_of(calls[i].fn, *calls[i].args)
       if not mine:
         return zeros
       call = calls[i]._replace(args=args)

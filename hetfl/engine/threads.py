@@ -49,7 +49,7 @@ class Threads:
     self._pool = futures.ThreadPoolExecutor(self.num_threads, "hetfl")
     self._programs = {}
     # Programs with the shapes of their arguments: those that are compiled, and
-    # a lock for each of the others that somebody needs.
+    # a lock for each of the others that are being compiled.
     self._ready = set()
     self._locks = {}
     self._seconds = {}
@@ -74,7 +74,9 @@ class Threads:
     tasks = [self._tasks(job) for job in jobs]
     flat = [task for group in tasks for task in group]
     # Longest first, by what the program took before; new ones lead.
-    order = sorted(range(len(flat)), key=lambda i: -self._cost(*flat[i]))
+    order = sorted(
+      range(len(flat)), key=lambda i: -self._cost(flat[i][0], flat[i][2])
+    )
     running = {i: self._start(*flat[i]) for i in order}
     try:
       results = iter([running[i].result() for i in range(len(flat))])
@@ -109,7 +111,11 @@ class Threads:
       return []
     # Equal chunks, so that one compiled program serves all of them.
     rows = len(jax.tree.leaves(job.rows)[0])
-    size = rows // math.gcd(rows, 2 * self.num_pieces)
+    size = next(
+      size
+      for size in range(-(-rows // (2 * self.num_pieces)), rows + 1)
+      if rows % size == 0
+    )
     return [
       (job.fn, (*job.shared, part(job.rows, slice(i, i + size))), 1)
       for i in range(0, rows, size)
@@ -127,6 +133,8 @@ class Threads:
     cuts = np.linspace(0, size, self.num_pieces + 1).astype(np.int32)
 
     def piece(i, carry):
+      if result.cancelled():  # Another job failed.
+        return
       try:
         if i == 0:
           carry = self._execute(fn.begin, args, 1)
@@ -144,9 +152,8 @@ class Threads:
     self._pool.submit(piece, 0, None)
     return result
 
-  def _cost(self, fn: Callable | Stages, args: tuple, size: int) -> float:
+  def _cost(self, fn: Callable | Stages, size: int) -> float:
     """Seconds that a program may take; infinite if it never ran."""
-    del args
     fn = fn.advance if isinstance(fn, Stages) else fn
     return self._seconds.get(fn, math.inf) * max(size, 1)
 
@@ -178,6 +185,7 @@ class Threads:
         if key not in self._ready:
           result = jax.block_until_ready(program(*args))
           self._ready.add(key)
+          self._locks.pop(key, None)
           return result
     start = time.perf_counter()
     result = jax.block_until_ready(program(*args))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl.models.winograd import winograd_conv
+from hetfl.models.winograd import check_size, winograd_conv
 
 # Input channels from which Winograd's products are the faster way on CPUs.
 MANY_CHANNELS = 16
@@ -94,6 +94,7 @@ class Conv(nn.Module):
     """Maps `float[B, H, W, c]` to `float[B, H', W', features]`."""
     _check_choice("form", self.form, ConvForm)
     _check_choice("padding", self.padding, Padding)
+    check_size(x, self.kernel_size, self.padding)
     height, width = self.kernel_size
     kernel = self.param(
       "kernel",
@@ -223,11 +224,7 @@ def extract_patches(
   [[0.0, 1.0, 3.0, 4.0], [1.0, 2.0, 4.0, 5.0]]
   """
   _check_choice("padding", padding, Padding)
-  if padding == "VALID" and min(np.subtract(x.shape[1:3], kernel_size)) < 0:
-    raise ValueError(
-      f"images of {x.shape[1]}x{x.shape[2]} are too small for a convolution of"
-      f" {kernel_size[0]}x{kernel_size[1]} without padding"
-    )
+  check_size(x, kernel_size, padding)
   if padding == "SAME":
     totals = [
       max(-(-size // s) * s - s + k - size, 0)

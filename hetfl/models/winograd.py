@@ -1,5 +1,6 @@
 """Winograd's form of a 3x3 convolution."""
 
+from collections.abc import Sequence
 import functools
 from typing import NamedTuple
 
@@ -10,6 +11,28 @@ import numpy as np
 # Where polynomials are evaluated, beside infinity, by the outputs of a tile
 # along an axis. 2/3 and 3/2 leave 0.7 of the error that the usual 1 and 2 do.
 _POINTS = {2: (0, 1, -1), 4: (0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)}
+
+
+def check_size(x: jax.Array, kernel_size: Sequence[int], padding: str) -> None:
+  """Checks that images `float[B, H, W, c]` are not too small to convolve.
+
+  Raises:
+    ValueError: they are, and XLA's own convolution would give an empty map.
+
+  >>> check_size(jnp.zeros((1, 2, 4, 1)), (3, 3), 'VALID')
+  Traceback (most recent call last):
+    ...
+  ValueError: images of 2x4 are too small for a convolution of 3x3 without \
+padding
+  """
+  sizes = x.shape[1:3]
+  least = kernel_size if padding == "VALID" else (1, 1)
+  if any(size < low for size, low in zip(sizes, least)):
+    raise ValueError(
+      f"images of {sizes[0]}x{sizes[1]} are too small for a convolution of"
+      f" {kernel_size[0]}x{kernel_size[1]}"
+      + (" without padding" if padding == "VALID" else "")
+    )
 
 
 def winograd_conv(
@@ -50,13 +73,9 @@ def winograd_conv(
     raise ValueError(f"padding={padding!r}: choose SAME or VALID")
   batch, height, width, channels = x.shape
   features = kernel.shape[-1]
+  check_size(x, (3, 3), padding)
   before = 1 if padding == "SAME" else 0
   height, width = height - 2 + 2 * before, width - 2 + 2 * before
-  if min(height, width) < 1:
-    raise ValueError(
-      f"images of {x.shape[1]}x{x.shape[2]} are too small for a convolution of"
-      f" 3x3 with padding={padding!r}"
-    )
   tile = _down(height), 2
   tiles = [-(-n // m) for n, m in zip((height, width), tile)]
   # Each tile's inputs overlap with those of the next by two.
