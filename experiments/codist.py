@@ -13,6 +13,7 @@ import functools
 import pathlib
 
 from absl import flags
+import autotuning
 import codist_images
 import codist_language
 import common
@@ -31,7 +32,6 @@ from hetfl import (
   population,
   report,
 )
-from hetfl import engine as engine_lib
 from hetfl.data import files
 from hetfl.fedavg import (
   fedadam_server,
@@ -81,7 +81,8 @@ TASKS = {
 DEFAULTS = {dataset: task.DEFAULTS[dataset] for dataset, task in TASKS.items()}
 
 
-def _define_flags() -> None:
+def define_flags() -> None:
+  """Defines the experiment's flags, those of every experiment too."""
   common.define_run_flags()
   codist_images.define_flags()
   codist_language.define_flags()
@@ -252,17 +253,12 @@ def per_pool(name: str, value, low: float, high: float) -> tuple[float, float]:
   return numbers if len(numbers) == len(POOLS) else numbers * len(POOLS)
 
 
-def configuration(
-  algorithm: str,
-  workdir: pathlib.Path,
-  engine: engine_lib.Engine | None = None,
-) -> tuple[dict, dict]:
+def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   """The run's flags with defaults filled in.
 
   Args:
     algorithm: which of --algorithm.
     workdir: the run's folder.
-    engine: the engine of the run; by default the one that the flags ask for.
 
   Returns:
     Values of flags that change the result, and of those that do not.
@@ -280,10 +276,7 @@ def configuration(
         raise common.UsageError(
           f"--{flag.name}={flag.value}: not for --dataset={FLAGS.dataset}"
         )
-  values |= {
-    name: default if FLAGS[name].value is None else FLAGS[name].value
-    for name, default in DEFAULTS[FLAGS.dataset][algorithm].items()
-  }
+  values |= common.filled(DEFAULTS[FLAGS.dataset][algorithm])
   if values.get("pools") == "domain":
     # By domain there is no such number; one that was given is refused later.
     values["high_capacity_clients"] = FLAGS.high_capacity_clients
@@ -308,10 +301,9 @@ def configuration(
       f" --distill_data={FLAGS.distill_data} are those of another data set;"
       " use 0, or in_domain"
     )
-  engine = engine or common.make_engine()
   speed = {
     "checkpoint_every": values["eval_every"],
-    "lanes": engine.num_lanes(values["clients_per_round"]),
+    "lanes": common.run_engine().num_lanes(values["clients_per_round"]),
   } | task.speed()
   values["algorithm"] = algorithm
   config, speed = common.resolved_flags(__name__, values, speed, workdir)
@@ -328,18 +320,12 @@ def configuration(
 class Experiment:
   """Data, models and engine of one data set, shared by its algorithms."""
 
-  def __init__(
-    self,
-    config: dict,
-    speed: dict,
-    engine: engine_lib.Engine | None = None,
-  ):
-    self.engine = engine or common.make_engine()
+  def __init__(self, config: dict, speed: dict):
+    self.engine = common.run_engine()
     self.task = TASKS[config["dataset"]].Task(config, speed, self.engine)
     self.data, self.models = self.task.data, self.task.models
-    self._pools = {}
+    self._pools, self._banks = {}, {}
     sets = {"test": self.data.test, "heldout": self.data.heldout}
-    self.device_data = {}
     if speed["bank"] == "round":
       sets = {name: subset.alone() for name, subset in sets.items()}
       banks = population.put_banks(*sets.values())
@@ -347,7 +333,7 @@ class Experiment:
       *banks, distill = population.put_banks(
         *sets.values(), *self.data.pools, self.data.distill
       )
-      self.device_data = {"pools": tuple(banks[2:]), "distill": distill}
+      self._banks = {"pools": tuple(banks[2:]), "distill": distill}
     self.evaluator = evaluate.Evaluator(
       self.models,
       {
@@ -383,6 +369,11 @@ class Experiment:
         for i, (name, model) in enumerate(zip(POOLS, self.models))
       ]
     return self._pools[rates]
+
+  def device_data(self, config: dict) -> dict:
+    """The banks, as the algorithms take them; none with --bank=round."""
+    del config
+    return self._banks
 
   @functools.cached_property
   def files(self) -> dict[str, bytes]:
@@ -495,18 +486,14 @@ def curves(
   runs: dict, *, config: dict, folder: pathlib.Path, experiment: Experiment
 ) -> None:
   """Draws the accuracies of algorithms, each of some seeds, over the rounds."""
-  for metric in experiment.task.metrics:
-    kind, _, domain = metric.partition("accuracy")
-    if kind != "test_" or domain == "_no_eos":
-      continue
-    if any(
-      name.endswith(metric) for seeds in runs.values() for name in seeds[0][-1]
-    ):
+  measured = {n for seeds in runs.values() for n in seeds[0][-1]}
+  for suffix, metric in experiment.task.charts.items():
+    if any(f"{pool}/{metric}" in measured for pool in POOLS):
       report.curves(
         runs,
-        folder / f"curves{domain}.png",
+        folder / f"curves{suffix}.png",
         metric=metric,
-        title=config["dataset"] + domain.replace("_", ", "),
+        title=config["dataset"] + suffix.replace("_", ", "),
       )
 
 
@@ -525,7 +512,7 @@ def train(
   return launch.train(
     algorithm,
     functools.partial(plan, config, speed),
-    experiment.device_data,
+    experiment.device_data(config),
     experiment.evaluate,
     config=config,
     speed=speed,
@@ -543,12 +530,11 @@ def main() -> None:
       "c4_path",
       "c4_tokenizer",
     )
-  engine = common.make_engine()
 
   def configure(name, path):
-    config, speed = configuration(name, path, engine)
+    config, speed = configuration(name, path)
     if FLAGS.autotune:
-      speed = common.autotune(Experiment, config, speed, path)
+      speed = autotuning.measure(Experiment, config, speed, path)
     return config, speed
 
   launch.side_by_side(
@@ -556,7 +542,7 @@ def main() -> None:
     ALGORITHMS,
     unused=UNUSED,
     configure=configure,
-    build=lambda config, speed: Experiment(config, speed, engine),
+    build=Experiment,
     train=train,
     draw=curves,
     table=report.table,
@@ -564,5 +550,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  _define_flags()
+  define_flags()
   launch.run(main)

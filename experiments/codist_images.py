@@ -114,10 +114,12 @@ class Task:
     pool_options: what a `Pool` takes beside names, models and rates.
     evaluator_options: what an `Evaluator` takes beside models and sets.
     metrics: metrics of the test set that `result.json` has of each pool.
+    charts: the suffix of a chart's name, and the metric that it shows.
     files: name and content of files that belong to a run, beside `data.json`.
   """
 
   metrics = ("test_accuracy",)
+  charts = {"": "test_accuracy"}
   files = {}
 
   def __init__(self, config: dict, speed: dict, engine):
@@ -163,9 +165,7 @@ class Task:
       )
     ]
     self.pool_options = dict(transform=self._recipe.train)
-    self.evaluator_options = dict(
-      transform=self._recipe.evaluate, measure=evaluate.classification
-    )
+    self.evaluator_options = dict(transform=self._recipe.evaluate)
 
   def distiller_options(self, config: dict) -> dict:
     """What a `Distiller` takes beside rates and the target's values."""

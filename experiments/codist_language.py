@@ -171,6 +171,11 @@ class Task:
     "test_accuracy_no_eos",
     "test_perplexity",
   )
+  charts = {
+    "": "test_accuracy",
+    "_questions": "test_accuracy_questions",
+    "_answers": "test_accuracy_answers",
+  }
 
   def __init__(self, config: dict, speed: dict, engine):
     del speed

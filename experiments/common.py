@@ -1,7 +1,8 @@
 """What the experiments share: flags of every run, errors, and the engine."""
 
 import atexit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+import functools
 import json
 import os
 import pathlib
@@ -15,9 +16,8 @@ from absl import flags, logging
 import jax
 import numpy as np
 
-from hetfl import autotune as autotune_lib
 from hetfl import engine as engine_lib
-from hetfl import logs, planning, training
+from hetfl import logs
 
 FLAGS = flags.FLAGS
 
@@ -249,8 +249,8 @@ def _shown(value: Any) -> str:
   return "" if value is None else str(value)
 
 
-def make_engine() -> engine_lib.Engine:
-  """The engine that the flags ask for.
+def run_engine() -> engine_lib.Engine:
+  """The engine that the flags ask for, one for all of a process.
 
   Raises:
     UsageError: if flags ask for what the engine cannot do.
@@ -260,16 +260,7 @@ def make_engine() -> engine_lib.Engine:
       f"--engine={FLAGS.engine}: {jax.process_count()} processes need"
       " --engine=mesh, the default"
     )
-  if FLAGS.engine == "threads":
-    engine = engine_lib.Threads(FLAGS.threads)
-  elif FLAGS.engine == "mesh":
-    engine = engine_lib.Inline(
-      jax.make_mesh((jax.device_count(),), (engine_lib.AXIS,))
-    )
-  elif FLAGS.engine == "inline":
-    engine = engine_lib.Inline()
-  else:
-    engine = engine_lib.default_engine(FLAGS.threads)
+  engine = _engine(FLAGS.engine, FLAGS.threads)
   if not isinstance(engine, engine_lib.Threads):
     return engine
   if FLAGS.cpu_devices:
@@ -284,6 +275,27 @@ def make_engine() -> engine_lib.Engine:
       " one by one; use --engine=inline or mesh, or leave it out"
     )
   return engine
+
+
+@functools.cache
+def _engine(kind: str, threads: int | None) -> engine_lib.Engine:
+  if kind == "threads":
+    return engine_lib.Threads(threads)
+  if kind == "mesh":
+    return engine_lib.Inline(
+      jax.make_mesh((jax.device_count(),), (engine_lib.AXIS,))
+    )
+  if kind == "inline":
+    return engine_lib.Inline()
+  return engine_lib.default_engine(threads)
+
+
+def filled(defaults: Mapping[str, Any]) -> dict[str, Any]:
+  """The values of some flags, a default where one has none."""
+  return {
+    name: default if FLAGS[name].value is None else FLAGS[name].value
+    for name, default in defaults.items()
+  }
 
 
 def default_conv(dataset: str, on_gpu: str = "patches") -> str:
@@ -319,7 +331,7 @@ def resolved_flags(
   given = {n: FLAGS[n].value for n in sorted(names)}
   result = {n: v for n, v in given.items() if n not in SPEED_FLAGS}
   result |= {n: v for n, v in values.items() if n not in PLACE_FLAGS}
-  stored = _stored_speed(workdir)
+  stored = stored_speed(workdir)
   for name in ("engine", "threads", "cpu_devices"):
     stored.pop(name, None)  # These are of this machine, now.
   # A flag that is given, else what the run began with, else the default.
@@ -329,12 +341,12 @@ def resolved_flags(
     for n, v in given.items()
     if n in SPEED_FLAGS
   }
-  if isinstance(make_engine(), engine_lib.Threads):
+  if isinstance(run_engine(), engine_lib.Threads):
     chosen["rounds_per_dispatch"] = 1  # Also if it ran elsewhere before.
   return result, chosen
 
 
-def _stored_speed(workdir: pathlib.Path) -> dict:
+def stored_speed(workdir: pathlib.Path) -> dict:
   """The speed flags that a run began with, the same in all processes."""
   try:
     content = (workdir / "config.json").read_bytes()
@@ -344,75 +356,6 @@ def _stored_speed(workdir: pathlib.Path) -> dict:
     return dict(json.loads(engine_lib.bytes_from_first(content))["speed"])
   except (ValueError, KeyError, TypeError):
     return {}
-
-
-def autotune(
-  experiment_class: Callable, config: dict, speed: dict, workdir: pathlib.Path
-) -> dict:
-  """Measures speed flags that were not given, unless the run has some already.
-
-  Args:
-    experiment_class: `(config, speed) ->` an experiment with `algorithm`,
-      `plan`, `device_data` and `engine`.
-    config: flags that change the result.
-    speed: flags that do not.
-    workdir: the run's folder.
-
-  Returns:
-    The speed flags with what was found fastest.
-  """
-  if jax.process_count() > 1:
-    raise UsageError("--autotune: of one process only; tune there first")
-  if _stored_speed(workdir):
-    return speed
-  experiment = experiment_class(config, speed)
-  algorithm = experiment.algorithm(config, speed)
-  lanes, on_cpu = speed["lanes"], jax.default_backend() == "cpu"
-  candidates = {
-    "lanes": [lanes, -(-lanes // 2), 2 * lanes if on_cpu else -(-lanes // 4)],
-    "microbatch": [16, 32, 64, 0] if on_cpu else [0, 32],
-    "conv": ["patches"] if on_cpu else ["patches", "native", "adaptive"],
-    "rounds_per_dispatch": [1, 8],
-  }
-  first = experiment.plan(config, speed, 1)
-  # Round 1 may not distil: all are alike. With dropout none gives the same.
-  if not np.any(getattr(first, "distill", None)) or config.get("dropout"):
-    del candidates["microbatch"]
-  if isinstance(experiment.engine, engine_lib.Threads):
-    candidates["rounds_per_dispatch"] = [1]
-  clients = config.get("clients_per_round", lanes)
-  candidates["lanes"] = [n for n in candidates["lanes"] if n <= clients]
-  candidates = {
-    name: [speed[name], *(v for v in values if v != speed[name])]
-    for name, values in candidates.items()
-    if speed.get(name) is not None and not FLAGS[name].present
-  }
-
-  def round_seconds(choice: dict) -> float:
-    tried = speed | choice
-    # Of the forms of convolution, models are made; all else is read later.
-    one = experiment if tried.get("conv") == speed.get("conv") else None
-    one = one or experiment_class(config, tried)
-    algorithm = one.algorithm(config, tried)
-    number = tried["rounds_per_dispatch"]
-    step, plan = algorithm.step, one.plan(config, tried, 1)
-    if number > 1:
-      step = training.scanned(step)
-      plan = planning.stack_plans(
-        [one.plan(config, tried, t) for t in range(1, number + 1)]
-      )
-    seconds = autotune_lib.seconds_of(
-      one.engine.compile(step), algorithm.init, plan, one.device_data
-    )
-    return seconds / number
-
-  key = autotune_lib.key_of(algorithm, first, experiment.device_data)
-  key += f", {type(experiment.engine).__name__} {experiment.engine.num_pieces}"
-  measured = ("bank", "conv", "lanes", "microbatch", "rounds_per_dispatch")
-  fixed = {n: speed.get(n) for n in measured if n not in candidates}
-  key += f", {json.dumps([candidates, fixed])}"
-  choice = autotune_lib.choose(round_seconds, candidates, key=key)
-  return speed | choice
 
 
 def numbers(
@@ -535,6 +478,7 @@ def open_folder(
 ) -> logs.RunFolder:
   """Makes a run's folder, or opens it; see `logs.RunFolder`."""
   defaults = {name: FLAGS[name].default for name in FLAGS}
+  options = {"named": "--workdir"} | options
   return logs.RunFolder(workdir, config, speed, defaults=defaults, **options)
 
 

@@ -66,7 +66,7 @@ class Experiment:
       download=FLAGS.download,
     )
     self.config, self.speed = config, speed
-    self.engine = common.make_engine()
+    self.engine = common.run_engine()
     self.model_names, modules = zip(
       *models.party_models(
         config["models"],

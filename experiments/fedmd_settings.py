@@ -243,10 +243,7 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
   Raises:
     UsageError: if a value is out of its range.
   """
-  values = {
-    name: default if FLAGS[name].value is None else FLAGS[name].value
-    for name, default in DEFAULTS[FLAGS.environment].items()
-  }
+  values = common.filled(DEFAULTS[FLAGS.environment])
   values["consensus_weights"] = _weights(values["num_parties"])
   if values["weak_parties"] > values["num_parties"]:
     raise common.UsageError(

@@ -76,7 +76,8 @@ DEFAULTS = {
 }
 
 
-def _define_flags() -> None:
+def define_flags() -> None:
+  """Defines the experiment's flags, those of every experiment too."""
   common.define_run_flags()
   flags.DEFINE_list(
     "algorithm",
@@ -230,10 +231,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
       raise common.UsageError(
         f"--dataset={dataset}: choose from {', '.join(DEFAULTS)}"
       )
-  values = {
-    name: default if FLAGS[name].value is None else FLAGS[name].value
-    for name, default in DEFAULTS[datasets[0]].items()
-  }
+  values = common.filled(DEFAULTS[datasets[0]])
   several = len(datasets) > 1
   default_clients = len(datasets) if several else 5
   values["num_clients"] = FLAGS.num_clients or default_clients
@@ -285,7 +283,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     "checkpoint_every": 10,
     "conv": common.default_conv(datasets[0]),
     "eval_batch_size": 50 if on_cpu else 2000,
-    "lanes": common.make_engine().num_lanes(values["num_clients"]),
+    "lanes": common.run_engine().num_lanes(values["num_clients"]),
     "microbatch": 16 if on_cpu else 0,
   }
   values["algorithm"] = algorithm
@@ -316,7 +314,7 @@ class Experiment:
       heldout_examples=config["heldout_examples"],
       download=FLAGS.download,
     )
-    self.engine = common.make_engine()
+    self.engine = common.run_engine()
     shape = self.data.image_shape
     classes = self.data.num_classes
     trunk = config["global_model"] in TRUNKS
@@ -611,5 +609,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  _define_flags()
+  define_flags()
   launch.run(main)

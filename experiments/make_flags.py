@@ -2,13 +2,13 @@
 
   python experiments/make_flags.py
 
-What a table's cells are is said once, in `codist_flags.py` and its like, next
+What a table's cells are is said once, in `codist_tables.py` and its like, next
 to the published numbers. A test checks that the files are up to date.
 """
 
-import codist_flags
-import fedmd_flags
-import fml_flags
+import codist_tables
+import fedmd_tables
+import fml_tables
 import tables
 
 from hetfl import logs
@@ -16,7 +16,7 @@ from hetfl import logs
 
 def tables_of_the_papers() -> dict[str, tables.Table]:
   """All tables and figures, by the name that `reproduce.py` knows them by."""
-  return codist_flags.tables() | fml_flags.tables() | fedmd_flags.tables()
+  return codist_tables.tables() | fml_tables.tables() | fedmd_tables.tables()
 
 
 def flag_files() -> dict[str, str]:
@@ -30,10 +30,10 @@ def flag_files() -> dict[str, str]:
 
 def main() -> None:
   """Writes the files."""
-  tables.FLAGS.mkdir(exist_ok=True)
+  tables.FLAG_FILES.mkdir(exist_ok=True)
   for name, text in flag_files().items():
-    logs.write_bytes(tables.FLAGS / name, text.encode())
-    print(tables.FLAGS / name)
+    logs.write_bytes(tables.FLAG_FILES / name, text.encode())
+    print(tables.FLAG_FILES / name)
 
 
 if __name__ == "__main__":

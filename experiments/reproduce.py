@@ -164,7 +164,7 @@ def run_cell(
   command = [
     sys.executable,
     str(tables.HERE / script),
-    f"--flagfile={tables.FLAGS / cell.name}.flags",
+    f"--flagfile={tables.FLAG_FILES / cell.name}.flags",
     f"--workdir={folder}",
     *extra,
   ]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from hetfl import logs
 
 HERE = pathlib.Path(__file__).resolve().parent
-FLAGS = HERE / "flags"
+FLAG_FILES = HERE / "flags"
 PUBLISHED = HERE / "published"
 
 

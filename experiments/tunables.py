@@ -13,7 +13,7 @@ PyTree = Any
 class Tunable(NamedTuple):
   """What a search needs to know of an experiment.
 
-  The module also has `UNUSED`, `_define_flags`, `configuration` and
+  The module also has `UNUSED`, `define_flags`, `configuration` and
   `Experiment`, as `codist` has; the flags of a dimension hold one value, or one
   for each model.
 
@@ -25,7 +25,6 @@ class Tunable(NamedTuple):
       models, `FLAG.MODEL` that of one.
     place: `(state, flag, value) -> state` with the value in it, traceable;
       ValueError if the state has no place for it.
-    data: `(experiment, config) ->` what its steps take.
     accuracies: `(experiment, config) -> (names, evaluate, data)`: the
       accuracies that can be objectives; `evaluate(state, data)`, which gives a
       `Mean` for each; and its data, `heldout` and `test`.
@@ -35,7 +34,6 @@ class Tunable(NamedTuple):
   models: tuple[str, ...]
   space: dict[str, dict[str, str]]
   place: Callable[[PyTree, str, Any], PyTree]
-  data: Callable[[Any, dict], PyTree]
   accuracies: Callable[
     [Any, dict],
     tuple[tuple[str, ...], Callable[..., core.Metrics], dict[str, PyTree]],
@@ -144,7 +142,6 @@ EXPERIMENTS = {
     models=("small", "large"),
     space=_codist_space(),
     place=_place_codist,
-    data=lambda experiment, _: experiment.device_data,
     accuracies=codist_accuracies,
   ),
   "fml": Tunable(
@@ -158,7 +155,6 @@ EXPERIMENTS = {
       "independent": _FML_RATE,
     },
     place=_place_fml,
-    data=lambda experiment, config: experiment.device_data(config),
     accuracies=fml_accuracies,
   ),
 }

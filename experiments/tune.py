@@ -112,7 +112,7 @@ def _define_experiment() -> None:
     tunables.EXPERIMENTS[FLAGS.experiment].module
   )
   if "workdir" not in FLAGS:
-    module._define_flags()
+    module.define_flags()
 
 
 def make_space(tunable: tunables.Tunable, algorithm: str) -> proposers.Space:
@@ -278,7 +278,7 @@ def make_problem(
     plan=lambda seed, round: experiment.plan(
       config | {"seed": seed}, speed, round
     ),
-    data=tunable.data(experiment, config),
+    data=experiment.device_data(config),
     evaluate=evaluate if vmap else experiment.engine.compile(evaluate),
     eval_data=eval_data,
     objective=make_objective(names),

@@ -10,7 +10,6 @@ import optax
 from hetfl import core
 
 PyTree = Any
-Optimizer = Callable[[jax.Array], optax.GradientTransformation]
 
 
 class ClientState(NamedTuple):
@@ -78,7 +77,7 @@ def local_sgd(
   *,
   loss: core.Loss = core.cross_entropy,
   transform: core.Transform | None = None,
-  optimizer: Optimizer = optax.sgd,
+  optimizer: core.Optimizer = optax.sgd,
   proximal: bool = False,
 ) -> ClientUpdate:
   """Local training: optimizer steps on the mean loss of each batch.
@@ -120,7 +119,7 @@ def local_sgd(
 
   def step(client, server, hyper, key, batch):
     transform_key, model_key = jax.random.split(key)
-    batch = core.prepare(transform, transform_key, batch)
+    batch = core.prepare(transform, batch, transform_key)
 
     def objective(params):
       variables = core.Variables(params, client.variables.stats)
@@ -199,12 +198,11 @@ def lane_program(client: ClientUpdate) -> Callable[..., ClientSums]:
     accumulator = lambda a: jnp.zeros(
       a.shape, jnp.promote_types(a.dtype, jnp.float32)
     )
-    zero = jnp.zeros(())
     sums = ClientSums(
       delta=jax.tree.map(accumulator, server.params),
       stats=jax.tree.map(accumulator, server.stats),
-      weight=zero,
-      loss=core.Mean(zero, zero),
+      weight=jnp.zeros(()),
+      loss=core.Mean.zero(),
     )
     return jax.lax.fori_loop(0, steps, body, (start, sums))[1]
 

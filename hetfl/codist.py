@@ -118,7 +118,7 @@ class _Exchange:
         student,
         (teacher, hyper, decay, key, bank, steps, rows, views),
         when,
-        _unchanged,
+        core.unchanged,
         shared=True,
       )
       for student, teacher in zip(self._students, teachers)
@@ -127,10 +127,6 @@ class _Exchange:
 
 def _same(state):
   return state
-
-
-def _unchanged(variables, *_):
-  return variables, core.Mean(jnp.zeros(()), jnp.zeros(()))
 
 
 def _distill_metrics(pools, losses) -> core.Metrics:

@@ -7,6 +7,7 @@ P pools (or parties).
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 import optax
@@ -25,6 +26,10 @@ Loss = Callable[[jax.Array, Batch], jax.Array]
 # them itself. `x` may be a tree of arrays. `mask` stays as it was unless the
 # transform gives another.
 Transform = Callable[[jax.Array, Batch], Batch]
+# The same where nothing is drawn: batch -> batch
+Preparation = Callable[[Batch], Batch]
+# learning rate -> optimizer, whose state does not depend on the rate
+Optimizer = Callable[[jax.Array], optax.GradientTransformation]
 # round -> value
 Schedule = Callable[[jax.Array], jax.Array]
 
@@ -45,8 +50,37 @@ class Mean(NamedTuple):
     """The mean; not a number if nothing was measured."""
     return self.total / self.count
 
+  @classmethod
+  def zero(cls) -> "Mean":
+    """Of nothing, which changes no other that it is added to."""
+    return cls(jnp.zeros(()), jnp.zeros(()))
+
 
 Metrics = dict[str, Mean]
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+  """The means of what was measured at all, on the host.
+
+  Args:
+    metrics: names and means.
+
+  Returns:
+    Names and numbers, without means of nothing.
+
+  >>> values({'loss': Mean(jnp.array(6.), jnp.array(4.)), 'none': Mean.zero()})
+  {'loss': 1.5}
+  """
+  return {
+    name: float(total) / float(count)
+    for name, (total, count) in metrics.items()
+    if count
+  }
+
+
+def unchanged(state: PyTree, *_) -> tuple[PyTree, Mean]:
+  """What training gives where there is none: the same, and no loss."""
+  return state, Mean.zero()
 
 
 class Algorithm(NamedTuple):
@@ -119,12 +153,17 @@ def gather(bank: Batch, index: jax.Array) -> Batch:
   return {**batch, "mask": (index >= 0).astype(jnp.float32)}
 
 
-def prepare(transform: Callable[..., Batch] | None, *args) -> Batch:
+def prepare(
+  transform: Transform | Preparation | None,
+  batch: Batch,
+  key: jax.Array | None = None,
+) -> Batch:
   """A gathered batch as model and loss take it.
 
   Args:
-    transform: `(*args) -> batch`; `None` leaves the batch as it is.
-    *args: a key, where the transform takes one, and the batch.
+    transform: `None` leaves the batch as it is.
+    batch: the batch.
+    key: a random key, for a `Transform`; `None` for a `Preparation`.
 
   Returns:
     What the transform gives, with the batch's own `mask` where it gives none.
@@ -136,9 +175,8 @@ def prepare(transform: Callable[..., Batch] | None, *args) -> Batch:
   >>> sorted(prepare(lambda batch: {'x': batch['image']}, batch))
   ['mask', 'x']
   """
-  batch = args[-1]
   if transform is not None:
-    given = transform(*args)
+    given = transform(batch) if key is None else transform(key, batch)
     if not isinstance(given, Mapping):
       raise ValueError(
         f"a transform gave a {type(given).__name__}, not a batch: want a dict"
@@ -336,15 +374,44 @@ def num_parts(
     multiple: what the number is to be a multiple of; a divisor of B.
 
   Returns:
-    A divisor of B.
+    A divisor of B. A warning says where it makes parts much smaller than asked
+    for, as of a B that is prime.
 
   >>> num_parts(128, 32), num_parts(128, 60), num_parts(7, None)
   (4, 4, 1)
   >>> num_parts(128, None, multiple=8)
   8
   """
-  return next(
+  parts = next(
     n
     for n in range(multiple, batch_size + 1, multiple)
     if batch_size % n == 0 and batch_size // n <= (at_most or batch_size)
   )
+  if at_most and 2 * batch_size // parts < min(at_most, batch_size // multiple):
+    logging.log_first_n(
+      logging.WARNING,
+      "A batch of %d is cut into %d parts of %d, slow ones: no larger one of at"
+      " most microbatch=%d divides it.",
+      1,
+      batch_size,
+      parts,
+      batch_size // parts,
+      at_most,
+    )
+  return parts
+
+
+def split(tree: PyTree, parts: int) -> PyTree:
+  """Cuts arrays of B rows into equal parts.
+
+  Args:
+    tree: arrays `[B, ...]`.
+    parts: N, a divisor of B.
+
+  Returns:
+    Arrays `[N, B / N, ...]`.
+
+  >>> split(jnp.arange(4), 2).tolist()
+  [[0, 1], [2, 3]]
+  """
+  return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), tree)

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 
 from hetfl import checks, core
-from hetfl import client as client_lib
 
 PyTree = Any
 # (student's logits, teachers' logits, own logits, teachers' temperatures,
@@ -200,7 +199,7 @@ class Distiller:
   label_weight: float = 0.0
   transform: core.Transform | None = None
   mixup_beta: float | None = None
-  optimizer: client_lib.Optimizer = optax.adam
+  optimizer: core.Optimizer = optax.adam
   microbatch: int | None = None
   weights: Callable[[core.Batch], jax.Array] = example_weights
   divergence: Divergence | None = None
@@ -267,7 +266,7 @@ class Distiller:
     """
     transform_key, mixup_key = jax.random.split(jax.random.fold_in(key, step))
     batch = core.prepare(
-      self.transform, transform_key, core.gather(bank, index)
+      self.transform, core.gather(bank, index), transform_key
     )
     if self.mixup_beta is not None:
       weight = symmetric_beta(mixup_key, self.mixup_beta, index.shape)
@@ -290,7 +289,7 @@ class Distiller:
         size = len(batch["mask"])
         logits = jax.lax.map(
           lambda part: model.predict(variables, part),
-          _split(batch["x"], core.num_parts(size, self.microbatch)),
+          core.split(batch["x"], core.num_parts(size, self.microbatch)),
         )
         return logits.reshape(size, *logits.shape[2:])
 
@@ -410,11 +409,11 @@ class Distiller:
     # A batch that the devices cannot share equally is for each of them.
     if shard is not None and len(weights) % shard.count:
       shard = None
-    count = shard.count if shard else 1
-    parts = core.num_parts(len(weights), self.microbatch, multiple=count)
+    devices = shard.count if shard else 1
+    parts = core.num_parts(len(weights), self.microbatch, multiple=devices)
     rows = (
       jax.random.split(key, parts),
-      _split(data, parts),
+      core.split(data, parts),
     )
     sums, _ = jax.lax.scan(
       part,
@@ -441,7 +440,3 @@ def _batches_at_once(batch_size: int) -> int:
   if jax.default_backend() == "cpu":
     return 1
   return max(1, 1024 // batch_size)
-
-
-def _split(tree, parts):
-  return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), tree)

@@ -78,7 +78,7 @@ class Evaluator:
     models: Sequence[core.Model],
     sets: dict[str, population.Subset],
     *,
-    transform: Callable[[core.Batch], core.Batch] | None = None,
+    transform: core.Preparation | None = None,
     measure: Measure = classification,
     engine: engine_lib.Engine | None = None,
     batch_size: int | None = None,
@@ -102,7 +102,7 @@ class Evaluator:
     # Equal models share a program.
     alike = [tuple(map(core.identity, model)) for model in models]
     programs = {
-      key: lane_program(model, transform, measure)
+      key: measure_program(model, transform, measure)
       for key, model in zip(alike, models)
     }
     self._programs = [programs[key] for key in alike]
@@ -132,10 +132,7 @@ class Evaluator:
         f"variables: {len(variables)} for {len(self._programs)} models"
       )
     sums = self._compiled(tuple(variables), self._banks, self._plans)
-    return [
-      {n: float(m.total) / float(m.count) for n, m in model.items() if m.count}
-      for model in jax.device_get(sums)
-    ]
+    return [core.values(model) for model in jax.device_get(sums)]
 
   def data(self, *names: str) -> PyTree:
     """What `sums` needs of some of the sets."""
@@ -186,9 +183,9 @@ def _lanes(index, batch_size, num_lanes):
   return lanes, (lanes[:, :, 0] >= 0).sum(axis=1).astype(np.int32)
 
 
-def lane_program(
+def measure_program(
   model: core.Model,
-  transform: Callable[[core.Batch], core.Batch] | None = None,
+  transform: core.Preparation | None = None,
   measure: Measure = classification,
 ) -> Callable[..., dict[str, core.Mean]]:
   """Sums a measure over the batches of a lane.

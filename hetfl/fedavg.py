@@ -61,8 +61,8 @@ class Pool:
   server_lr: float | jax.Array
   loss: core.Loss = core.cross_entropy
   transform: core.Transform | None = None
-  client_optimizer: client_lib.Optimizer = optax.sgd
-  server_optimizer: client_lib.Optimizer = fedadam_server
+  client_optimizer: core.Optimizer = optax.sgd
+  server_optimizer: core.Optimizer = fedadam_server
   prox_mu: float | jax.Array | None = None
 
   def __post_init__(self):

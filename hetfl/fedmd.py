@@ -28,7 +28,6 @@ from hetfl.party import (
   fresh_models,
   padded_rows,
   Party,
-  Preparation,
   shuffled_epochs,
   Trained,
 )
@@ -193,8 +192,8 @@ def fedmd(
   digest_loss: str = "mae",
   consensus_weights: Sequence[float] | jax.Array | None = None,
   temperature: float | jax.Array = 1.0,
-  public_transform: Preparation | None = None,
-  private_transform: Preparation | None = None,
+  public_transform: core.Preparation | None = None,
+  private_transform: core.Preparation | None = None,
   eval_batch_size: int | None = None,
   engine: engine_lib.Engine | None = None,
 ) -> core.Algorithm:
@@ -354,7 +353,7 @@ def fedmd(
 def speak_program(
   party: Party,
   translator: Translator,
-  transform: Preparation | None,
+  transform: core.Preparation | None,
   batch_size: int,
 ) -> Callable[..., jax.Array]:
   """What a party says of some public examples, in inference mode.
@@ -384,8 +383,8 @@ def speak_program(
 def learn_program(
   party: Party,
   translator: Translator,
-  public_transform: Preparation | None,
-  private_transform: Preparation | None,
+  public_transform: core.Preparation | None,
+  private_transform: core.Preparation | None,
 ) -> Callable[..., tuple["PartyState", core.Mean, core.Mean]]:
   """A party's Digest and Revisit.
 

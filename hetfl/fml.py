@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, planning, population
-from hetfl import client as client_lib
 from hetfl import engine as engine_lib
 from hetfl.fedavg import round_keys
 from hetfl.mutual import (
@@ -414,7 +413,7 @@ def fml(
   alpha: float | jax.Array | core.Schedule = 0.5,
   beta: float | jax.Array | core.Schedule = 0.5,
   learning_rate: float | jax.Array | core.Schedule = 0.01,
-  optimizer: client_lib.Optimizer = momentum_sgd,
+  optimizer: core.Optimizer = momentum_sgd,
   temperature: float = 1.0,
   sequential: bool = False,
   microbatch: int | None = None,
@@ -508,7 +507,7 @@ def independent(
   clients: Sequence[MutualClient],
   *,
   learning_rate: float | jax.Array | core.Schedule = 0.01,
-  optimizer: client_lib.Optimizer = momentum_sgd,
+  optimizer: core.Optimizer = momentum_sgd,
   microbatch: int | None = None,
   engine: engine_lib.Engine | None = None,
 ) -> core.Algorithm:

@@ -184,8 +184,8 @@ class RunFolder:
   >>> folder = RunFolder(temporary.name, {'lr': 0.2}, {'lanes': 4})
   Traceback (most recent call last):
     ...
-  hetfl.logs.ConfigMismatch: --workdir=... holds another run: lr: there 0.1,
-  here 0.2. Use another --workdir, or the same flags.
+  hetfl.logs.ConfigMismatch: workdir=... holds another run: lr: there 0.1,
+  here 0.2. Use another workdir, or the same values.
 
   Attributes:
     path: the folder.
@@ -198,7 +198,7 @@ class RunFolder:
     speed: Mapping[str, Any] | None = None,
     flags: str | None = None,
     defaults: Mapping[str, Any] | None = None,
-    named: str = "--workdir",
+    named: str = "workdir",
     lengthens: bool = False,
   ):
     """Makes the folder, or opens it if it is of the same run.
@@ -210,7 +210,7 @@ class RunFolder:
       flags: the text of `config.flags`; by default made of the values.
       defaults: what a run of an earlier version, which did not know a flag,
         is taken to have had.
-      named: what errors call the folder: the flag that gives it.
+      named: what errors call the folder: the argument or flag that gives it.
       lengthens: whether a run of fewer `rounds` may go on to these, as one may
         in which nothing depends on their number. The last of them must have
         been one of `eval_every`, or the rows would differ.
@@ -243,7 +243,7 @@ class RunFolder:
         raise ConfigMismatch(
           f"{named}={workdir} holds another run: {'; '.join(unlike)}."
           f"{_why_no_longer(there, config, lengthens)}"
-          f" Use another {named}, or the same flags."
+          f" Use another {named}, or the same values."
         )
     elif self.path.exists() and not self.path.is_dir():
       raise ConfigMismatch(f"{named}={workdir} is a file. Use another {named}.")
@@ -457,7 +457,7 @@ class Progress:
   """A bar on a terminal; elsewhere one plain line an evaluation."""
 
   def __init__(self, rounds: int, done: int = 0):
-    """Args: rounds of the run, and how many are done."""
+    """Of `rounds` rounds, of which `done` are done."""
     self._bar = bar(rounds, initial=done)
     self._rounds = rounds
     self._shown: dict[str, float] = {}

@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 from hetfl import checks, core
-from hetfl import client as client_lib
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 
@@ -245,7 +244,7 @@ def client_program(
   client: MutualClient,
   global_model: core.Model | None,
   *,
-  optimizer: client_lib.Optimizer = momentum_sgd,
+  optimizer: core.Optimizer = momentum_sgd,
   temperature: float = 1.0,
   sequential: bool = False,
   microbatch: int | None = None,
@@ -346,7 +345,7 @@ def client_program(
       ), None
 
     zeros = {f"{n}_{x}": jnp.zeros(()) for n in names for x in ("loss", "kl")}
-    split = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
+    split = core.split(batch, parts)
     (grads, sums, after), _ = jax.lax.scan(
       add,
       (optax.tree.zeros_like(params), zeros, variables),
@@ -363,8 +362,9 @@ def client_program(
       variables["meme"] = fork(server, kept.adaptor)  # Line 3.
       sgd = optimizer(hyper["learning_rate"])
       opt_states["meme"] = sgd.init(variables["meme"].params)
-    zero = core.Mean(jnp.zeros(()), jnp.zeros(()))
-    means = {f"{n}_{x}": zero for n in models for x in ("loss", "kl")}
+    means = {
+      f"{n}_{x}": core.Mean.zero() for n in models for x in ("loss", "kl")
+    }
     return variables, opt_states, means
 
   def advance(server, hyper, key, bank, row, carry, first, last):
@@ -377,7 +377,7 @@ def client_program(
       step_key = jax.random.fold_in(jax.random.fold_in(key, work.client), s)
       transform_key, model_key = jax.random.split(step_key)
       batch = core.prepare(
-        client.transform, transform_key, core.gather(bank, work.index[s])
+        client.transform, core.gather(bank, work.index[s]), transform_key
       )
       for names in turns:
         grads, stats, sums, count = gradients(

@@ -27,7 +27,7 @@ from hetfl.models.language import TokenLogits
 PAD, BOS, EOS = 0, 1, 2
 PyTree = Any
 # (logits [n, V], rows, shared) -> (losses [n], their gradients [n, V])
-Divergence = Callable[..., tuple[jax.Array, jax.Array]]
+RowLoss = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def sentence_loss(expected_length: float = 13.3) -> core.Loss:
@@ -161,7 +161,7 @@ def _kl_to(target, z):
 
 
 def weighted_sum(
-  divergence: Divergence,
+  divergence: RowLoss,
   logits: TokenLogits,
   weights: jax.Array,
   rows: PyTree,

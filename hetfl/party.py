@@ -17,14 +17,12 @@ import numpy as np
 import optax
 
 from hetfl import checks, core, planning, population
-from hetfl import client as client_lib
 from hetfl import engine as engine_lib
 from hetfl import evaluate as evaluate_lib
 
 PyTree = Any
 # A batch as it lies in the bank -> as the model takes it; without a key, since
 # FedMD's parties draw nothing, and as an evaluation has it.
-Preparation = Callable[[core.Batch], core.Batch]
 _FIT = 104  # a stream of random numbers
 # Keras's defaults, which the released code trains with.
 keras_adam = functools.partial(optax.adam, b1=0.9, b2=0.999, eps=1e-7)
@@ -52,7 +50,7 @@ class Party:
   learning_rate: float | jax.Array = 1e-3
   l2: float | jax.Array = 1e-3
   penalty: Callable[[PyTree], jax.Array] | None = None
-  optimizer: client_lib.Optimizer = keras_adam
+  optimizer: core.Optimizer = keras_adam
   loss: core.Loss = core.cross_entropy
 
   def hyper(self) -> dict[str, jax.Array]:
@@ -66,7 +64,7 @@ class Party:
     return {name: jnp.array(v, jnp.float32) for name, v in values.items()}
 
   def trainer(
-    self, transform: Preparation | None, loss: core.Loss
+    self, transform: core.Preparation | None, loss: core.Loss
   ) -> Callable[..., tuple["Trained", core.Mean]]:
     """The program that makes optimizer steps on a bank's examples.
 
@@ -79,7 +77,7 @@ class Party:
 
     Returns:
       `(trained, hyper, key, bank, index [S, B], more, steps) -> (trained,
-      loss)`, where `more` holds arrays `[S, B, ...]` that join the batches,
+      loss)`, where `more` holds arrays `[S, ...]`, whose rows join the batches,
       `steps` says how many of the S are run, and the loss is the mean over
       them, without the penalty.
     """
@@ -189,7 +187,7 @@ class FitPlan(NamedTuple):
 def fit(
   parties: Sequence[Party],
   *,
-  transform: Preparation | None = None,
+  transform: core.Preparation | None = None,
   patience: int = 3,
   min_delta: float = 1e-3,
   eval_batch_size: int | None = None,
@@ -290,7 +288,7 @@ def fit(
             stopping,
           ),
           learner.wait < patience,
-          _stopped,
+          core.unchanged,
           apart=True,
         )
         for k, (epoch, learner, bank, batches, steps) in enumerate(
@@ -317,7 +315,7 @@ def fit(
 def _epoch_program(party, transform, min_delta, batch_size):
   """One epoch of a party, and what it says of going on."""
   train = party.trainer(transform, party.loss)
-  measure = evaluate_lib.lane_program(party.model, transform)
+  measure = evaluate_lib.measure_program(party.model, transform)
 
   def train_epoch(learner, key, bank, batches, steps, stopping):
     trained, loss = train(
@@ -343,10 +341,6 @@ def _epoch_program(party, transform, min_delta, batch_size):
     return learner, loss
 
   return train_epoch
-
-
-def _stopped(learner, *_):
-  return learner, core.Mean(jnp.zeros(()), jnp.zeros(()))
 
 
 def shuffled_epochs(

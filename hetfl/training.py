@@ -47,20 +47,11 @@ class _Means:
       self.counts[name] = self.counts.get(name, 0.0) + float(count)
 
   def take(self) -> dict[str, float]:
-    means = _values(
+    means = core.values(
       {name: core.Mean(t, self.counts[name]) for name, t in self.totals.items()}
     )
     self.totals, self.counts = {}, {}
     return means
-
-
-def _values(metrics: core.Metrics) -> dict[str, float]:
-  """The means of what was measured at all."""
-  return {
-    name: float(total) / float(count)
-    for name, (total, count) in metrics.items()
-    if count
-  }
 
 
 class _Fetcher:
@@ -97,7 +88,7 @@ class _Fetcher:
         metrics = several
         if len(rounds) > 1:
           metrics = jax.tree.map(lambda a, i=i: a[i], several)
-        values = _values(metrics)
+        values = core.values(metrics)
         self._check(round, values)
         self._means.add(metrics)
     return values

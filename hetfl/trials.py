@@ -200,7 +200,7 @@ class SideBySide:
     data = self._problem.eval_data[which]
     return [
       _seed_mean(
-        [_means(self._problem.evaluate(state, data)) for state in trial]
+        [core.values(self._problem.evaluate(state, data)) for state in trial]
       )
       for trial in states
     ]
@@ -308,7 +308,7 @@ class Vmapped:
     sums = jax.device_get([self._evaluate(state, data) for state in states])
     part = lambda i, tree: jax.tree.map(lambda a: a[i], tree)
     return [
-      _seed_mean([_means(part(i, s)) for s in sums]) for i in range(number)
+      _seed_mean([core.values(part(i, s)) for s in sums]) for i in range(number)
     ]
 
   def take(self, states: PyTree, trials: Sequence[int]) -> PyTree:
@@ -337,10 +337,6 @@ class Vmapped:
 
 def _scalars(values: Values) -> dict[str, np.ndarray]:
   return {name: np.float32(v) for name, v in values.items()}
-
-
-def _means(metrics: core.Metrics) -> dict[str, float]:
-  return {name: float(m.total) / float(m.count) for name, m in metrics.items()}
 
 
 def _seed_mean(results: list[dict[str, float]]) -> dict[str, float]:

@@ -62,10 +62,10 @@ def test_another_run_is_refused_and_left_alone(tmp_path):
   with pytest.raises(logs.ConfigMismatch) as e:
     logs.RunFolder(tmp_path, other)
   assert str(e.value) == (
-    f"--workdir={tmp_path} holds another run: lr: there 0.1, here 0.2;"
+    f"workdir={tmp_path} holds another run: lr: there 0.1, here 0.2;"
     ' pools: there ["small", "large"], here ["small"];'
     " mask: there true, here 1; new: there unset, here 3."
-    " Use another --workdir, or the same flags."
+    " Use another workdir, or the same values."
   )
   assert contents(tmp_path) == before
   # A flag that the run's version did not have.

@@ -1,0 +1,85 @@
+"""What --autotune measures before a run begins."""
+
+from collections.abc import Callable
+import json
+import pathlib
+
+from absl import flags
+import common
+import jax
+import numpy as np
+
+from hetfl import autotune as autotune_lib
+from hetfl import engine as engine_lib
+from hetfl import planning, training
+
+FLAGS = flags.FLAGS
+
+
+def measure(
+  experiment_class: Callable, config: dict, speed: dict, workdir: pathlib.Path
+) -> dict:
+  """Measures speed flags that were not given, unless the run has some already.
+
+  Args:
+    experiment_class: `(config, speed) ->` an experiment with `algorithm`,
+      `plan`, `device_data` and `engine`.
+    config: flags that change the result.
+    speed: flags that do not.
+    workdir: the run's folder.
+
+  Returns:
+    The speed flags with what was found fastest.
+  """
+  if jax.process_count() > 1:
+    raise common.UsageError("--autotune: of one process only; tune there first")
+  if common.stored_speed(workdir):
+    return speed
+  experiment = experiment_class(config, speed)
+  algorithm = experiment.algorithm(config, speed)
+  lanes, on_cpu = speed["lanes"], jax.default_backend() == "cpu"
+  candidates = {
+    "lanes": [lanes, -(-lanes // 2), 2 * lanes if on_cpu else -(-lanes // 4)],
+    "microbatch": [16, 32, 64, 0] if on_cpu else [0, 32],
+    "conv": ["patches"] if on_cpu else ["patches", "native", "adaptive"],
+    "rounds_per_dispatch": [1, 8],
+  }
+  first = experiment.plan(config, speed, 1)
+  # Round 1 may not distil: all are alike. With dropout none gives the same.
+  if not np.any(getattr(first, "distill", None)) or config.get("dropout"):
+    del candidates["microbatch"]
+  if isinstance(experiment.engine, engine_lib.Threads):
+    candidates["rounds_per_dispatch"] = [1]
+  clients = config.get("clients_per_round", lanes)
+  candidates["lanes"] = [n for n in candidates["lanes"] if n <= clients]
+  candidates = {
+    name: [speed[name], *(v for v in values if v != speed[name])]
+    for name, values in candidates.items()
+    if speed.get(name) is not None and not FLAGS[name].present
+  }
+
+  def round_seconds(choice: dict) -> float:
+    tried = speed | choice
+    # Of the forms of convolution, models are made; all else is read later.
+    one = experiment if tried.get("conv") == speed.get("conv") else None
+    one = one or experiment_class(config, tried)
+    algorithm = one.algorithm(config, tried)
+    number = tried["rounds_per_dispatch"]
+    step, plan = algorithm.step, one.plan(config, tried, 1)
+    if number > 1:
+      step = training.scanned(step)
+      plan = planning.stack_plans(
+        [one.plan(config, tried, t) for t in range(1, number + 1)]
+      )
+    seconds = autotune_lib.seconds_of(
+      one.engine.compile(step), algorithm.init, plan, one.device_data(config)
+    )
+    return seconds / number
+
+  key = autotune_lib.key_of(algorithm, first, experiment.device_data(config))
+  key += f", {type(experiment.engine).__name__} {experiment.engine.num_pieces}"
+  measured = ("bank", "conv", "lanes", "microbatch", "rounds_per_dispatch")
+  fixed = {n: speed.get(n) for n in measured if n not in candidates}
+  key += f", {json.dumps([candidates, fixed])}"
+  choice = autotune_lib.choose(round_seconds, candidates, key=key)
+  return speed | choice
