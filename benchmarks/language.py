@@ -1,6 +1,6 @@
 """Rounds of next-word prediction on ragged clients, and others of the same.
 
-Twenty clients of unlike sizes train an LSTM for one epoch, in batches of 10
+Twenty clients of different sizes train an LSTM for one epoch, in batches of 10
 sentences of 20 positions, vocabulary 4,004:
 
 * ours: four lanes on CPU threads, or one program on an accelerator;
@@ -82,7 +82,7 @@ def ours(size: str, clients, cycle: int, padded: bool) -> rounds.Round:
   Args:
     size: of the model, 'small' or 'large'.
     clients: the population.
-    cycle: how many unlike rounds there are.
+    cycle: how many different rounds there are.
     padded: as a plain `vmap` over the clients, instead of lanes.
 
   Returns:
@@ -205,7 +205,7 @@ def rows(data_dir: str | None, cycle: int) -> dict[str, rounds.Row]:
 
   Args:
     data_dir: where `stackexchange/Posts.xml` is; `None` for random words.
-    cycle: how many unlike rounds to time.
+    cycle: how many different rounds to time.
 
   Returns:
     The rows by name.

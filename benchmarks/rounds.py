@@ -45,7 +45,7 @@ def looped(algorithm, runner, plan, data, cycle: int | None = None) -> Round:
     plan: the round's number to its plan.
     data: what `step` takes.
     cycle: begin again after so many rounds, all of which are run once before,
-      so that rounds of unlike shapes are compiled before the clock runs.
+      so that rounds of different shapes are compiled before the clock runs.
 
   Returns:
     The callable.
@@ -187,7 +187,7 @@ def ragged_sizes(cohort: int, batch_size: int) -> tuple[list[int], list[int]]:
     batch_size: B.
 
   Returns:
-    The numbers of examples of the unlike and of the equal clients, whose
+    The numbers of examples of the ragged and of the equal clients, whose
     batches are as many.
 
   >>> unlike, equal = ragged_sizes(20, 10)

@@ -2,7 +2,7 @@
 
   python examples/fine_tuning.py
 
-FedAvg trains one model for 20 clients, each of whom knows two or three digits.
+FedAvg trains one model for 20 clients, each of whom knows two to four digits.
 Then each client takes a few steps of its own from that model: the same client
 update that FedAvg runs, under a `jax.vmap` over clients and a `jax.lax.scan`
 over steps. It is tested on those of its images that nobody trained on.

@@ -1,8 +1,8 @@
-"""Federated Mutual Learning on a table of one's own, with unlike models.
+"""Federated Mutual Learning on a table of one's own, with different models.
 
   python examples/mutual_hospitals.py
 
-Four hospitals hold unlike numbers of patients' records (569 tumours, 30
+Four hospitals hold different numbers of patients' records (569 tumours, 30
 measurements each: scikit-learn's breast cancer data, so `pip install
 scikit-learn` first). Each keeps its records and a model of its own design; what
 travels is one small network that all of them train, and that teaches their

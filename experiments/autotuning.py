@@ -30,6 +30,9 @@ def measure(
 
   Returns:
     The speed flags with what was found fastest.
+
+  Raises:
+    UsageError: there are several processes.
   """
   if jax.process_count() > 1:
     raise common.UsageError("--autotune: of one process only; tune there first")

@@ -1,4 +1,4 @@
-r"""Codistillation between two pools of clients with unlike models.
+r"""Codistillation between two pools of clients with different models.
 
 Without flags: the quick start, FedAvg, PeriodicCodist and MergedCodist side by
 side on the embedded `digits`. The paper's runs are in `experiments/flags`:
@@ -92,7 +92,13 @@ def define_flags() -> None:
     "fedavg, periodic, merged, or several of them with commas, to be run one"
     " after another and compared.",
   )
-  flags.DEFINE_enum("dataset", "digits", sorted(DEFAULTS), "Data set.")
+  flags.DEFINE_enum(
+    "dataset",
+    "digits",
+    sorted(DEFAULTS),
+    "What clients hold: images (digits, cifar10, cifar100) or text (pydoc,"
+    " stackexchange, stackoverflow); digits and pydoc need no download.",
+  )
   flags.DEFINE_enum(
     "distill_data",
     "in_domain",
@@ -134,7 +140,7 @@ def define_flags() -> None:
     lower_bound=1,
   )
   flags.DEFINE_integer(
-    "client_batch_size", None, "Examples of a client's step.", lower_bound=1
+    "client_batch_size", None, "Clients' batch size.", lower_bound=1
   )
   flags.DEFINE_integer(
     "client_epochs", 1, "A client's passes over its examples.", lower_bound=1
@@ -152,10 +158,15 @@ def define_flags() -> None:
     "client_weights",
     "examples",
     ["examples", "uniform"],
-    "What a client counts in the mean.",
+    "A client's weight in the mean: its number of examples, or the same for"
+    " all.",
   )
   flags.DEFINE_enum(
-    "server_optimizer", "adam", sorted(SERVERS), "Servers' optimizer."
+    "server_optimizer",
+    "adam",
+    sorted(SERVERS),
+    "What servers do with their clients' mean update: FedAdam, FedYogi, FedAvgM"
+    " (momentum) or McMahan's FedAvg (sgd).",
   )
   flags.DEFINE_list(
     "server_lr",
@@ -186,7 +197,7 @@ def define_flags() -> None:
     lower_bound=1,
   )
   flags.DEFINE_integer(
-    "distill_batch_size", None, "Examples of such a step.", lower_bound=1
+    "distill_batch_size", None, "Batch size of distillation.", lower_bound=1
   )
   flags.DEFINE_integer(
     "codist_period",
@@ -204,7 +215,7 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     "merge_every",
     None,
-    "merged: distil in every so many rounds only; alpha is 1 in the others. 1"
+    "merged: distil in every N-th round only; alpha is 1 in the others. 1"
     " in the paper.",
     lower_bound=1,
   )

@@ -67,12 +67,15 @@ def define_run_flags() -> None:
     " environment variable HETFL_DATA_DIR says.",
   )
   flags.DEFINE_bool(
-    "download", False, "Download a data set that is not in --data_dir."
+    "download",
+    False,
+    "Download CIFAR-10, CIFAR-100 or MNIST into --data_dir if it is not there;"
+    " other data sets are never fetched.",
   )
   flags.DEFINE_string(
     "workdir",
     None,
-    "Folder of the run; the same command on it goes on where it stopped."
+    "Folder of the run; the same command on it resumes where it stopped."
     " By default runs/EXPERIMENT-DATASET-..., with the names of flag files.",
   )
   flags.DEFINE_integer(
@@ -83,7 +86,12 @@ def define_run_flags() -> None:
     lower_bound=1,
   )
   flags.DEFINE_integer(
-    "seed", 0, "Seed of the run.", lower_bound=0, upper_bound=MAX_SEED
+    "seed",
+    0,
+    "Seeds the first models, who trains in a round, batches and augmentation;"
+    " not which client has which data (--partition_seed).",
+    lower_bound=0,
+    upper_bound=MAX_SEED,
   )
   flags.DEFINE_list(
     "seeds",
@@ -104,8 +112,8 @@ def define_run_flags() -> None:
   flags.DEFINE_integer(
     "checkpoint_every",
     None,
-    "Rounds from one checkpoint to the next: at most so many are done again by"
-    " a run that goes on. By default --eval_every for codist, but 40 for its"
+    "Rounds from one checkpoint to the next: a run that is resumed repeats at"
+    " most so many. By default --eval_every for codist, but 40 for its"
     " digits, 10 for fml, and 1 for fedmd, but 10 for its digits and on"
     " accelerators, where a round takes less time than to save it.",
     lower_bound=1,
@@ -118,8 +126,10 @@ def define_run_flags() -> None:
     "engine",
     "auto",
     ["auto", "threads", "inline", "mesh"],
-    "Where the work runs: programs on CPU threads, one program on one"
-    " device, or one program over all devices. Changes speed only.",
+    "Where the work runs: programs on CPU threads, one program on one device"
+    " (inline), or one over all devices; auto: threads on the CPU of one"
+    " process, else all devices. Changes speed only, but for what --dropout"
+    " drops on several devices.",
   )
   flags.DEFINE_integer(
     "threads",
@@ -131,7 +141,8 @@ def define_run_flags() -> None:
     "lanes",
     None,
     "Lanes that a round's clients are packed into; by default two a thread on"
-    " CPUs, one a client elsewhere. Not for FedMD. Changes speed only.",
+    " CPUs, one a client elsewhere. Not for FedMD, nor for fml's algorithms fml"
+    " and independent. Changes speed only.",
     lower_bound=1,
   )
   flags.DEFINE_integer(
@@ -143,8 +154,8 @@ def define_run_flags() -> None:
   flags.DEFINE_integer(
     "eval_batch_size",
     None,
-    "Examples evaluated at once; by default some tens on CPUs, a thousand or"
-    " more elsewhere. Changes speed only.",
+    "Examples evaluated at once; by default 40 on CPUs (fml 50), elsewhere"
+    " 1,000 (fml 2,000, language models 400). Changes speed only.",
     lower_bound=1,
   )
   flags.DEFINE_enum(
@@ -164,23 +175,25 @@ def define_run_flags() -> None:
     "Examples that pass through a model at once: distillation examples through"
     " a student, an FML client's batch through its two models; 0: all. By"
     " default 16 for images on CPUs, else 0. Not for FedMD. Changes speed"
-    " only.",
+    " only, unless there is --dropout.",
     lower_bound=0,
   )
   flags.DEFINE_integer(
     "rounds_per_dispatch",
     None,
     "Rounds that are one program, between evaluations and checkpoints; by"
-    " default 1. Not for --engine=threads. Changes speed only.",
+    " default 1. Not for --engine=threads (CPUs' default), --bank=round, FedMD"
+    " or searches. Changes speed only.",
     lower_bound=1,
   )
   flags.DEFINE_bool(
     "autotune",
     False,
-    "Measure which lanes, microbatch, form of convolution and rounds per"
-    " dispatch are fastest here, before the first round. The choice is kept in"
-    " the user's cache folder and, for a run that goes on, in the run's; flags"
-    " that are given stand. Changes speed only.",
+    "codist only, in one process and not in a search: measure which lanes,"
+    " microbatch, form of convolution and rounds per dispatch are fastest here,"
+    " before the first round. The choice is kept in"
+    " the user's cache folder and, for a run that is resumed, in the run's;"
+    " flags that are given stand. Changes speed only.",
   )
   flags.DEFINE_string(
     "distributed_coordinator",
@@ -409,7 +422,7 @@ def read_seeds() -> tuple[int, ...]:
   given = FLAGS.seeds or [FLAGS.seed]
   seeds = numbers("seeds", given, low=0, high=MAX_SEED, kind=int)
   if len(set(seeds)) < len(seeds):
-    raise UsageError(f"--seeds={','.join(FLAGS.seeds)}: give unlike numbers")
+    raise UsageError(f"--seeds={','.join(FLAGS.seeds)}: give different numbers")
   return tuple(seeds)
 
 

@@ -124,17 +124,19 @@ def define_flags() -> None:
     num_parties="Parties; 10 in the paper.",
     examples_per_class="Images of each private class of a party; not for"
     " mnist_letters_by_writer, where a party has what its writer wrote.",
-    public_subset="Public examples that a round's scores are of.",
+    public_subset="Public examples that a round exchanges scores of.",
     public_epochs="Epochs on public data, at most.",
-    public_batch_size="Examples of a step on public data.",
-    public_patience="Epochs without progress that end it.",
+    public_batch_size="Batch size on public data.",
+    public_patience="Training on public data ends after so many epochs without"
+    " progress.",
     transfer_epochs="Epochs on a party's own data, at most.",
-    transfer_batch_size="Examples of a step on own, and on pooled, data.",
-    transfer_patience="Epochs without progress that end it.",
+    transfer_batch_size="Batch size on own, and on pooled, data.",
+    transfer_patience="Training on own, and on pooled, data ends after so many"
+    " epochs without progress.",
     pooled_epochs="Epochs on pooled private data, at most.",
-    digest_batch_size="Examples of a step of Digest.",
+    digest_batch_size="Batch size of Digest.",
     digest_epochs="Epochs of Digest over the round's public examples.",
-    revisit_batch_size="Examples of a step of Revisit.",
+    revisit_batch_size="Batch size of Revisit.",
     revisit_epochs="Epochs of Revisit over a party's own examples.",
     heldout_examples="Examples of --stopping_set=heldout, at most.",
     public_examples="Public training examples to keep; by default all.",
@@ -175,14 +177,14 @@ def define_flags() -> None:
     lower_bound=0,
   )
   flags.DEFINE_float(
-    "learning_rate", None, "Of all of the parties' Adams.", lower_bound=0
+    "learning_rate", None, "Of the parties' Adam, in all phases.", lower_bound=0
   )
   flags.DEFINE_float(
     "batch_norm_momentum",
     0.99,
-    "Of batch normalisation's running statistics. With few steps a round they"
-    " lag behind, and the parties' logits may grow from round to round until"
-    " all are lost; 0.9 follows faster.",
+    "Momentum of batch normalisation's running statistics. With few steps a"
+    " round they lag behind, and the parties' logits may grow from round to"
+    " round until all are lost; 0.9 follows faster.",
     lower_bound=0,
     upper_bound=1,
   )
@@ -197,9 +199,17 @@ def define_flags() -> None:
     " images that no party trains on; the test images, as in the released"
     " code; or nothing: all epochs are run.",
   )
-  for name in ("public_min_delta", "transfer_min_delta"):
+  for phase, data in (
+    ("public", "public"),
+    ("transfer", "own, and on pooled,"),
+  ):
     flags.DEFINE_float(
-      name, None, "What is progress, as a share.", lower_bound=0, upper_bound=1
+      f"{phase}_min_delta",
+      None,
+      f"Training on {data} data makes progress where accuracy on the stopping"
+      " set rises by more than this; 0.01 is one percentage point.",
+      lower_bound=0,
+      upper_bound=1,
     )
   flags.DEFINE_list(
     "consensus_weights",
@@ -214,14 +224,19 @@ def define_flags() -> None:
     sorted(TRANSLATORS),
     "mae or mse between logits, or kl from the mean tempered softmax.",
   )
-  flags.DEFINE_float("temperature", 1.0, "Of kl's softmaxes.", lower_bound=1e-6)
+  flags.DEFINE_float(
+    "temperature",
+    1.0,
+    "Softmax temperature of --digest_loss=kl.",
+    lower_bound=1e-6,
+  )
   flags.DEFINE_string(
     "pretrained",
     None,
-    "Folder of a run whose phases before the collaboration are taken, or gone"
-    " on with: the public one, whose flags must be the same, and those on"
-    " private data if theirs are. So environments can share the training on"
-    " their public data.",
+    "Folder of an earlier run; with --seeds one that has seedN of each. Its"
+    " training on public data is taken over, or resumed; the flags that it"
+    " depends on must be the same. So are its transfer and pooled phases, if"
+    " theirs are. So environments can share the training on public data.",
   )
   common.say_defaults({name: {"": d} for name, d in DEFAULTS.items()})
 

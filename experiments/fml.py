@@ -1,7 +1,7 @@
 r"""Federated Mutual Learning, and the baselines it is compared with.
 
 Without flags: the quick start, FedAvg, FedProx, FML and independent training
-side by side on the embedded `digits`, five clients with unlike models. The
+side by side on the embedded `digits`, five clients with different models. The
 paper's runs are in `experiments/flags`:
 
   python experiments/fml.py --flagfile=experiments/flags/NAME.flags \
@@ -143,7 +143,8 @@ def define_flags() -> None:
   flags.DEFINE_float(
     "temperature",
     1.0,
-    "fml: softmax temperature of both in the divergences; the paper has none.",
+    "fml: softmax temperature of both models in the divergences; the paper has"
+    " none.",
     lower_bound=1e-6,
   )
   flags.DEFINE_bool(
@@ -152,7 +153,7 @@ def define_flags() -> None:
     "fml: the client's model steps first, and the meme learns from it then.",
   )
   flags.DEFINE_float(
-    "prox_mu", 0.01, "fedprox: weight of its term.", lower_bound=0
+    "prox_mu", 0.01, "fedprox: weight of the proximal term.", lower_bound=0
   )
   flags.DEFINE_integer(
     "local_epochs",
@@ -161,7 +162,7 @@ def define_flags() -> None:
     lower_bound=1,
   )
   flags.DEFINE_integer(
-    "batch_size", None, "Examples of a client's step.", lower_bound=1
+    "batch_size", None, "Clients' batch size.", lower_bound=1
   )
   flags.DEFINE_float(
     "learning_rate", None, "Clients' learning rate.", lower_bound=1e-12
@@ -182,7 +183,8 @@ def define_flags() -> None:
     "merge_weights",
     "uniform",
     ["uniform", "examples"],
-    "What a client counts in the mean.",
+    "A client's weight in the mean: its number of examples, or the same for"
+    " all.",
   )
   flags.DEFINE_bool(
     "augment",
@@ -198,15 +200,17 @@ def define_flags() -> None:
   flags.DEFINE_float(
     "bad_label_share",
     1.0,
-    "Share of their labels that is replaced by draws of any class.",
+    "Share of the --bad_clients' labels that is replaced by draws of any"
+    " class.",
     lower_bound=0,
     upper_bound=1,
   )
   flags.DEFINE_integer(
     "heldout_examples",
     0,
-    "Training examples, as many of each client, that none trains on, to choose"
-    " hyper-parameters by; none in the paper.",
+    "Training examples of all clients together, the same number of each, that"
+    " none trains on, to choose hyper-parameters by: 0, as in the paper, or a"
+    " multiple of the clients.",
     lower_bound=0,
   )
   common.say_defaults({dataset: {"": d} for dataset, d in DEFAULTS.items()})
@@ -320,9 +324,9 @@ class Experiment:
     trunk = config["global_model"] in TRUNKS
     if len(set(classes.values())) > 1 and not trunk:
       raise common.UsageError(
-        f"--dataset={','.join(config['dataset'])}: clients with unlike classes"
-        f" share no --global_model={config['global_model']}; take one of"
-        f" {', '.join(TRUNKS)}"
+        f"--dataset={','.join(config['dataset'])}: clients with different"
+        f" classes share no --global_model={config['global_model']}; take one"
+        f" of {', '.join(TRUNKS)}"
       )
     self.recipe = augment.RECIPES[RECIPES[config["dataset"][0]]]
     example = jnp.zeros((1, *shape))

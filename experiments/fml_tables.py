@@ -154,7 +154,7 @@ def _figure5() -> list[tables_lib.Cell]:
   return [
     _cell(
       "fml_fig5_model_heterogeneity",
-      "five unlike clients, LeNet5 as the global model",
+      "five different clients, LeNet5 as the global model",
       ["fml", "independent"],
       _unlike(_UNLIKE),
       paths | _of_each(["fml"], [_OTHERS, _GLOBAL]),

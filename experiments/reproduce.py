@@ -239,12 +239,19 @@ def main(argv: Sequence[str]) -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("--table", choices=list(known), metavar="TABLE")
+  parser.add_argument(
+    "--table",
+    choices=list(known),
+    metavar="TABLE",
+    help="the table or figure to run; --list names them",
+  )
   parser.add_argument("--list", action="store_true", help="list the tables")
   parser.add_argument("--only", help="parts of cells' names, with commas")
   parser.add_argument("--workdir", help="folder; by default runs/TABLE")
   parser.add_argument("--seeds", help="seeds of each cell, with commas")
-  parser.add_argument("--data_dir", help="as in the experiments")
+  parser.add_argument(
+    "--data_dir", help="folder of the data sets; by default HETFL_DATA_DIR"
+  )
   split = argv.index("--") if "--" in argv else len(argv)
   args, extra = parser.parse_args(argv[:split]), list(argv[split + 1 :])
   if args.table is None:

@@ -44,7 +44,10 @@ _SEARCH_FLAGS = (
 
 def _define_flags() -> None:
   flags.DEFINE_enum(
-    "experiment", "codist", sorted(tunables.EXPERIMENTS), "What is searched."
+    "experiment",
+    "codist",
+    sorted(tunables.EXPERIMENTS),
+    "The command whose hyper-parameters are searched.",
   )
   flags.DEFINE_integer(
     "trials",
@@ -88,14 +91,15 @@ def _define_flags() -> None:
     "random",
     ["random", "optuna"],
     "What proposes trials: seeded random search, or Optuna's TPE (which pip"
-    " install 'hetfl[tune]' brings), a block at a time.",
+    " install -e '.[tune]' brings), a block at a time.",
   )
   flags.DEFINE_enum(
     "batching",
     "auto",
     ["auto", "vmap", "threads"],
     "How trials train side by side: as one program, split over the devices if"
-    " several, or as runs of their own over one engine. Changes speed only.",
+    " several, or as runs of their own over one engine; auto: vmap on"
+    " accelerators, threads on CPUs. Changes speed only.",
   )
   flags.DEFINE_integer(
     "top",

@@ -39,7 +39,7 @@ def random_crop(key: jax.Array, x: jax.Array, size: int, pad: int) -> jax.Array:
   limits = jnp.array([[n + 1 for n in room]])
   offsets = jax.random.randint(key, (x.shape[0], 2), 0, limits)
   if jax.default_backend() == "tpu":
-    # Slices of unlike offsets would be taken one image after another there.
+    # Slices of different offsets would be taken one image after another there.
     for i, n in enumerate(room):
       for bit in range(n.bit_length()):
         moved = jnp.roll(x, -(1 << bit), 1 + i)
@@ -142,7 +142,8 @@ class Recipe:
   Attributes:
     size: side of the images that the model sees.
     pad: zeros around an image before it is cropped in training.
-    flip: whether training images are flipped left and right.
+    flip: whether training images are flipped left and right, and distillation
+      images top and bottom too.
     padding: the convolutions' padding that fits.
     pool_after: the pooling that fits.
     mean: mean of each channel, of pixels in [0, 1].
@@ -158,11 +159,11 @@ class Recipe:
   deviation: tuple[float, ...]
 
   def train(self, key: jax.Array, batch: core.Batch) -> core.Batch:
-    """Training images: cropped, flipped left and right, normalised."""
+    """Training images: cropped, flipped if `flip`, normalised."""
     return {**batch, "x": self._distort(key, batch["x"])}
 
   def distill(self, key: jax.Array, batch: core.Batch) -> core.Batch:
-    """Distillation images: as in training, and flipped top and bottom.
+    """Distillation images: as in training, with both flips if `flip`.
 
     Reference: Lichtarge et al. 2023, appendix C.1. Mixup is the distiller's.
     """

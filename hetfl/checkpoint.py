@@ -73,6 +73,9 @@ class Checkpoints:
   Attributes:
     folder: the folder that holds the checkpoints' folders.
     keep: how many checkpoints are kept; the oldest are deleted.
+
+  Raises:
+    ValueError: `keep` is below 1.
   """
 
   def __init__(self, folder: str | os.PathLike[str], keep: int = 3):
@@ -102,6 +105,9 @@ class Checkpoints:
       round: the round after which the state is what it is.
       state: any pytree of arrays, typed PRNG keys and Python numbers.
       extra: what else to keep; anything that `json` takes (NaN included).
+
+    Raises:
+      TypeError: a leaf is no array and no number.
     """
     specs, leaves = [], []
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
@@ -166,7 +172,8 @@ class Checkpoints:
       is no whole checkpoint.
 
     Raises:
-      ValueError: the checkpoint is whole, but of another kind of state.
+      ValueError: the checkpoint is whole, but of another format or kind of
+        state.
     """
     damaged = []
     if self.folder.is_dir():

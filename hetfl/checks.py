@@ -281,7 +281,7 @@ def same_outputs(*logits: jax.Array) -> None:
     *logits: what each of them says of the same examples.
 
   Raises:
-    ValueError: they are of unlike shapes.
+    ValueError: they are of different shapes.
 
   >>> same_outputs(jnp.zeros((8, 3)), jnp.zeros((8, 5)))
   Traceback (most recent call last):
@@ -306,7 +306,7 @@ def statistics(stats: Any) -> None:
   for path, leaf in jax.tree.leaves_with_path(stats):
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
       logging.warning(
-        "stats%s is %s: the mean over clients of unlike numbers of steps is"
+        "stats%s is %s: the mean over clients of different numbers of steps is"
         " rounded. Haiku's batch normalisation then corrects its"
         " statistics too much; hold its counter as float32.",
         jax.tree_util.keystr(path),

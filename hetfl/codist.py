@@ -76,7 +76,7 @@ class _Exchange:
     engine: engine_lib.Engine,
   ):
     num_pools = len(pools)
-    distiller.hyper(num_pools)  # Raises if a value is out of its range.
+    distiller.hyper(num_pools)  # Raises if there are not as many values.
     self._engine = engine
     self._stores = distiller.divergence is None
     models = [pool.model for pool in pools]

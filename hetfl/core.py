@@ -35,7 +35,7 @@ Schedule = Callable[[jax.Array], jax.Array]
 
 
 class Mean(NamedTuple):
-  """A mean in the making, so that means of unlike rounds add up rightly.
+  """A mean in the making, so that means of different rounds add up rightly.
 
   Attributes:
     total: weighted sum, a scalar.

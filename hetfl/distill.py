@@ -188,8 +188,9 @@ class Distiller:
       many to keep: the teachers are then part of each student's step.
 
   Raises:
-    ValueError: a value is out of its range, or a divergence of one's own comes
-      with mixup.
+    ValueError: a value is out of its range, the optimizer is no function of a
+      rate or holds it in its state, or a divergence of one's own comes with
+      mixup.
   """
 
   learning_rate: float | Sequence[float] = 1e-3

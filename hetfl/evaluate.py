@@ -125,6 +125,9 @@ class Evaluator:
     Returns:
       For each model a flat dict such as `{'test_accuracy': 0.5}`, without what
       a set has nothing to measure for.
+
+    Raises:
+      ValueError: there are not as many variables as models.
     """
     checks.sequence("variables", variables, core.Variables)
     if len(variables) != len(self._programs):

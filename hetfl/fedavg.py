@@ -51,8 +51,9 @@ class Pool:
     prox_mu: FedProx's weight; `None` leaves its term out.
 
   Raises:
-    ValueError: a rate is no number or negative, or an optimizer is no function
-      of a rate.
+    ValueError: the model is a bare Flax module, a rate is no number or
+      negative, or an optimizer is no function of a rate or holds it in its
+      state.
   """
 
   name: str
@@ -182,7 +183,7 @@ class PoolState:
     stats: the model's mutable collections; `{}` if none.
     opt_state: the server optimizer's state.
     hyper: `client_lr`, `server_lr` and, for FedProx, `prox_mu`: `float32[]`
-      each, so that trials with unlike values are a batch axis.
+      each, so that trials with different values are a batch axis.
   """
 
   params: PyTree
@@ -202,7 +203,7 @@ class PoolsState:
 
   Attributes:
     key: the run's key; never changes, every draw folds the round into it.
-    pools: P `PoolState`s, of models that may be unlike.
+    pools: P `PoolState`s, of models that may differ.
     hyper: the exchange's hyper-parameters; empty for FedAvg.
   """
 
@@ -228,7 +229,7 @@ def check_pools(pools: Sequence[Pool], at_least: int = 1) -> tuple[Pool, ...]:
   names = [pool.name for pool in pools]
   if len(names) < at_least or len(set(names)) != len(names):
     raise ValueError(
-      f"pools={names}: give at least {at_least}, of unlike names"
+      f"pools={names}: give at least {at_least}, of different names"
     )
   return tuple(pools)
 

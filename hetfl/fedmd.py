@@ -120,7 +120,7 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
     `float[N, C]`.
 
   Raises:
-    ValueError: scores of unlike shapes, or not as many as weights.
+    ValueError: scores of different shapes, or not as many as weights.
 
   Reference: Li & Wang 2019, algorithm 1, "Aggregate", and supplement, method
   4, whose weights are 1 / P but for two weak models.

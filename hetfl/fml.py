@@ -3,7 +3,7 @@
 Each client has a model of its own that never leaves it, and a *meme* model: a
 copy of the global model that it trains beside its own on the same batches,
 each learning from the labels and from what the other says. Only memes are
-sent and merged, so that the clients' models may be unlike.
+sent and merged, so that the clients' models may differ.
 
 Reference: Shen et al. 2020, "Federated Mutual Learning", algorithm 1 and
 equation 5.
@@ -55,7 +55,7 @@ class MutualState:
     server: the global model's variables; `None` if there is none.
     groups: a `GroupState` for each group.
     hyper: `learning_rate`, `alpha` and `beta`, unless they are schedules:
-      `float32[]` each, so that trials with unlike values are a batch axis.
+      `float32[]` each, so that trials with different values are a batch axis.
   """
 
   key: jax.Array

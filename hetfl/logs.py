@@ -62,6 +62,9 @@ def to_json(value: Any) -> Any:
   Returns:
     The same out of dict, list, str, bool, int, float and None.
 
+  Raises:
+    TypeError: it has no such form.
+
   >>> import numpy as np
   >>> to_json({'a': (1, float('nan')), 'b': np.float32(0.5)})
   {'a': [1, None], 'b': 0.5}
@@ -97,6 +100,9 @@ def flags_text(values: Mapping[str, Any]) -> str:
 
   Returns:
     The text.
+
+  Raises:
+    ValueError: a value has several lines.
 
   >>> print(flags_text({'lr': 0.1, 'pools': ['a', 'b'], 'bf16': False}))
   --lr=0.1

@@ -21,8 +21,6 @@ from hetfl import engine as engine_lib
 from hetfl import evaluate as evaluate_lib
 
 PyTree = Any
-# A batch as it lies in the bank -> as the model takes it; without a key, since
-# FedMD's parties draw nothing, and as an evaluation has it.
 _FIT = 104  # a stream of random numbers
 # Keras's defaults, which the released code trains with.
 keras_adam = functools.partial(optax.adam, b1=0.9, b2=0.999, eps=1e-7)
@@ -175,7 +173,7 @@ class FitPlan(NamedTuple):
   Attributes:
     round: `int32[]`, the number of the epoch, from 1.
     batches: P arrays `int32[S_k, B_k]`, positions in each party's bank; S_k is
-      128, 512, ..., so that unlike phases share compiled programs.
+      128, 512, ..., so that different phases share compiled programs.
     steps: how many of the S_k batches are work, `int32[]` each.
   """
 
@@ -440,7 +438,7 @@ def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
   checks.sequence("parties", parties, Party)
   names = [party.name for party in parties]
   if not names or len(set(names)) != len(names):
-    raise ValueError(f"parties={names}: give one or more, of unlike names")
+    raise ValueError(f"parties={names}: give one or more, of different names")
   for party in parties:
     party.hyper()
     checks.model(party.name, party.model)

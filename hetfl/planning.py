@@ -70,8 +70,9 @@ def pack_lanes(
 ) -> LanePlan:
   """Packs clients into lanes, longest client first into the shortest lane.
 
-  S is the longest lane's length rounded up to 32, 128, 512, ..., so that unlike
-  rounds share compiled programs; the steps added that way are not run.
+  S is the longest lane's length rounded up to 32, 128, 512, ..., so that
+  different rounds share compiled programs; the steps added that way are not
+  run.
 
   Args:
     batches: for each client `int32[s_k, B]`, its batches in order.
@@ -137,7 +138,7 @@ def padded_length(length: int, *, at_least: int) -> int:
     at_least: the least length.
 
   Returns:
-    The length; of few values, so that unlike rounds share compiled programs.
+    The length; of few values, so that different rounds share compiled programs.
 
   >>> [padded_length(n, at_least=32) for n in (1, 32, 33, 129)]
   [32, 32, 128, 512]
@@ -243,8 +244,8 @@ def plan_distillation(
     `int32[S, B]`, positions in the bank of `examples`.
 
   Raises:
-    ValueError: if there are no examples, one is not in the bank, they are a
-      bare bank, or a number is not at least 1.
+    ValueError: if there are no examples, one that is drawn is not in the bank,
+      they are a bare bank, or a number is not at least 1.
 
   >>> examples = Subset({'y': np.zeros(9)}, np.array([2, 5, 7]))
   >>> plan = plan_distillation(
@@ -308,7 +309,8 @@ def plan_round(
     The plan, a pure function of its arguments.
 
   Raises:
-    ValueError: if a pool has fewer clients than a round needs.
+    ValueError: as `plan_clients` and `plan_distillation`, such as for a pool
+      of fewer clients than a round needs; or `pools` is one population.
 
   >>> bank = {'y': np.arange(6)}
   >>> clients = ClientPopulation.from_lists(bank, [[0, 1, 2], [3, 4, 5]])
@@ -365,7 +367,7 @@ def localize(
 
   Returns:
     The plan with positions in the new banks, and the banks as `step` takes
-    them, still on the host. Their lengths are powers of two, so that unlike
+    them, still on the host. Their lengths are powers of two, so that different
     rounds share a few compiled programs.
 
   Raises:
@@ -418,7 +420,7 @@ def stack_plans(plans: Sequence[Any]) -> Any:
   """Puts the plans of several rounds on one axis, for `jax.lax.scan`.
 
   Args:
-    plans: plans of one kind; a `RoundPlan`'s lanes of unlike lengths are
+    plans: plans of one kind; a `RoundPlan`'s lanes of different lengths are
       filled up, all else must be of one shape.
 
   Returns:

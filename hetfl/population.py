@@ -176,7 +176,7 @@ def num_examples(bank: Bank) -> int:
   """
   sizes = {name: len(array) for name, array in bank.items()}
   if len(set(sizes.values())) != 1:
-    raise ValueError(f"bank: arrays of unlike lengths {sizes}")
+    raise ValueError(f"bank: arrays of different lengths {sizes}")
   return next(iter(sizes.values()))
 
 
@@ -190,6 +190,10 @@ class ClientPopulation:
     offsets: `int64[K + 1]`; client `k` holds
       `members[offsets[k]:offsets[k + 1]]`.
     ids: K client ids; unique.
+
+  Raises:
+    ValueError: positions are no whole numbers or outside the bank, ids are not
+      K different ones, or a client holds no examples.
   """
 
   bank: Bank

@@ -180,9 +180,11 @@ def run(
   Raises:
     FloatingPointError: see `stop_on_nonfinite`.
     SystemExit: after a signal.
-    ValueError: an argument is out of its range, another process is at work in
-      the folder, or its checkpoint is of another kind of state or of a later
-      round than the last.
+    ValueError: an argument is out of its range, there is no `scanned_step` for
+      more than one round per dispatch, `evaluate` and the step name one metric
+      or one is called `round` or `seconds`, another process is at work in the
+      folder, or its checkpoint is of another kind of state or of a later round
+      than the last.
   """
   checks.counts(
     rounds=rounds,

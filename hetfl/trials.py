@@ -1,6 +1,6 @@
 """Trials of an experiment side by side: a batch axis, or runs on threads.
 
-Hyper-parameters are arrays in an algorithm's state, so that trials with unlike
+Hyper-parameters are arrays in an algorithm's state, so that trials of all
 values are one program under `jax.vmap` (`Vmapped`), for accelerators; on CPUs
 they are runs over one engine (`SideBySide`), which keeps its threads full.
 Trials cannot touch each other, and one whose numbers are no longer finite

@@ -29,7 +29,7 @@ needs_real_data = pytest.mark.skipif(
 )
 def test_shards_are_dealt_in_one_pattern(seed, clients, p, extra):
   each = clients * p // 10  # shards of a class
-  # Ten classes of unlike sizes, in no order.
+  # Ten classes of different sizes, in no order.
   rng = np.random.default_rng(seed)
   train = rng.permutation(np.repeat(np.arange(10), 3 * each + np.arange(10)))
   test = rng.permutation(np.repeat(np.arange(10), each + extra))
@@ -279,7 +279,7 @@ def test_the_papers_federations():
     np.testing.assert_array_equal(
       counts > 0, np.bincount(held, minlength=100) > 0
     )
-  with pytest.raises(ValueError, match="images of unlike shapes"):
+  with pytest.raises(ValueError, match="images of different shapes"):
     fml_images.load_fml_images(
       ["mnist", "cifar10"], num_clients=2, data_dir=REAL
     )

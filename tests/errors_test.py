@@ -266,8 +266,8 @@ WRONG = {
     ),
     prox_mu=0.2,
   ),
-  "at least 2, of unlike names": lambda: merged(POOLS[:1]),
-  "at least 1, of unlike names": lambda: fedavg([POOLS[0]] * 2, rounds=1),
+  "at least 2, of different names": lambda: merged(POOLS[:1]),
+  "at least 1, of different names": lambda: fedavg([POOLS[0]] * 2, rounds=1),
   "client_LR: this state has no such": lambda: core.with_hyper(
     merged().init(jax.random.key(0)), client_LR=1.0
   ),
@@ -516,7 +516,7 @@ def test_an_example_that_nobody_holds_may_be_anything(name):
   else:
     algorithm = fedavg(POOLS[:1], rounds=1)
     batches = [np.array([[1, 2], [3, -1]], np.int32), np.array([[4, 5]])]
-    # Two lanes of unlike lengths, side by side.
+    # Two lanes of different lengths, side by side.
     lanes = planning.pack_lanes(batches, [0, 1], [3, 2], num_lanes=2)
     plan = planning.RoundPlan(np.int32(1), (lanes,), None)
     data = {"pools": (jax.device_put(bank),)}

@@ -259,7 +259,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
     (("--distill_data=cifar10",), "--distill_data"),
     (("--recipe=crop24",), "cuts squares of 24 out of images of 8x8 (digits)"),
     (("--client_momentum=nan",), "--client_momentum=nan: must be a finite"),
-    (("--seeds=0,0",), "--seeds=0,0: give unlike numbers"),
+    (("--seeds=0,0",), "--seeds=0,0: give different numbers"),
     (("--dropout=1",), "--dropout=1: "),
     (("--cpu_devices=2", "--engine=threads"), "--cpu_devices=2: CPU threads"),
     (("--dropout=0,0,0",), "--dropout=0,0,0: give one value, or two"),

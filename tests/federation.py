@@ -1,4 +1,4 @@
-"""A small federation with unlike models, clients and pools, for tests."""
+"""A small federation with different models, clients and pools, for tests."""
 
 import flax.linen as nn
 import jax
@@ -44,7 +44,7 @@ MODELS = (Mlp(5), Cnn(), Mlp(7))
 
 
 def make_population(sizes=(3, 7, 4, 9, 5, 12, 2, 6, 8), seed=0):
-  """Clients of unlike sizes with random images."""
+  """Clients of different sizes with random images."""
   rng = np.random.default_rng(seed)
   n = sum(sizes)
   bank = {
@@ -59,7 +59,7 @@ POPULATION = make_population()
 
 
 def make_pools(num_pools=2, **settings):
-  """Pools of unlike models with unlike rates."""
+  """Pools of different models with different rates."""
   defaults = dict(client_lr=0.125, server_lr=0.0625)
   return [
     Pool(

@@ -48,7 +48,7 @@ def transform(batch):
 
 
 def make_parties(dropout=0.0, cnn=False):
-  """Unlike models with unlike rates: dense ones, or two of the paper's."""
+  """Different models and rates: dense models, or two of the paper's."""
   modules = [PartyMlp(3, dropout), PartyMlp(5, dropout)]
   if cnn:
     modules = [
@@ -455,7 +455,7 @@ def test_what_is_out_of_range_is_refused():
   ]:
     with pytest.raises(ValueError, match=message):
       build(parties, **settings)
-  with pytest.raises(ValueError, match="unlike names"):
+  with pytest.raises(ValueError, match="different names"):
     build([parties[0], parties[0]])
   with pytest.raises(ValueError, match="patience=0"):
     fit(parties, patience=0)

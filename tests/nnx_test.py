@@ -109,7 +109,7 @@ def test_streams_come_from_the_key():
   logits, stats = out(None, False)
   np.testing.assert_array_equal(logits, out(jax.random.key(1), False)[0])
   assert stats is variables.stats
-  # Two layers drop unlike elements: by the same draws both would be alike.
+  # Two layers drop different elements: by the same draws both would be alike.
   same = core.Model.from_nnx(Twice)
   ones = jnp.ones((4, 100))
   first, second = same.apply(

@@ -85,9 +85,9 @@ def load_codist_images(
     allocation by the same law (alpha 0.1, beta 10).
   - `cifar10`: the same numbers; each client draws its labels from its own
     Dirichlet(0.5) over the 10 classes. Not in the paper.
-  - `digits`: 60 clients of unlike sizes, 1,437 images shared by Dirichlet(0.5)
-    for each label; 42, 12 and 6 clients, 8 with high capacity. Not in the
-    paper; made for trying out, with no download.
+  - `digits`: 60 clients of different sizes, 1,437 images shared by a
+    Dirichlet(0.5) for each label; 42, 12 and 6 clients, 8 with high capacity.
+    Not in the paper; made for trying out, with no download.
 
   Args:
     dataset: 'digits', 'cifar10' or 'cifar100'.

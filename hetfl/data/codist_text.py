@@ -100,8 +100,9 @@ def load_codist_text(
   - `pydoc`: docstrings and comments of the installed Python's standard
     library, a client a module; 25 % of the modules are distillation, 5 % held
     out, 15 % test. Not in the paper; made for trying out, with no download.
-  - `stackexchange`: users of a dump, `data_dir/stackexchange/Posts.xml`;
-    25 %, 5 % and 10 % of them. Not in the paper.
+  - `stackexchange`: users of a dump, `data_dir/Posts.xml` or
+    `data_dir/stackexchange/Posts.xml`; 25 %, 5 % and 10 % of them. Not in the
+    paper.
   - `stackoverflow`: FedJAX's files. 34,248 users of the training split are the
     pool; by domain, users are drawn until 30,000 are there for each. Users that
     were not drawn are the distillation data; 100,000 sentences of the held-out

@@ -46,7 +46,7 @@ def from_fedjax(
 
   Raises:
     ValueError: no clients, an unknown feature, clients whose features are of
-      unlike types or shapes, or two clients with one id.
+      different types or shapes, or two clients with one id.
 
   >>> import fedjax
   >>> data = fedjax.InMemoryFederatedData({
@@ -305,7 +305,7 @@ def _collect(
         raise ValueError(f"client {client_id!r}: no feature {name!r}")
       array = np.asarray(examples[name])
       like = parts[new][0] if parts[new] else array
-      # Joining unlike types would convert them all, without a word.
+      # Joining different types would convert them all, without a word.
       if array.dtype != like.dtype or array.shape[1:] != like.shape[1:]:
         raise ValueError(
           f"client {client_id!r}: feature {name!r} is "

@@ -143,7 +143,7 @@ def read_tfds_images(
     The images, as they are stored, and the labels.
 
   Raises:
-    DataError: the set cannot be read, or its images are of unlike shapes.
+    DataError: the set cannot be read, or its images are of different shapes.
     ImportError: TFDS is not there.
   """
   images, labels = [], []
@@ -155,7 +155,7 @@ def read_tfds_images(
   read_tfds(folder, name, split, visit)
   if len({image.shape for image in images}) != 1:
     raise DataError(
-      f"{folder}: its {split} part is empty or has images of unlike shapes:"
+      f"{folder}: its {split} part is empty or has images of different shapes:"
       f" delete it and prepare {name} with TFDS again (array_record)"
     )
   return np.stack(images), np.array(labels)

@@ -93,7 +93,7 @@ def load_fml_images(
   - `noniid1`, `noniid2`, `noniid3`: 6, 4, 2 shards of one class each for a
     client (60, 40, 20 for CIFAR-100); see `hetfl.data.partition.shards`.
   - `dirichlet`, which the paper has not: each class shared out by a Dirichlet,
-    so clients are of unlike sizes; see `hetfl.data.partition.dirichlet`.
+    so clients are of different sizes; see `hetfl.data.partition.dirichlet`.
 
   Args:
     datasets: one data set, or one for each client; clients of the same one
@@ -186,7 +186,7 @@ def load_fml_images(
     shapes[dataset] = bank["x"].shape[1:]
   if len(set(shapes.values())) > 1:
     raise ValueError(
-      f"--dataset={','.join(datasets)}: images of unlike shapes"
+      f"--dataset={','.join(datasets)}: images of different shapes"
       f" {sorted(set(shapes.values()))}; one global model cannot see them all"
     )
   return FmlImages(tuple(clients), test, num_classes, shapes[of[0]])

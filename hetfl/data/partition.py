@@ -144,7 +144,7 @@ def dirichlet(
 
   For each label, shares of the K clients are drawn from Dirichlet(alpha) and
   the label's examples, shuffled, are cut at their cumulative sums. Sizes of
-  clients come out unlike. Every example is used exactly once. A client left
+  clients come out different. Every example is used exactly once. A client left
   empty then takes one example, chosen uniformly, from the client that has
   most (the first of those, on a tie), so no client is empty.
 
@@ -305,7 +305,7 @@ def shards(
     60, 40, 20 of 100). "We divide the dataset by label into K p shards" is
     read as above; equal cuts of the sorted examples, the other reading, are
     the same where classes are equally large (CIFAR). Where they are not
-    (MNIST) such cuts would straddle classes; ours leave clients of unlike
+    (MNIST) such cuts would straddle classes; ours leave clients of different
     sizes.
 
   >>> train, test = shards(np.arange(12) % 4, np.arange(8) % 4,

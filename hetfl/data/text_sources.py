@@ -460,7 +460,7 @@ def _fedjax_client(
   ]
   sentences = examples["tokens"]
   if len(kinds) != len(sentences):
-    raise ValueError("unlike numbers of types and tokens")
+    raise ValueError("different numbers of types and tokens")
   if not all(isinstance(sentence, bytes) for sentence in sentences):
     raise TypeError("sentences are no strings")
   if isinstance(client_id, bytes):

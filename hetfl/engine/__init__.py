@@ -67,6 +67,9 @@ def default_engine(num_threads: int | None = None) -> Engine:
   Returns:
     `Threads()` on the CPU of one process, `Inline()` for one accelerator, and
     `Inline(mesh)` over all devices, of all processes, for several.
+
+  Raises:
+    ValueError: `num_threads` is below 1.
   """
   if jax.default_backend() == "cpu" and jax.process_count() == 1:
     return Threads(num_threads)

@@ -53,7 +53,7 @@ class Call(NamedTuple):
     shared: whether devices may share the work: where there are several, `fn`
       is called with `shard`, a `Shard`, and must give all the same result.
     apart: whether the calls of one `run` may go to a device each; for long
-      ones of unlike functions. Results must be numbers.
+      ones of different functions. Results must be numbers.
   """
 
   fn: Callable[..., PyTree]

@@ -36,6 +36,10 @@ class Threads:
     num_threads: how many programs run at once; by default one for each core
       this process may use.
 
+  Raises:
+    ValueError: `num_threads` is below 1. Its `run` raises a TypeError under
+      tracing.
+
   >>> job = Call(lambda x: 2 * x, (np.ones(()),))
   >>> [float(y) for y in Threads(2).run(job, job._replace(when=False))]
   [2.0, 0.0]

@@ -1,4 +1,4 @@
-"""The models of FedMD's parties: CNNs of unlike depth, width and dropout."""
+"""The models of FedMD's parties: CNNs of different depth, width and dropout."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -5,7 +5,7 @@ by hand, no random numbers. The tests compare the simulator with it.
 
 Parameters are nested dicts, `{"Conv_0": {"kernel": [3, 3, cin, cout],
 "bias": [cout]}, ..., "Dense_0": {"kernel": [din, dout], "bias": [dout]}}`;
-the architecture is read off them, so pools may have unlike models.
+the architecture is read off them, so pools may have different models.
 
 Reference: Lichtarge et al., "Heterogeneous Federated Learning Using
 Knowledge Codistillation", 2023. "Eq." and "Alg." below are that paper's.
