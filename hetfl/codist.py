@@ -78,15 +78,12 @@ class _Exchange:
     num_pools = len(pools)
     distiller.hyper(num_pools)  # Raises if there are not as many values.
     self._engine = engine
-    self._stores = distiller.divergence is None
     models = [pool.model for pool in pools]
     self._predictors = [distiller.predictor(model) for model in models]
     self._students = [distiller.student(models, i) for i in range(num_pools)]
 
   def jobs(self, teachers, hyper, key, plan, data, decay, when):
     """Runs the teachers and gives the jobs that distil to each student.
-
-    Students whose distiller stores no logits run the teachers themselves.
 
     Args:
       teachers: P `Variables`, the models as they are; students start there.
@@ -105,18 +102,17 @@ class _Exchange:
       raise ValueError("plan.distill is None: codistillation needs batches")
     steps = np.arange(len(rows), dtype=np.int32)
     bank = checks.part(data, "distill")
-    views = tuple(teachers)
-    if self._stores:
-      views = self._engine.run(
-        *(
-          engine_lib.Chunks(predict, (teacher, key, bank), (steps, rows), when)
-          for predict, teacher in zip(self._predictors, teachers)
-        )
+    views = self._engine.run(
+      *(
+        engine_lib.Chunks(predict, (teacher, key, bank), (steps, rows), when)
+        for predict, teacher in zip(self._predictors, teachers)
       )
+    )
+    said = tuple(zip(teachers, views))
     return [
       engine_lib.Call(
         student,
-        (teacher, hyper, decay, key, bank, steps, rows, views),
+        (teacher, hyper, decay, key, bank, steps, rows, said),
         when,
         core.unchanged,
         shared=True,

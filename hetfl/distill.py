@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from hetfl import checks, core
+from hetfl.models.language import TokenLogits
 
 PyTree = Any
 # (student's logits, teachers' logits, own logits, teachers' temperatures,
@@ -182,10 +183,10 @@ class Distiller:
       only, but for dropout and batch normalisation, which act on the parts.
     weights: a batch to what its examples `[B]`, or their positions `[B, T]`,
       count in the mean.
-    divergence: `None` for `kl_divergence` from `codist_target`, with the
-      logits of all the steps computed ahead, once for all students. Else a
-      function such as `next_word.token_divergence`, for logits that are too
-      many to keep: the teachers are then part of each student's step.
+    divergence: `None` for `kl_divergence` from `codist_target`. Else a function
+      such as `next_word.token_divergence`, for models whose outputs are arrays
+      with examples on their first axis, or `TokenLogits`, which are too many to
+      keep: kept are their features.
 
   Raises:
     ValueError: a value is out of its range, the optimizer is no function of a
@@ -274,25 +275,26 @@ class Distiller:
       batch = {**batch, "x": mixup(batch["x"], weight), "mixup": weight}
     return batch
 
-  def predictor(self, model: core.Model) -> Callable[..., jax.Array]:
-    """The program that computes a model's logits on distillation batches.
+  def predictor(self, model: core.Model) -> Callable[..., PyTree]:
+    """The program that computes a model's view of distillation batches.
 
     Args:
       model: the model.
 
     Returns:
-      `(variables, key, bank, (step [N], index [N, B])) -> float[N, B, C]`.
+      `(variables, key, bank, (step [N], index [N, B])) -> view`: logits
+      `float[N, B, C]`; of `TokenLogits` the features.
     """
 
-    def logits_of_batches(variables, key, bank, rows):
+    def view_of_batches(variables, key, bank, rows):
       def predict(row):
         batch = self.batch(key, bank, *row)
         size = len(batch["mask"])
-        logits = jax.lax.map(
-          lambda part: model.predict(variables, part),
+        view = jax.lax.map(
+          lambda part: _view(model.predict(variables, part)),
           core.split(batch["x"], core.num_parts(size, self.microbatch)),
         )
-        return logits.reshape(size, *logits.shape[2:])
+        return jax.tree.map(lambda a: a.reshape(size, *a.shape[2:]), view)
 
       steps, batch_size = rows[1].shape
       at_once = min(steps, _batches_at_once(batch_size))
@@ -300,7 +302,7 @@ class Distiller:
         return jax.lax.map(predict, rows)
       return jax.lax.map(predict, rows, batch_size=at_once)
 
-    return logits_of_batches
+    return view_of_batches
 
   def student(
     self, models: Sequence[core.Model], index: int
@@ -312,17 +314,17 @@ class Distiller:
       index: the student's pool, i.
 
     Returns:
-      `(variables, hyper, decay, key, bank, steps [S], index [S, B], views)
-      -> (student, loss)`, where `views` are each pool's logits at the start,
-      `float[S, B, C]`, or with a `divergence` of one's own each pool's
-      `Variables`. The loss is the mean KL to the target.
+      `(variables, hyper, decay, key, bank, steps [S], index [S, B], teachers)
+      -> (student, loss)`, where `teachers` are each pool's `Variables` at the
+      start and their view of the batches, from `predictor`; the student's own
+      are among them. The loss is the mean KL to the target.
       With `shard`, an `engine.Shard`, each device takes its share of every
       batch, and gradients are added up.
     """
     others = [j for j in range(len(models)) if j != index]
 
     def distil(
-      variables, hyper, decay, key, bank, steps, rows, views, shard=None
+      variables, hyper, decay, key, bank, steps, rows, teachers, shard=None
     ):
       final = hyper["final_share"][index]
       rate = hyper["distill_lr"][index] * (final + (1 - final) * decay)
@@ -334,7 +336,7 @@ class Distiller:
         hyper["regularization"][index],
       )
 
-      def stored(logits, data):
+      def to_target(logits, data):
         _, target, weights = data
         kl = kl_divergence(target, logits)
         if kl.shape != weights.shape:
@@ -344,31 +346,30 @@ class Distiller:
           )
         return jnp.sum(weights * kl)
 
-      def recomputed(logits, data):
-        _, batch, weights = data
-        own, *teachers = [
-          models[j].predict(views[j], batch["x"]) for j in (index, *others)
-        ]
+      def to_views(logits, data):
+        _, (batch, views), weights = data
+        own, *outputs = (
+          _outputs(models[j], teachers[j][0], batch["x"], views[j])
+          for j in (index, *others)
+        )
         return self.divergence(
-          logits, teachers, own, *mix, self.label_weight, batch, weights
+          logits, outputs, own, *mix, self.label_weight, batch, weights
         )
 
       def step(carry, row):
         student, opt_state = carry
-        s, positions, *logits = row
+        s, positions, views = row
         batch = self.batch(key, bank, s, positions)
         if self.divergence is None:
-          divergence = stored
-          target = codist_target(
-            [logits[j] for j in others], logits[index], *mix
-          )
+          divergence = to_target
+          target = codist_target([views[j] for j in others], views[index], *mix)
           if self.label_weight:
             labels = jax.nn.one_hot(batch["y"], target.shape[-1])
             if self.mixup_beta is not None:
               labels = mixup(labels, batch["mixup"])
             target += self.label_weight * (labels - target)
         else:
-          divergence, target = recomputed, batch
+          divergence, target = to_views, (batch, views)
         loss, grads, stats = self._gradient(
           models[index],
           student,
@@ -382,8 +383,8 @@ class Distiller:
         return (core.Variables(params, stats), opt_state), loss
 
       start = (variables, optimizer.init(variables.params))
-      logits = views if self.divergence is None else ()
-      (student, _), losses = jax.lax.scan(step, start, (steps, rows, *logits))
+      views = [view for _, view in teachers]
+      (student, _), losses = jax.lax.scan(step, start, (steps, rows, views))
       return student, core.Mean(
         jnp.sum(losses), jnp.asarray(len(losses), jnp.float32)
       )
@@ -430,6 +431,22 @@ class Distiller:
     count = jnp.sum(weights)
     count = jnp.where(count > 0, count, 1)
     return total / count, core.scaled(1 / count, grads), stats
+
+
+def _view(outputs: PyTree) -> PyTree:
+  """What a model's outputs say of single examples, without its output layer."""
+  return outputs.features if isinstance(outputs, TokenLogits) else outputs
+
+
+def _outputs(
+  model: core.Model, variables: core.Variables, x: PyTree, view: PyTree
+) -> PyTree:
+  """A model's outputs, of which the view is known."""
+  # Of what is computed here the output layer alone is used, and so run.
+  outputs = model.predict(variables, x)
+  if isinstance(outputs, TokenLogits):
+    return outputs.replace(features=view)
+  return view
 
 
 def _batches_at_once(batch_size: int) -> int:

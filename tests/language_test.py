@@ -175,15 +175,20 @@ def test_distillation_gradient_is_the_oracles(
     weights=next_word.token_weights,
     divergence=next_word.token_divergence,
   )
+  key, on_device = jax.random.key(0), tree_map(jnp.asarray, bank)
+  rows = np.arange(1), np.arange(8).reshape(1, 8)
+  views = [
+    jax.jit(distiller.predictor(model))(its, key, on_device, rows)
+    for model, its in zip(models, variables)
+  ]
   student, loss = jax.jit(distiller.student(models, 1))(
     variables[1],
     double(distiller.hyper(num_pools)),
     1.0,
-    jax.random.key(0),
-    tree_map(jnp.asarray, bank),
-    np.arange(1),
-    np.arange(8).reshape(1, 8),
-    tuple(variables),
+    key,
+    on_device,
+    *rows,
+    tuple(zip(variables, views)),
   )
   others = [j for j in range(num_pools) if j != 1]
   value, grads = oracle.divergence_and_gradient(
