@@ -74,7 +74,7 @@ def plan_of(
 
 def fedavg_round(size: str, sizes=EQUAL) -> rounds.Round:
   """A FedAvg round of 20 clients, by default of 60 with 100 images each."""
-  runner = engine.default_engine()
+  runner = rounds.one_device()
   clients = clients_of(sizes)
   bank = jax.device_put(dict(clients.bank))
   num_lanes = runner.num_lanes(peers.COHORT)
@@ -99,7 +99,7 @@ def codist_round(name: str, plain: bool = False) -> rounds.Round:
   if plain:
     runner, num_lanes, part = engine.Inline(), 20, None
   else:
-    runner = engine.default_engine()
+    runner = rounds.one_device()
     on_threads = isinstance(runner, engine.Threads)
     num_lanes = runner.num_lanes(peers.COHORT)
     part = 16 if on_threads else None

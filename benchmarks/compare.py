@@ -14,7 +14,6 @@ a CPU. A chart is drawn beside the JSON.
 
 import argparse
 import gc
-import os
 import pathlib
 import sys
 
@@ -28,6 +27,7 @@ if str(ROOT) not in sys.path:  # As a script, not with -m.
 
 from benchmarks import codist, fedmd, fml, language, rounds  # noqa: E402
 from hetfl import logs  # noqa: E402
+from hetfl.engine.threads import num_cores  # noqa: E402
 
 
 def chosen(only: str | None, every: dict[str, rounds.Row]) -> list[str]:
@@ -48,7 +48,7 @@ def chosen(only: str | None, every: dict[str, rounds.Row]) -> list[str]:
   """
   if not only:
     return list(every)
-  wanted = only.split(",")
+  wanted = [word for word in only.split(",") if word]
   for word in wanted:
     if not any(name.startswith(word) for name in every):
       raise ValueError(f"--only={word}: choose from {', '.join(every)}")
@@ -120,7 +120,9 @@ def main() -> None:
   args = parser.parse_args()
   # For FedJAX's pmap; ours uses the first device only.
   if jax.config.jax_platforms in (None, "", "cpu"):
-    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+    jax.config.update("jax_num_cpu_devices", num_cores())
+  # Both sides in float32; by default JAX takes less on some accelerators.
+  jax.config.update("jax_default_matmul_precision", "float32")
   every = (
     codist.rows()
     | fml.rows(args.fml_examples)

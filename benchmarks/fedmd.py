@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import rounds
+from benchmarks import peers, rounds
 from hetfl import core, engine, population
 from hetfl.fedmd import fedmd, plan_fedmd
 from hetfl.models import fedmd as models
@@ -39,7 +39,7 @@ def scaled(batch):
 
 def ours(table: str, width: float) -> rounds.Round:
   """Our round."""
-  runner = engine.default_engine()
+  runner = rounds.one_device()
   conv = "patches" if isinstance(runner, engine.Threads) else "native"
   example = jnp.zeros((1, SIDE, SIDE, 1))
   named = models.party_models(table, PARTIES, CLASSES, width=width, conv=conv)
@@ -124,6 +124,7 @@ def peer(table: str, width: float, channels_last: bool) -> rounds.Round:
   from torch.nn import functional
 
   torch.manual_seed(0)
+  device = peers.torch_device()
   layout = torch.channels_last if channels_last else torch.contiguous_format
   counts = parameter_counts(table, width)
   nets, digests, revisits = [], [], []
@@ -134,7 +135,7 @@ def peer(table: str, width: float, channels_last: bool) -> rounds.Round:
     count = sum(p.numel() for p in net.parameters())
     if count != counts[k]:
       raise RuntimeError(f"party {k}: {count} parameters, ours {counts[k]}")
-    nets.append(net.to(memory_format=layout))
+    nets.append(net.to(device, memory_format=layout))
     adam = lambda net=net: torch.optim.Adam(
       net.parameters(), LEARNING_RATE, eps=1e-7
     )
@@ -144,9 +145,8 @@ def peer(table: str, width: float, channels_last: bool) -> rounds.Round:
   def images(bank):
     x = torch.from_numpy(bank["x"]).permute(0, 3, 1, 2)
     x = x.float().div_(255).sub_(0.5)
-    return x.contiguous(memory_format=layout), torch.from_numpy(
-      bank["y"]
-    ).long()
+    y = torch.from_numpy(bank["y"]).long()
+    return x.contiguous(memory_format=layout).to(device), y.to(device)
 
   (x, _), (own_x, own_y) = (
     images(synthetic(PUBLIC, 0)),
@@ -155,7 +155,7 @@ def peer(table: str, width: float, channels_last: bool) -> rounds.Round:
 
   def train(net, optimizer, x, target, batch, loss):
     net.train()
-    for index in torch.randperm(len(x)).split(batch):
+    for index in torch.randperm(len(x), device=device).split(batch):
       optimizer.zero_grad()
       value = loss(net(x[index]), target[index])
       (value + L2 * net[-1].weight.square().sum()).backward()
@@ -173,6 +173,7 @@ def peer(table: str, width: float, channels_last: bool) -> rounds.Round:
       train(net, digest, x, consensus, BATCH, functional.l1_loss)
       for _ in range(OWN_EPOCHS):
         train(net, revisit, own_x, own_y, OWN_BATCH, functional.cross_entropy)
+    peers.wait_for_torch(device)
 
   run()
   return run

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import rounds
+from benchmarks import peers, rounds
 from hetfl import augment, core, engine
 from hetfl.fml import fml, group_clients, independent, plan_mutual
 from hetfl.models import fml as nets
@@ -36,14 +36,15 @@ def synthetic(examples: int) -> dict[str, np.ndarray]:
 
 def ours_round(examples: int, mutual: bool = True) -> rounds.Round:
   """Our round; without `mutual`, the clients' own models learn alone."""
-  runner = engine.default_engine()
+  runner = rounds.one_device()
   bank = jax.device_put(synthetic(examples))
   model = core.Model.from_flax(
     nets.net("cnn1", 10, SHAPE), jnp.zeros((1, *SHAPE))
   )
   client = MutualClient(model, augment.RECIPES["pad32"].train)
   clients = [client] * NUM_CLIENTS
-  options = dict(microbatch=MICROBATCH, engine=runner)
+  on_threads = isinstance(runner, engine.Threads)
+  options = dict(microbatch=MICROBATCH if on_threads else None, engine=runner)
   if mutual:
     algorithm = fml(clients, global_model=model, **options)
   else:
@@ -76,6 +77,7 @@ def torch_round(
   from torch.nn import functional
 
   torch.manual_seed(0)
+  device = peers.torch_device()
   layout = torch.channels_last if channels_last else torch.contiguous_format
 
   def cnn1():
@@ -90,15 +92,17 @@ def torch_round(
       nn.Linear(576, 120),
       nn.ReLU(),
       nn.Linear(120, 10),
-    ).to(memory_format=layout)
+    ).to(device, memory_format=layout)
 
   bank = synthetic(examples)
   # Padded once, as the crops of a loop over a loaded data set would be.
   x = functional.pad(
     torch.from_numpy(bank["x"]).permute(0, 3, 1, 2), (4, 4, 4, 4)
   ).contiguous(memory_format=layout)
-  y = torch.from_numpy(bank["y"]).long()
-  mean, deviation = (torch.tensor(v).view(1, 3, 1, 1) for v in NORMAL)
+  x, y = x.to(device), torch.from_numpy(bank["y"]).long().to(device)
+  mean, deviation = (
+    torch.tensor(v, device=device).view(1, 3, 1, 1) for v in NORMAL
+  )
   optimizer = functools.partial(
     torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-4
   )
@@ -106,13 +110,13 @@ def torch_round(
   locals_ = [cnn1() for _ in range(NUM_CLIENTS)]
   optimizers = [optimizer(model.parameters()) for model in locals_]
   meme = cnn1()
-  span = torch.arange(32)
+  span = torch.arange(32, device=device)
+  colors = torch.arange(3, device=device)[None, :, None, None]
 
   def batch(index):
-    top, left = torch.randint(0, 9, (2, len(index), 1))
-    columns = left + torch.where(
-      torch.rand(len(index), 1) < 0.5, span, span.flip(0)
-    )
+    top, left = torch.randint(0, 9, (2, len(index), 1), device=device)
+    flipped = torch.rand(len(index), 1, device=device) < 0.5
+    columns = left + torch.where(flipped, span, span.flip(0))
     rows = top + span
     if channels_last:
       images = x.permute(0, 2, 3, 1)[
@@ -121,7 +125,7 @@ def torch_round(
     else:
       images = x[
         index[:, None, None, None],
-        torch.arange(3)[None, :, None, None],
+        colors,
         rows[:, None, :, None],
         columns[:, None, None, :],
       ]
@@ -137,7 +141,7 @@ def torch_round(
   def client(k):
     meme.load_state_dict(server.state_dict())
     meme_optimizer = optimizer(meme.parameters())
-    order = torch.randperm(examples) + k * examples
+    order = torch.randperm(examples, device=device) + k * examples
     for index in order.split(BATCH_SIZE):
       images, labels = batch(index)
       own = locals_[k](images)
@@ -162,6 +166,7 @@ def torch_round(
       state = {n: a.clone() for n, a in meme.state_dict().items()}
       sums = state if sums is None else {n: sums[n] + state[n] for n in sums}
     server.load_state_dict({n: a / NUM_CLIENTS for n, a in sums.items()})
+    peers.wait_for_torch(device)
 
   run()
   return run

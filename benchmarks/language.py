@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import rounds
+from benchmarks import peers, rounds
 from hetfl import core, engine, next_word, planning, population
 from hetfl.data import codist_text
 from hetfl.fedavg import fedavg, Pool
@@ -88,7 +88,7 @@ def ours(size: str, clients, cycle: int, padded: bool) -> rounds.Round:
   Returns:
     The round.
   """
-  runner = engine.Inline() if padded else engine.default_engine()
+  runner = engine.Inline() if padded else rounds.one_device()
   lanes = CLIENTS if padded else LANES
   chunk = 128 if isinstance(runner, engine.Threads) else None
   pool = Pool(
@@ -123,7 +123,7 @@ def torch_round(size: str, clients, cycle: int) -> rounds.Round:
   from torch import nn
 
   embedding, hidden, layers = SIZES[size]
-  device = "cuda" if torch.cuda.is_available() else "cpu"
+  device = peers.torch_device()
 
   class Lstm(nn.Module):
     def __init__(self):
@@ -183,8 +183,7 @@ def torch_round(size: str, clients, cycle: int) -> rounds.Round:
     for w, d in zip(server, deltas):
       w.grad = d.div_(total)
     adam.step()
-    if device == "cuda":
-      torch.cuda.synchronize()
+    peers.wait_for_torch(device)
 
   for _ in range(cycle):
     run()

@@ -220,12 +220,36 @@ def fedjax_round(
 # --- PyTorch ---------------------------------------------------------------
 
 
+def torch_device() -> str:
+  """Where PyTorch trains: on what JAX has.
+
+  Raises:
+    ImportError: JAX has an accelerator, but this PyTorch none.
+  """
+  import jax
+  import torch
+
+  if jax.default_backend() == "cpu":
+    return "cpu"
+  if not torch.cuda.is_available():
+    raise ImportError(f"no PyTorch for {jax.devices()[0].device_kind}")
+  return "cuda"
+
+
+def wait_for_torch(device: str) -> None:
+  """Returns when all that was given to the device is done."""
+  import torch
+
+  if torch.device(device).type == "cuda":
+    torch.cuda.synchronize()
+
+
 def torch_round(
   filters: Sequence[int] = SIZES["small"][0],
   dense: Sequence[int] = SIZES["small"][1],
   *,
   channels_last: bool = False,
-  device: str = "cpu",
+  device: str | None = None,
   seed: int = 0,
   warm_up: int = 2,
 ) -> Callable[[], Any]:
@@ -238,7 +262,7 @@ def torch_round(
     filters: of the three convolutions.
     dense: widths of the dense layers before the logits.
     channels_last: whether to keep images and kernels channels last.
-    device: where to train.
+    device: where to train; by default `torch_device()`.
     seed: for the data, the initial parameters and the clients' batches.
     warm_up: rounds run before returning.
 
@@ -249,6 +273,7 @@ def torch_round(
   import torch
   from torch import nn
 
+  device = device or torch_device()
   torch.manual_seed(seed)
   layers: list[nn.Module] = []
   channels = 3
@@ -305,8 +330,7 @@ def torch_round(
     for s, d in zip(server, deltas):
       s.grad = d.div_(total)
     server_optimizer.step()
-    if torch.device(device).type == "cuda":
-      torch.cuda.synchronize()
+    wait_for_torch(device)
     return server
 
   for _ in range(warm_up):

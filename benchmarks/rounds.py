@@ -36,6 +36,13 @@ class Row(NamedTuple):
   work: Callable[[], tuple[float, str]]
 
 
+def one_device() -> engine.Engine:
+  """The engine of all that is compared: a CPU's threads, or one accelerator."""
+  if jax.default_backend() == "cpu":
+    return engine.Threads()
+  return engine.Inline()
+
+
 def looped(algorithm, runner, plan, data, cycle: int | None = None) -> Round:
   """A callable that runs the next round and blocks till it is done.
 
@@ -100,7 +107,7 @@ def ceiling(side: int = 1024, products: int = 8) -> Round:
   def multiply(a):
     return jax.lax.fori_loop(0, products, lambda _, b: a @ b, a)
 
-  runner = engine.default_engine()
+  runner = one_device()
   number = getattr(runner, "num_threads", 1)
   if number == 1:
     multiply = jax.jit(multiply)

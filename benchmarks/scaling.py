@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import gc
 import json
 import math
+import os
 import pathlib
 import statistics
 import subprocess
@@ -293,9 +294,10 @@ def host_megabytes() -> float:
   """Resident memory of this process; NaN where there is no /proc."""
   try:
     with open("/proc/self/statm", encoding="ascii") as f:
-      return int(f.read().split()[1]) * 4096 / 2**20
+      pages = int(f.read().split()[1])
   except OSError:
     return math.nan
+  return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 # Name -> sweep, and what its chart shows: x, y, y's name.

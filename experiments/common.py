@@ -455,13 +455,13 @@ def only_holds(
   Raises:
     UsageError: if there is anything else.
   """
-  # A run that was killed may leave a file half written.
-  charts = re.compile(r"\.lock|\..*\.part|curves(_questions|_answers)?\.png")
+  # Hidden ones are locks, files half written, or of the system's.
+  charts = re.compile(r"\..*|curves(_questions|_answers)?\.png")
   for path in sorted(workdir.iterdir()) if workdir.is_dir() else ():
     if not any(p.fullmatch(path.name) for p in (allowed, charts)):
       raise UsageError(
-        f"--workdir={workdir} holds {path.name}, which no comparison of {kind}"
-        " does. Use another --workdir."
+        f"--workdir={workdir} holds {path.name}, so it cannot hold a comparison"
+        f" of {kind}. Use another --workdir."
       )
 
 

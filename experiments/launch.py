@@ -67,6 +67,8 @@ def side_by_side(
       raise common.UsageError(
         f"--algorithm={name}: choose from {', '.join(algorithms)}"
       )
+  if len(set(names)) < len(names):
+    raise common.UsageError(f"--algorithm={','.join(names)}: name each once")
   common.warn_of_idle(
     f"--algorithm={','.join(names)} has no use for it",
     *set.intersection(*(set(unused[name]) for name in names)),

@@ -21,7 +21,6 @@ import csv
 import io
 import json
 import pathlib
-import re
 import signal
 import statistics
 import subprocess
@@ -190,47 +189,54 @@ def run_cell(
     )
 
 
-def read_results(folder: pathlib.Path, seeds: Sequence[str]) -> list[dict]:
+def algorithms_of(cell: tables.Cell, extra: Sequence[str]) -> list[str]:
+  """What a cell runs beside each other; none for one run without a name."""
+  names = cell.flags.get("algorithm", ())
+  for flag in extra:
+    name, _, value = flag.lstrip("-").partition("=")
+    if name == "algorithm":
+      names = value
+  return names.split(",") if isinstance(names, str) else list(names)
+
+
+def read_results(
+  folder: pathlib.Path, seeds: Sequence[str], algorithms: Sequence[str]
+) -> list[dict]:
   """What a cell's runs say, once those of all seeds, or its one, are done."""
   places = [folder / f"seed{seed}" for seed in seeds] or [folder]
-  if not all(has_result(place) for place in places):
-    return []
-  return [read_result(place) for place in places]
+  results = [read_result(place, algorithms) for place in places]
+  return results if all(results) else []
 
 
-def has_result(folder: pathlib.Path) -> bool:
-  """Whether a run is finished, or one of several algorithms."""
-  if (folder / "config.json").exists():  # Of one run: those below are phases.
-    return (folder / "result.json").exists()
-  return bool(_of_algorithms(folder))
-
-
-def _of_algorithms(folder: pathlib.Path) -> list[pathlib.Path]:
-  """The results of several algorithms; other seeds' are none of them."""
-  paths = sorted(folder.glob("*/result.json"))
-  return [p for p in paths if not re.fullmatch(r"seed\d+", p.parent.name)]
-
-
-def read_result(folder: pathlib.Path) -> dict:
+def read_result(folder: pathlib.Path, algorithms: Sequence[str]) -> dict | None:
   """What a finished run says; of several algorithms, by their names.
 
   Args:
     folder: the run's folder.
+    algorithms: which run beside each other.
 
   Returns:
     What `result.json` holds, or those of the folders in it, with the rounds of
-    one and the seconds of all.
+    one and the seconds of all. `None` if one is not finished.
   """
-  path = folder / "result.json"
-  if path.exists():
-    return json.loads(path.read_bytes())
-  results = {
-    path.parent.name: json.loads(path.read_bytes())
-    for path in _of_algorithms(folder)
-  }
+  if len(algorithms) < 2:
+    return _of_run(folder)
+  results = {name: _of_run(folder / name) for name in algorithms}
+  if not all(results.values()):
+    return None
   rounds = max(result["rounds"] for result in results.values())
   seconds = sum(result["seconds"] for result in results.values())
   return {**results, "rounds": rounds, "seconds": seconds}
+
+
+def _of_run(folder: pathlib.Path) -> dict | None:
+  """A run's `result.json`, if it is of all the rounds that it is to have."""
+  try:
+    result = json.loads((folder / "result.json").read_bytes())
+    config = json.loads((folder / "config.json").read_bytes())["config"]
+  except FileNotFoundError:
+    return None
+  return result if result["rounds"] == config["rounds"] else None
 
 
 def main(argv: Sequence[str]) -> None:
@@ -264,7 +270,8 @@ def main(argv: Sequence[str]) -> None:
       parser.error("--table: choose one of these; --list says more")
     return
   table = known[args.table]
-  parts = [part.strip() for part in args.only.split(",")] if args.only else [""]
+  parts = [part.strip() for part in (args.only or "").split(",")]
+  parts = [part for part in parts if part] or [""]
   for part in parts:
     if not any(part in cell.name for cell in table.cells):
       parser.error(f"--only={args.only}: no cell {part!r}; see --list")
@@ -285,13 +292,16 @@ def main(argv: Sequence[str]) -> None:
   workdir = pathlib.Path(args.workdir or pathlib.Path("runs", args.table))
   workdir = workdir.expanduser()
   results = {
-    cell.name: read_results(workdir / cell.name, seeds) for cell in table.cells
+    cell.name: read_results(
+      workdir / cell.name, seeds, algorithms_of(cell, extra)
+    )
+    for cell in table.cells
   }
   run_now = set()
   for cell in cells:
     folder = workdir / cell.name
     run_cell(table.script, cell, folder, extra)
-    results[cell.name] = read_results(folder, seeds)
+    results[cell.name] = read_results(folder, seeds, algorithms_of(cell, extra))
     run_now.add(cell.name)
     # Those of earlier commands may have had other flags.
     alike = run_now >= {name for name, found in results.items() if found}

@@ -362,7 +362,7 @@ def _sync(folder: pathlib.Path) -> None:
   """Has the files of a folder and of those below it written to the disk."""
   for root, _, names in os.walk(folder):
     for name in names:
-      with open(os.path.join(root, name), "rb") as f:
+      with open(os.path.join(root, name), "r+b") as f:
         os.fsync(f.fileno())
     logs.sync_folder(root)
 

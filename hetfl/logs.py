@@ -45,6 +45,8 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 
 def sync_folder(path: str | os.PathLike[str]) -> None:
   """Has the names in a folder written to the disk."""
+  if os.name == "nt":  # There folders cannot be opened.
+    return
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
@@ -254,8 +256,8 @@ class RunFolder:
     elif self.path.exists() and not self.path.is_dir():
       raise ConfigMismatch(f"{named}={workdir} is a file. Use another {named}.")
     elif self.path.exists() and any(
-      # A process killed while it made the folder leaves this.
-      p.name != ".config.json.part"
+      # Hidden ones are the system's, or what a killed process left.
+      not p.name.startswith(".")
       for p in self.path.iterdir()
     ):
       raise ConfigMismatch(
@@ -401,7 +403,7 @@ class MetricsLog:
 
       self._board = tensorboardX.SummaryWriter(
         str(folder.path / "tensorboard"),
-        purge_step=after + 1 if after else None,
+        purge_step=after + 1,  # What a process wrote that was killed.
       )
 
   def write(self, row: Mapping[str, Any]) -> None:

@@ -199,13 +199,20 @@ class OptunaSearch:
         load_if_exists=True,
       )
 
-    there = study()
-    known = [t.user_attrs.get("trial") for t in there.trials]
-    if known != [row["trial"] for row in rows[: len(known)]]:
+    def add(rows_there):
+      there = study()
+      known = [t.user_attrs.get("trial") for t in there.trials]
+      if known != rows_there[: len(known)]:
+        raise ValueError(f"{self._journal} holds other trials")
+      for row in rows[len(known) :]:
+        there.add_trial(self._trial(row))
+
+    numbers = [row["trial"] for row in rows]
+    try:
+      add(numbers)
+    except ValueError:  # Others', or a last line that was cut off.
       self._journal.unlink()
-      there, known = study(), []
-    for row in rows[len(known) :]:
-      there.add_trial(self._trial(row))
+      add(numbers)
 
   def _trial(self, row: Row):
     halved = row["status"] == "halved"

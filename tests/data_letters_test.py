@@ -161,9 +161,12 @@ def test_bad_files_are_named(tmp_path):
   np.savez(npz, images=np.array([{}], object), labels=[0], writers=[0])
   with pytest.raises(DataError, match="letters.npz: cannot be read"):
     letters.load_letters(tmp_path)
-  npz.write_bytes(b"PK\3\4 not a zip")
-  with pytest.raises(DataError, match="letters.npz: cannot be read"):
-    letters.load_letters(tmp_path)
+  np.save(tmp_path / "array.npy", np.zeros(3))
+  array = (tmp_path / "array.npy").read_bytes()
+  for content in (b"PK\3\4 not a zip", b"", array):
+    npz.write_bytes(content)
+    with pytest.raises(DataError, match="letters.npz: cannot be read"):
+      letters.load_letters(tmp_path)
   mat = tmp_path / "emnist-letters.mat"
   mat.write_bytes(b"not matlab")
   with pytest.raises(DataError, match="emnist-letters.mat: cannot be read"):

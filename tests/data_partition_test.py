@@ -155,6 +155,32 @@ def test_dirichlet_skew_grows_as_alpha_shrinks():
     partition.dirichlet(labels[:10], num_clients=11, seed=0, alpha=1.0)
 
 
+def test_empty_clients_take_from_the_largest(monkeypatch):
+  """By the definition: one after another, any example of the first largest."""
+  labels = np.arange(300) % 3
+  drawn = partition.dirichlet(labels, num_clients=150, seed=3, alpha=0.01)
+  calls = []
+
+  def without(labels, num_clients, shares, rng):
+    owner = np.empty(len(labels), np.int64)
+    for label in np.unique(labels):
+      positions = rng.permutation(np.flatnonzero(labels == label))
+      ends = np.floor(np.cumsum(shares(label)) * len(positions) + 1e-9)
+      ends[-1] = len(positions)
+      sizes = np.diff(np.clip(ends, 0, len(positions)), prepend=0)
+      owner[positions] = np.repeat(np.arange(num_clients), sizes.astype(int))
+    for k in np.flatnonzero(np.bincount(owner, minlength=num_clients) == 0):
+      calls.append(k)
+      most = np.argmax(np.bincount(owner, minlength=num_clients))
+      owner[rng.choice(np.flatnonzero(owner == most))] = k
+    return [np.flatnonzero(owner == k) for k in range(num_clients)]
+
+  monkeypatch.setattr(partition, "_share_out", without)
+  expected = partition.dirichlet(labels, num_clients=150, seed=3, alpha=0.01)
+  assert len(calls) > 50
+  _assert_same(drawn, expected)
+
+
 def test_matching_has_the_shares_of_the_partition():
   labels, other = np.arange(10_000) % 10, np.arange(2_000) % 10
   parts = partition.dirichlet(labels, num_clients=20, seed=0, alpha=0.3)

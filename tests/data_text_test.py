@@ -489,6 +489,8 @@ def test_c4_mod(tmp_path):
   shard = tmp_path / "c4-train.00000.json.gz"
   lines = "".join(json.dumps(d) + "\n" for d in documents) + "{broken\n"
   shard.write_bytes(gzip.compress(lines.encode()))
+  # A copy by way of another system leaves such beside it.
+  (tmp_path / "._c4-train.00000.json.gz").write_bytes(b"no text")
   corpus = text_sources.c4_mod(tmp_path, max_words=20)
   assert [s for _, s in sentences_of(corpus)["c4"]] == [
     "it isn't so .",

@@ -256,6 +256,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
     (("--teacher_temperature=0",), "--teacher_temperature=0"),
     (("--rounds=0",), "rounds"),
     (("--algorithm=fedsgd",), "--algorithm=fedsgd: choose from fedavg"),
+    (("--algorithm=merged,merged",), "merged,merged: name each once"),
     (("--distill_data=cifar10",), "--distill_data"),
     (("--recipe=crop24",), "cuts squares of 24 out of images of 8x8 (digits)"),
     (("--client_momentum=nan",), "--client_momentum=nan: must be a finite"),

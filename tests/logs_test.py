@@ -115,6 +115,7 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
 
 def test_what_a_killed_start_left_is_no_obstacle(tmp_path):
   (tmp_path / ".config.json.part").write_text("{")
+  (tmp_path / ".DS_Store").write_text("what a file browser leaves")
   logs.RunFolder(tmp_path, CONFIG)
 
 

@@ -358,11 +358,12 @@ def test_optuna_goes_on_where_it_was_and_learns(tmp_path):
   pytest.importorskip("optuna")
   space = {"rate": proposers.Dimension(1.0, 100.0, log=True)}
 
-  def search(name, stop=None):
+  def search(name, stop=None, cut=None):
     rows = []
     for first in range(0, 40, 8):
-      if first == stop:
-        (tmp_path / name).unlink()  # Made anew of the rows.
+      if first == stop:  # Made anew of the rows, if not whole.
+        journal = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(journal[:-cut])
       proposer = proposers.OptunaSearch(space, 0, tmp_path / name)
       for i, values in enumerate(proposer.propose(rows, first, 8)):
         rate = values["rate"]
@@ -383,7 +384,8 @@ def test_optuna_goes_on_where_it_was_and_learns(tmp_path):
     return rows
 
   rows = search("a")
-  assert search("b", stop=24) == rows
+  for cut in (5, 10**9):  # A line that was not written to its end; all.
+    assert search(f"b{cut}", stop=24, cut=cut) == rows
   rates = [row["values"]["rate"] for row in rows]
   assert len(set(rates)) == 40 and all(1 <= r <= 100 for r in rates)
   # The best is at 1; random search's median is at 10.
@@ -428,6 +430,10 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   )
   assert re.search(rf"^ +{best['trial']} ", done.stdout, re.MULTILINE)
   assert (tmp_path / "tune/parallel.png").exists()
+  # Of a flag that is searched for one model, the other's value counts.
+  other = ("--server_lr=0.01,0.02", *runs)
+  done = tune(*search, space, f"--workdir={tmp_path}/tune", "--", *other)
+  assert done.returncode != 0 and "server_lr: there [0.01, 0.01]" in done.stderr
   alone = experiment("codist")(
     f"--flagfile={tmp_path}/tune/best.flags",
     f"--workdir={tmp_path}/best",

@@ -1,8 +1,10 @@
 """The federations of text that codistillation is tried on.
 
 Users are shared out once, by `partition_seed`: those of the pools, of the
-distillation data, the held-out and the test users are different people. The
-vocabulary is trained on the users of the pools alone.
+distillation data, the held-out and the test users are different people, but for
+Stack Overflow's test users, who may also be in the training split, with what
+they wrote before 2018. The vocabulary is trained on the users of the pools
+alone.
 """
 
 import dataclasses

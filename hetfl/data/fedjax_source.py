@@ -5,6 +5,7 @@ called: `fedjax.FederatedData`, in memory or in SQLite files, is an interface
 that other code shares; its algorithms do not run on current JAX.
 """
 
+import collections
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import os
@@ -317,7 +318,7 @@ def _collect(
   if not ids:
     raise ValueError("federated_data: no clients that have examples")
   if len(set(ids)) != len(ids):
-    twice = next(i for i in ids if ids.count(i) > 1)
+    (twice, _), *_ = collections.Counter(ids).most_common(1)
     raise ValueError(f"federated_data: two clients with the id {twice!r}")
   bank = {}
   for name in list(parts):

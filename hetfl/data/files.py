@@ -7,6 +7,7 @@ import http.client
 import json
 import logging
 import os
+import re
 import tempfile
 from typing import Any
 import urllib.request
@@ -59,6 +60,12 @@ def tfds_roots(data_dir: str | None) -> list[str]:
   return roots + [os.path.expanduser(default)]
 
 
+def _version(path: str) -> list[int]:
+  """The numbers of the version that a path of a TFDS set holds."""
+  folder = os.path.basename(os.path.dirname(path))
+  return [int(number) for number in re.findall(r"\d+", folder)]
+
+
 def prepared_tfds(
   name: str, data_dir: str | None
 ) -> tuple[str | None, list[str]]:
@@ -80,7 +87,7 @@ def prepared_tfds(
   unreadable = []
   for root in tfds_roots(data_dir):
     pattern = os.path.join(glob.escape(root), name, "*", "dataset_info.json")
-    for path in sorted(glob.glob(pattern), reverse=True):  # newest first
+    for path in sorted(glob.glob(pattern), key=_version, reverse=True):
       try:
         with open(path, encoding="utf-8") as stream:
           file_format = json.load(stream).get("fileFormat")

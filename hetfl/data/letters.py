@@ -314,7 +314,10 @@ def _read_npz(path: str) -> tuple[Bank, Bank]:
       images, labels, writers = (
         arrays[name] for name in ("images", "labels", "writers")
       )
-  except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as e:
+  except (
+    *(OSError, ValueError, KeyError, EOFError, TypeError),
+    *(zipfile.BadZipFile, zlib.error),
+  ) as e:
     raise DataError(
       f"{path}: cannot be read ({files.one_line(e)}): want arrays images,"
       " labels and writers"

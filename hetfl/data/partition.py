@@ -7,6 +7,7 @@ one integer array of example positions per client, as
 
 import bisect
 from collections.abc import Callable, Sequence
+import heapq
 import itertools
 import math
 from typing import NamedTuple
@@ -215,8 +216,11 @@ def matching(
   labels, other = np.asarray(labels), np.asarray(other)
   _check_clients(len(clients), len(other))
 
+  holders = np.repeat(np.arange(len(clients)), [len(own) for own in clients])
+  theirs = labels[np.concatenate([*clients, np.zeros(0, np.int64)]).astype(int)]
+
   def shares(label):
-    counts = np.array([np.sum(labels[own] == label) for own in clients])
+    counts = np.bincount(holders[theirs == label], minlength=len(clients))
     counts = counts if counts.any() else np.ones(len(clients))
     return counts / counts.sum()
 
@@ -239,13 +243,22 @@ def _share_out(
     cuts[-1] = len(positions)  # the sum of the shares is 1 only to rounding
     sizes = np.diff(np.clip(cuts, 0, len(positions)), prepend=0)
     owner[positions] = np.repeat(np.arange(num_clients), sizes)
-  sizes = np.bincount(owner, minlength=num_clients)
-  for empty in np.flatnonzero(sizes == 0):
-    largest = int(np.argmax(sizes))
-    owner[rng.choice(np.flatnonzero(owner == largest))] = empty
-    sizes[largest] -= 1
-    sizes[empty] += 1
+  held = _by_owner(owner, num_clients)
+  largest_first = [(-len(own), k) for k, own in enumerate(held)]
+  heapq.heapify(largest_first)
+  for empty in [k for k, own in enumerate(held) if not len(own)]:
+    size, largest = largest_first[0]
+    moved = rng.choice(held[largest])
+    owner[moved] = empty
+    held[largest] = held[largest][held[largest] != moved]
+    heapq.heapreplace(largest_first, (size + 1, largest))
+  return _by_owner(owner, num_clients)
+
+
+def _by_owner(owner: np.ndarray, num_clients: int) -> list[np.ndarray]:
+  """Each client's positions, in order."""
   order = np.argsort(owner, kind="stable").astype(np.int32)
+  sizes = np.bincount(owner, minlength=num_clients)
   return np.split(order, np.cumsum(sizes)[:-1])
 
 

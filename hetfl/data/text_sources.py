@@ -505,7 +505,9 @@ def c4_mod(
   """
   path = pathlib.Path(path).expanduser()
   files = (
-    sorted(p for p in path.iterdir() if p.is_file())
+    sorted(
+      p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")
+    )
     if path.is_dir()
     else [path]
   )
