@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
-import hashlib
 import logging as std_logging
 import math
 import os
 import pathlib
-import platform
 import re
 import sys
 from typing import Any, NamedTuple, NoReturn
@@ -315,27 +313,12 @@ def _keep_programs() -> None:
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
       return
     try:
-      folder = autotune.cache_folder() / "programs" / _processor()
+      folder = autotune.cache_folder() / "programs" / autotune.processor()
       folder.mkdir(parents=True, exist_ok=True)
     except OSError:
       return  # A home that cannot be written to is no reason to stop.
   jax.config.update("jax_compilation_cache_dir", str(folder))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
-def _processor() -> str:
-  """Tells processors apart: programs of one may not run on another."""
-  description = platform.processor() + platform.machine()
-  try:
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-      lines = file.read().splitlines()
-  except OSError:  # not on Linux
-    lines = []
-  kinds = ("model name", "flags", "Features")
-  description += "".join(
-    sorted({line for line in lines if line.startswith(kinds)})
-  )
-  return hashlib.sha256(description.encode()).hexdigest()[:16]
 
 
 def _join_processes() -> None:

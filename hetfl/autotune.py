@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pathlib
+import platform
 import statistics
 import time
 from typing import Any
@@ -45,6 +46,21 @@ def cache_file() -> pathlib.Path:
   return cache_folder() / "autotune.json"
 
 
+def processor() -> str:
+  """Tells the kinds of CPUs apart: programs of one may not run on another."""
+  description = platform.processor() + platform.machine()
+  try:
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+      lines = file.read().splitlines()
+  except OSError:  # not on Linux
+    lines = []
+  kinds = ("model name", "flags", "Features")
+  description += "".join(
+    sorted({line for line in lines if line.startswith(kinds)})
+  )
+  return hashlib.sha256(description.encode()).hexdigest()[:16]
+
+
 def key_of(algorithm: core.Algorithm, plan: PyTree, data: PyTree) -> str:
   """What a choice is for: the device, the versions, and all shapes.
 
@@ -60,8 +76,9 @@ def key_of(algorithm: core.Algorithm, plan: PyTree, data: PyTree) -> str:
   state = jax.eval_shape(algorithm.init, jax.random.key(0))
   shapes = jax.tree.map(lambda a: (a.shape, str(a.dtype)), (state, plan, data))
   digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+  kind = processor() if device.platform == "cpu" else device.device_kind
   return (
-    f"{device.platform} {device.device_kind} x {jax.device_count()},"
+    f"{device.platform} {kind} x {jax.device_count()},"
     f" {num_cores()} cores, jax {jax.__version__}, shapes {digest}"
   )
 
