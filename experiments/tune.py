@@ -341,12 +341,10 @@ def main() -> None:
   jax.eval_shape(lambda: problem.init({n: d.low for n, d in space.items()}, 0))
   problem.plan(seeds[0], 1)
   # Of a flag with a value for each model, one may be searched and one not.
-  each = lambda flag: [f"{flag}.{model}" for model in tunable.models]
-  searched = {name.partition(".")[0] for name in space}
   searched = {
     flag
-    for flag in searched
-    if flag in space or all(name in space for name in each(flag))
+    for flag in {name.partition(".")[0] for name in space}
+    if flag in space or all(f"{flag}.{m}" in space for m in tunable.models)
   }
   fixed = [f"{n}=fixed" for n in tunable.space[names[0]] if n not in space]
   folder = common.open_folder(
