@@ -69,7 +69,7 @@ class Toy:
     if kind == "vmapped":
       runner = trials.Vmapped(problem, seeds)
     elif kind == "devices":
-      runner = trials.Vmapped(problem, seeds, devices=jax.devices()[:3])
+      runner = trials.Vmapped(problem, seeds, devices=jax.devices()[1:4])
     else:
       runner = trials.SideBySide(
         problem._replace(step=jax.jit(problem.step)), seeds, at_once=2
@@ -280,7 +280,7 @@ def ends():
     ("vmapped", lambda p: trials.Vmapped(p, (0, 1))),
     (
       "devices",
-      lambda p: trials.Vmapped(p, (0, 1), devices=jax.devices()),
+      lambda p: trials.Vmapped(p, (0, 1), devices=jax.devices()[1:]),
     ),
   ):
     problem = federated(engine.Threads(2) if name == "side" else None)
@@ -294,6 +294,9 @@ def ends():
 @pytest.mark.parametrize("name", ["vmapped", "devices"])
 def test_a_block_is_as_good_as_runs_of_their_own(ends, name):
   _, states, ended, losses = ends[name]
+  params = states[0].pools[0].params
+  chosen = jax.devices()[1:] if name == "devices" else jax.devices()[:1]
+  assert jax.tree.leaves(params)[0].devices() == set(chosen)
   _, expected, expected_ended, expected_losses = ends["side"]
   np.testing.assert_array_equal(ended, expected_ended)
   assert ended[2] < 2 and set(ended[[0, 1, 3, 4]]) == {ROUNDS}
