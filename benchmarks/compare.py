@@ -143,7 +143,7 @@ def main() -> None:
     try:
       row = measure(name, every[name], args.runs, products)
     except ImportError as error:
-      print(f"{name:33} left out: {error}; pip install 'hetfl[bench]' may help")
+      print(f"{name:33} left out: {error}; pip install -e '.[bench]' may help")
       continue
     results.append(row)
     print(

@@ -233,6 +233,7 @@ def torch_device() -> str:
     return "cpu"
   if not torch.cuda.is_available():
     raise ImportError(f"no PyTorch for {jax.devices()[0].device_kind}")
+  torch.backends.cudnn.allow_tf32 = False  # float32, as ours.
   return "cuda"
 
 

@@ -85,4 +85,5 @@ def measure(
   fixed = {n: speed.get(n) for n in measured if n not in candidates}
   key += f", {json.dumps([candidates, fixed])}"
   choice = autotune_lib.choose(round_seconds, candidates, key=key)
+  common.forget_engine()
   return speed | choice

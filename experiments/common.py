@@ -88,8 +88,8 @@ def define_run_flags() -> None:
   flags.DEFINE_integer(
     "seed",
     0,
-    "Seeds the first models, who trains in a round, batches and augmentation;"
-    " not which client has which data (--partition_seed).",
+    "Seeds the first models, who trains in a round, batches, augmentation and"
+    " --distill_examples; not which client has which data (--partition_seed).",
     lower_bound=0,
     upper_bound=MAX_SEED,
   )
@@ -191,8 +191,8 @@ def define_run_flags() -> None:
     False,
     "codist only, in one process and not in a search: measure which lanes,"
     " microbatch, form of convolution and rounds per dispatch are fastest here,"
-    " before the first round. The choice is kept in"
-    " the user's cache folder and, for a run that is resumed, in the run's;"
+    " before the first round. The choice is kept in the user's cache folder"
+    " and, for a run that is resumed, in the run's;"
     " flags that are given stand. Changes speed only.",
   )
   flags.DEFINE_string(
@@ -301,6 +301,11 @@ def _engine(kind: str, threads: int | None) -> engine_lib.Engine:
   if kind == "inline":
     return engine_lib.Inline()
   return engine_lib.default_engine(threads)
+
+
+def forget_engine() -> None:
+  """Lets go of the engine, and so of all programs that it compiled."""
+  _engine.cache_clear()
 
 
 def filled(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -487,12 +492,23 @@ def rows_to_draw(folder: logs.RunFolder) -> list[dict[str, Any]]:
 
 
 def open_folder(
-  workdir: pathlib.Path, config: dict, speed: dict, **options
+  workdir: pathlib.Path,
+  config: dict,
+  speed: dict,
+  *,
+  named: str = "--workdir",
+  lengthens: bool = False,
 ) -> logs.RunFolder:
   """Makes a run's folder, or opens it; see `logs.RunFolder`."""
   defaults = {name: FLAGS[name].default for name in FLAGS}
-  options = {"named": "--workdir"} | options
-  return logs.RunFolder(workdir, config, speed, defaults=defaults, **options)
+  return logs.RunFolder(
+    workdir,
+    config,
+    speed,
+    defaults=defaults,
+    named=named,
+    lengthens=lengthens,
+  )
 
 
 def typed() -> set[str]:

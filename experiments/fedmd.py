@@ -532,6 +532,7 @@ def main() -> None:
   for (place, config, speed), folder in zip(setups, folders):
     if place != setups[0][0]:
       experiment = None  # or two would hold their data at once
+      common.forget_engine()
       experiment = Experiment(config, speed)
     results.append(run(experiment, folder))
   if FLAGS.seeds:

@@ -21,6 +21,7 @@ import csv
 import io
 import json
 import pathlib
+import re
 import signal
 import statistics
 import subprocess
@@ -189,40 +190,33 @@ def run_cell(
     )
 
 
-def algorithms_of(cell: tables.Cell, extra: Sequence[str]) -> list[str]:
-  """What a cell runs beside each other; none for one run without a name."""
-  names = cell.flags.get("algorithm", ())
-  for flag in extra:
-    name, _, value = flag.lstrip("-").partition("=")
-    if name == "algorithm":
-      names = value
-  return names.split(",") if isinstance(names, str) else list(names)
-
-
-def read_results(
-  folder: pathlib.Path, seeds: Sequence[str], algorithms: Sequence[str]
-) -> list[dict]:
+def read_results(folder: pathlib.Path, seeds: Sequence[str]) -> list[dict]:
   """What a cell's runs say, once those of all seeds, or its one, are done."""
   places = [folder / f"seed{seed}" for seed in seeds] or [folder]
-  results = [read_result(place, algorithms) for place in places]
+  results = [read_result(place) for place in places]
   return results if all(results) else []
 
 
-def read_result(folder: pathlib.Path, algorithms: Sequence[str]) -> dict | None:
+def read_result(folder: pathlib.Path) -> dict | None:
   """What a finished run says; of several algorithms, by their names.
 
   Args:
     folder: the run's folder.
-    algorithms: which run beside each other.
 
   Returns:
     What `result.json` holds, or those of the folders in it, with the rounds of
     one and the seconds of all. `None` if one is not finished.
   """
-  if len(algorithms) < 2:
+  if (folder / "config.json").exists():  # Of one run: those below are phases.
     return _of_run(folder)
-  results = {name: _of_run(folder / name) for name in algorithms}
-  if not all(results.values()):
+  # All have theirs before the first trains; other seeds' are none of them.
+  places = [path.parent for path in sorted(folder.glob("*/config.json"))]
+  results = {
+    place.name: _of_run(place)
+    for place in places
+    if not re.fullmatch(r"seed\d+", place.name)
+  }
+  if not results or not all(results.values()):
     return None
   rounds = max(result["rounds"] for result in results.values())
   seconds = sum(result["seconds"] for result in results.values())
@@ -292,16 +286,13 @@ def main(argv: Sequence[str]) -> None:
   workdir = pathlib.Path(args.workdir or pathlib.Path("runs", args.table))
   workdir = workdir.expanduser()
   results = {
-    cell.name: read_results(
-      workdir / cell.name, seeds, algorithms_of(cell, extra)
-    )
-    for cell in table.cells
+    cell.name: read_results(workdir / cell.name, seeds) for cell in table.cells
   }
   run_now = set()
   for cell in cells:
     folder = workdir / cell.name
     run_cell(table.script, cell, folder, extra)
-    results[cell.name] = read_results(folder, seeds, algorithms_of(cell, extra))
+    results[cell.name] = read_results(folder, seeds)
     run_now.add(cell.name)
     # Those of earlier commands may have had other flags.
     alike = run_now >= {name for name, found in results.items() if found}

@@ -165,14 +165,20 @@ def make_space(tunable: tunables.Tunable, algorithm: str) -> proposers.Space:
   for flag in sorted(
     common.typed() & {n.partition(".")[0] for n in dimensions}
   ):
-    if flag in dimensions or len(tunable.models) == sum(
-      n.startswith(f"{flag}.") for n in dimensions
-    ):
+    if _is_searched(flag, dimensions, tunable):
       raise common.UsageError(
         f"--{flag}={_text(FLAGS[flag].value)}: it is searched; leave it out, or"
         f" add {flag}=fixed to --space"
       )
   return dimensions
+
+
+def _is_searched(
+  flag: str, space: proposers.Space, tunable: tunables.Tunable
+) -> bool:
+  """Whether all values of a flag are: its one, or those of all models."""
+  of_models = [f"{flag}.{model}" for model in tunable.models]
+  return flag in space or (bool(of_models) and space.keys() >= {*of_models})
 
 
 def flag_values(
@@ -341,11 +347,8 @@ def main() -> None:
   jax.eval_shape(lambda: problem.init({n: d.low for n, d in space.items()}, 0))
   problem.plan(seeds[0], 1)
   # Of a flag with a value for each model, one may be searched and one not.
-  searched = {
-    flag
-    for flag in {name.partition(".")[0] for name in space}
-    if flag in space or all(f"{flag}.{m}" in space for m in tunable.models)
-  }
+  searched = {name.partition(".")[0] for name in space}
+  searched = {f for f in searched if _is_searched(f, space, tunable)}
   fixed = [f"{n}=fixed" for n in tunable.space[names[0]] if n not in space]
   folder = common.open_folder(
     workdir,

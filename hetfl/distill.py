@@ -186,7 +186,7 @@ class Distiller:
     divergence: `None` for `kl_divergence` from `codist_target`. Else a function
       such as `next_word.token_divergence`, for models whose outputs are arrays
       with examples on their first axis, or `TokenLogits`, which are too many to
-      keep: kept are their features.
+      keep: kept are their features, those of all steps.
 
   Raises:
     ValueError: a value is out of its range, the optimizer is no function of a

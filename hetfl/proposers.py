@@ -152,7 +152,7 @@ class OptunaSearch:
       import optuna
     except ImportError as error:
       raise ImportError(
-        "Optuna is not installed: pip install 'hetfl[tune]', or"
+        "Optuna is not installed: pip install -e '.[tune]', or"
         " --proposer=random"
       ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -199,20 +199,19 @@ class OptunaSearch:
         load_if_exists=True,
       )
 
-    def add(rows_there):
+    def add():
       there = study()
       known = [t.user_attrs.get("trial") for t in there.trials]
-      if known != rows_there[: len(known)]:
+      if known != [row["trial"] for row in rows[: len(known)]]:
         raise ValueError(f"{self._journal} holds other trials")
       for row in rows[len(known) :]:
         there.add_trial(self._trial(row))
 
-    numbers = [row["trial"] for row in rows]
     try:
-      add(numbers)
-    except ValueError:  # Others', or a last line that was cut off.
+      add()
+    except (ValueError, AssertionError):  # Others', or a line was cut off.
       self._journal.unlink()
-      add(numbers)
+      add()
 
   def _trial(self, row: Row):
     halved = row["status"] == "halved"

@@ -1,8 +1,9 @@
 """Trials of an experiment side by side: a batch axis, or runs on threads.
 
-Hyper-parameters are arrays in an algorithm's state, so that trials of all
-values are one program under `jax.vmap` (`Vmapped`), for accelerators; on CPUs
-they are runs over one engine (`SideBySide`), which keeps its threads full.
+Hyper-parameters are arrays in an algorithm's state, so that trials with
+different values are one program under `jax.vmap` (`Vmapped`), for accelerators;
+on CPUs they are runs over one engine (`SideBySide`), which keeps its threads
+full.
 Trials cannot touch each other, and one whose numbers are no longer finite
 stays as it last was.
 """
@@ -235,7 +236,7 @@ class Vmapped:
   ):
     self.seeds = tuple(seeds)
     self._problem = problem
-    devices = jax.devices()[:1] if devices is None else devices
+    devices = jax.local_devices()[:1] if devices is None else devices
     self._devices = len(devices)
     mesh = jax.sharding.Mesh(np.array(devices), ("trials",))
     split, same = (jax.sharding.PartitionSpec(*a) for a in (("trials",), ()))

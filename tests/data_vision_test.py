@@ -9,7 +9,7 @@ import urllib.request
 import numpy as np
 import pytest
 
-from hetfl.data import DataError, vision
+from hetfl.data import DataError, files, vision
 
 REAL = os.environ.get("HETFL_DATA_DIR")
 needs_real_data = pytest.mark.skipif(
@@ -355,3 +355,10 @@ def test_real_cifar10():
   assert set(data.train) == {"x", "y"}
   mean = data.train["x"].mean((0, 1, 2), dtype=np.float64) / 255
   np.testing.assert_allclose(mean, [0.4914, 0.4822, 0.4465], atol=1e-3)
+
+
+def test_the_newest_version_is_so_by_its_numbers():
+  paths = [
+    f"cifar10/{v}/dataset_info.json" for v in ("3.0.2", "3.0.10", "2.9.9")
+  ]
+  assert max(paths, key=files._version) == paths[1]

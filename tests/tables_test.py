@@ -259,28 +259,20 @@ def test_sigterm_is_handed_on_to_the_cell(tmp_path):
 
 def test_results_of_several_algorithms_are_read_by_name(modules, tmp_path):
   read, names = modules["reproduce"].read_result, ("fml", "independent")
+  assert read(tmp_path) is None
   for name in names:
-    assert read(tmp_path, names) is None  # Not yet, while one is missing.
     (tmp_path / name).mkdir()
-    clients = [{"best_validation_accuracy": 0.5}]
     (tmp_path / name / "config.json").write_text('{"config": {"rounds": 3}}')
+  for name in names:
+    assert read(tmp_path) is None  # Not yet, while one is under way.
+    clients = [{"best_validation_accuracy": 0.5}]
     (tmp_path / name / "result.json").write_text(
       json.dumps({"rounds": 3, "seconds": 2.0, "clients": clients})
     )
-  result = read(tmp_path, names)
+  result = read(tmp_path)
   assert (result["rounds"], result["seconds"]) == (3, 4.0)
   path = "independent.clients.0.best_validation_accuracy"
   assert modules["tables"].lookup(result, path) == 0.5
   # A run that is being lengthened has its old result until it ends.
   (tmp_path / "fml" / "config.json").write_text('{"config": {"rounds": 9}}')
-  assert read(tmp_path, names) is None
-
-
-def test_algorithms_of_a_cell(modules):
-  reproduce, cell = modules["reproduce"], modules["tables"].Cell
-  of = lambda *flags: reproduce.algorithms_of(
-    cell("", "", {"algorithm": ["fml", "fedavg"]}, {}), flags
-  )
-  assert of("--rounds=2") == ["fml", "fedavg"]
-  assert of("--algorithm=fedavg") == ["fedavg"]
-  assert reproduce.algorithms_of(cell("", "", {}, {}), ()) == []
+  assert read(tmp_path) is None

@@ -318,7 +318,7 @@ def _collect(
   if not ids:
     raise ValueError("federated_data: no clients that have examples")
   if len(set(ids)) != len(ids):
-    (twice, _), *_ = collections.Counter(ids).most_common(1)
+    [(twice, _)] = collections.Counter(ids).most_common(1)
     raise ValueError(f"federated_data: two clients with the id {twice!r}")
   bank = {}
   for name in list(parts):

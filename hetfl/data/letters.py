@@ -315,8 +315,13 @@ def _read_npz(path: str) -> tuple[Bank, Bank]:
         arrays[name] for name in ("images", "labels", "writers")
       )
   except (
-    *(OSError, ValueError, KeyError, EOFError, TypeError),
-    *(zipfile.BadZipFile, zlib.error),
+    EOFError,
+    KeyError,
+    OSError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
   ) as e:
     raise DataError(
       f"{path}: cannot be read ({files.one_line(e)}): want arrays images,"

@@ -144,8 +144,8 @@ def dirichlet(
   """Label-skew partition: each label's examples are shared by a Dirichlet.
 
   For each label, shares of the K clients are drawn from Dirichlet(alpha) and
-  the label's examples, shuffled, are cut at their cumulative sums. Sizes of
-  clients come out different. Every example is used exactly once. A client left
+  the label's examples, shuffled, are cut at their cumulative sums. Clients
+  differ in size. Every example is used exactly once. A client left
   empty then takes one example, chosen uniformly, from the client that has
   most (the first of those, on a tie), so no client is empty.
 

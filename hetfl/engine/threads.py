@@ -163,8 +163,12 @@ class Threads:
 
   def _join(self, job: Job, results: list[PyTree]) -> PyTree:
     if not results:
-      args = job.args if isinstance(job, Call) else (*job.shared, job.rows)
-      return zeros_of(job.fn, *args)
+      if isinstance(job, Call):
+        return zeros_of(job.fn, *job.args)
+      # As many as there would be, in no memory.
+      shapes = jax.eval_shape(job.fn, *job.shared, job.rows)
+      zeros = lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape)
+      return jax.tree.map(zeros, shapes)
     if isinstance(job, Each):
       return self._execute(stack, results, 1)
     if isinstance(job, Call) or len(results) == 1:
