@@ -181,7 +181,8 @@ def test_distillation_gradient_is_the_oracles(
     jax.jit(distiller.predictor(model))(its, key, on_device, rows)
     for model, its in zip(models, variables)
   ]
-  student, loss = jax.jit(distiller.student(models, 1))(
+  program = jax.jit(distiller.student(models, 1))
+  distil = lambda views: program(
     variables[1],
     double(distiller.hyper(num_pools)),
     1.0,
@@ -190,17 +191,9 @@ def test_distillation_gradient_is_the_oracles(
     *rows,
     tuple(zip(variables, views)),
   )
+  student, loss = distil(views)
   # It learns from these features; none are computed anew.
-  blank = tree_map(jnp.zeros_like, views)
-  _, other = jax.jit(distiller.student(models, 1))(
-    variables[1],
-    double(distiller.hyper(num_pools)),
-    1.0,
-    key,
-    on_device,
-    *rows,
-    tuple(zip(variables, blank)),
-  )
+  _, other = distil(tree_map(jnp.zeros_like, views))
   assert abs(other.total - loss.total) > 1e-4
   others = [j for j in range(num_pools) if j != 1]
   value, grads = oracle.divergence_and_gradient(

@@ -94,7 +94,6 @@ class Conv(nn.Module):
     """Maps `float[B, H, W, c]` to `float[B, H', W', features]`."""
     _check_choice("form", self.form, ConvForm)
     _check_choice("padding", self.padding, Padding)
-    check_size(x, self.kernel_size, self.padding)
     height, width = self.kernel_size
     kernel = self.param(
       "kernel",
@@ -124,6 +123,7 @@ class Conv(nn.Module):
 
 def native_conv(x, kernel, strides, padding):
   """XLA's own convolution of `float[B, H, W, c]` by `float[h, w, c, f]`."""
+  check_size(x, kernel.shape[:2], padding)  # Else it gives an empty map.
   return jax.lax.conv_general_dilated(
     x,
     kernel,
