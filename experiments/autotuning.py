@@ -7,13 +7,13 @@ import pathlib
 from absl import flags
 import common
 import jax
-import numpy as np
 
 from hetfl import autotune as autotune_lib
 from hetfl import engine as engine_lib
 from hetfl import planning, training
 
 FLAGS = flags.FLAGS
+_OFTEN = 10  # Exchanges that are more rounds apart hardly count.
 
 
 def measure(
@@ -23,7 +23,7 @@ def measure(
 
   Args:
     experiment_class: `(config, speed) ->` an experiment with `algorithm`,
-      `plan`, `device_data` and `engine`.
+      `plan`, `exchange_every`, `device_data` and `engine`.
     config: flags that change the result.
     speed: flags that do not.
     workdir: the run's folder.
@@ -47,9 +47,10 @@ def measure(
     "conv": ["patches"] if on_cpu else ["patches", "native", "adaptive"],
     "rounds_per_dispatch": [1, 8],
   }
-  first = experiment.plan(config, speed, 1)
-  # Round 1 may not distil: all are alike. With dropout none gives the same.
-  if not np.any(getattr(first, "distill", None)) or config.get("dropout"):
+  every = experiment.exchange_every(config)
+  often = 0 < every <= min(config["rounds"], _OFTEN)
+  # With dropout no other microbatch gives the same.
+  if not often or config.get("dropout"):
     del candidates["microbatch"]
   if isinstance(experiment.engine, engine_lib.Threads):
     candidates["rounds_per_dispatch"] = [1]
@@ -68,22 +69,28 @@ def measure(
     one = one or experiment_class(config, tried)
     algorithm = one.algorithm(config, tried)
     number = tried["rounds_per_dispatch"]
-    step, plan = algorithm.step, one.plan(config, tried, 1)
-    if number > 1:
-      step = training.scanned(step)
-      plan = planning.stack_plans(
-        [one.plan(config, tried, t) for t in range(1, number + 1)]
-      )
-    seconds = autotune_lib.seconds_of(
-      one.engine.compile(step), algorithm.init, plan, one.device_data(config)
-    )
-    return seconds / number
+    step = algorithm.step if number == 1 else training.scanned(algorithm.step)
+    step = one.engine.compile(step)
 
-  key = autotune_lib.key_of(algorithm, first, experiment.device_data(config))
+    def seconds_from(first: int) -> float:
+      plans = [one.plan(config, tried, first + i) for i in range(number)]
+      plan = plans[0] if number == 1 else planning.stack_plans(plans)
+      data = one.device_data(config)
+      return autotune_lib.seconds_of(step, algorithm.init, plan, data) / number
+
+    usual = seconds_from(1)
+    if not often or every <= number:
+      return usual
+    # The mean over a period, the last of whose dispatches ends in an exchange.
+    last = seconds_from(every - number + 1)
+    return usual + (last - usual) * number / every
+
+  plan = experiment.plan(config, speed, 1)
+  key = autotune_lib.key_of(algorithm, plan, experiment.device_data(config))
   key += f", {type(experiment.engine).__name__} {experiment.engine.num_pieces}"
   measured = ("bank", "conv", "lanes", "microbatch", "rounds_per_dispatch")
   fixed = {n: speed.get(n) for n in measured if n not in candidates}
-  key += f", {json.dumps([candidates, fixed])}"
+  key += f", {json.dumps([candidates, fixed, every])}"
   choice = autotune_lib.choose(round_seconds, candidates, key=key)
   common.forget_engine()
   return speed | choice

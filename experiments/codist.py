@@ -424,13 +424,17 @@ class Experiment:
       **options,
     )
 
-  def plan(self, config: dict, speed: dict, round: int) -> planning.RoundPlan:
-    """The plan of a round; a pure function of it."""
-    every = {
+  def exchange_every(self, config: dict) -> int:
+    """Rounds from one exchange between the pools to the next; 0: none."""
+    return {
       "fedavg": 0,
       "periodic": config["codist_period"],
       "merged": config["merge_every"],
     }[config["algorithm"]]
+
+  def plan(self, config: dict, speed: dict, round: int) -> planning.RoundPlan:
+    """The plan of a round; a pure function of it."""
+    every = self.exchange_every(config)
     due = every and round % every == 0
     shape = (config["distill_steps"], config["distill_batch_size"])
     plan = planning.plan_round(

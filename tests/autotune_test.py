@@ -1,5 +1,7 @@
 """Choices of speed: measured once, remembered, never in the way."""
 
+import collections
+import importlib
 import json
 
 import jax
@@ -7,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetfl import autotune, core
+from hetfl import autotune, core, engine
+from tests.runs import ROOT
 
 CANDIDATES = {"lanes": [4, 2, 8], "microbatch": [16, 0]}
 SECONDS = {(4, 16): 1.0, (2, 16): 0.98, (8, 16): 0.5, (8, 0): 0.8}
@@ -85,3 +88,58 @@ def test_the_first_run_which_compiles_is_not_counted():
   init = lambda key: jnp.zeros(())
   seconds = autotune.seconds_of(step, init, 5, jnp.ones(()), runs=3)
   assert calls == [5] * 4 and 0 < seconds < 1
+
+
+class Absent:
+  """A flag that was not given."""
+
+  present = 0
+
+
+class Periodic:
+  """An experiment whose rounds take a second, and exchanges ten more."""
+
+  engine = engine.Threads(1)
+  exchange_every = lambda self, config: config["every"]
+  device_data = lambda self, config: ()
+  plan = lambda self, config, speed, round: np.int32(round)
+
+  def __init__(self, config, speed):
+    del config, speed
+
+  def algorithm(self, config, speed):
+    del speed
+    init = lambda key: jnp.zeros(())
+    step = lambda state, plan, data: (state, plan % config["every"] == 0)
+    return core.Algorithm(init, step)
+
+
+@pytest.mark.parametrize("every, expected", [(1, 11.0), (5, 3.0), (200, None)])
+def test_a_rounds_time_is_the_mean_over_a_period(
+  monkeypatch, tmp_path, every, expected
+):
+  """Microbatches are measured where exchanges are, and count as they do."""
+  with monkeypatch.context() as path:
+    path.syspath_prepend(str(ROOT / "experiments"))
+    autotuning = importlib.import_module("autotuning")
+  found = {}
+
+  def choose(measure, candidates, key):
+    found.update(candidates)
+    found["seconds"] = measure({})
+    return {}
+
+  def seconds_of(step, init, plan, data):
+    _, exchanges = step(init(None), plan, data)
+    return 11.0 if exchanges else 1.0
+
+  monkeypatch.setattr(autotuning.autotune_lib, "choose", choose)
+  monkeypatch.setattr(autotuning.autotune_lib, "seconds_of", seconds_of)
+  monkeypatch.setattr(
+    autotuning, "FLAGS", collections.defaultdict(lambda: Absent)
+  )
+  config = {"every": every, "rounds": 300, "clients_per_round": 4}
+  speed = {"lanes": 4, "microbatch": 16, "rounds_per_dispatch": 1}
+  autotuning.measure(Periodic, config, speed, tmp_path / "none")
+  assert ("microbatch" in found) == (expected is not None)
+  assert found["seconds"] == (expected or 1.0)
