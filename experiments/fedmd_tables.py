@@ -41,6 +41,13 @@ _WEAK_NOTES = (
   "That there are two, in place of models 8 and 9, and how much they count, is",
   "our choice.",
 )
+# Of which cells the public phase is the same; the models of others differ.
+_LIKE = {
+  "mnist_letters_iid": "fedmd_mnist_letters_by_writer",
+  "mnist_letters_by_writer": "fedmd_mnist_letters_iid",
+  "cifar_iid": "fedmd_cifar_noniid",
+  "cifar_noniid": "fedmd_cifar_iid",
+}
 # Name, title, weak parties, weights, and whose earlier phases are the same.
 _WEAK = (
   ("none", "none, equal weights", 0, [1.0] * 10, "fedmd_cifar_iid"),
@@ -80,6 +87,7 @@ def _cell(
   more: Mapping[str, Any],
   published: tuple[str, ...],
   notes: tuple[str, ...] = (),
+  like: str | None = None,
 ) -> tables_lib.Cell:
   defaults = fedmd_settings.DEFAULTS[environment]
   flags = {"environment": environment}
@@ -107,6 +115,7 @@ def _cell(
       "Not said in the paper, from its code: rounds, epochs, batches, loss,",
       "layers.",
     ),
+    like,
   )
 
 
@@ -147,6 +156,7 @@ def _figure2() -> list[tables_lib.Cell]:
         flags,
         ("public", "pooled"),
         notes,
+        _LIKE[environment],
       )
     )
   cells.append(
@@ -183,6 +193,7 @@ def _weak() -> list[tables_lib.Cell]:
         f"To share the training before the collaboration with {other}:",
         "--pretrained=FOLDER_OF_THAT_RUN.",
       ),
+      other,
     )
     for name, title, number, weights, other in _WEAK
   ]

@@ -12,7 +12,9 @@ and `table.csv` in --workdir say what there is so far, for codist_fig4 in
       --data_dir=DIR -- --rounds=60
 
 With --seeds=0,1,2 every cell is run with each of them, and the table has means
-and standard deviations.
+and standard deviations. Cells can run at once, on several machines that share
+--workdir: --commands prints each one's command, and --tabulate makes the table
+of those that are done.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import io
 import json
 import pathlib
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -147,30 +150,68 @@ def draw(
   )
 
 
-def run_cell(
-  script: str, cell: tables.Cell, folder: pathlib.Path, extra: Sequence[str]
-) -> None:
-  """Runs a cell in its folder, or goes on with it.
+def command_of(
+  script: str, cell: tables.Cell, workdir: pathlib.Path, extra: Sequence[str]
+) -> list[str]:
+  """The command that runs a cell in its folder, or goes on with it.
 
   Args:
     script: the experiment.
     cell: the cell.
-    folder: the run's folder.
+    workdir: the table's folder.
     extra: further flags.
 
-  Raises:
-    SystemExit: if the run fails, or was stopped.
+  Returns:
+    Its words.
   """
-  command = [
+  return [
     sys.executable,
     str(tables.HERE / script),
     f"--flagfile={tables.FLAG_FILES / cell.name}.flags",
-    f"--workdir={folder}",
+    f"--workdir={workdir / cell.name}",
     *extra,
   ]
+
+
+def shared_phases(
+  cell: tables.Cell, workdir: pathlib.Path, seeds: Sequence[str]
+) -> list[str]:
+  """The flag for the public training of a like cell, if it is to be taken.
+
+  Args:
+    cell: the cell.
+    workdir: the table's folder.
+    seeds: the seeds of each cell; none: one run each.
+
+  Returns:
+    `--pretrained`, where the like cell's public training is done, with all
+    seeds, and this one's has not begun; else nothing.
+  """
+  if cell.like is None:
+    return []
+  names = [f"seed{seed}" for seed in seeds] or ["."]
+  done = [workdir / cell.like / n / "public" / "result.json" for n in names]
+  begun = [workdir / cell.name / n / "public" for n in names]
+  if any(p.exists() for p in begun) or not all(p.exists() for p in done):
+    return []
+  return [f"--pretrained={workdir / cell.like}"]
+
+
+def run_cell(command: Sequence[str]) -> int:
+  """Runs a cell's command.
+
+  Args:
+    command: its words.
+
+  Returns:
+    The run's exit status.
+
+  Raises:
+    SystemExit: if it was stopped.
+  """
   from hetfl import training  # takes seconds
 
-  print(" ".join(command), flush=True)
+  print(shlex.join(command), flush=True)
   process = subprocess.Popen(command)
   stopped = []
 
@@ -183,11 +224,7 @@ def run_cell(
     code = process.wait()  # It saves.
   if stopped:
     sys.exit(128 + stopped[0])
-  if code:
-    sys.exit(
-      f"error: {cell.name} ended with status {code}, see above; once that is"
-      " mended, the same command goes on there"
-    )
+  return code
 
 
 def read_results(folder: pathlib.Path, seeds: Sequence[str]) -> list[dict]:
@@ -252,6 +289,26 @@ def main(argv: Sequence[str]) -> None:
   parser.add_argument(
     "--data_dir", help="folder of the data sets; by default HETFL_DATA_DIR"
   )
+  parser.add_argument(
+    "--download",
+    action="store_true",
+    help="download data sets that are not there into --data_dir",
+  )
+  parser.add_argument(
+    "--keep_going",
+    action="store_true",
+    help="go on with the next cell if one fails, and say which did at the end",
+  )
+  parser.add_argument(
+    "--commands",
+    action="store_true",
+    help="print the cells' commands, a line each, and run nothing",
+  )
+  parser.add_argument(
+    "--tabulate",
+    action="store_true",
+    help="write the table of the cells that are done, and run nothing",
+  )
   split = argv.index("--") if "--" in argv else len(argv)
   args, extra = parser.parse_args(argv[:split]), list(argv[split + 1 :])
   if args.table is None:
@@ -283,24 +340,52 @@ def main(argv: Sequence[str]) -> None:
   extra = list(shown)
   if args.data_dir:
     extra.append(f"--data_dir={args.data_dir}")
+  if args.download:
+    extra.append("--download")
   workdir = pathlib.Path(args.workdir or pathlib.Path("runs", args.table))
   workdir = workdir.expanduser()
-  results = {
-    cell.name: read_results(workdir / cell.name, seeds) for cell in table.cells
-  }
+  if args.commands:
+    for cell in cells:
+      print(shlex.join(command_of(table.script, cell, workdir, extra)))
+    return
   run_now = set()
-  for cell in cells:
-    folder = workdir / cell.name
-    run_cell(table.script, cell, folder, extra)
-    results[cell.name] = read_results(folder, seeds)
-    run_now.add(cell.name)
+
+  def tabulate() -> None:
+    # All are read again, since other processes may be at work on some.
+    results = {
+      c.name: read_results(workdir / c.name, seeds) for c in table.cells
+    }
     # Those of earlier commands may have had other flags.
     alike = run_now >= {name for name, found in results.items() if found}
     rows = rows_of(table.cells, results)
     write(workdir, table.title, rows, shown if alike else [])
     if table.axis:
       draw(workdir, table, results)
-  print((workdir / "table.md").read_text(encoding="utf-8"))
+
+  failed = {}
+  for cell in [] if args.tabulate else cells:
+    more = shared_phases(cell, workdir, seeds)
+    if any(flag.lstrip("-").startswith("pretrained") for flag in extra):
+      more = []
+    code = run_cell(command_of(table.script, cell, workdir, [*extra, *more]))
+    if code:
+      failed[cell.name] = code
+      if not args.keep_going:
+        break
+      continue
+    run_now.add(cell.name)
+    tabulate()
+  if args.tabulate:
+    tabulate()
+  if args.tabulate or run_now:
+    print((workdir / "table.md").read_text(encoding="utf-8"))
+  if failed:
+    codes = ", ".join(
+      f"{name} (status {code})" for name, code in failed.items()
+    )
+    sys.exit(
+      f"error: failed, see above: {codes}; fix it, and the same command goes on"
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ class Cell(NamedTuple):
       where the paper draws it only. A cell of several algorithms begins with
       the algorithm: `fml.global.test_accuracy`.
     notes: further sentences for the head of the flag file.
+    like: the cell whose training on public data is the same, if there is one:
+      the later of the two takes it over.
   """
 
   name: str
@@ -33,6 +35,7 @@ class Cell(NamedTuple):
   flags: Mapping[str, Any]
   published: Mapping[str, float | None]
   notes: Sequence[str] = ()
+  like: str | None = None
 
 
 class Table(NamedTuple):

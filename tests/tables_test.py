@@ -3,6 +3,9 @@
 import importlib
 import json
 import os
+import pathlib
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +23,8 @@ def modules():
   sys.path.insert(0, str(ROOT / "experiments"))
   try:
     names = ("fml_report", "make_flags", "reproduce", "tables")
-    return {name: importlib.import_module(name) for name in names}
+    found = {name: importlib.import_module(name) for name in names}
+    return found | {"settings": importlib.import_module("fedmd_settings")}
   finally:
     sys.path.pop(0)
 
@@ -241,9 +245,8 @@ def test_sigterm_is_handed_on_to_the_cell(tmp_path):
   process = subprocess.Popen(
     [
       *(sys.executable, "-c"),
-      "import pathlib, reproduce, tables\n"
-      "cell = tables.Cell('fml_digits', '', {}, {})\n"
-      f"reproduce.run_cell({str(script)!r}, cell, pathlib.Path(), [])",
+      "import sys, reproduce\n"
+      f"reproduce.run_cell([sys.executable, {str(script)!r}])",
     ],
     cwd=ROOT / "experiments",
     env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -276,3 +279,90 @@ def test_results_of_several_algorithms_are_read_by_name(modules, tmp_path):
   # A run that is being lengthened has its old result until it ends.
   (tmp_path / "fml" / "config.json").write_text('{"config": {"rounds": 9}}')
   assert read(tmp_path) is None
+
+
+def make_run(folder, **result):
+  """What a finished run leaves that tables read."""
+  folder.mkdir(parents=True)
+  (folder / "config.json").write_text('{"config": {"rounds": 1}}')
+  result = {"rounds": 1, "seconds": 60.0, **result}
+  (folder / "result.json").write_text(json.dumps(result))
+
+
+def test_a_table_has_cells_that_others_finish_meanwhile(
+  modules, known, tmp_path, monkeypatch, capsys
+):
+  """And goes on after a failure, if it is to."""
+  reproduce, begun = modules["reproduce"], []
+  cells = [cell.name for cell in known["codist_table1_cifar"].cells][:4]
+  accuracy = {"pools": {"small": {"test_accuracy": 0.5}}}
+
+  def run_cell(command):
+    begun.append(pathlib.Path(command[3].partition("=")[2]).name)
+    if begun[-1] == cells[0]:
+      make_run(tmp_path / cells[3], **accuracy)  # By another process.
+    if begun[-1] == cells[1]:
+      return 3
+    make_run(tmp_path / begun[-1], **accuracy)
+    return 0
+
+  def table(*args):
+    names = f"--only={','.join(cells[:3])}"
+    args = ("--table=codist_table1_cifar", f"--workdir={tmp_path}", *args)
+    reproduce.main([*args] + [names] * ("--tabulate" not in args))
+
+  monkeypatch.setattr(reproduce, "run_cell", run_cell)
+  with pytest.raises(SystemExit, match=rf"{cells[1]} \(status 3\)"):
+    table()
+  assert begun == cells[:2]
+  begun.clear()
+  for name in cells:
+    shutil.rmtree(tmp_path / name, ignore_errors=True)
+  with pytest.raises(SystemExit, match=rf"{cells[1]} \(status 3\); fix it"):
+    table("--keep_going")
+  assert begun == cells[:3]
+  rows = (tmp_path / "table.csv").read_text().splitlines()
+  assert len(rows) == 4  # The head, and all but the one that failed.
+  (tmp_path / "table.csv").unlink()
+  capsys.readouterr()
+  table("--tabulate")
+  assert (tmp_path / "table.csv").read_text().splitlines() == rows
+  assert "| 50.00 |" in capsys.readouterr().out
+  table("--commands", "--download", "--data_dir=/my data", "--seeds=1,2")
+  lines = capsys.readouterr().out.splitlines()
+  assert len(begun) == len(lines) == 3
+  for name, line in zip(cells, lines):
+    python, script, *args = shlex.split(line)
+    assert pathlib.Path(script).name == "codist.py"
+    assert pathlib.Path(args[0].partition("=")[2]).stem == name
+    assert args[1:] == [
+      f"--workdir={tmp_path / name}",
+      *("--seeds=1,2", "--data_dir=/my data", "--download"),
+    ]
+
+
+def test_cells_of_one_public_training_share_it(modules, known, tmp_path):
+  shared, settings = modules["reproduce"].shared_phases, modules["settings"]
+  cells = {c.name: c for c in known["fedmd_fig2"].cells}
+  cells |= {c.name: c for c in known["fedmd_weak"].cells}
+  for cell in cells.values():
+    if cell.like is not None:
+      a, b = (
+        settings.of_phase("public", {"weak_parties": 0, **cells[name].flags})
+        for name in (cell.name, cell.like)
+      )
+      assert a == b, cell.name
+  cell = cells["fedmd_cifar_noniid"]
+  assert shared(cell, tmp_path, []) == []
+  make_run(tmp_path / "fedmd_cifar_iid/public")
+  assert shared(cell, tmp_path, []) == [
+    f"--pretrained={tmp_path / 'fedmd_cifar_iid'}"
+  ]
+  assert shared(cell, tmp_path, ["0", "1"]) == []
+  for seed in (0, 1):
+    make_run(tmp_path / f"fedmd_cifar_iid/seed{seed}/public")
+  assert len(shared(cell, tmp_path, ["0", "1"])) == 1
+  # One that has begun its own goes on with it.
+  (tmp_path / "fedmd_cifar_noniid/public").mkdir(parents=True)
+  assert shared(cell, tmp_path, []) == []
+  assert shared(cells["fedmd_cifar_noniid_code"], tmp_path, []) == []
