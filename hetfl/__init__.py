@@ -1,14 +1,21 @@
 """Heterogeneous federated learning by distillation, in JAX.
 
-`hetfl.fedavg`, `hetfl.fml` and `hetfl.fedmd` are the functions; what else the
-modules of these names hold is had by `from hetfl.fml import as_lanes`.
+`hetfl.fedavg`, `hetfl.fml` and `hetfl.fedmd` are the functions. What else the
+modules of these names hold is there by `from hetfl.fml import as_lanes`.
 """
 
 from hetfl.codist import merge_gradients, merged_codist, periodic_codist
-from hetfl.core import Algorithm, Mean, Model, Variables, with_hyper
+from hetfl.core import (
+  Algorithm,
+  cross_entropy,
+  Mean,
+  Model,
+  Variables,
+  with_hyper,
+)
 from hetfl.distill import Distiller
 from hetfl.engine import default_engine, Inline, Threads
-from hetfl.evaluate import Evaluator
+from hetfl.evaluate import classification, Evaluator
 from hetfl.fedavg import (
   fedadam_server,
   fedavg,
@@ -33,9 +40,19 @@ from hetfl.next_word import (
   sentence_loss,
   token_divergence,
   token_weights,
+  TokenLogits,
 )
-from hetfl.party import fit, FitPlan, FitState, Party, plan_fit, Trained
+from hetfl.party import (
+  fit,
+  FitPlan,
+  FitState,
+  keras_adam,
+  Party,
+  plan_fit,
+  Trained,
+)
 from hetfl.planning import (
+  LanePlan,
   localize,
   plan_clients,
   plan_distillation,
@@ -57,6 +74,7 @@ __all__ = (
   "FitPlan",
   "FitState",
   "Inline",
+  "LanePlan",
   "Mean",
   "Model",
   "MutualClient",
@@ -68,8 +86,11 @@ __all__ = (
   "RoundPlan",
   "Subset",
   "Threads",
+  "TokenLogits",
   "Trained",
   "Variables",
+  "classification",
+  "cross_entropy",
   "default_engine",
   "fedadam_server",
   "fedavg",
@@ -81,6 +102,7 @@ __all__ = (
   "fml",
   "group_clients",
   "independent",
+  "keras_adam",
   "localize",
   "merge_gradients",
   "merged_codist",

@@ -106,9 +106,13 @@ def normalize(
   Returns:
     `float32[..., c]`.
 
+  Raises:
+    ValueError: `x` is of another type.
+
   >>> normalize(jnp.array([[0], [255]], jnp.uint8), (0.5,), (0.25,)).tolist()
   [[-2.0], [2.0]]
   """
+  _check_pixels(x)
   shape = (1,) * (x.ndim - 1) + (-1,)
   mean = jnp.asarray(mean, jnp.float32).reshape(shape)
   deviation = jnp.asarray(deviation, jnp.float32).reshape(shape)
@@ -125,14 +129,27 @@ def center(batch: core.Batch, mean: jax.Array) -> core.Batch:
   Returns:
     The batch with `x: float32[B, H, W, c]`.
 
+  Raises:
+    ValueError: `x` is of another type.
+
   Reference: the released code of Li & Wang 2019.
 
   >>> x = jnp.array([[[[255]]]], jnp.uint8)
   >>> center({'x': x}, jnp.full((1, 1, 1), 0.25))['x'].item()
   0.75
   """
+  _check_pixels(batch["x"])
   x = batch["x"].astype(jnp.float32) / 255
   return {**batch, "x": x - jnp.asarray(mean, jnp.float32)[None]}
+
+
+def _check_pixels(x):
+  """Raises unless images are as they lie in files."""
+  if x.dtype != jnp.uint8:
+    raise ValueError(
+      f"images of {x.dtype}: want uint8 pixels, 0 to 255, which are divided by"
+      " 255 here"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

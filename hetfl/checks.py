@@ -30,7 +30,8 @@ def counts(**numbers: int | None) -> None:
   for name, value in numbers.items():
     if value is None:
       continue
-    if not isinstance(value, int | np.integer) or value < 1:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < 1:
       raise ValueError(f"{name}={value!r}: must be a whole number, at least 1")
 
 
@@ -163,10 +164,10 @@ def part(data: Mapping[str, Any], name: str) -> Any:
 
 
 def sequence(name: str, given: Any, kind: type) -> None:
-  """Checks that what should be a sequence of some kind is not one of them.
+  """Raises if given a single `kind` where a sequence of them belongs.
 
   Raises:
-    ValueError: it is.
+    ValueError: it is one.
 
   >>> sequence('counts', 3, int)
   Traceback (most recent call last):
@@ -261,15 +262,15 @@ def model(owner: str, given: Any) -> None:
   """Checks that a model is no bare Flax module.
 
   Args:
-    owner: whose it is.
-    given: the model.
+    owner: whose it is, or what it is called.
+    given: the model; may be `None`.
 
   Raises:
     ValueError: it is one.
   """
   if isinstance(given, nn.Module):
     raise ValueError(
-      f"{owner}: model is a Flax module, {type(given).__name__}; give"
+      f"{owner}: a Flax module, {type(given).__name__}, is no model; give"
       " Model.from_flax(module, example)"
     )
 
@@ -304,11 +305,11 @@ def statistics(stats: Any) -> None:
     stats: a model's.
   """
   for path, leaf in jax.tree.leaves_with_path(stats):
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
       logging.warning(
         "stats%s is %s: the mean over clients of different numbers of steps is"
         " rounded. Haiku's batch normalisation then corrects its"
         " statistics too much; hold its counter as float32.",
         jax.tree_util.keystr(path),
-        leaf.dtype,
+        jnp.result_type(leaf),
       )

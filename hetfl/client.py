@@ -180,10 +180,7 @@ def lane_program(client: ClientUpdate) -> Callable[..., ClientSums]:
       # Steps that only fill up a lane hold no example.
       active = jnp.any(batch["mask"] > 0).astype(jnp.float32)
       sums = sums._replace(
-        loss=core.Mean(
-          sums.loss.total + jnp.where(active > 0, loss, 0),
-          sums.loss.count + active,
-        )
+        loss=sums.loss + core.Mean(jnp.where(active > 0, loss, 0), active)
       )
       return jax.lax.cond(
         lane.weight[s] > 0,
@@ -194,13 +191,9 @@ def lane_program(client: ClientUpdate) -> Callable[..., ClientSums]:
         lane.weight[s],
       )
 
-    # At least float32, whatever the model's own types.
-    accumulator = lambda a: jnp.zeros(
-      a.shape, jnp.promote_types(a.dtype, jnp.float32)
-    )
     sums = ClientSums(
-      delta=jax.tree.map(accumulator, server.params),
-      stats=jax.tree.map(accumulator, server.stats),
+      delta=core.sums_like(server.params),
+      stats=core.sums_like(server.stats),
       weight=jnp.zeros(()),
       loss=core.Mean.zero(),
     )

@@ -53,9 +53,9 @@ def merge_gradients(g: PyTree, delta: PyTree, alpha: jax.Array) -> PyTree:
   >>> merge_gradients(jnp.array([3., 4.]), jnp.array([0., 2.]), 0.5)
   Array([1.5, 4.5], dtype=float32)
   """
-  # Squares of small numbers are no more in float16.
-  delta = jax.tree.map(
-    lambda d: d.astype(jnp.promote_types(d.dtype, jnp.float32)), delta
+  # In float16 the squares of small numbers vanish.
+  g, delta = jax.tree.map(
+    lambda d: d.astype(jnp.promote_types(d.dtype, jnp.float32)), (g, delta)
   )
   norm = optax.tree.norm(delta)
   scale = jnp.where(

@@ -47,8 +47,12 @@ class Mean(NamedTuple):
 
   @property
   def value(self) -> jax.Array:
-    """The mean; not a number if nothing was measured."""
+    """The mean; NaN if nothing was measured."""
     return self.total / self.count
+
+  def __add__(self, other: "Mean") -> "Mean":
+    """The mean over what either was measured of."""
+    return Mean(self.total + other.total, self.count + other.count)
 
   @classmethod
   def zero(cls) -> "Mean":
@@ -191,6 +195,17 @@ def prepare(
   return batch
 
 
+def sums_like(tree: PyTree) -> PyTree:
+  """Zeros to add arrays such as these up in: of float32 at least.
+
+  >>> sums_like(jnp.ones(2, jnp.bfloat16))
+  Array([0., 0.], dtype=float32)
+  """
+  return jax.tree.map(
+    lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), tree
+  )
+
+
 def as_type(x: jax.Array, dtype: Any) -> jax.Array:
   """An array of another type; of whole numbers the nearest.
 
@@ -278,10 +293,15 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
   for name, value in values.items():
     value = jnp.asarray(value, jnp.float32)
     if name in own:
+      _check_shape(name, value, own[name].shape)
       own = own | {name: jnp.broadcast_to(value, own[name].shape)}
     elif members and all(name in member.hyper for member in members):
+      _check_shape(name, value, (len(members),))
       members = tuple(
-        member.replace(hyper=member.hyper | {name: v})
+        member.replace(
+          hyper=member.hyper
+          | {name: jnp.broadcast_to(v, member.hyper[name].shape)}
+        )
         for member, v in zip(
           members, jnp.broadcast_to(value, (len(members),)), strict=True
         )
@@ -300,6 +320,15 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
   if field:
     state = state.replace(**{field: members})
   return state.replace(hyper=own) if own else state
+
+
+def _check_shape(name, value, shape):
+  """Raises unless a hyper-parameter is one value or has the state's shape."""
+  if value.shape not in ((), shape):
+    raise ValueError(
+      f"{name}: an array of shape {value.shape}; give one value"
+      + (f", or an array of shape {shape}" if shape else "")
+    )
 
 
 def identity(field: Any) -> Any:

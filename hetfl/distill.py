@@ -155,6 +155,27 @@ def mixup(x: jax.Array, weight: jax.Array) -> jax.Array:
   return jax.tree.map(mixed, x)
 
 
+def label_target(like: jax.Array, batch: core.Batch) -> jax.Array:
+  """The labels as distributions that are certain.
+
+  Args:
+    like: `float[..., C]`, such as a target.
+    batch: holds `y: int[...]`.
+
+  Returns:
+    `float[..., C]`; NaN where a label is no class.
+
+  Raises:
+    ValueError: as `checks.labels`.
+
+  >>> label_target(jnp.zeros((2, 2)), {'y': jnp.array([1, 2])}).tolist()
+  [[0.0, 1.0], [nan, nan]]
+  """
+  y, classes = checks.labels(like, batch), like.shape[-1]
+  known = jnp.expand_dims((y >= 0) & (y < classes), -1)
+  return jnp.where(known, jax.nn.one_hot(y, classes, dtype=like.dtype), jnp.nan)
+
+
 def example_weights(batch: core.Batch) -> jax.Array:
   """What counts in a distillation batch: the examples whose mask is 1."""
   return batch["mask"]
@@ -192,6 +213,10 @@ class Distiller:
     ValueError: a value is out of its range, the optimizer is no function of a
       rate or holds it in its state, or a divergence of one's own comes with
       mixup.
+
+  Reference: Lichtarge et al. 2023, appendix C.4, whose rate falls linearly to
+    0; `final_share` is how we read "decay coefficient" among the values of
+    appendix F's search.
   """
 
   learning_rate: float | Sequence[float] = 1e-3
@@ -364,7 +389,7 @@ class Distiller:
           divergence = to_target
           target = codist_target([views[j] for j in others], views[index], *mix)
           if self.label_weight:
-            labels = jax.nn.one_hot(batch["y"], target.shape[-1])
+            labels = label_target(target, batch)
             if self.mixup_beta is not None:
               labels = mixup(labels, batch["mixup"])
             target += self.label_weight * (labels - target)
@@ -393,12 +418,15 @@ class Distiller:
 
   def _gradient(self, model, student, key, divergence, data, shard):
     """Mean loss, gradient and statistics over a batch, part by part."""
+    weights = data[-1]
+    count = jnp.sum(weights)
+    share = 1 / jnp.where(count > 0, count, 1)
 
     def loss(params, stats, key, data):
       logits, stats = model.outputs(
         core.Variables(params, stats), data[0], key, True
       )
-      return divergence(logits, data), stats
+      return share * divergence(logits, data), stats
 
     def part(carry, row):
       total, grads, stats = carry
@@ -407,7 +435,6 @@ class Distiller:
       )
       return (total + value, optax.tree.add(grads, g), stats), None
 
-    weights = data[-1]
     # A batch that the devices cannot share equally is for each of them.
     if shard is not None and len(weights) % shard.count:
       shard = None
@@ -419,7 +446,7 @@ class Distiller:
     )
     sums, _ = jax.lax.scan(
       part,
-      (jnp.zeros(()), optax.tree.zeros_like(student.params), student.stats),
+      (jnp.zeros(()), core.sums_like(student.params), student.stats),
       shard.take(rows) if shard else rows,
     )
     total, grads, stats = sums
@@ -428,9 +455,8 @@ class Distiller:
       stats = jax.tree.map(
         lambda total: core.as_type(total / shard.count, total.dtype), stats
       )
-    count = jnp.sum(weights)
-    count = jnp.where(count > 0, count, 1)
-    return total / count, core.scaled(1 / count, grads), stats
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, student.params)
+    return total, grads, stats
 
 
 def _view(outputs: PyTree) -> PyTree:

@@ -31,7 +31,9 @@ def classification(
   >>> float(mean.total / mean.count)
   0.5
   """
-  correct = jnp.argmax(logits, axis=-1) == batch["y"]
+  # Of NaN the largest is the first.
+  known = ~jnp.isnan(logits).any(axis=-1)
+  correct = known & (jnp.argmax(logits, axis=-1) == batch["y"])
   mask = batch["mask"]
   losses = core.cross_entropy(logits, batch)
   return {
@@ -99,6 +101,8 @@ class Evaluator:
       )
       for name, subset in sets.items()
     }
+    for i, model in enumerate(models):
+      checks.model(f"models[{i}]", model)
     # Equal models share a program.
     alike = [tuple(map(core.identity, model)) for model in models]
     programs = {

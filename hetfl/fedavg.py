@@ -226,12 +226,13 @@ def check_pools(pools: Sequence[Pool], at_least: int = 1) -> tuple[Pool, ...]:
     ValueError: if not.
   """
   checks.sequence("pools", pools, Pool)
+  pools = tuple(pools)
   names = [pool.name for pool in pools]
   if len(names) < at_least or len(set(names)) != len(names):
     raise ValueError(
       f"pools={names}: give at least {at_least}, of different names"
     )
-  return tuple(pools)
+  return pools
 
 
 def init_pools(

@@ -86,7 +86,9 @@ def squared_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
   >>> float(squared_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
   2.5
   """
-  return jnp.mean((logits - consensus) ** 2, axis=-1)
+  # Also where both are minus infinity, as of classes that are masked.
+  distance = jnp.where(logits == consensus, 0.0, logits - consensus)
+  return jnp.mean(distance**2, axis=-1)
 
 
 def _tempered_scores(logits, temperature):
@@ -133,7 +135,10 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
   if len(weights) != len(scores):
     raise ValueError(f"weights: {len(weights)} for {len(scores)} scores")
   weights = weights / jnp.sum(weights)
-  return sum(weights[k] * f for k, f in enumerate(scores))
+  # Whom nobody listens to may say anything, NaN too.
+  return sum(
+    jnp.where(weights[k] > 0, weights[k] * f, 0) for k, f in enumerate(scores)
+  )
 
 
 @flax.struct.dataclass

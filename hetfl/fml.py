@@ -11,7 +11,6 @@ equation 5.
 
 from collections.abc import Sequence
 import functools
-from typing import Any, NamedTuple
 
 from absl import logging
 import flax.struct
@@ -31,19 +30,23 @@ from hetfl.mutual import (
   MutualClient,
 )
 
-PyTree = Any
 
-
-class MutualPlan(NamedTuple):
+@flax.struct.dataclass
+class MutualPlan:
   """What one round of Federated Mutual Learning does.
 
   Attributes:
     round: `int32[]`, the number of the round, from 1.
     groups: a `ClientRounds` for each group of clients.
+    clients: the numbers of each group's clients; not traced, nor is
+      `full_batches`, so that a wrong plan shows under `jax.jit` too.
+    full_batches: whether no batch has empty places.
   """
 
   round: np.ndarray
   groups: tuple[ClientRounds, ...]
+  clients: tuple[tuple[int, ...], ...] = flax.struct.field(pytree_node=False)
+  full_batches: bool = flax.struct.field(pytree_node=False)
 
 
 @flax.struct.dataclass
@@ -146,9 +149,7 @@ def plan_mutual(
   Args:
     held: the clients, or each one's positions in its bank, which nobody
       compares with the bank.
-    groups: the clients' groups, see `group_clients`. With others a step raises
-      an error, and under `jax.jit`, which hides the numbers from it, gives
-      parameters that are not numbers.
+    groups: the clients' groups, see `group_clients`.
     seed: the run's seed.
     round: the number of the round, from 1.
     batch_size: B.
@@ -178,10 +179,11 @@ def plan_mutual(
   """
   checks.counts(round=round, batch_size=batch_size, epochs=epochs)
   held = population.holdings(held)
+  groups = tuple(tuple(map(int, group)) for group in groups)
   if sorted(k for group in groups for k in group) != list(range(len(held))):
     raise ValueError(
-      f"groups={list(map(tuple, groups))}: {len(held)} clients hold examples;"
-      " give group_clients of as many"
+      f"groups={groups}: {len(held)} clients hold examples; give group_clients"
+      " of as many"
     )
   rounds = []
   for group in groups:
@@ -205,7 +207,8 @@ def plan_mutual(
         ),
       )
     )
-  return MutualPlan(np.int32(round), tuple(rounds))
+  whole = full_batches or all(len(h) % batch_size == 0 for h in held)
+  return MutualPlan(np.int32(round), tuple(rounds), groups, whole)
 
 
 def as_lanes(plan: MutualPlan, *, num_lanes: int) -> planning.LanePlan:
@@ -252,44 +255,22 @@ def _merge(memes, weights):
 
 
 def _check_plan(plan, groups, state):
-  """Raises if a plan is not for these clients and models, as far as is seen.
-
-  Returns:
-    Whether it is for them, where tracing hides that.
-  """
-  fits = jnp.ones((), bool)
-  numbers = [work.client for work in plan.groups]
-  if len(numbers) != len(groups):
+  """Raises if a plan is not for these clients and models."""
+  if plan.clients != groups:
     raise ValueError(
-      f"{len(groups)} groups of clients, but a plan for {len(numbers)}"
+      f"clients {groups} are alike, but a plan for {plan.clients}: plan by"
+      " group_clients(clients)"
     )
-  for group, planned in zip(groups, numbers):
-    hidden = isinstance(planned, jax.core.Tracer)
-    if len(planned) != len(group) or not (
-      hidden or np.array_equal(planned, group)
-    ):
-      raise ValueError(
-        f"clients {group} are alike, but a plan for"
-        f" {len(planned) if hidden else planned.tolist()}: plan by"
-        " group_clients(clients)"
-      )
-    if hidden:
-      fits &= jnp.all(planned == np.array(group))
-  for work, kept in zip(plan.groups, state.groups):
-    models = kept.local, kept.adaptor, state.server
-    stats = [model.stats for model in models if model is not None]
-    if not jax.tree.leaves(stats):
-      continue
-    worked = np.arange(work.index.shape[1])[None] < work.steps[:, None]
-    empty = jnp.any(worked & (work.index < 0).any(axis=-1))
-    if isinstance(empty, jax.core.Tracer):
-      fits &= ~empty
-    elif empty:
-      raise ValueError(
-        "batches with empty places, which batch statistics would count: plan"
-        " with full_batches=True"
-      )
-  return fits
+  models = [state.server]
+  models += [
+    model for kept in state.groups for model in (kept.local, kept.adaptor)
+  ]
+  stats = [model.stats for model in models if model is not None]
+  if jax.tree.leaves(stats) and not plan.full_batches:
+    raise ValueError(
+      "batches with empty places, which batch statistics would count: plan"
+      " with full_batches=True"
+    )
 
 
 def _whole(stages, *args):
@@ -320,6 +301,8 @@ def _build(
         f"client {k} is a {type(client).__name__}: give a MutualClient of it"
       )
     checks.model(f"client {k}", client.model)
+    checks.model(f"client {k}'s adaptor", client.adaptor)
+  checks.model("global_model", global_model)
   engine = engine or engine_lib.Inline()
   highest = {"learning_rate": np.inf, "alpha": 1, "beta": 1}
   for name, value in hyper.items():
@@ -367,7 +350,7 @@ def _build(
     return MutualState(run_key, server, tuple(map(group_state, groups)), values)
 
   def step(state, plan, data):
-    fits = _check_plan(plan, groups, state)
+    _check_plan(plan, groups, state)
     banks = [checks.part(data, clients[group[0]].bank) for group in groups]
     key, *_ = round_keys(state.key, plan.round, 1)
     now = {
@@ -376,7 +359,6 @@ def _build(
       else state.hyper[name]
       for name, x in hyper.items()
     }
-    now["learning_rate"] = jnp.where(fits, now["learning_rate"], jnp.nan)
     results = engine.run(
       *(
         engine_lib.Each(

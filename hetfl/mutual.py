@@ -276,8 +276,8 @@ def client_program(
   # Which models step together, on the same logits.
   turns = [(name,) for name in models] if sequential else [tuple(models)]
 
-  def part_loss(params, variables, hyper, batch, key):
-    """The sum of the losses of the models in `params`, over a part."""
+  def part_loss(params, variables, hyper, share, batch, key):
+    """The losses of the models in `params`, each example times `share`."""
     own = {
       name: variables[name]._replace(params=params.get(name, held.params))
       for name, held in variables.items()
@@ -314,9 +314,10 @@ def client_program(
         losses, kl = mutual_loss(
           logits[name], partner, losses, hyper[weights[name]], temperature
         )
-      total += jnp.sum(losses * batch["mask"])
+      part = jnp.sum(losses * batch["mask"])
+      total += share * part
       sums |= {
-        f"{name}_loss": jnp.sum(losses * batch["mask"]),
+        f"{name}_loss": part,
         f"{name}_kl": jnp.sum(kl * batch["mask"]),
       }
     return total, (sums, {name: stats[name] for name in params})
@@ -326,15 +327,15 @@ def client_program(
     params = {name: variables[name].params for name in names}
     grad = jax.grad(part_loss, has_aux=True)
     count = jnp.sum(batch["mask"])
-    scale = lambda grads: core.scaled(1 / jnp.maximum(count, 1), grads)
+    share = 1 / jnp.maximum(count, 1)
     parts = core.num_parts(len(batch["mask"]), microbatch)
     if parts == 1:
-      grads, (sums, stats) = grad(params, variables, hyper, batch, key)
-      return scale(grads), stats, sums, count
+      grads, (sums, stats) = grad(params, variables, hyper, share, batch, key)
+      return grads, stats, sums, count
 
     def add(carry, part):
       grads, sums, variables = carry
-      g, (s, stats) = grad(params, variables, hyper, *part)
+      g, (s, stats) = grad(params, variables, hyper, share, *part)
       variables = variables | {
         name: variables[name]._replace(stats=stats[name]) for name in names
       }
@@ -348,10 +349,11 @@ def client_program(
     split = core.split(batch, parts)
     (grads, sums, after), _ = jax.lax.scan(
       add,
-      (optax.tree.zeros_like(params), zeros, variables),
+      (core.sums_like(params), zeros, variables),
       (split, jax.random.split(key, parts)),
     )
-    return scale(grads), {n: after[n].stats for n in names}, sums, count
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    return grads, {n: after[n].stats for n in names}, sums, count
 
   def begin(server, hyper, key, bank, row):
     del key, bank
@@ -390,7 +392,7 @@ def client_program(
           variables = variables | {name: core.Variables(params, stats[name])}
           opt_states = opt_states | {name: new}
         means = means | {
-          name: core.Mean(means[name].total + total, means[name].count + count)
+          name: means[name] + core.Mean(total, count)
           for name, total in sums.items()
         }
       return variables, opt_states, means

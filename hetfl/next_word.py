@@ -313,13 +313,14 @@ def next_word_metrics(
     log_q = jax.nn.log_softmax(z, axis=-1)
     nll = _negative_log_likelihood(log_q, y)
     word = jnp.argmax(z[:, EOS + 1 : -1], axis=-1) + EOS + 1
-    hit = word == y
+    # Of NaN the largest is the first.
+    hit = lambda word: (word == y) & ~jnp.isnan(log_q[:, 0])
     mean = lambda x, w: core.Mean(jnp.sum(x * w), jnp.sum(w))
     return {
-      "accuracy": mean(hit, counted),
-      "accuracy_no_eos": mean(jnp.argmax(z, axis=-1) == y, counted),
+      "accuracy": mean(hit(word), counted),
+      "accuracy_no_eos": mean(hit(jnp.argmax(z, axis=-1)), counted),
       "loss": mean(nll, known),
-    } | {f"accuracy_{name}": mean(hit, w) for name, w in domains.items()}
+    } | {f"accuracy_{name}": mean(hit(word), w) for name, w in domains.items()}
 
   flat = lambda a: a.reshape(-1, *a.shape[2:])
   args = jax.tree.map(flat, (logits.features, y, known, counted, domains))

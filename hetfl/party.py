@@ -34,8 +34,8 @@ class Party:
     name: its name in metrics and results.
     model: the model f_k.
     learning_rate: of all its training.
-    l2: weight of `penalty` in every loss, that of Digest too; without a
-      penalty it says nothing.
+    l2: weight of `penalty` in every loss, that of Digest too, as in the
+      released code; the paper has none. Without a penalty it says nothing.
     penalty: parameters to a scalar, such as the head's `sum(w^2)`; `None`:
       nothing decays.
     optimizer: a learning rate to an optax optimizer. Departure: optax's Adam
@@ -267,8 +267,11 @@ def fit(
     )
 
   def step(state, plan, data):
-    for name in data.keys() - {"train", "stopping"}:
-      raise ValueError(f"data[{name!r}]: want 'train' and, if any, 'stopping'")
+    if strange := data.keys() - {"train", "stopping"}:
+      raise ValueError(
+        f"data[{min(strange)!r}]: want 'train' and, if any, 'stopping'"
+      )
+    check_number(plan.batches, parties, "plan.batches")
     stopping = data.get("stopping")
     if stopping is not None:
       population.check_subset(stopping, "stopping")
@@ -436,6 +439,7 @@ def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
     ValueError: if not.
   """
   checks.sequence("parties", parties, Party)
+  parties = tuple(parties)
   names = [party.name for party in parties]
   if not names or len(set(names)) != len(names):
     raise ValueError(f"parties={names}: give one or more, of different names")
@@ -443,7 +447,7 @@ def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
     party.hyper()
     checks.model(party.name, party.model)
     checks.factories(optimizer=party.optimizer)
-  return tuple(parties)
+  return parties
 
 
 def check_number(

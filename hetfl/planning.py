@@ -189,7 +189,8 @@ def plan_clients(
       bank, or a number is not at least 1.
 
   Reference: FedJAX's `ClientDataset.shuffle_repeat_batch`; Lichtarge et al.
-  2023, appendix C.3.
+    2023, appendix C.3. Departure from McMahan et al. 2017: there a client's
+    last batch is short.
 
   >>> bank = {'y': np.arange(6)}
   >>> population = ClientPopulation.from_lists(bank, [[0, 1, 2], [3, 4, 5]])
@@ -201,6 +202,7 @@ def plan_clients(
   check_no_bank(population, f"pool {pool}", ClientPopulation)
   checks.counts(
     round=round,
+    clients_per_round=clients_per_round,
     batch_size=batch_size,
     epochs=epochs,
     max_steps=max_steps,
@@ -208,7 +210,7 @@ def plan_clients(
   )
   if not len(population):
     raise ValueError(f"pool {pool} has no clients")
-  if not 1 <= clients_per_round <= len(population):
+  if clients_per_round > len(population):
     raise ValueError(
       f"clients_per_round={clients_per_round}: pool {pool} has"
       f" {len(population)} clients; choose 1 to {len(population)}"

@@ -180,7 +180,7 @@ def num_examples(bank: Bank) -> int:
   return next(iter(sizes.values()))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ClientPopulation:
   """K clients and their examples, as positions in one bank.
 
@@ -193,7 +193,8 @@ class ClientPopulation:
 
   Raises:
     ValueError: positions are no whole numbers or outside the bank, ids are not
-      K different ones, or a client holds no examples.
+      K different ones, offsets do not begin at 0 and end at M, or a client
+      holds no examples.
   """
 
   bank: Bank
@@ -208,6 +209,11 @@ class ClientPopulation:
     if len(self.ids) != len(self.offsets) - 1:
       raise ValueError(
         f"ids: {len(self.ids)} ids for {len(self.offsets) - 1} clients"
+      )
+    if self.offsets[0] != 0 or self.offsets[-1] != len(self.members):
+      raise ValueError(
+        f"offsets: from {self.offsets[0]} to {self.offsets[-1]}, want 0 to"
+        f" {len(self.members)}, the number of members"
       )
     if len(self.sizes) and self.sizes.min() < 1:
       empty = self.ids[int(self.sizes.argmin())]

@@ -141,7 +141,8 @@ class OptunaSearch:
   Args:
     space: what to vary.
     seed: the search's seed.
-    journal: the journal's file; made of the rows anew if it does not fit them.
+    journal: the journal's file; made of the rows anew, and kept as `.old`, if
+      it does not fit them.
 
   Raises:
     ImportError: Optuna is not installed.
@@ -153,7 +154,7 @@ class OptunaSearch:
     except ImportError as error:
       raise ImportError(
         "Optuna is not installed: pip install -e '.[tune]', or"
-        " --proposer=random"
+        " take random search"
       ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     self._optuna = optuna
@@ -210,7 +211,8 @@ class OptunaSearch:
     try:
       add()
     except (ValueError, AssertionError):  # Others', or a line was cut off.
-      self._journal.unlink()
+      if self._journal.exists():
+        self._journal.replace(self._journal.with_suffix(".old"))
       add()
 
   def _trial(self, row: Row):

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from hetfl import (
+  augment,
   codist,
   core,
   distill,
@@ -28,6 +29,7 @@ from hetfl.fedmd import (
   consensus,
   fedmd,
   plan_fedmd,
+  squared_error,
   TRANSLATORS,
 )
 from hetfl.fml import fml, group_clients, independent, plan_mutual
@@ -185,7 +187,9 @@ def unlike_clients():
   return algorithm.step(state, mutual(), {"train": jax.device_put(BANK)})
 
 
-def normed_round(held=(0, 1, 2), bank=algorithms.PRIVATE, **settings):
+def normed_round(
+  held=(0, 1, 2), bank=algorithms.PRIVATE, jit=False, **settings
+):
   """A round of a client with batch statistics, in batches of two."""
   normed = algorithms.PARTIES[0].model
   algorithm = fml([MutualClient(normed)], global_model=normed)
@@ -193,13 +197,14 @@ def normed_round(held=(0, 1, 2), bank=algorithms.PRIVATE, **settings):
     [held], [(0,)], seed=0, round=1, batch_size=2, epochs=1, **settings
   )
   state = algorithm.init(jax.random.key(0))
-  return algorithm.step(state, plan, {"train": jax.device_put(bank)})
+  step = jax.jit(algorithm.step) if jit else algorithm.step
+  return step(state, plan, {"train": jax.device_put(bank)})
 
 
 def swapped_groups():
   plan = CASES["fml"].plan(1, 1)
-  first, second = (g._replace(client=g.client[::-1]) for g in plan.groups)
-  return step("fml", plan._replace(groups=(first, second)))
+  clients = tuple(group[::-1] for group in plan.clients)
+  return step("fml", plan.replace(clients=clients))
 
 
 WRONG = {
@@ -327,6 +332,7 @@ WRONG = {
   ),
   "3 clients hold examples": lambda: mutual(((0,), (1,), (2,))),
   "plan with full_batches=True": normed_round,
+  "would count: plan with": lambda: normed_round(jit=True),
   "public: positions outside": lambda: plan_fedmd(
     PUBLIC._replace(index=np.arange(9, 99)), ((0,),), seed=0, round=1, subset=4
   ),
@@ -348,7 +354,7 @@ WRONG = {
     "periodic", data={"pools": federation.make_data()["pools"]}
   ),
   "data has no 'train'": lambda: step("fml", data={}),
-  "(0, 2, 3) are alike, but a plan for [3, 2, 0]": swapped_groups,
+  "are alike, but a plan for ((3, 2, 0)": swapped_groups,
   "bank's array is called 'mask'": lambda: step(
     "fit", data={"train": ({**algorithms.PRIVATE, "mask": np.ones(11)},) * 3}
   ),
@@ -405,8 +411,43 @@ WRONG = {
   "variables: give a sequence": lambda: evaluate.Evaluator(
     [POOLS[0].model] * 2, {"test": PUBLIC}
   )(core.Variables({}, {})),
+  "offsets: from 0 to 2, want 0 to 4": lambda: population.ClientPopulation(
+    BANK, np.arange(4), np.array([0, 2]), ("a",)
+  ),
+  "clients_per_round=1.5: must be a whole number": lambda: plan_clients(
+    clients_per_round=1.5
+  ),
+  "batch_size=True: must be a whole number": lambda: plan_clients(
+    batch_size=True
+  ),
+  "client_lr: an array of shape (3,); give one value, or an": lambda: (
+    core.with_hyper(merged().init(jax.random.key(0)), client_lr=jnp.ones(3))
+  ),
+  "plan.batches: 1 for 3 parties": lambda: party.fit(algorithms.PARTIES).step(
+    party.fit(algorithms.PARTIES).init(jax.random.key(0)),
+    party.plan_fit([[0]], seed=0, phase=0, round=1, batch_size=1),
+    {"train": (algorithms.PRIVATE,) * 3},
+  ),
   # Models.
-  "p: model is a Flax module, Dense; give Model.from_flax": lambda: Pool(
+  "global_model: a Flax module": lambda: fml(
+    [MutualClient(WIDER)], global_model=nn.Dense(3)
+  ),
+  "client 0's adaptor: a Flax module": lambda: fml(
+    [MutualClient(WIDER, adaptor=nn.Dense(3))], global_model=WIDER
+  ),
+  "models[1]: a Flax module": lambda: evaluate.Evaluator(
+    [POOLS[0].model, nn.Dense(3)], {"test": PUBLIC}
+  ),
+  "rate=1.0: want 0 or more, and less than 1": lambda: layers.Dropout(
+    1.0
+  ).apply({}, jnp.ones(3), True),
+  "a map of 1x4 is too small for 2x2 pooling": lambda: layers.max_pool_2x2(
+    jnp.ones((1, 1, 4, 1))
+  ),
+  "images of float32: want uint8 pixels": lambda: augment.normalize(
+    jnp.ones((2, 1)), (0.5,), (0.25,)
+  ),
+  "p: a Flax module, Dense, is no model; give Model.from_flax": lambda: Pool(
     "p", nn.Dense(3), 1.0, 1.0
   ),
   "int is no Flax Linen module": lambda: core.Model.from_flax(3, jnp.zeros(1)),
@@ -448,29 +489,6 @@ def test_what_makes_no_sense_is_refused(message):
   with pytest.raises(ValueError) as error:
     WRONG[message]()
   assert message in str(error.value)
-
-
-def test_what_only_a_run_can_see_gives_no_numbers():
-  """Under `jit` nothing can be raised."""
-  normed = algorithms.PARTIES[0].model
-  algorithm = fml([MutualClient(normed)], global_model=normed)
-  train = {"train": jax.device_put(algorithms.PRIVATE)}
-
-  def server(full_batches):
-    plan = plan_mutual(
-      [(0, 1, 2)],
-      [(0,)],
-      seed=0,
-      round=1,
-      batch_size=2,
-      epochs=1,
-      full_batches=full_batches,
-    )
-    state = algorithm.init(jax.random.key(0))
-    return jax.jit(algorithm.step)(state, plan, train)[0].server.params
-
-  chex.assert_tree_all_finite(server(full_batches=True))
-  assert not np.isfinite(jax.tree.leaves(server(full_batches=False))[0]).any()
 
 
 @pytest.mark.parametrize("name", ["alpha", "beta", "learning_rate"])
@@ -538,6 +556,124 @@ def test_labels_that_are_no_class_show():
     assert np.isnan(means["loss"].value) == (y != 4)
 
 
+@pytest.mark.parametrize("y", [-1, 2])
+def test_labels_of_distillation_that_are_no_class_show(y):
+  target = distill.label_target(jnp.zeros((2, 2)), {"y": jnp.array([1, y])})
+  assert np.isnan(target).any(-1).tolist() == [False, True]
+  bank = {"x": jnp.ones((2, 2)), "y": jnp.array([1, y])}
+  linear = core.Model(None, lambda v, x, key, train: (x @ v.params, {}))
+  student = make_distiller(label_weight=0.5).student([linear] * 2, 0)
+  variables = core.Variables(jnp.zeros((2, 2)), {})
+  views = [(variables, jnp.zeros((1, 2, 2)))] * 2
+  _, loss = student(
+    variables,
+    make_distiller().hyper(2),
+    1.0,
+    jax.random.key(0),
+    bank,
+    jnp.zeros(1, jnp.int32),
+    jnp.array([[0, 1]]),
+    views,
+  )
+  assert np.isnan(loss.value)
+
+
+def test_a_model_that_says_nan_is_right_about_nothing():
+  logits = jnp.array([[jnp.nan, jnp.nan], [2.0, 1.0], [1.0, jnp.nan]])
+  batch = {"y": jnp.zeros(3, jnp.int32), "mask": jnp.ones(3)}
+  means = evaluate.classification(logits, batch)
+  assert means["accuracy"].value == pytest.approx(1 / 3)
+  first = next_word.EOS + 1
+  head = jnp.full((1, 6), jnp.nan), jnp.zeros(6)
+  for chunk in (None, 2):
+    words = next_word.TokenLogits(jnp.ones((1, 2, 1)), *head, chunk)
+    batch = {"y": jnp.array([[0, first]]), "mask": jnp.ones(1)}
+    means = next_word.next_word_metrics(words, batch)
+    assert means["accuracy"].total == means["accuracy_no_eos"].total == 0
+
+
+def test_a_party_of_weight_zero_is_not_heard():
+  nan = jnp.full((2, 3), jnp.nan)
+  z = jnp.arange(6.0).reshape(2, 3)
+  np.testing.assert_array_equal(consensus([nan, z], jnp.array([0.0, 2.0])), z)
+  assert np.isnan(consensus([nan, z], jnp.array([0.1, 2.0]))).all()
+
+
+def test_float16_gradients_keep_their_length():
+  """Merging with alpha 0 keeps the norm of g, whose squares underflow."""
+  g = jnp.array([1e-4], jnp.float16)
+  merged = codist.merge_gradients(g, g, 0.0)
+  np.testing.assert_allclose(merged, g.astype(jnp.float32), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fml", "merged"])
+def test_microbatches_of_half_precision_add_up_in_float32(name):
+  """256 terms below half a unit of the sum's last place would all be lost."""
+
+  class Half(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = x.reshape(len(x), -1).astype(jnp.bfloat16)
+      dense = nn.Dense(3, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+      return dense(x).astype(jnp.float32)
+
+  half = core.Model.from_flax(Half(), jnp.zeros(federation.EXAMPLE.shape))
+  # The same example 512 times.
+  bank = jax.tree.map(lambda a: jnp.repeat(a[:1], 512, axis=0), BANK)
+  every = np.arange(512)
+
+  def moved(microbatch):
+    if name == "fml":
+      algorithm = fml(
+        [MutualClient(half)], global_model=half, microbatch=microbatch
+      )
+      plan = plan_mutual(
+        [every], [(0,)], seed=0, round=1, batch_size=512, epochs=1
+      )
+      state = algorithm.init(jax.random.key(0))
+      after, _ = jax.jit(algorithm.step)(state, plan, {"train": bank})
+      return after.server.params, state.server.params
+    distiller = make_distiller(microbatch=microbatch, optimizer=optax.sgd)
+    student = distiller.student([half] * 2, 0)
+    start = half.init(jax.random.key(0))
+    other = half.init(jax.random.key(1))
+    hyper = distiller.hyper(2) | {"distill_lr": jnp.ones(2)}
+    args = (jax.random.key(0), bank, jnp.zeros(1, jnp.int32), every[None])
+    views = [
+      (v, distiller.predictor(half)(v, *args[:2], args[2:]))
+      for v in (start, other)
+    ]
+    after, _ = jax.jit(student)(start, hyper, 1.0, *args, views)
+    return after.params, start.params
+
+  whole, start = moved(None)
+  parts, _ = moved(2)
+  kernels = [jax.tree.leaves(p)[1] for p in (whole, parts, start)]
+  a, b, c = (np.asarray(k, np.float32) for k in kernels)
+  assert np.abs(a - c).max() > 1e-3
+  np.testing.assert_allclose(b - c, a - c, atol=0.02 * np.abs(a - c).max())
+
+
+def test_trials_of_pools_keep_their_axis():
+  algorithm = merged()
+  states = jax.vmap(algorithm.init)(jax.random.split(jax.random.key(0), 3))
+  states = core.with_hyper(states, client_lr=(0.1, 0.3))
+  rates = [pool.hyper["client_lr"].tolist() for pool in states.pools]
+  np.testing.assert_allclose(rates, [[0.1] * 3, [0.3] * 3])
+
+
+def test_means_add_up():
+  total = core.Mean(1.0, 2.0) + core.Mean(3.0, 6.0) + core.Mean.zero()
+  assert total.value == 0.5 and isinstance(total, core.Mean)
+
+
+def test_generators_of_pools_and_parties_are_sequences():
+  key = jax.random.key(0)
+  assert len(fedavg(iter(POOLS), rounds=1).init(key).pools) == len(POOLS)
+  parties = algorithms.PARTIES
+  assert len(party.fit(iter(parties)).init(key).parties) == len(parties)
+
+
 def test_classes_that_all_models_mask_say_nothing():
   """Unlike numbers of classes can be made one by logits of minus infinity."""
   z = jnp.array([[1.0, 0.0, -jnp.inf]])
@@ -549,8 +685,9 @@ def test_classes_that_all_models_mask_say_nothing():
 
   for loss, scale in (
     (kl, 1),
-    # A mean, over three classes instead of two.
+    # Means, over three classes instead of two.
     (lambda a, b: absolute_error(a, b).sum(), 2 / 3),
+    (lambda a, b: squared_error(a, b).sum(), 2 / 3),
   ):
     value, grad = jax.value_and_grad(loss)(z, w)
     expected, expected_grad = jax.value_and_grad(loss)(part(z), part(w))

@@ -335,18 +335,11 @@ def test_what_is_out_of_range_is_refused():
       build(**{name: value})
   with pytest.raises(ValueError, match="there are none"):
     build([])
-  with pytest.raises(ValueError, match="2 groups of clients, but a plan for 1"):
-    run(build(), clients=ALIKE)
+  for jit in (False, True):
+    with pytest.raises(ValueError, match="are alike, but a plan for"):
+      run(build(jit=jit), clients=ALIKE)
   with pytest.raises(ValueError, match="client 7"):
     build().init(jax.random.key(0)).local(7)
-  # Under jit nothing can be raised, but nothing looks right either.
-  algorithm, plan = build(), make_plan(1)
-  swapped = tuple(g._replace(client=g.client[::-1]) for g in plan.groups)
-  wrong = plan._replace(groups=swapped)
-  state, _ = algorithm.step(
-    algorithm.init(jax.random.key(0)), wrong, make_data()
-  )
-  assert not any(np.isfinite(x).any() for x in jax.tree.leaves(state.server))
   states = jax.vmap(build().init)(jax.random.split(jax.random.key(0), 3))
   with pytest.raises(ValueError, match="a state of several trials"):
     states.local(0)

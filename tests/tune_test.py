@@ -389,6 +389,8 @@ def test_optuna_goes_on_where_it_was_and_learns(tmp_path):
   rows = search("a")
   for cut in (-5, 10, 0):  # Lines that were not written to their ends; all.
     assert search(f"b{cut}", stop=24, cut=cut) == rows
+  # What was there, perhaps of somebody else, is kept.
+  assert (tmp_path / "b-5.old").stat().st_size > 100
   rates = [row["values"]["rate"] for row in rows]
   assert len(set(rates)) == 40 and all(1 <= r <= 100 for r in rates)
   # The best is at 1; random search's median is at 10.

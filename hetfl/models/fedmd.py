@@ -232,7 +232,7 @@ def party_models(
   ['cnn(16,32)', 'cnn(16,16,24)', 'mlp(16)', 'mlp(16)']
   """
   if table not in TABLES:
-    raise ValueError(f"models={table}: choose from {', '.join(TABLES)}")
+    raise ValueError(f"table={table}: choose from {', '.join(TABLES)}")
   if num_parties < 1:
     raise ValueError(f"num_parties={num_parties}: must be at least 1")
   if not width > 0:

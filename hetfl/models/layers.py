@@ -263,11 +263,19 @@ def max_pool_2x2(x: jax.Array) -> jax.Array:
   Returns:
     `float[B, H // 2, W // 2, c]`.
 
+  Raises:
+    ValueError: there is no square to pool.
+
   >>> max_pool_2x2(jnp.arange(8.).reshape(1, 2, 4, 1)).ravel()
   Array([5., 7.], dtype=float32)
   """
   batch, height, width, channels = x.shape
   rows, columns = height // 2, width // 2
+  if rows < 1 or columns < 1:
+    raise ValueError(
+      f"a map of {height}x{width} is too small for 2x2 pooling: take larger"
+      " images, or pool less often"
+    )
   x = x[:, : 2 * rows, : 2 * columns]
   x = x.reshape(batch, rows, 2, columns, 2, channels)
   # By `split`, whose gradient joins the places in one go.
@@ -415,6 +423,8 @@ class Dropout(nn.Module):
   @nn.compact
   def __call__(self, x, train: bool):
     """Maps `float[...]` to the same shape; changes nothing if not `train`."""
+    if not 0 <= self.rate < 1:
+      raise ValueError(f"rate={self.rate}: want 0 or more, and less than 1")
     if not train or not self.rate:
       return x
     key = jax.random.bits(self.make_rng("dropout"), (2,), jnp.uint32)
