@@ -309,7 +309,7 @@ class Experiment:
     self.data = fml_images.load_fml_images(
       config["dataset"],
       num_clients=config["num_clients"],
-      split=config["partition"],
+      partition=config["partition"],
       data_dir=FLAGS.data_dir,
       partition_alpha=config["partition_alpha"],
       partition_seed=config["partition_seed"],

@@ -357,7 +357,12 @@ def _join_processes() -> None:
 
 
 def _one_line(error: Exception) -> str:
-  text = " ".join(str(error).split())
+  """An error's text; what the library calls an argument is a flag here."""
+  text = re.sub(
+    r"(?<![\w=/.-])(\w+)=",
+    lambda match: f"--{match[0]}" if match[1] in FLAGS else match[0],
+    " ".join(str(error).split()),
+  )
   if not isinstance(error, ValueError | flags.Error):
     text = f"{type(error).__name__}: {text}"
   return f"error: {text}"

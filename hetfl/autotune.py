@@ -89,7 +89,7 @@ def seconds_of(
   """Seconds of a step, when it has been compiled: the median of some.
 
   Args:
-    step: `(state, plan, data) -> (state, metrics)`.
+    step: `(state, plan, data) -> (state, metrics)`, not donating its state.
     init: `key -> state`.
     plan: the plan.
     data: the data.

@@ -65,7 +65,7 @@ def to_json(value: Any) -> Any:
     The same out of dict, list, str, bool, int, float and None.
 
   Raises:
-    TypeError: it has no such form.
+    TypeError, ValueError: it has no such form.
 
   >>> import numpy as np
   >>> to_json({'a': (1, float('nan')), 'b': np.float32(0.5)})
@@ -170,10 +170,10 @@ def _why_no_longer(
     return ""
   last = there.get("rounds", 0)
   if last > here.get("rounds", 0):
-    return " A run does not go back."
+    return f" It has {last} rounds already."
   if lengthens:
-    return f" Round {last} is none of eval_every={there['eval_every']}."
-  return " What is set over all rounds, as falling rates are, would be other."
+    return f" {last} is not a multiple of eval_every={there['eval_every']}."
+  return " Its learning rates fall over all rounds, so it cannot be extended."
 
 
 class RunFolder:
@@ -323,8 +323,8 @@ class RunFolder:
         write_bytes(path, content)
       elif path.read_bytes() != content:
         raise ConfigMismatch(
-          f"{path} is not what the data gives now: the data has changed, or"
-          f" Python for pydoc. Use another {self._named}."
+          f"{path} is not what the data gives now: the data has changed (of"
+          f" pydoc, Python). Use another {self._named}."
         )
 
   def result(self) -> dict[str, Any] | None:

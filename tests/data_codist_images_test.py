@@ -74,17 +74,17 @@ def test_partition_alpha_sets_the_skew(dataset, full_size):
 @pytest.mark.parametrize(
   "kwargs, message",
   [
-    (dict(high_capacity_clients=43), "--high_capacity_clients=43.*1 to 42"),
-    (dict(high_capacity_clients=0), "--high_capacity_clients=0.*1 to 42"),
-    (dict(distill_data="cifar10"), "--distill_data=cifar10: .* in_domain"),
-    (dict(distill_examples=0), "--distill_examples=0"),
-    (dict(distill_examples=10_000), "--distill_examples=10000.*1 to "),
+    (dict(high_capacity_clients=43), "high_capacity_clients=43.*1 to 42"),
+    (dict(high_capacity_clients=0), "high_capacity_clients=0.*1 to 42"),
+    (dict(distill_data="cifar10"), "distill_data=cifar10: .* in_domain"),
+    (dict(distill_examples=0), "distill_examples=0"),
+    (dict(distill_examples=10_000), "distill_examples=10000.*1 to "),
   ],
 )
 def test_arguments_out_of_range(kwargs, message):
   with pytest.raises(ValueError, match=message):
     load("digits", **kwargs)
-  with pytest.raises(ValueError, match="--dataset=svhn.*cifar100.*digits"):
+  with pytest.raises(ValueError, match="dataset=svhn.*cifar100.*digits"):
     load("svhn")
   # Before any data is looked for.
   with pytest.raises(ValueError, match="cifar100 has in_domain or cifar10"):

@@ -120,18 +120,18 @@ def test_distillation_data(dump, tmp_path):
 @pytest.mark.parametrize(
   "kwargs, message",
   [
-    (dict(vocabulary="bytes"), "--vocabulary=bytes"),
-    (dict(vocabulary_size=0), "--vocabulary_size=0"),
-    (dict(pools="three"), "--pools=three"),
-    (dict(distill_data="cifar10"), "--distill_data=cifar10.*in_domain or c4"),
-    (dict(distill_data="c4"), "needs --c4_path"),
-    (dict(high_capacity_clients=99), "--high_capacity_clients=99.*1 to 36"),
+    (dict(vocabulary="bytes"), "vocabulary=bytes"),
+    (dict(vocabulary_size=0), "vocabulary_size=0"),
+    (dict(pools="three"), "pools=three"),
+    (dict(distill_data="cifar10"), "distill_data=cifar10.*in_domain or c4"),
+    (dict(distill_data="c4"), "needs c4_path"),
+    (dict(high_capacity_clients=99), "high_capacity_clients=99.*1 to 36"),
     (
       dict(high_capacity_clients=3, pools="domain"),
-      "--high_capacity_clients=3: pools by domain have none",
+      "high_capacity_clients=3: pools by domain have none",
     ),
-    (dict(distill_examples=10_000), "--distill_examples=10000.*1 to"),
-    (dict(data_dir=None), "--data_dir is not set"),
+    (dict(distill_examples=10_000), "distill_examples=10000.*1 to"),
+    (dict(data_dir=None), "data_dir is not set"),
   ],
 )
 def test_arguments_out_of_range(dump, kwargs, message):
@@ -171,7 +171,7 @@ def test_stackoverflow_files(tmp_path, monkeypatch):
   assert not words(data, data.test) & {f"test{k}" for k in range(6)}
   # By default what there is, of ten users; asked for, so many it must be.
   assert len(load(**files_there).distill.index) == 30
-  with pytest.raises(ValueError, match="--distill_examples=31.*1 to 30"):
+  with pytest.raises(ValueError, match="distill_examples=31.*1 to 30"):
     load(**files_there, distill_examples=31)
   monkeypatch.setattr(codist_text, "SO_DISTILL_EXAMPLES", 12)
   assert len(load(**files_there).distill.index) == 12
@@ -188,7 +188,7 @@ def test_c4_needs_no_more_sentences_than_there_are(tmp_path, monkeypatch):
   # All users are in the pool: C4 takes none for the distillation.
   few = dict(c4, high_capacity_clients=2)
   assert len(load(**few).distill.index) == 3
-  with pytest.raises(ValueError, match="--distill_examples=4.*1 to 3"):
+  with pytest.raises(ValueError, match="distill_examples=4.*1 to 3"):
     load(**few, distill_examples=4)
   monkeypatch.setattr(codist_text, "_C4_SENTENCES", 2)
   assert len(load(**few).distill.index) == 2

@@ -104,12 +104,12 @@ def test_digits():
 
 def test_what_is_out_of_range_is_refused():
   for settings_, message in [
-    (dict(environment="mnist"), "--environment=mnist: choose from digits"),
-    (dict(num_parties=0), "--num_parties=0"),
+    (dict(environment="mnist"), "environment=mnist: choose from digits"),
+    (dict(num_parties=0), "num_parties=0"),
     (dict(examples_per_class=99), "examples_per_class=99"),
-    (dict(heldout_examples=871), "--heldout_examples=871: there are 871"),
-    (dict(public_examples=900), "--public_examples=900: there are 871"),
-    (dict(superclasses="both"), "--superclasses=both"),
+    (dict(heldout_examples=871), "heldout_examples=871: there are 871"),
+    (dict(public_examples=900), "public_examples=900: there are 871"),
+    (dict(superclasses="both"), "superclasses=both"),
   ]:
     with pytest.raises(ValueError, match=message):
       fedmd_images.load_fedmd_images(**{"environment": "digits", **settings_})

@@ -157,10 +157,10 @@ def test_missing_mnist_says_what_was_looked_for(small, monkeypatch):
     str(data_dir / "MNIST/raw"),
     "t10k-labels-idx1-ubyte.gz",
     "no_tfds",
-    "--download",
+    "download=True",
   ):
     assert part in str(info.value)
-  with pytest.raises(DataError, match="give --data_dir"):
+  with pytest.raises(DataError, match="give data_dir"):
     mnist.load_mnist(None, download=True)
   # A download is what is published, whole, or nothing.
   published = data_dir.parent / "published"
@@ -229,7 +229,7 @@ def test_dirichlet_clients_validate_on_what_they_train_on():
   for alpha in (0.1, default, 100.0):
     images = fml_images.load_fml_images(
       ["digits"],
-      split="dirichlet",
+      partition="dirichlet",
       **({} if alpha == default else {"partition_alpha": alpha}),
     )
     train, held = (
@@ -246,13 +246,13 @@ def test_dirichlet_clients_validate_on_what_they_train_on():
 
 def test_what_is_out_of_range_is_refused():
   load = fml_images.load_fml_images
-  with pytest.raises(ValueError, match="--dataset=svhn: choose from digits"):
+  with pytest.raises(ValueError, match="datasets=svhn: choose from digits"):
     load(["svhn"])
-  with pytest.raises(ValueError, match="--partition=noniid4"):
-    load(["digits"], split="noniid4")
+  with pytest.raises(ValueError, match="partition=noniid4"):
+    load(["digits"], partition="noniid4")
   with pytest.raises(ValueError, match="2 data sets for 5 clients"):
     load(["digits", "digits"])
-  with pytest.raises(ValueError, match="--bad_clients=5: .* 0 to 4"):
+  with pytest.raises(ValueError, match="bad_clients=5: .* 0 to 4"):
     load(["digits"], bad_clients=[5])
 
 
@@ -268,7 +268,7 @@ def test_the_papers_federations():
     assert len(client.validation.index) == 10_000
   # Table 1, Non-IID (1): 60 shards' worth of 100 classes, 10,000 images each.
   images = fml_images.load_fml_images(
-    ["cifar100"], split="noniid1", data_dir=REAL
+    ["cifar100"], partition="noniid1", data_dir=REAL
   )
   for client in images.clients:
     y = client.train.bank["y"][client.train.index]

@@ -149,9 +149,9 @@ def test_drawings_are_brought_to_mnists_form():
 
 
 def test_bad_files_are_named(tmp_path):
-  with pytest.raises(DataError, match="letters not found: --data_dir=.*nist"):
+  with pytest.raises(DataError, match="letters not found: data_dir=.*nist"):
     letters.load_letters(tmp_path)
-  with pytest.raises(DataError, match="no --data_dir given"):
+  with pytest.raises(DataError, match="no data_dir given"):
     letters.load_letters()
   npz = tmp_path / "letters.npz"
   np.savez(npz, images=np.zeros((2, 28, 28), np.uint8))

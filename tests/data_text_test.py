@@ -229,7 +229,7 @@ def test_a_dump_by_hand(tmp_path):
     tmp_path, max_words=2, max_sentences_per_client=2
   )
   assert sentences_of(capped)["7"] == [(0, "i don't"), (0, "any idea")]
-  assert capped.skipped["sentences beyond --max_sentences_per_client"] == 3
+  assert capped.skipped["sentences beyond max_sentences_per_client"] == 3
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,9 @@ def test_another_run_is_refused_and_left_alone(tmp_path):
 @pytest.mark.parametrize(
   "rounds, lengthens, why",
   [
-    (20, False, "here 20. What is set over all rounds, as falling rates are"),
-    (20, True, "here 20. Round 7 is none of eval_every=5. Use"),
-    (5, True, "here 5. A run does not go back. Use"),
+    (20, False, "here 20. Its learning rates fall over all rounds"),
+    (20, True, "here 20. 7 is not a multiple of eval_every=5. Use"),
+    (5, True, "here 5. It has 7 rounds already. Use"),
   ],
 )
 def test_why_a_run_does_not_get_other_rounds(tmp_path, rounds, lengthens, why):

@@ -123,7 +123,7 @@ def load_codist_images(
     `distill_examples` as in Figure 4.
   """
   if dataset not in _TASKS:
-    raise ValueError(f"--dataset={dataset}: want one of {sorted(_TASKS)}")
+    raise ValueError(f"dataset={dataset}: want one of {sorted(_TASKS)}")
   task = _TASKS[dataset]
   pool_clients = task.clients - task.distill_clients - task.heldout_clients
   if high_capacity_clients is None:
@@ -131,16 +131,16 @@ def load_codist_images(
   # Arguments first, before minutes of reading.
   if not 1 <= high_capacity_clients <= pool_clients:
     raise ValueError(
-      f"--high_capacity_clients={high_capacity_clients}: {dataset}'s pool "
+      f"high_capacity_clients={high_capacity_clients}: {dataset}'s pool "
       f"has {pool_clients} clients, want 1 to {pool_clients}"
     )
   if distill_data not in task.distill_data:
     raise ValueError(
-      f"--distill_data={distill_data}: {dataset} has "
+      f"distill_data={distill_data}: {dataset} has "
       f"{' or '.join(task.distill_data)}"
     )
   if distill_examples is not None and distill_examples < 1:
-    raise ValueError(f"--distill_examples={distill_examples}: want 1 or more")
+    raise ValueError(f"distill_examples={distill_examples}: want 1 or more")
 
   name, num_classes, clients, test_bank = _federation(
     dataset, task, data_dir, download, partition_alpha, partition_seed
@@ -159,7 +159,7 @@ def load_codist_images(
     distill = Subset.whole(_without_coarse(other.train))
   if distill_examples is not None:
     distill = distill.draw(
-      distill_examples, seed=[5, seed], name="--distill_examples"
+      distill_examples, seed=[5, seed], name="distill_examples"
     )
   return CodistImages(
     name=dataset,
@@ -188,7 +188,7 @@ def _federation(
     if os.path.exists(path):
       if alpha is not None:
         raise ValueError(
-          f"--partition_alpha={alpha}: {path} has TFF's clients, as they are;"
+          f"partition_alpha={alpha}: {path} has TFF's clients, as they are;"
           " leave it out, or move that file away"
         )
       clients = fedjax_source.load_federated_cifar100(path)

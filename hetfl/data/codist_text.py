@@ -146,36 +146,36 @@ def load_codist_text(
   Tables 3 to 5.
   """
   if dataset not in _TASKS:
-    raise ValueError(f"--dataset={dataset}: want one of {sorted(_TASKS)}")
+    raise ValueError(f"dataset={dataset}: want one of {sorted(_TASKS)}")
   if vocabulary not in text.KINDS:
-    raise ValueError(f"--vocabulary={vocabulary}: word or wordpiece")
+    raise ValueError(f"vocabulary={vocabulary}: word or wordpiece")
   if pools not in ("capacity", "domain"):
-    raise ValueError(f"--pools={pools}: capacity or domain")
+    raise ValueError(f"pools={pools}: capacity or domain")
   if distill_data not in ("in_domain", "c4"):
     raise ValueError(
-      f"--distill_data={distill_data}: {dataset} has in_domain or c4"
+      f"distill_data={distill_data}: {dataset} has in_domain or c4"
     )
   if distill_data == "c4" and c4_path is None:
     raise ValueError(
-      "--distill_data=c4 needs --c4_path: a C4 shard (*.json.gz), a text file"
+      "distill_data=c4 needs c4_path: a C4 shard (*.json.gz), a text file"
       " or a folder of such"
     )
   if pools == "domain" and high_capacity_clients is not None:
     raise ValueError(
-      f"--high_capacity_clients={high_capacity_clients}: pools by domain have"
-      " none; leave the flag out"
+      f"high_capacity_clients={high_capacity_clients}: pools by domain have"
+      " none; leave it out"
     )
   counts = {
-    "--vocabulary_size": vocabulary_size,
-    "--max_sentences_per_client": max_sentences_per_client,
-    "--distill_examples": distill_examples,
-    "--high_capacity_clients": high_capacity_clients,
+    "vocabulary_size": vocabulary_size,
+    "max_sentences_per_client": max_sentences_per_client,
+    "distill_examples": distill_examples,
+    "high_capacity_clients": high_capacity_clients,
   }
   checks.counts(**counts)
   if dataset != "pydoc" and data_dir is None:
     raise DataError(
-      f"--data_dir is not set: the folder with {dataset}'s files (see"
-      " hetfl.data.text_sources), or take --dataset=pydoc, which needs none"
+      f"data_dir is not set: the folder with {dataset}'s files (see"
+      " hetfl.data.text_sources), or take dataset=pydoc, which needs none"
     )
 
   if dataset == "stackoverflow":
@@ -226,7 +226,7 @@ def load_codist_text(
     subsets["distill"] = Subset.whole(_bank(tokens, corpus))
   if distill_examples is not None:
     subsets["distill"] = subsets["distill"].draw(
-      distill_examples, seed=[7, seed], name="--distill_examples"
+      distill_examples, seed=[7, seed], name="distill_examples"
     )
   for name, subset in subsets.items():
     if not len(subset.index):
@@ -349,11 +349,11 @@ def _check_domains(path: pathlib.Path, corpus: text.Corpus) -> None:
     if not n:
       raise DataError(
         f"{path}: one of the domains has no users: none writes mostly {name};"
-        " take --pools=capacity, or the whole file"
+        " take pools=capacity, or the whole file"
       )
     if n < _SO_DOMAIN_CLIENTS:
       logging.warning(
-        "%s: --pools=domain: %d users write mostly %s, not %d as in the paper,"
+        "%s: pools=domain: %d users write mostly %s, not %d as in the paper,"
         " and all users are read.",
         path,
         n,
@@ -383,7 +383,7 @@ def _assign(
     high_capacity = min(_TASKS[dataset].high_capacity_clients, n)
   if high_capacity > n:
     raise ValueError(
-      f"--high_capacity_clients={high_capacity}: {dataset}'s pool has {n}"
+      f"high_capacity_clients={high_capacity}: {dataset}'s pool has {n}"
       f" clients, want 1 to {n}"
     )
   split = partition.codist_split(

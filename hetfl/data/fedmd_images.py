@@ -129,16 +129,16 @@ def load_fedmd_images(
   """
   if environment not in ENVIRONMENTS:
     raise ValueError(
-      f"--environment={environment}: choose from {', '.join(ENVIRONMENTS)}"
+      f"environment={environment}: choose from {', '.join(ENVIRONMENTS)}"
     )
   if superclasses not in SUPERCLASSES:
     raise ValueError(
-      f"--superclasses={superclasses}: choose from {', '.join(SUPERCLASSES)}"
+      f"superclasses={superclasses}: choose from {', '.join(SUPERCLASSES)}"
     )
   if num_parties < 1:
-    raise ValueError(f"--num_parties={num_parties}: want 1 or more")
+    raise ValueError(f"num_parties={num_parties}: want 1 or more")
   if heldout_examples < 0:
-    raise ValueError(f"--heldout_examples={heldout_examples}: want 0 or more")
+    raise ValueError(f"heldout_examples={heldout_examples}: want 0 or more")
   load = {"digits": _digits, "cifar_iid": _cifar, "cifar_noniid": _cifar}
   task = load.get(environment, _letters)(
     environment, data_dir, download, superclasses
@@ -462,7 +462,7 @@ def _hold_out(subset: Subset, size: int, seed: int):
   y = subset.bank["y"][subset.index]
   if size >= len(y):
     raise ValueError(
-      f"--heldout_examples={size}: there are {len(y)} public images, want"
+      f"heldout_examples={size}: there are {len(y)} public images, want"
       f" 0 to {len(y) - 1}"
     )
   drawn = partition.stratified(y, size=size, seed=[21, seed])
@@ -478,7 +478,7 @@ def _some(subset: Subset, size: int, seed: int) -> Subset:
   y = subset.bank["y"][subset.index]
   if not 1 <= size <= len(y):
     raise ValueError(
-      f"--public_examples={size}: there are {len(y)}, want 1 to {len(y)}"
+      f"public_examples={size}: there are {len(y)}, want 1 to {len(y)}"
     )
   drawn = partition.stratified(y, size=size, seed=[22, seed])
   return Subset(subset.bank, subset.index[np.sort(drawn)])

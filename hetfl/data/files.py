@@ -195,7 +195,7 @@ def download(url: str, path: str, md5: str, page: str) -> None:
     except (OSError, http.client.HTTPException) as error:
       raise DataError(
         f"{url}: download failed ({one_line(error)}): download it "
-        f"elsewhere and put it into --data_dir={data_dir}"
+        f"elsewhere and put it into data_dir={data_dir}"
       ) from error
     check_md5(part, md5, f"try again, or see {page}")
     os.replace(part, path)

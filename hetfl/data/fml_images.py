@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hetfl import checks
 from hetfl.data import mnist, partition, vision
 from hetfl.population import Subset
 
@@ -74,7 +75,7 @@ def load_fml_images(
   datasets: Sequence[str],
   *,
   num_clients: int = 5,
-  split: str = "iid",
+  partition: str = "iid",
   data_dir: str | os.PathLike | None = None,
   partition_alpha: float = DIRICHLET_ALPHA,
   partition_seed: int = 0,
@@ -99,7 +100,7 @@ def load_fml_images(
     datasets: one data set, or one for each client; clients of the same one
       share it.
     num_clients: K.
-    split: one of the above.
+    partition: one of the above.
     data_dir: where data sets lie, see `hetfl.data.vision` and
       `hetfl.data.mnist`.
     partition_alpha: the Dirichlet's concentration: small is skewed.
@@ -118,7 +119,7 @@ def load_fml_images(
     DataError: the data is missing or damaged.
     ValueError: an argument out of its range.
 
-  >>> images = load_fml_images(['digits'], split='noniid3')
+  >>> images = load_fml_images(['digits'], partition='noniid3')
   >>> [len(np.unique(c.train.bank['y'][c.train.index])) for c in images.clients]
   [2, 2, 2, 2, 2]
   >>> sum(len(c.validation.index) for c in images.clients)
@@ -130,24 +131,23 @@ def load_fml_images(
   """
   for dataset in datasets:
     if dataset not in _LOADERS:
-      raise ValueError(
-        f"--dataset={dataset}: choose from {', '.join(DATASETS)}"
-      )
-  if split not in PARTITIONS:
-    raise ValueError(f"--partition={split}: choose from {PARTITIONS}")
+      raise ValueError(f"datasets={dataset}: choose from {', '.join(DATASETS)}")
+  if partition not in PARTITIONS:
+    raise ValueError(f"partition={partition}: choose from {PARTITIONS}")
+  checks.between(0, 1, bad_label_share=bad_label_share)
   if len(datasets) not in (1, num_clients):
     raise ValueError(
-      f"--dataset={','.join(datasets)}: {len(datasets)} data sets for"
+      f"datasets={','.join(datasets)}: {len(datasets)} data sets for"
       f" {num_clients} clients; give one, or one for each client"
     )
   for k in bad_clients:
     if not 0 <= k < num_clients:
       raise ValueError(
-        f"--bad_clients={k}: clients are numbered 0 to {num_clients - 1}"
+        f"bad_clients={k}: clients are numbered 0 to {num_clients - 1}"
       )
   if heldout_examples < 0 or heldout_examples % num_clients:
     raise ValueError(
-      f"--heldout_examples={heldout_examples}: give 0 or a multiple of the"
+      f"heldout_examples={heldout_examples}: give 0 or a multiple of the"
       f" {num_clients} clients"
     )
   kept = heldout_examples // num_clients
@@ -157,13 +157,13 @@ def load_fml_images(
   for dataset in dict.fromkeys(of):
     images = _LOADERS[dataset](data_dir, download)
     members = [k for k in range(num_clients) if of[k] == dataset]
-    parts = _parts(images, members, split, partition_alpha, partition_seed)
+    parts = _parts(images, members, partition, partition_alpha, partition_seed)
     bank = {"x": images.train["x"], "y": images.train["y"].copy()}
     test_bank = {"x": images.test["x"], "y": images.test["y"]}
     for k, held, validation in zip(members, *parts):
       if kept >= len(held):
         raise ValueError(
-          f"--heldout_examples={heldout_examples}: client {k} has"
+          f"heldout_examples={heldout_examples}: client {k} has"
           f" {len(held)} training images"
         )
       order = np.random.default_rng([8, partition_seed, k]).permutation(
@@ -186,7 +186,7 @@ def load_fml_images(
     shapes[dataset] = bank["x"].shape[1:]
   if len(set(shapes.values())) > 1:
     raise ValueError(
-      f"--dataset={','.join(datasets)}: images of different shapes"
+      f"datasets={','.join(datasets)}: images of different shapes"
       f" {sorted(set(shapes.values()))}; one global model cannot see them all"
     )
   return FmlImages(tuple(clients), test, num_classes, shapes[of[0]])

@@ -99,24 +99,24 @@ def load_letters(
     raise DataError(
       f"the letters of {folder or idx} do not say who wrote"
       f" them: get {_MAT}, FedJAX's {_SQLITE.format(split='train')} and"
-      f" ..._test.sqlite, or {_NPZ}, and give --data_dir=DIRECTORY"
+      f" ..._test.sqlite, or {_NPZ}, and give data_dir=DIRECTORY"
     )
-  where = "no --data_dir given"
+  where = "no data_dir given"
   if data_dir is not None:
-    where = f"--data_dir={data_dir} and its folders hold none of"
+    where = f"data_dir={data_dir} and its folders hold none of"
     where += f" {_MAT}, {_idx()[0]}[.gz], {_SQLITE.format(split='train')}"
     where += f" with ..._test.sqlite, {_NPZ}"
   raise DataError(
     f"letters not found: {where}, and no emnist/letters that TFDS prepared as"
     f" array_record is in {' or '.join(files.tfds_roots(data_dir))}: get EMNIST"
-    f" from {_PAGE} and give --data_dir=DIRECTORY"
+    f" from {_PAGE} and give data_dir=DIRECTORY"
   )
 
 
 def like_mnist(image: np.ndarray) -> np.ndarray:
   """Brings a drawing to 28 x 28 as MNIST's digits were.
 
-  The ink's bounding box is shrunk to fit into 20 x 20, each pixel the mean of
+  The ink's bounding box is scaled to fit into 20 x 20, each pixel the mean of
   what it covers, its brightest pixel made 255, and put so that the centre of
   its mass is in the middle.
 

@@ -132,7 +132,7 @@ def load_mnist(
       raise DataError(_not_found(data_dir, unreadable))
     if data_dir is None:
       raise DataError(
-        "mnist: download without a place to write to: give --data_dir=DIRECTORY"
+        "mnist: download without a place to write to: give data_dir=DIRECTORY"
       )
     folder = os.path.join(data_dir, "mnist")
   if download:
@@ -239,7 +239,7 @@ def _read_tfds(folder: str) -> tuple[Bank, Bank]:
 
 def _not_found(data_dir: str | None, unreadable: list[str]) -> str:
   names = ", ".join(f"{file.name}.gz" for file in _TRAIN + _TEST)
-  where = "no --data_dir given"
+  where = "no data_dir given"
   if data_dir is not None:
     folders = " nor ".join(os.path.join(data_dir, f) for f in _FOLDERS[:2])
     where = f"neither {folders} nor {data_dir} holds {names}"
@@ -251,6 +251,6 @@ def _not_found(data_dir: str | None, unreadable: list[str]) -> str:
     other = f" ({unreadable[0]} is not: prepare it with that file_format)"
   return (
     f"mnist not found: {where}, no set that TFDS prepared as array_record in "
-    f"{tfds}{other}: get the files from {_URL}/ and give --data_dir=DIRECTORY,"
-    f" where DIRECTORY/mnist/ holds {names}, or give --download too"
+    f"{tfds}{other}: get the files from {_URL}/ and give data_dir=DIRECTORY,"
+    f" where DIRECTORY/mnist/ holds {names}, or download=True"
   )

@@ -175,7 +175,7 @@ class CorpusBuilder:
       return
     members = self._members.setdefault(client, [])
     if self._max_sentences and len(members) >= self._max_sentences:
-      self.skipped["sentences beyond --max_sentences_per_client"] += 1
+      self.skipped["sentences beyond max_sentences_per_client"] += 1
       return
     lexicon = self._lexicon
     for word in words[: self._max_words]:
@@ -484,15 +484,14 @@ def _nltk():
     import nltk
   except ImportError as error:
     raise DataError(
-      "--c4_tokenizer=nltk needs NLTK: pip install nltk, or take"
-      " --c4_tokenizer=rules"
+      "tokenizer='nltk' needs NLTK: pip install nltk, or take 'rules'"
     ) from error
   try:
     nltk.sent_tokenize("One. Two.")
   except LookupError as error:
     raise DataError(
-      "--c4_tokenizer=nltk: NLTK's data tokenizers/punkt_tab is not in"
+      "tokenizer='nltk': NLTK's data tokenizers/punkt_tab is not in"
       f" {', '.join(nltk.data.path) or 'any folder'}; fetch it with"
-      " python -m nltk.downloader punkt_tab, or take --c4_tokenizer=rules"
+      " python -m nltk.downloader punkt_tab, or take 'rules'"
     ) from error
   return nltk.sent_tokenize, nltk.wordpunct_tokenize

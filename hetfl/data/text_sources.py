@@ -75,7 +75,7 @@ def pydoc(
         _python(builder, ".".join(parts), path)
   if not len(builder):
     raise DataError(
-      f"--dataset=pydoc: no Python sources in {root}; install Python with its"
+      f"pydoc: no Python sources in {root}; install Python with its"
       " standard library as .py files"
     )
   return builder.build()
@@ -154,9 +154,8 @@ def stackexchange(
     path = path / "Posts.xml"
   if not path.is_file():
     raise DataError(
-      f"{path}: no such file: --data_dir is to hold Posts.xml, or"
-      " stackexchange/Posts.xml, of a dump of https://archive.org/details/"
-      "stackexchange"
+      f"{path}: no such file: want Posts.xml of a dump of"
+      " https://archive.org/details/stackexchange there"
     )
   builder = text.CorpusBuilder(
     max_words=max_words, max_sentences_per_client=max_sentences_per_client
@@ -344,8 +343,8 @@ def stackoverflow(
   path = pathlib.Path(path).expanduser()
   if not path.is_file():
     raise DataError(
-      f"{path}: no such file: --data_dir is to hold stackoverflow_{{train,"
-      "held_out,test}.sqlite as FedJAX publishes them"
+      f"{path}: no such file: want stackoverflow_{{train,held_out,test}}"
+      ".sqlite there as FedJAX publishes them"
       " (fedjax.datasets.stackoverflow.load_data() fetches them)"
     )
   builder = text.CorpusBuilder(
@@ -387,8 +386,8 @@ def stackoverflow(
   if not len(builder) and skip_clients:
     raise DataError(
       f"{path}: holds no users beyond the {skip_clients} of the pools, and"
-      " in-domain distillation wants others; fetch the whole file, or take"
-      " --distill_data=c4"
+      " in-domain distillation wants others; fetch the whole file, or distil"
+      " on C4"
     )
   if not len(builder):
     raise DataError(f"{path}: holds no sentences that can be read")
@@ -474,9 +473,7 @@ def _tokens(sentence: bytes) -> list[str]:
 
 
 _NO_DOCUMENT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-_C4_PATH = (
-  "--c4_path is to be a C4 shard (*.json.gz), a text file or a folder of such"
-)
+_C4_PATH = "want a C4 shard (*.json.gz), a text file or a folder of such"
 
 
 def c4_mod(

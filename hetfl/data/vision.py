@@ -203,7 +203,7 @@ def _load_cifar(
     if data_dir is None:
       raise DataError(
         f"{cifar.name}: download without a place to write to: "
-        "give --data_dir=DIRECTORY"
+        "give data_dir=DIRECTORY"
       )
     archive = os.path.join(data_dir, cifar.archive)
     files_lib.download(cifar.url, archive, cifar.md5, _PAGE)
@@ -380,7 +380,7 @@ def _not_found(
 ) -> str:
   names = [file.name for file in cifar.train + cifar.test]
   files = ", ".join(names)
-  where = "no --data_dir given"
+  where = "no data_dir given"
   if data_dir is not None:
     where = (
       f"neither {os.path.join(data_dir, cifar.folder)} nor {data_dir} holds "
@@ -395,6 +395,6 @@ def _not_found(
   return (
     f"{cifar.name} not found: {where}, no set that TFDS prepared as "
     f"array_record in {tfds}{other}: get {cifar.archive} from {_PAGE} and "
-    f"give --data_dir=DIRECTORY, where DIRECTORY/{cifar.folder}/ holds "
-    f"{files}, or give --download too"
+    f"give data_dir=DIRECTORY, where DIRECTORY/{cifar.folder}/ holds "
+    f"{files}, or download=True"
   )
