@@ -15,7 +15,7 @@ setuptools.setup(
   license="Apache-2.0",
   license_files=["LICENSE", "NOTICE"],
   packages=setuptools.find_packages(include=["hetfl", "hetfl.*"]),
-  package_data={"hetfl.data": ["digits.npz"]},
+  package_data={"hetfl": ["py.typed"], "hetfl.data": ["digits.npz"]},
   python_requires=">=3.11",
   install_requires=[
     "absl-py>=2",
@@ -50,6 +50,7 @@ setuptools.setup(
     "tune": ["optuna>=4"],
     "tfds": ["tensorflow>=2.16", "array_record"],
     "cuda": ["jax[cuda13]>=0.10"],
+    "cuda12": ["jax[cuda12]>=0.10"],  # for drivers older than 580
     "tpu": ["jax[tpu]>=0.10"],
   },
   classifiers=[
@@ -57,5 +58,6 @@ setuptools.setup(
     "Programming Language :: Python :: 3.12",
     "Programming Language :: Python :: 3.13",
     "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
   ],
 )

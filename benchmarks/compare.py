@@ -13,8 +13,11 @@ a CPU. A chart is drawn beside the JSON.
 """
 
 import argparse
+import datetime
 import gc
+import importlib.metadata
 import pathlib
+import platform
 import sys
 
 import jax
@@ -26,7 +29,7 @@ if str(ROOT) not in sys.path:  # As a script, not with -m.
   sys.path.insert(0, str(ROOT))
 
 from benchmarks import codist, fedmd, fml, language, rounds  # noqa: E402
-from hetfl import logs  # noqa: E402
+from hetfl import logs, training  # noqa: E402
 from hetfl.engine.threads import num_cores  # noqa: E402
 
 
@@ -55,6 +58,30 @@ def chosen(only: str | None, every: dict[str, rounds.Row]) -> list[str]:
   return [name for name in every if name.startswith(tuple(wanted))]
 
 
+def provenance() -> dict:
+  """What a row's numbers depend on: machine, versions, commit, day."""
+  versions = training.versions()
+  for peer in ("fedjax", "torch"):
+    try:
+      versions[peer] = importlib.metadata.version(peer)
+    except importlib.metadata.PackageNotFoundError:
+      versions[peer] = "not installed"
+  processor = platform.processor()
+  try:
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+      names = [line for line in file if line.startswith("model name")]
+    processor = names[0].partition(":")[2].strip() if names else processor
+  except OSError:
+    pass  # not on Linux
+  return {
+    "processor": processor,
+    "cores": num_cores(),
+    "versions": versions,
+    "git_commit": training.git_commit(),
+    "date": datetime.date.today().isoformat(),
+  }
+
+
 def measure(name: str, row: rounds.Row, runs: int, products) -> dict:
   """Times a row's two sides.
 
@@ -68,10 +95,10 @@ def measure(name: str, row: rounds.Row, runs: int, products) -> dict:
     What the JSON holds of the row.
   """
   result = {"name": name, "peer": row.peer, "runs": runs}
-  result["jax"] = jax.__version__
   result |= rounds.take_turns(row.ours(), row.other(), runs, products)
   speed = row.flops() / result["ours_s"] / 1e9
   result["ceiling_share"] = speed / result["ceiling_gflop_s"]
+  result |= provenance()
   amount, unit = row.work()
   result[f"{unit}_per_s"] = amount / result["ours_s"]
   result[f"peer_{unit}_per_s"] = amount / result["peer_s"]
@@ -118,6 +145,8 @@ def main() -> None:
     "--fedmd_width", type=float, default=0.125, help="of FedMD's ten models"
   )
   args = parser.parse_args()
+  if args.runs < 1:
+    parser.error(f"--runs={args.runs}: want 1 or more")
   # For FedJAX's pmap; ours uses the first device only.
   if jax.config.jax_platforms in (None, "", "cpu"):
     jax.config.update("jax_num_cpu_devices", num_cores())

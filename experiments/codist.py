@@ -118,8 +118,8 @@ def define_flags() -> None:
     "high_capacity_clients",
     None,
     "Clients that train the large model; 31, 47 or 63 in the paper's CIFAR,"
-    " 684 in its Stack Overflow, of whose other pools 330 and 1,411 hold about"
-    " as many examples.",
+    " 684 in its Stack Overflow, whose two other pools are about the size of"
+    " 330 and 1,411 clients.",
     lower_bound=1,
   )
   flags.DEFINE_enum(

@@ -82,7 +82,8 @@ def define_run_flags() -> None:
     "rounds",
     None,
     "Rounds. A finished run of fml (with constant --alpha and --beta) and of"
-    " fedmd goes on to more, if its last was one of --eval_every.",
+    " fedmd can be extended, if its number of rounds is a multiple of"
+    " --eval_every.",
     lower_bound=1,
   )
   flags.DEFINE_integer(
@@ -546,6 +547,12 @@ def refuse(reason: str, *names: str) -> None:
       raise UsageError(f"--{name}={FLAGS[name].value}: {reason}")
 
 
+def _stem(path: pathlib.Path) -> str:
+  """A flag file's name; of a run's or a search's own, that of its folder."""
+  own = path.stem in ("config", "best")
+  return path.absolute().parent.name if own else path.stem
+
+
 def default_workdir(*parts: str) -> pathlib.Path:
   """`--workdir`, or a folder under `runs/` named after the run.
 
@@ -566,5 +573,5 @@ def default_workdir(*parts: str) -> pathlib.Path:
     return pathlib.Path(FLAGS.workdir).expanduser()
   # absl puts a flag file's content in place of the argument.
   given = re.findall(r"(?m)^--?flagfile[=\n](.+)$", "\n".join(sys.argv[1:]))
-  stems = [pathlib.Path(path).stem for path in given]
+  stems = [_stem(pathlib.Path(path)) for path in given]
   return pathlib.Path("runs", "-".join([*parts, *stems]))

@@ -328,8 +328,14 @@ def _join_processes() -> None:
   if all(value is None for value in given.values()):
     return
   coordinator, processes, process = given.values()
-  if coordinator == "auto":
-    processes = process = coordinator = None
+  automatic = coordinator == "auto"
+  if automatic:
+    if (processes, process) != (None, None):
+      raise common.UsageError(
+        "--distributed_coordinator=auto finds the number of processes and this"
+        " one's itself; leave the other two flags out"
+      )
+    coordinator = None
   elif None in given.values():
     missing = next(n for n in names if given[n] is None)
     raise common.UsageError(
@@ -347,10 +353,21 @@ def _join_processes() -> None:
   try:
     jax.distributed.initialize(coordinator, processes, process)
   except (RuntimeError, ValueError) as error:
+    reason = f"the processes did not find each other: {error}"
+    if automatic:
+      reason = (
+        "JAX finds no other processes: this is no TPU pod, and no job that srun"
+        f" or mpirun has started; give HOST:PORT ({error})"
+      )
     raise common.UsageError(
-      f"--distributed_coordinator={FLAGS.distributed_coordinator}: the"
-      f" processes did not find each other: {error}"
+      f"--distributed_coordinator={FLAGS.distributed_coordinator}: {reason}"
     ) from error
+  logging.info(
+    "%d processes, %d devices in all, %d of this one's.",
+    jax.process_count(),
+    jax.device_count(),
+    jax.local_device_count(),
+  )
   if jax.process_index() > 0:  # The first one speaks for all.
     logging.set_verbosity(logging.WARNING)
     sys.stdout = open(os.devnull, "w", encoding="utf-8")

@@ -217,7 +217,7 @@ def run_cell(command: Sequence[str]) -> int:
 
   def hand_on(number):
     stopped.append(number)
-    if number == signal.SIGTERM:  # The run had a Ctrl-C too.
+    if number != signal.SIGINT:  # The run had a Ctrl-C too.
       process.send_signal(number)
 
   with training.on_signals(hand_on):

@@ -76,8 +76,10 @@ def _define_flags() -> None:
     "In place of the paper's ranges: NAME=log:LOW:HIGH, NAME=linear:LOW:HIGH,"
     " or NAME=fixed for the value of its flag, with commas. NAME is a flag, as"
     " client_lr, or a flag for one model, as server_lr.small; a flag that the"
-    " default has for each model means both. Next words want larger rates than"
-    " the paper's: client_lr=log:1e-3:1.",
+    " default has for each model means both. Rates, prox_mu and what weights"
+    " the losses can be searched; batch sizes, epochs, momentum and dropout"
+    " cannot. Next words want larger rates than the paper's:"
+    " client_lr=log:1e-3:1.",
   )
   flags.DEFINE_string(
     "objective",
@@ -321,6 +323,10 @@ def main() -> None:
   )
   seeds = common.read_seeds()
   space = make_space(tunable, names[0])
+  for name, dimension in space.items():
+    flag = name.partition(".")[0]
+    if FLAGS[flag].value == 0:  # Switched off it is no part of the state.
+      FLAGS[flag].value = dimension.low
   vmap = FLAGS.batching == "vmap" or (
     FLAGS.batching == "auto" and jax.default_backend() != "cpu"
   )

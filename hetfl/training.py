@@ -139,9 +139,9 @@ def run(
   a row goes to `metrics.jsonl`: `round`, what `evaluate` returns, the means
   of the step's metrics over the rounds since the row before, and `seconds`.
 
-  SIGINT and SIGTERM (where `run` is called from the main thread) end the
-  process with status 128 + signal after the round and a checkpoint; a second
-  one ends it without a checkpoint, when the programs at work are done.
+  SIGINT, SIGTERM and SIGUSR1 (where `run` is called from the main thread) end
+  the process with status 128 + signal after the round and a checkpoint; a
+  second one ends it without a checkpoint, when the programs at work are done.
 
   Where several processes run one program (`jax.distributed`), all call this
   with the same arguments and a folder each. The first one's counts: its
@@ -511,8 +511,11 @@ def _ahead(
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-  """Gathers SIGINT and SIGTERM in a list; the second one acts at once."""
+  """Gathers signals to stop in a list; the second one acts at once."""
   caught: list[int] = []
+  when = "this round"
+  if jax.process_count() > 1:
+    when = "the next evaluation or checkpoint"
 
   def handler(number):
     if caught:
@@ -522,7 +525,7 @@ def _signals() -> Iterator[list[int]]:
     caught.append(number)
     name = signal.Signals(number).name
     # Not by `logging`, which may be at work as the signal comes.
-    os.write(2, f"{name}: ends after this round; again: at once\n".encode())
+    os.write(2, f"{name}: ends after {when}; again: at once\n".encode())
 
   with on_signals(handler):
     yield caught
@@ -530,7 +533,10 @@ def _signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def on_signals(handler: Callable[[int], None]) -> Iterator[None]:
-  """Has SIGINT and SIGTERM call a handler; changes nothing off the main thread.
+  """Has signals to stop call a handler; changes nothing off the main thread.
+
+  They are SIGINT, SIGTERM, and SIGUSR1, by which batch systems say that a job's
+  time is nearly over.
 
   Args:
     handler: what takes the signal's number.
@@ -544,7 +550,8 @@ def on_signals(handler: Callable[[int], None]) -> Iterator[None]:
   # A handler not set from Python reads as None, and cannot be set again.
   before = {
     number: signal.getsignal(number) or signal.SIG_DFL
-    for number in (signal.SIGINT, signal.SIGTERM)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1")
+    if (number := getattr(signal, name, None))  # Windows has no SIGUSR1.
   }
   try:
     for number in before:

@@ -94,8 +94,8 @@ def search(
   """Runs a search, or goes on with it.
 
   A bar on a terminal shows the block's rounds; elsewhere there is a line where
-  trials are dropped. SIGINT and SIGTERM end the process with status 128 +
-  signal; the block then goes on from its last checkpoint.
+  trials are dropped. SIGINT, SIGTERM and SIGUSR1 end the process with status
+  128 + signal; the block then goes on from its last checkpoint.
 
   Args:
     problem: the experiment.
@@ -145,7 +145,7 @@ class _Signal(BaseException):
 
 @contextlib.contextmanager
 def _ended_by_signals(work: "_Block") -> Iterator[None]:
-  """Ends the process at SIGINT and SIGTERM, and says where it will go on."""
+  """Ends the process at a signal to stop, and says where it will go on."""
 
   def handler(number):
     raise _Signal(number)

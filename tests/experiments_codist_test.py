@@ -270,6 +270,11 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
     ((f"--seed={2**32}",), f"{2**32} is not an integer in the range"),
     (("--flagfile=/nowhere",), "/nowhere"),
     (("stray",), "'stray' is no flag"),
+    (
+      ("--distributed_coordinator=auto", "--distributed_processes=2"),
+      "leave the other two flags out",
+    ),
+    (("--distributed_coordinator=auto",), "no job that srun or mpirun"),
     (cifar, "give --data_dir=DIRECTORY"),
     ((*cifar, "--download"), "cifar-100-binary.tar.gz"),
   ]
@@ -388,7 +393,7 @@ def test_language_models_of_two_domains(codist, tmp_path):
   cases = [
     (("--recipe=pad32",), "--recipe=pad32: not for --dataset=stackexchange"),
     (("--high_capacity_clients=3",), "pools by domain have none"),
-    (("--distill_data=c4",), "needs --c4_path"),
+    (("--distill_data=c4",), "needs c4_path"),
     (("--distill_data=cifar10",), "--distill_data=cifar10"),
     (("--dataset=digits",), "not for --dataset=digits"),
     ((f"--data_dir={tmp_path}/nowhere",), "archive.org/details/stackexchange"),

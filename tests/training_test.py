@@ -230,26 +230,30 @@ def test_clashing_names_are_an_error(tmp_path):
     run(tmp_path, evaluate=lambda state: {"small/loss": 0.0})
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
 def test_handlers_come_back_and_threads_need_none(tmp_path, undisturbed):
-  before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+  before = [signal.getsignal(s) for s in STOPS]
   thread = threading.Thread(target=run, args=(tmp_path,))
   thread.start()
   thread.join()
   assert outcome(tmp_path) == undisturbed
   run(tmp_path / "main")
-  after = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+  after = [signal.getsignal(s) for s in STOPS]
   assert after == before
 
 
-def test_a_signal_saves_and_exits(tmp_path, undisturbed):
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_saves_and_exits(tmp_path, undisturbed, number):
   def signalled_plan(round):
     if round == 4:  # made while round 3 is at work, or just before it is
-      os.kill(os.getpid(), signal.SIGINT)
+      os.kill(os.getpid(), number)
     return plan(round)
 
   with pytest.raises(SystemExit) as e:
     run(tmp_path, plan_fn=signalled_plan, checkpoint_every=100)
-  assert e.value.code == 128 + signal.SIGINT
+  assert e.value.code == 128 + number
   (saved,) = checkpoint.Checkpoints(tmp_path / "checkpoints").rounds()
   assert saved in (3, 4)
   run(tmp_path)

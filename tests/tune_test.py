@@ -418,14 +418,16 @@ QUICK = ("--algorithm=fedavg", "--rounds=4", "--eval_every=4")
 def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   tune = experiment("tune")
   search = ("--experiment=codist", "--trials=4", "--block=2", "--halvings=1")
+  # FedProx's weight too, which is switched off by default.
   space = "--space=client_lr=log:1e-2:0.3,server_lr.large=fixed"
+  space += ",prox_mu=log:1e-3:1"
   runs = ("--seeds=3,5", *QUICK)
   done = tune(*search, space, f"--workdir={tmp_path}/tune", "--", *runs)
   assert done.returncode == 0, done.stderr
   lines = (tmp_path / "tune/trials.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]
   assert [set(row["values"]) for row in rows] == [
-    {"client_lr", "server_lr.small"}
+    {"client_lr", "server_lr.small", "prox_mu"}
   ] * 4
   best = max(
     (r for r in rows if r["status"] == "complete"), key=lambda r: r["objective"]
