@@ -1,12 +1,12 @@
 """The cells of Federated Mutual Learning's tables and figures.
 
-What the runs share is here and in `fml.DEFAULTS`, once.
+What the runs share is here and in `fml_settings.DEFAULTS`, once.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import fml
+import fml_settings
 import numpy as np
 import tables as tables_lib
 
@@ -59,7 +59,7 @@ def _cell(
   datasets = flags["dataset"].split(",")
   flags = {"algorithm": algorithms, **flags}
   flags["num_clients"] = len(datasets) if len(datasets) > 1 else 5
-  flags |= {n: fml.DEFAULTS[datasets[0]][n] for n in _SHARED}
+  flags |= {n: fml_settings.DEFAULTS[datasets[0]][n] for n in _SHARED}
   for algorithm in algorithms:
     flags = _EXTRA[algorithm] | flags
   return tables_lib.Cell(name, title, flags, paths, (*notes, _not_said(flags)))

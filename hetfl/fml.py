@@ -140,6 +140,7 @@ def plan_mutual(
   epochs: int,
   weighted: bool = False,
   full_batches: bool = False,
+  clients_per_round: int | None = None,
 ) -> MutualPlan:
   """Orders the examples of all clients for a round.
 
@@ -159,14 +160,17 @@ def plan_mutual(
     full_batches: fill up the last batch of a pass with the pass's first
       examples. Models with batch statistics need it: those would count empty
       places.
+    clients_per_round: how many clients take part, drawn uniformly without
+      replacement; the others keep their models and optimizers as they are.
+      `None`: all, as in the paper.
 
   Returns:
     The plan, a pure function of its arguments; clients do not depend on each
     other.
 
   Raises:
-    ValueError: if a client holds nothing, a number is not at least 1, or the
-      groups are not of all clients.
+    ValueError: if a client holds nothing, a number is not at least 1, the
+      groups are not of all clients, or there are fewer than take part.
 
   Reference: Shen et al. 2020, algorithm 1, line 4 of ClientUpdate.
 
@@ -177,8 +181,23 @@ def plan_mutual(
   >>> plan.groups[0].index[0, 1, 1], plan.groups[0].weight
   (np.int32(-1), array([1., 1.], dtype=float32))
   """
-  checks.counts(round=round, batch_size=batch_size, epochs=epochs)
+  checks.counts(
+    round=round,
+    batch_size=batch_size,
+    epochs=epochs,
+    clients_per_round=clients_per_round,
+  )
   held = population.holdings(held)
+  active = np.ones(len(held), bool)
+  if clients_per_round is not None:
+    if clients_per_round > len(held):
+      raise ValueError(
+        f"clients_per_round={clients_per_round}: there are {len(held)} clients"
+      )
+    # 2**32 - 1 keeps this draw apart from those of any client.
+    rng = np.random.default_rng([seed, round, 2**32 - 1])
+    active[:] = False
+    active[rng.choice(len(held), clients_per_round, replace=False)] = True
   groups = tuple(tuple(map(int, group)) for group in groups)
   if sorted(k for group in groups for k in group) != list(range(len(held))):
     raise ValueError(
@@ -187,10 +206,14 @@ def plan_mutual(
     )
   rounds = []
   for group in groups:
+    taking_part = active[list(group)]
+    counts = [len(held[k]) if weighted else 1 for k in group]
     batches = [-(-len(held[k]) // batch_size) for k in group]
     steps = epochs * max(batches)
     index = np.full((len(group), steps, batch_size), -1, np.int32)
     for row, (k, n) in enumerate(zip(group, batches)):
+      if not active[k]:
+        continue
       rng = np.random.default_rng([seed, round, k])
       for epoch in range(epochs):
         order = np.resize(rng.permutation(held[k]), n * batch_size)
@@ -201,10 +224,10 @@ def plan_mutual(
       ClientRounds(
         client=np.array(group, np.int32),
         index=index,
-        steps=epochs * np.array(batches, np.int32),
-        weight=np.array(
-          [len(held[k]) if weighted else 1 for k in group], np.float32
+        steps=np.where(taking_part, epochs * np.array(batches), 0).astype(
+          np.int32
         ),
+        weight=np.where(taking_part, counts, 0).astype(np.float32),
       )
     )
   whole = full_batches or all(len(h) % batch_size == 0 for h in held)
@@ -235,6 +258,7 @@ def as_lanes(plan: MutualPlan, *, num_lanes: int) -> planning.LanePlan:
     (client, index[:steps], weight)
     for group in plan.groups
     for client, index, steps, weight in zip(*group)
+    if steps
   )
   clients, batches, weights = zip(*rows)
   return planning.pack_lanes(batches, clients, weights, num_lanes=num_lanes)
@@ -414,7 +438,7 @@ def fml(
   persist, and so does an adaptor. With beta = 1 the global model is FedAvg's.
 
   Args:
-    clients: K clients; all take part in every round.
+    clients: K clients, of whom the plan says who takes part in a round.
     global_model: the global model. If its outputs are features and not
       logits, every client needs an adaptor.
     alpha: weight of the labels for the local models, in [0, 1]: a value,

@@ -313,6 +313,46 @@ def test_plans_are_epochs():
   assert (make_plan(3).groups[0].index != make_plan(2).groups[0].index).any()
 
 
+@pytest.mark.parametrize("clients", [ALIKE, UNLIKE])
+@pytest.mark.parametrize("runner", [None, engine.Threads(2)])
+def test_who_does_not_take_part_keeps_its_model(clients, runner):
+  """And the global model is the mean of those who do, weighted if asked for."""
+  algorithm = build(clients, runner=runner, jit=runner is None)
+  state = algorithm.init(jax.random.key(0))
+  seen = set()
+  for t in range(1, 6):
+    settings = dict(clients=clients, weighted=True)
+    plan = make_plan(t, clients_per_round=2, **settings)
+    everyone = make_plan(t, **settings)
+    steps = {k: n for g in plan.groups for k, n in zip(g.client, g.steps)}
+    active = {int(k) for k, n in steps.items() if n}
+    assert len(active) == 2
+    seen |= active
+    after, metrics = algorithm.step(state, plan, make_data())
+    for k in range(len(clients)):
+      before, now = state.local(k).params, after.local(k).params
+      moved = [
+        (a != b).any() for a, b in zip(*map(jax.tree.leaves, (before, now)))
+      ]
+      assert any(moved) == (k in active)
+    # The same, had the others' memes no weight: who takes part does the same.
+    silent = everyone.replace(
+      groups=tuple(
+        full._replace(weight=part.weight)
+        for full, part in zip(everyone.groups, plan.groups)
+      )
+    )
+    heard, _ = algorithm.step(state, silent, make_data())
+    assert_close(after.server, heard.server)
+    for k in active:
+      assert_close(after.local(k), heard.local(k))
+    assert metrics["local_loss"].count == 2 * sum(SIZES[k] for k in active)
+    lanes = as_lanes(plan, num_lanes=2)
+    assert set(lanes.client[lanes.weight > 0].tolist()) == active
+    state = after
+  assert len(seen) > 2
+
+
 def test_mutual_learning_switched_off_is_said(caplog):
   logging.use_absl_handler()
   with caplog.at_level("WARNING"):
@@ -338,6 +378,8 @@ def test_what_is_out_of_range_is_refused():
   for jit in (False, True):
     with pytest.raises(ValueError, match="are alike, but a plan for"):
       run(build(jit=jit), clients=ALIKE)
+  with pytest.raises(ValueError, match="clients_per_round=9: there are 5"):
+    make_plan(1, clients_per_round=9)
   with pytest.raises(ValueError, match="client 7"):
     build().init(jax.random.key(0)).local(7)
   states = jax.vmap(build().init)(jax.random.split(jax.random.key(0), 3))

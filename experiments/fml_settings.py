@@ -1,0 +1,280 @@
+"""Federated Mutual Learning's flags: their defaults, and their checks."""
+
+import pathlib
+
+from absl import flags
+import common
+import jax
+
+from hetfl.data import fml_images
+from hetfl.models import fml as nets
+
+FLAGS = flags.FLAGS
+ALGORITHMS = ("fedavg", "fedprox", "fml", "independent")
+_MUTUAL = ("alpha", "beta", "temperature", "sequential_updates")
+# Flags that an algorithm makes nothing of.
+UNUSED = {
+  "fml": ("lanes", "prox_mu"),
+  "fedavg": (*_MUTUAL, "client_models", "microbatch", "prox_mu"),
+  "fedprox": (*_MUTUAL, "client_models", "microbatch"),
+  "independent": (*_MUTUAL, "lanes", "merge_weights", "prox_mu"),
+}
+TRUNKS = ("lenet5_conv", "cnn1_conv", "cnn2_conv")
+
+# What a flag that was not given means: the paper's section 5.1 where it says,
+# the released code where it does not.
+_PAPER = dict(
+  rounds=200,
+  eval_every=1,
+  partition="iid",
+  local_epochs=5,
+  batch_size=128,
+  learning_rate=0.01,
+  global_model="cnn1",
+  client_models=("cnn1",),
+)
+DEFAULTS = {
+  "digits": dict(
+    _PAPER,
+    rounds=40,
+    eval_every=2,
+    partition="noniid3",
+    local_epochs=2,
+    batch_size=16,
+    client_models=("mlp", "lenet5", "cnn1", "cnn2", "cnn2"),
+  ),
+  "mnist": dict(_PAPER, global_model="lenet5", client_models=("lenet5",)),
+  "cifar10": _PAPER,
+  "cifar100": _PAPER,
+}
+
+
+def define_flags() -> None:
+  """Defines the experiment's flags, those of every experiment too."""
+  common.define_run_flags()
+  flags.DEFINE_list(
+    "algorithm",
+    list(ALGORITHMS),
+    "fedavg, fedprox, fml, independent, or several of them with commas, to be"
+    " run one after another and compared.",
+  )
+  flags.DEFINE_list(
+    "dataset",
+    ["digits"],
+    f"Data set, of {', '.join(DEFAULTS)}; or one for each client, with commas:"
+    " clients of the same one share it.",
+  )
+  flags.DEFINE_enum(
+    "partition",
+    None,
+    fml_images.PARTITIONS,
+    "How clients share the images: evenly, or 6, 4 or 2 shards of one class"
+    " each for a client (of 10 classes; 60, 40, 20 of 100), or each class by a"
+    " Dirichlet. With several data sets iid.",
+  )
+  flags.DEFINE_float(
+    "partition_alpha",
+    None,
+    "Concentration of --partition=dirichlet, by default"
+    f" {fml_images.DIRICHLET_ALPHA}: small is skewed.",
+    lower_bound=1e-6,
+  )
+  flags.DEFINE_integer(
+    "partition_seed", 0, "Seed of the clients' shares.", lower_bound=0
+  )
+  flags.DEFINE_integer(
+    "num_clients",
+    None,
+    "Clients; by default the paper's 5, or as many as data sets are given.",
+    lower_bound=1,
+  )
+  flags.DEFINE_integer(
+    "clients_per_round",
+    None,
+    "Clients that take part in a round, drawn anew for each; by default all, as"
+    " in the paper. The others keep their models as they are.",
+    lower_bound=1,
+  )
+  flags.DEFINE_enum(
+    "global_model",
+    None,
+    [*nets.NAMES, *TRUNKS],
+    "The global model. Those in _conv are convolutions alone, on which each"
+    " client has an adaptor layer of its own; fml and independent only.",
+  )
+  flags.DEFINE_list(
+    "client_models",
+    None,
+    "The clients' own models, one or one for each client, of"
+    f" {', '.join(nets.NAMES)}; fml and independent only.",
+  )
+  flags.DEFINE_list(
+    "alpha",
+    ["0.5"],
+    "fml: weight of the labels for the clients' models; FIRST,LAST to change"
+    " linearly over the rounds.",
+  )
+  flags.DEFINE_list(
+    "beta",
+    ["0.5"],
+    "fml: weight of the labels for the memes; FIRST,LAST to change linearly"
+    " over the rounds.",
+  )
+  flags.DEFINE_float(
+    "temperature",
+    1.0,
+    "fml: softmax temperature of both models in the divergences; the paper has"
+    " none.",
+    lower_bound=1e-6,
+  )
+  flags.DEFINE_bool(
+    "sequential_updates",
+    False,
+    "fml: the client's model steps first, and the meme learns from it then.",
+  )
+  flags.DEFINE_float(
+    "prox_mu", 0.01, "fedprox: weight of the proximal term.", lower_bound=0
+  )
+  flags.DEFINE_integer(
+    "local_epochs",
+    None,
+    "A client's passes over its examples in a round.",
+    lower_bound=1,
+  )
+  flags.DEFINE_integer(
+    "batch_size", None, "Clients' batch size.", lower_bound=1
+  )
+  flags.DEFINE_float(
+    "learning_rate", None, "Clients' learning rate.", lower_bound=1e-12
+  )
+  flags.DEFINE_float(
+    "momentum", 0.9, "Clients' momentum.", lower_bound=0, upper_bound=1
+  )
+  flags.DEFINE_float(
+    "weight_decay", 5e-4, "Clients' weight decay.", lower_bound=0
+  )
+  flags.DEFINE_float(
+    "clip_norm",
+    None,
+    "Scale larger gradients down to this norm; by default none.",
+    lower_bound=1e-6,
+  )
+  flags.DEFINE_enum(
+    "merge_weights",
+    "uniform",
+    ["uniform", "examples"],
+    "A client's weight in the mean: its number of examples, or the same for"
+    " all.",
+  )
+  flags.DEFINE_bool(
+    "augment",
+    True,
+    "Crop and flip training images of CIFAR, as the released code does where"
+    " the paper does not say, and crop those of digits.",
+  )
+  flags.DEFINE_list(
+    "bad_clients",
+    [],
+    "Numbers of clients, from 0, that train on wrong labels (section 6).",
+  )
+  flags.DEFINE_float(
+    "bad_label_share",
+    1.0,
+    "Share of the --bad_clients' labels that is replaced by draws of any"
+    " class.",
+    lower_bound=0,
+    upper_bound=1,
+  )
+  flags.DEFINE_integer(
+    "heldout_examples",
+    0,
+    "Training examples of all clients together, the same number of each, that"
+    " none trains on, to choose hyper-parameters by: 0, as in the paper, or a"
+    " multiple of the clients.",
+    lower_bound=0,
+  )
+  common.say_defaults({dataset: {"": d} for dataset, d in DEFAULTS.items()})
+
+
+def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
+  """The run's flags with defaults filled in.
+
+  Args:
+    algorithm: which of --algorithm.
+    workdir: the run's folder.
+
+  Returns:
+    Values of flags that change the result, and of those that do not.
+
+  Raises:
+    UsageError: if a value is out of its range.
+  """
+  datasets = FLAGS.dataset
+  for dataset in datasets:
+    if dataset not in DEFAULTS:
+      raise common.UsageError(
+        f"--dataset={dataset}: choose from {', '.join(DEFAULTS)}"
+      )
+  values = common.filled(DEFAULTS[datasets[0]])
+  several = len(datasets) > 1
+  default_clients = len(datasets) if several else 5
+  values["num_clients"] = FLAGS.num_clients or default_clients
+  taking_part = FLAGS.clients_per_round or values["num_clients"]
+  if taking_part > values["num_clients"]:
+    raise common.UsageError(
+      f"--clients_per_round={taking_part}: there are {values['num_clients']}"
+      " clients"
+    )
+  if several and FLAGS.partition is None:
+    values["partition"] = "iid"  # A client has all of its data set.
+  if values["partition"] == "dirichlet":
+    given = FLAGS.partition_alpha
+    default = fml_images.DIRICHLET_ALPHA
+    values["partition_alpha"] = default if given is None else given
+  elif FLAGS.partition_alpha is not None:
+    raise common.UsageError(
+      f"--partition_alpha={FLAGS.partition_alpha}: not for"
+      f" --partition={values['partition']}, but for dirichlet"
+    )
+  for name in ("alpha", "beta"):
+    values[name] = common.numbers(name, FLAGS[name].value, low=0, high=1)
+    if len(values[name]) > 2:
+      raise common.UsageError(
+        f"--{name}={','.join(FLAGS[name].value)}: give one value, or FIRST,LAST"
+      )
+  values["bad_clients"] = common.numbers(
+    "bad_clients",
+    FLAGS.bad_clients,
+    low=0,
+    high=values["num_clients"] - 1,
+    kind=int,
+  )
+  models = list(values["client_models"])
+  for name in models:
+    if name not in nets.NAMES:
+      raise common.UsageError(
+        f"--client_models={name}: choose from {', '.join(nets.NAMES)}"
+      )
+  if len(models) == 1 or FLAGS.client_models is None:
+    models = [models[k % len(models)] for k in range(values["num_clients"])]
+  if len(models) != values["num_clients"]:
+    raise common.UsageError(
+      f"--client_models={','.join(models)}: {len(models)} models for"
+      f" {values['num_clients']} clients; give one, or one for each client"
+    )
+  values["client_models"] = models
+  if values["global_model"] in TRUNKS and algorithm in ("fedavg", "fedprox"):
+    raise common.UsageError(
+      f"--global_model={values['global_model']} has no classes:"
+      f" --algorithm={algorithm} wants a whole model"
+    )
+  on_cpu = jax.default_backend() == "cpu"
+  speed = {
+    "checkpoint_every": 10,
+    "conv": common.default_conv(datasets[0]),
+    "eval_batch_size": 50 if on_cpu else 2000,
+    "lanes": common.run_engine().num_lanes(taking_part),
+    "microbatch": 16 if on_cpu else 0,
+  }
+  values["algorithm"] = algorithm
+  return common.resolved_flags(__name__, values, speed, workdir)
