@@ -361,9 +361,9 @@ class Distiller:
         hyper["regularization"][index],
       )
 
-      def to_target(logits, data):
-        _, target, weights = data
-        kl = kl_divergence(target, logits)
+      def to_target(logits, examples):
+        kl = kl_divergence(examples["target"], logits)
+        weights = examples["weights"]
         if kl.shape != weights.shape:
           raise ValueError(
             f"logits of shape {logits.shape} and weights of shape"
@@ -371,20 +371,27 @@ class Distiller:
           )
         return jnp.sum(weights * kl)
 
-      def to_views(logits, data):
-        _, (batch, views), weights = data
+      def to_views(logits, examples):
+        batch = examples["batch"]
         own, *outputs = (
-          _outputs(models[j], teachers[j][0], batch["x"], views[j])
+          _outputs(models[j], teachers[j][0], batch["x"], examples["views"][j])
           for j in (index, *others)
         )
         return self.divergence(
-          logits, outputs, own, *mix, self.label_weight, batch, weights
+          logits,
+          outputs,
+          own,
+          *mix,
+          self.label_weight,
+          batch,
+          examples["weights"],
         )
 
       def step(carry, row):
         student, opt_state = carry
         s, positions, views = row
         batch = self.batch(key, bank, s, positions)
+        examples = {"x": batch["x"], "weights": self.weights(batch)}
         if self.divergence is None:
           divergence = to_target
           target = codist_target([views[j] for j in others], views[index], *mix)
@@ -393,14 +400,16 @@ class Distiller:
             if self.mixup_beta is not None:
               labels = mixup(labels, batch["mixup"])
             target += self.label_weight * (labels - target)
+          examples["target"] = target
         else:
-          divergence, target = to_views, (batch, views)
+          divergence = to_views
+          examples |= {"batch": batch, "views": views}
         loss, grads, stats = self._gradient(
           models[index],
           student,
           jax.random.fold_in(student_key, s),
           divergence,
-          (batch["x"], target, self.weights(batch)),
+          examples,
           shard,
         )
         updates, opt_state = optimizer.update(grads, opt_state, student.params)
@@ -416,17 +425,16 @@ class Distiller:
 
     return distil
 
-  def _gradient(self, model, student, key, divergence, data, shard):
+  def _gradient(self, model, student, key, divergence, examples, shard):
     """Mean loss, gradient and statistics over a batch, part by part."""
-    weights = data[-1]
-    count = jnp.sum(weights)
+    count = jnp.sum(examples["weights"])
     share = 1 / jnp.where(count > 0, count, 1)
 
-    def loss(params, stats, key, data):
+    def loss(params, stats, key, examples):
       logits, stats = model.outputs(
-        core.Variables(params, stats), data[0], key, True
+        core.Variables(params, stats), examples["x"], key, True
       )
-      return share * divergence(logits, data), stats
+      return share * divergence(logits, examples), stats
 
     def part(carry, row):
       total, grads, stats = carry
@@ -436,18 +444,16 @@ class Distiller:
       return (total + value, optax.tree.add(grads, g), stats), None
 
     # A batch that the devices cannot share equally is for each of them.
-    if shard is not None and len(weights) % shard.count:
+    batch_size = len(examples["weights"])
+    if shard is not None and batch_size % shard.count:
       shard = None
     devices = shard.count if shard else 1
-    parts = core.num_parts(len(weights), self.microbatch, multiple=devices)
-    rows = (
-      jax.random.split(key, parts),
-      core.split(data, parts),
-    )
+    parts = core.num_parts(batch_size, self.microbatch, multiple=devices)
+    split = (jax.random.split(key, parts), core.split(examples, parts))
     sums, _ = jax.lax.scan(
       part,
       (jnp.zeros(()), core.sums_like(student.params), student.stats),
-      shard.take(rows) if shard else rows,
+      shard.take(split) if shard else split,
     )
     total, grads, stats = sums
     if shard:

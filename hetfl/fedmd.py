@@ -404,29 +404,25 @@ def learn_program(
     [N], digest [S, B], private, revisit [S', B']) -> (state, loss of Digest,
     loss of Revisit)`, where `digest` holds positions in `subset`.
   """
-
-  def towards(logits, batch):
-    return translator.loss(logits, batch["consensus"], batch["temperature"])
-
-  digest = party.trainer(public_transform, towards)
   revisit = party.trainer(private_transform, party.loss)
 
   def digest_and_revisit(
     state, temperature, key, public, agreed, subset, digest_rows, private, rows
   ):
     digest_key, revisit_key = jax.random.split(key)
+
     # Digest: approach the consensus on the public subset.
-    more = {
-      "consensus": agreed[digest_rows],
-      "temperature": jnp.broadcast_to(temperature, (len(digest_rows),)),
-    }
+    def towards(logits, batch):
+      return translator.loss(logits, batch["consensus"], temperature)
+
+    digest = party.trainer(public_transform, towards)
     (variables, digest_opt_state), digested = digest(
       Trained(state.variables, state.digest_opt_state),
       state.hyper,
       digest_key,
       public,
       jnp.asarray(subset)[digest_rows],
-      more,
+      {"consensus": agreed[digest_rows]},
       len(digest_rows),
     )
     # Revisit: train on its own private data for a few epochs.
