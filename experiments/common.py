@@ -548,7 +548,12 @@ def refuse(reason: str, *names: str) -> None:
 
 
 def _stem(path: pathlib.Path) -> str:
-  """A flag file's name; of a run's or a search's own, that of its folder."""
+  """A flag file's name; of a run's or a search's own, that of its folder.
+
+  >>> files = ("flags/table.flags", "runs/first/config.flags")
+  >>> [_stem(pathlib.Path(file)) for file in files]
+  ['table', 'first']
+  """
   own = path.stem in ("config", "best")
   return path.absolute().parent.name if own else path.stem
 

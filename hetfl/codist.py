@@ -108,11 +108,11 @@ class _Exchange:
         for predict, teacher in zip(self._predictors, teachers)
       )
     )
-    said = tuple(zip(teachers, views))
+    models_and_views = tuple(zip(teachers, views))
     return [
       engine_lib.Call(
         student,
-        (teacher, hyper, decay, key, bank, steps, rows, said),
+        (teacher, hyper, decay, key, bank, steps, rows, models_and_views),
         when,
         core.unchanged,
         shared=True,
@@ -269,7 +269,7 @@ def merged_codist(
 
   Raises:
     ValueError: if a value is out of its range. A schedule that leaves it in a
-      later round gives no numbers there.
+      later round gives NaN there.
 
   Reference: Lichtarge et al. 2023, algorithm 2.
 

@@ -110,7 +110,7 @@ def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
     batch: holds `y: int32[B]`.
 
   Returns:
-    `float[B]`, in nats; not a number where a label is no class.
+    `float[B]`, in nats; NaN where a label is no class.
 
   Raises:
     ValueError: as `checks.labels`.
@@ -148,7 +148,7 @@ def gather(bank: Batch, index: jax.Array) -> Batch:
       "a bank's array is called 'mask', which says what of a batch counts: give"
       " it another name"
     )
-  # Not the bank's first, which may be anything: 0 times not a number is none.
+  # Not the bank's first, which may be anything: 0 times NaN is NaN.
   taken = jnp.maximum(jnp.where(index < 0, index[0], index), 0)
   batch = {
     name: jnp.take(array, taken, axis=0, mode="clip")
@@ -347,7 +347,7 @@ def identity(field: Any) -> Any:
 def scheduled(
   schedule: Schedule, round: jax.Array, *, high: float
 ) -> jax.Array:
-  """A schedule's value in a round; not a number if it is out of its range.
+  """A schedule's value in a round; NaN if it is out of its range.
 
   So a run shows it, where training would go on in the wrong direction.
 

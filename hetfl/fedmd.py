@@ -270,7 +270,7 @@ def fedmd(
   eval_batch_size = evaluate.batch_size_or_default(eval_batch_size)
   checks.counts(eval_batch_size=eval_batch_size)
   speak = [
-    speak_program(party, translator, public_transform, eval_batch_size)
+    scores_program(party, translator, public_transform, eval_batch_size)
     for party in parties
   ]
   learn = [
@@ -355,7 +355,7 @@ def fedmd(
   return core.Algorithm(init, step)
 
 
-def speak_program(
+def scores_program(
   party: Party,
   translator: Translator,
   transform: core.Preparation | None,
@@ -373,7 +373,7 @@ def speak_program(
     The program `(variables, temperature, bank, index [N]) -> float[N, C]`.
   """
 
-  def speak_all(variables, temperature, bank, subset):
+  def all_scores(variables, temperature, bank, subset):
     def speak(index):
       batch = core.prepare(transform, core.gather(bank, index))
       logits = party.model.predict(variables, batch["x"])
@@ -382,7 +382,7 @@ def speak_program(
     scores = jax.lax.map(speak, padded_rows(subset, batch_size))
     return scores.reshape(-1, *scores.shape[2:])[: len(subset)]
 
-  return speak_all
+  return all_scores
 
 
 def learn_program(

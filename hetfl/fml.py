@@ -464,7 +464,7 @@ def fml(
 
   Raises:
     ValueError: if a value is out of its range. A schedule that leaves it in a
-      later round gives no numbers there.
+      later round gives NaN there.
 
   Reference: Shen et al. 2020, algorithm 1 and equation 5; the released code
     for what these leave open: alpha and beta of 1/2, simultaneous steps, a new
@@ -491,12 +491,12 @@ def fml(
   >>> float(metrics['local_kl'].value)  # 3/4 log 3/2 + 1/4 log 1/2
   0.130...
   """
-  for name, value, loser in (
+  for name, value, effect in (
     ("alpha", alpha, "the clients' models learn nothing from the memes"),
     ("beta", beta, "the global model is FedAvg's"),
   ):
     if isinstance(value, float | int) and value == 1:
-      logging.warning("%s=1 switches mutual learning off: %s.", name, loser)
+      logging.warning("%s=1 switches mutual learning off: %s.", name, effect)
   return _build(
     clients,
     global_model,
@@ -534,7 +534,7 @@ def independent(
 
   Raises:
     ValueError: if a value is out of its range. A schedule that leaves it in a
-      later round gives no numbers there.
+      later round gives NaN there.
 
   Reference: Shen et al. 2020, figures 5 and 6 ("independently training").
 

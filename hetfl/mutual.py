@@ -160,9 +160,9 @@ def mutual_loss(
   target = distill_lib.tempered_softmax(
     jax.lax.stop_gradient(partner), temperature
   )
-  # A partner that is not heard may hold what are no numbers.
-  heard = (weight < 1) | jnp.isfinite(target)
-  target = jnp.where(heard, target, 0.0)
+  # A partner of weight zero may say NaN.
+  counts = (weight < 1) | jnp.isfinite(target)
+  target = jnp.where(counts, target, 0.0)
   kl = temperature**2 * distill_lib.kl_divergence(target, logits / temperature)
   if jnp.ndim(labels_loss) == 0:
     raise ValueError(

@@ -71,7 +71,7 @@ def _cross_entropy(z, y, shared):
 
 
 def _negative_log_likelihood(log_q, y):
-  """Of each target; not a number for words that there are not."""
+  """Of each target; NaN for words that there are not."""
   losses = -jnp.take_along_axis(log_q, y[:, None], axis=-1)[:, 0]
   return jnp.where(y < 0, jnp.nan, losses)
 

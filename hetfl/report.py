@@ -331,7 +331,8 @@ def parallel_coordinates(
     title: above the axes.
   """
   scores = [None if i in halved else s for i, s in enumerate(scores)]
-  columns = {**axes, label: [s and scale * s for s in scores]}
+  scaled = [None if s is None else scale * s for s in scores]
+  columns = {**axes, label: scaled}
   shares, ticks = [], []
   for name, values in columns.items():
     share, labels = _axis(values, log.get(name, False))
@@ -341,8 +342,9 @@ def parallel_coordinates(
   ax = fig.subplots()
   colors = matplotlib.colormaps["viridis"]
   apart = {}
-  # The best last, on top of the others.
-  for i in sorted(range(len(scores)), key=lambda i: scores[i] or -math.inf):
+  # On top of the others.
+  best_last = lambda i: -math.inf if scores[i] is None else scores[i]
+  for i in sorted(range(len(scores)), key=best_last):
     line = [share[i] for share in shares]
     known = line[-1] is not None
     (drawn,) = ax.plot(

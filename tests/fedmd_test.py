@@ -17,7 +17,7 @@ from hetfl.fedmd import (
   fedmd,
   learn_program,
   plan_fedmd,
-  speak_program,
+  scores_program,
   TRANSLATORS,
 )
 from hetfl.models import fedmd as models
@@ -360,7 +360,7 @@ def test_batch_statistics_and_dropout_are_for_training_only():
   state, _ = run(algorithm, 1, state=start)
   after = state.parties[0].variables.stats["batch_stats"]["BatchNorm_0"]
   assert not np.allclose(before["mean"], after["mean"])
-  program = speak_program(parties[0], TRANSLATORS["mae"], transform, 5)
+  program = scores_program(parties[0], TRANSLATORS["mae"], transform, 5)
   variables, subset = state.parties[0].variables, make_plan(1).subset
   bank = jax.device_put(PUBLIC)
   whole = program(variables, 1.0, bank, subset)
