@@ -131,9 +131,6 @@ def define_flags() -> None:
     " speed and memory only.",
   )
   flags.DEFINE_integer(
-    "partition_seed", 0, "Seed of the clients' shares.", lower_bound=0
-  )
-  flags.DEFINE_integer(
     "clients_per_round",
     None,
     "Clients of each pool that train in a round.",

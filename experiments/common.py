@@ -94,6 +94,12 @@ def define_run_flags() -> None:
     lower_bound=0,
     upper_bound=MAX_SEED,
   )
+  flags.DEFINE_integer(
+    "partition_seed",
+    0,
+    "Seeds who has which data.",
+    lower_bound=0,
+  )
   flags.DEFINE_list(
     "seeds",
     None,

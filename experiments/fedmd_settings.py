@@ -154,9 +154,6 @@ def define_flags() -> None:
     sorted(fedmd_images.SUPERCLASSES),
     "cifar_noniid: the paper's list, 0 to 5, or the released code's.",
   )
-  flags.DEFINE_integer(
-    "partition_seed", 0, "Seed of the parties' shares.", lower_bound=0
-  )
   flags.DEFINE_enum(
     "models",
     None,

@@ -80,9 +80,6 @@ def define_flags() -> None:
     lower_bound=1e-6,
   )
   flags.DEFINE_integer(
-    "partition_seed", 0, "Seed of the clients' shares.", lower_bound=0
-  )
-  flags.DEFINE_integer(
     "num_clients",
     None,
     "Clients; by default the paper's 5, or as many as data sets are given.",
