@@ -79,18 +79,19 @@ def measure(
       return autotune_lib.seconds_of(step, algorithm.init, plan, data) / number
 
     usual = seconds_from(1)
-    if not often or every <= number:
+    rest = number % every if often else 0
+    if not rest:
       return usual
-    # The mean over a period, the last of whose dispatches ends in an exchange.
-    last = seconds_from(every - number + 1)
-    return usual + (last - usual) * number / every
+    # Some dispatches have one exchange more than the first has.
+    more = seconds_from(every - rest + 1)
+    return usual + (more - usual) * rest / every
 
   plan = experiment.plan(config, speed, 1)
   key = autotune_lib.key_of(algorithm, plan, experiment.device_data(config))
   key += f", {type(experiment.engine).__name__} {experiment.engine.num_pieces}"
   measured = ("bank", "conv", "lanes", "microbatch", "rounds_per_dispatch")
   fixed = {n: speed.get(n) for n in measured if n not in candidates}
-  key += f", {json.dumps([candidates, fixed, every])}"
+  key += f", {json.dumps([candidates, fixed, every if often else 0])}"
   choice = autotune_lib.choose(round_seconds, candidates, key=key)
   common.forget_engine()
   return speed | choice

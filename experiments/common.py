@@ -196,11 +196,11 @@ def define_run_flags() -> None:
   flags.DEFINE_bool(
     "autotune",
     False,
-    "codist only, in one process and not in a search: measure which lanes,"
-    " microbatch, form of convolution and rounds per dispatch are fastest here,"
-    " before the first round. The choice is kept in the user's cache folder"
-    " and, for a run that is resumed, in the run's;"
-    " flags that are given stand. Changes speed only.",
+    "codist only, in one process and not in a search: measure which lanes, form"
+    " of convolution, rounds per dispatch and, if pools exchange at least every"
+    " tenth round, microbatch are fastest here, before the first round. The"
+    " choice is kept in the user's cache folder and, for a run that is resumed,"
+    " in the run's; flags that are given stand. Changes speed only.",
   )
   flags.DEFINE_string(
     "distributed_coordinator",

@@ -294,7 +294,7 @@ class Experiment:
         "validation_examples": len(held.validation.index),
         **last_and_best(f"client{k}", "validation_accuracy"),
         **heldout(f"client{k}"),
-        # What it receives, and again what it sends, in a round of its own.
+        # What it receives, and again sends, in a round that it takes part in.
         "bytes_per_round": 0 if alone else 4 * parameters,
       }
       if config["algorithm"] == "fml":

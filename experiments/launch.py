@@ -18,6 +18,8 @@ from hetfl import autotune, core, logs, report, training
 from hetfl import engine as engine_lib
 
 FLAGS = flags.FLAGS
+# Where an argument of the library has another name than the flag.
+_FLAG_OF = {"datasets": "dataset", "tokenizer": "c4_tokenizer"}
 
 
 class _Run(NamedTuple):
@@ -354,7 +356,7 @@ def _join_processes() -> None:
     jax.distributed.initialize(coordinator, processes, process)
   except (RuntimeError, ValueError) as error:
     reason = f"the processes did not find each other: {error}"
-    if automatic:
+    if automatic and "should be defined" in str(error):
       reason = (
         "JAX finds no other processes: this is no TPU pod, and no job that srun"
         f" or mpirun has started; give HOST:PORT ({error})"
@@ -375,11 +377,15 @@ def _join_processes() -> None:
 
 def _one_line(error: Exception) -> str:
   """An error's text; what the library calls an argument is a flag here."""
-  text = re.sub(
-    r"(?<![\w=/.-])(\w+)=",
-    lambda match: f"--{match[0]}" if match[1] in FLAGS else match[0],
-    " ".join(str(error).split()),
-  )
+  text = " ".join(str(error).split())
+  if not isinstance(error, flags.Error | common.UsageError):
+
+    def as_flag(match):
+      name = _FLAG_OF.get(match[1], match[1])
+      return f"--{name}=" if name in FLAGS else match[0]
+
+    # Not in lists and paths.
+    text = re.sub(r"""(?<![\w=/.,"'[-])(\w+)=""", as_flag, text)
   if not isinstance(error, ValueError | flags.Error):
     text = f"{type(error).__name__}: {text}"
   return f"error: {text}"

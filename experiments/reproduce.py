@@ -187,8 +187,6 @@ def shared_phases(
     `--pretrained`, where the like cell's public training is done, with all
     seeds, and this one's has not begun; else nothing.
   """
-  if cell.like is None:
-    return []
   names = [f"seed{seed}" for seed in seeds] or ["."]
   done = [workdir / cell.like / n / "public" / "result.json" for n in names]
   begun = [workdir / cell.name / n / "public" for n in names]
@@ -302,12 +300,15 @@ def main(argv: Sequence[str]) -> None:
   parser.add_argument(
     "--commands",
     action="store_true",
-    help="print the cells' commands, a line each, and run nothing",
+    help="print the cells' commands, a line each, and run nothing; cells of"
+    " FedMD then train on public data each by itself, unless -- --pretrained="
+    "FOLDER says where it is done",
   )
   parser.add_argument(
     "--tabulate",
     action="store_true",
-    help="write the table of the cells that are done, and run nothing",
+    help="write the table of the cells that are done, with the --seeds that"
+    " they were run with, and run nothing",
   )
   split = argv.index("--") if "--" in argv else len(argv)
   args, extra = parser.parse_args(argv[:split]), list(argv[split + 1 :])
@@ -320,6 +321,8 @@ def main(argv: Sequence[str]) -> None:
     if not args.list:
       parser.error("--table: choose one of these; --list says more")
     return
+  if args.commands and args.tabulate:
+    parser.error("--commands and --tabulate: give one of them")
   table = known[args.table]
   parts = [part.strip() for part in (args.only or "").split(",")]
   parts = [part for part in parts if part] or [""]
@@ -364,9 +367,10 @@ def main(argv: Sequence[str]) -> None:
 
   failed = {}
   for cell in [] if args.tabulate else cells:
-    more = shared_phases(cell, workdir, seeds)
-    if any(flag.lstrip("-").startswith("pretrained") for flag in extra):
-      more = []
+    more = []
+    # Of this command's cells alone, whose flags are the same.
+    if cell.like in run_now and not any("pretrained" in f for f in extra):
+      more = shared_phases(cell, workdir, seeds)
     code = run_cell(command_of(table.script, cell, workdir, [*extra, *more]))
     if code:
       failed[cell.name] = code
@@ -376,6 +380,11 @@ def main(argv: Sequence[str]) -> None:
     run_now.add(cell.name)
     tabulate()
   if args.tabulate:
+    if not any(read_results(workdir / c.name, seeds) for c in table.cells):
+      parser.error(
+        f"--tabulate: no cell is done in {workdir}; give the --workdir and the"
+        " --seeds that the cells were run with"
+      )
     tabulate()
   if args.tabulate or run_now:
     print((workdir / "table.md").read_text(encoding="utf-8"))

@@ -76,8 +76,8 @@ def _define_flags() -> None:
     "In place of the paper's ranges: NAME=log:LOW:HIGH, NAME=linear:LOW:HIGH,"
     " or NAME=fixed for the value of its flag, with commas. NAME is a flag, as"
     " client_lr, or a flag for one model, as server_lr.small; a flag that the"
-    " default has for each model means both. Rates, prox_mu and what weights"
-    " the losses can be searched; batch sizes, epochs, momentum and dropout"
+    " default has for each model means both. Beside the default's, prox_mu can"
+    " be searched; batch sizes, epochs, momentum, dropout and label_weight"
     " cannot. Next words want larger rates than the paper's:"
     " client_lr=log:1e-3:1.",
   )
@@ -326,7 +326,7 @@ def main() -> None:
   for name, dimension in space.items():
     flag = name.partition(".")[0]
     if FLAGS[flag].value == 0:  # Switched off it is no part of the state.
-      FLAGS[flag].value = dimension.low
+      FLAGS[flag].value = dimension.high
   vmap = FLAGS.batching == "vmap" or (
     FLAGS.batching == "auto" and jax.default_backend() != "cpu"
   )

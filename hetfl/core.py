@@ -217,15 +217,6 @@ def as_type(x: jax.Array, dtype: Any) -> jax.Array:
   return x.astype(dtype)
 
 
-def scaled(factor: jax.Array, tree: PyTree) -> PyTree:
-  """`factor * x` of each array, in the array's own type.
-
-  >>> scaled(jnp.float32(0.5), jnp.ones(2, jnp.bfloat16))
-  Array([0.5, 0.5], dtype=bfloat16)
-  """
-  return jax.tree.map(lambda x: (factor * x).astype(x.dtype), tree)
-
-
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
   """Mean of the values whose mask is 1; 0 if there are none.
 
@@ -276,7 +267,8 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
     The state.
 
   Raises:
-    ValueError: the state has no hyper-parameter of a name.
+    ValueError: the state has no hyper-parameter of a name, or one of another
+      shape.
 
   >>> from hetfl.fedavg import PoolsState
   >>> state = PoolsState(None, (), {'alpha': jnp.zeros(())})
@@ -323,8 +315,8 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
 
 
 def _check_shape(name, value, shape):
-  """Raises unless a hyper-parameter is one value or has the state's shape."""
-  if value.shape not in ((), shape):
+  """Raises unless a value is one, or of the state's shape or its last axes."""
+  if value.shape != shape[len(shape) - value.ndim :]:
     raise ValueError(
       f"{name}: an array of shape {value.shape}; give one value"
       + (f", or an array of shape {shape}" if shape else "")

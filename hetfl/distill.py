@@ -461,8 +461,7 @@ class Distiller:
       stats = jax.tree.map(
         lambda total: core.as_type(total / shard.count, total.dtype), stats
       )
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, student.params)
-    return total, grads, stats
+    return total, optax.tree.cast_like(grads, student.params), stats
 
 
 def _view(outputs: PyTree) -> PyTree:

@@ -137,7 +137,7 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
   weights = weights / jnp.sum(weights)
   # Whom nobody listens to may say anything, NaN too.
   return sum(
-    jnp.where(weights[k] > 0, weights[k] * f, 0) for k, f in enumerate(scores)
+    jnp.where(weights[k] == 0, 0, weights[k] * f) for k, f in enumerate(scores)
   )
 
 
@@ -269,7 +269,7 @@ def fedmd(
   checks.positive(temperature=temperature)
   eval_batch_size = evaluate.batch_size_or_default(eval_batch_size)
   checks.counts(eval_batch_size=eval_batch_size)
-  speak = [
+  score = [
     scores_program(party, translator, public_transform, eval_batch_size)
     for party in parties
   ]
@@ -320,7 +320,7 @@ def fedmd(
           ),
           apart=True,
         )
-        for program, party in zip(speak, state.parties)
+        for program, party in zip(score, state.parties)
       )
     )
     # Aggregate: the server computes the consensus, before any party moves.
@@ -374,12 +374,12 @@ def scores_program(
   """
 
   def all_scores(variables, temperature, bank, subset):
-    def speak(index):
+    def score(index):
       batch = core.prepare(transform, core.gather(bank, index))
       logits = party.model.predict(variables, batch["x"])
       return translator.scores(logits, temperature)
 
-    scores = jax.lax.map(speak, padded_rows(subset, batch_size))
+    scores = jax.lax.map(score, padded_rows(subset, batch_size))
     return scores.reshape(-1, *scores.shape[2:])[: len(subset)]
 
   return all_scores

@@ -40,13 +40,13 @@ class MutualPlan:
     groups: a `ClientRounds` for each group of clients.
     clients: the numbers of each group's clients; not traced, nor is
       `full_batches`, so that a wrong plan shows under `jax.jit` too.
-    full_batches: whether no batch has empty places.
+    full_batches: of each group, whether no batch has empty places.
   """
 
   round: np.ndarray
   groups: tuple[ClientRounds, ...]
   clients: tuple[tuple[int, ...], ...] = flax.struct.field(pytree_node=False)
-  full_batches: bool = flax.struct.field(pytree_node=False)
+  full_batches: tuple[bool, ...] = flax.struct.field(pytree_node=False)
 
 
 @flax.struct.dataclass
@@ -161,7 +161,8 @@ def plan_mutual(
       examples. Models with batch statistics need it: those would count empty
       places.
     clients_per_round: how many clients take part, drawn uniformly without
-      replacement; the others keep their models and optimizers as they are.
+      replacement; the others keep their models and optimizers as they are. A
+      group has rows for as many, or for all of its clients if they are fewer.
       `None`: all, as in the paper.
 
   Returns:
@@ -206,31 +207,39 @@ def plan_mutual(
     )
   rounds = []
   for group in groups:
-    taking_part = active[list(group)]
-    counts = [len(held[k]) if weighted else 1 for k in group]
+    # Those who take part first, then as many others as fill the rows up.
+    rows = sorted(range(len(group)), key=lambda row: not active[group[row]])
+    rows = sorted(rows[:clients_per_round])
+    chosen = [group[row] for row in rows]
     batches = [-(-len(held[k]) // batch_size) for k in group]
-    steps = epochs * max(batches)
-    index = np.full((len(group), steps, batch_size), -1, np.int32)
-    for row, (k, n) in enumerate(zip(group, batches)):
+    index = np.full(
+      (len(rows), epochs * max(batches), batch_size), -1, np.int32
+    )
+    steps, weight = np.zeros(len(rows), np.int32), np.zeros(len(rows))
+    for i, (row, k) in enumerate(zip(rows, chosen)):
       if not active[k]:
         continue
+      n = batches[row]
+      steps[i], weight[i] = epochs * n, len(held[k]) if weighted else 1
       rng = np.random.default_rng([seed, round, k])
       for epoch in range(epochs):
         order = np.resize(rng.permutation(held[k]), n * batch_size)
         if not full_batches:
           order[len(held[k]) :] = -1
-        index[row, epoch * n : (epoch + 1) * n] = order.reshape(n, batch_size)
+        index[i, epoch * n : (epoch + 1) * n] = order.reshape(n, batch_size)
     rounds.append(
       ClientRounds(
-        client=np.array(group, np.int32),
+        row=np.array(rows, np.int32),
+        client=np.array(chosen, np.int32),
         index=index,
-        steps=np.where(taking_part, epochs * np.array(batches), 0).astype(
-          np.int32
-        ),
-        weight=np.where(taking_part, counts, 0).astype(np.float32),
+        steps=steps,
+        weight=weight.astype(np.float32),
       )
     )
-  whole = full_batches or all(len(h) % batch_size == 0 for h in held)
+  whole = tuple(
+    full_batches or all(len(held[k]) % batch_size == 0 for k in group)
+    for group in groups
+  )
   return MutualPlan(np.int32(round), tuple(rounds), groups, whole)
 
 
@@ -257,7 +266,7 @@ def as_lanes(plan: MutualPlan, *, num_lanes: int) -> planning.LanePlan:
   rows = sorted(
     (client, index[:steps], weight)
     for group in plan.groups
-    for client, index, steps, weight in zip(*group)
+    for _, client, index, steps, weight in zip(*group)
     if steps
   )
   clients, batches, weights = zip(*rows)
@@ -285,16 +294,24 @@ def _check_plan(plan, groups, state):
       f"clients {groups} are alike, but a plan for {plan.clients}: plan by"
       " group_clients(clients)"
     )
-  models = [state.server]
-  models += [
-    model for kept in state.groups for model in (kept.local, kept.adaptor)
-  ]
-  stats = [model.stats for model in models if model is not None]
-  if jax.tree.leaves(stats) and not plan.full_batches:
-    raise ValueError(
-      "batches with empty places, which batch statistics would count: plan"
-      " with full_batches=True"
-    )
+  for full, kept in zip(plan.full_batches, state.groups):
+    models = kept.local, kept.adaptor, state.server
+    stats = [model.stats for model in models if model is not None]
+    if not full and jax.tree.leaves(stats):
+      raise ValueError(
+        "batches with empty places, which batch statistics would count: plan"
+        " with full_batches=True"
+      )
+
+
+def _rows(group, work):
+  """Those of a group's clients that a plan has work for."""
+  return jax.tree.map(lambda a: a[work.row], group)
+
+
+def _with_rows(group, work, kept):
+  """The group with what they have become."""
+  return jax.tree.map(lambda a, new: a.at[work.row].set(new), group, kept)
 
 
 def _whole(stages, *args):
@@ -383,23 +400,32 @@ def _build(
       else state.hyper[name]
       for name, x in hyper.items()
     }
+    works, kept = plan.groups, state.groups
+    sampled = [len(work.row) for work in works] != [len(g) for g in groups]
+    if sampled:
+      kept = engine.run(
+        *(engine_lib.Call(_rows, args) for args in zip(kept, works))
+      )
     results = engine.run(
       *(
         engine_lib.Each(
           program,
           (state.server, now, key, bank),
-          (kept, work),
+          (of_group, work),
           (one, work.steps),
         )
-        for program, one, bank, kept, work in zip(
-          programs, stages, banks, state.groups, plan.groups
+        for program, one, bank, of_group, work in zip(
+          programs, stages, banks, kept, works
         )
       )
     )
     kept, memes, means = zip(*results)
+    if sampled:
+      each = zip(state.groups, works, kept)
+      kept = engine.run(*(engine_lib.Call(_with_rows, args) for args in each))
     server = state.server
     if global_model is not None:  # Merge.
-      weights = tuple(work.weight for work in plan.groups)
+      weights = tuple(work.weight for work in works)
       (server,) = engine.run(engine_lib.Call(_merge, (memes, weights)))
     metrics = {
       name: core.Mean(

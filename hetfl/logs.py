@@ -170,10 +170,13 @@ def _why_no_longer(
     return ""
   last = there.get("rounds", 0)
   if last > here.get("rounds", 0):
-    return f" It has {last} rounds already."
+    return f" It is a run of {last} rounds, which cannot be shortened."
   if lengthens:
     return f" {last} is not a multiple of eval_every={there['eval_every']}."
-  return " Its learning rates fall over all rounds, so it cannot be extended."
+  return (
+    " What changes over all its rounds, such as falling rates, would be other,"
+    " so it cannot be extended."
+  )
 
 
 class RunFolder:
@@ -323,8 +326,8 @@ class RunFolder:
         write_bytes(path, content)
       elif path.read_bytes() != content:
         raise ConfigMismatch(
-          f"{path} is not what the data gives now: the data has changed (of"
-          f" pydoc, Python). Use another {self._named}."
+          f"{path} is not what the data gives now: the data has changed, or,"
+          f" for pydoc, Python. Use another {self._named}."
         )
 
   def result(self) -> dict[str, Any] | None:

@@ -49,12 +49,14 @@ class ClientRounds(NamedTuple):
   """The work of a group's clients in one round.
 
   Attributes:
-    client: `int32[K]`, the clients' numbers.
-    index: `int32[K, S, B]`, positions in the bank; -1 marks an empty place.
-    steps: `int32[K]`, how many of the steps are work.
-    weight: `float32[K]`, what each client's meme counts in the merge.
+    row: `int32[N]`, the rows of the group's state that are worked on.
+    client: `int32[N]`, the clients' numbers.
+    index: `int32[N, S, B]`, positions in the bank; -1 marks an empty place.
+    steps: `int32[N]`, how many of the steps are work.
+    weight: `float32[N]`, what each client's meme counts in the merge.
   """
 
+  row: np.ndarray
   client: np.ndarray
   index: np.ndarray
   steps: np.ndarray
@@ -352,7 +354,7 @@ def client_program(
       (core.sums_like(params), zeros, variables),
       (split, jax.random.split(key, parts)),
     )
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    grads = optax.tree.cast_like(grads, params)
     return grads, {n: after[n].stats for n in names}, sums, count
 
   def begin(server, hyper, key, bank, row):

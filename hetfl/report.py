@@ -342,7 +342,7 @@ def parallel_coordinates(
   ax = fig.subplots()
   colors = matplotlib.colormaps["viridis"]
   apart = {}
-  # On top of the others.
+  # The best on top of the others.
   best_last = lambda i: -math.inf if scores[i] is None else scores[i]
   for i in sorted(range(len(scores)), key=best_last):
     line = [share[i] for share in shares]

@@ -124,14 +124,14 @@ def test_distillation_data(dump, tmp_path):
     (dict(vocabulary_size=0), "vocabulary_size=0"),
     (dict(pools="three"), "pools=three"),
     (dict(distill_data="cifar10"), "distill_data=cifar10.*in_domain or c4"),
-    (dict(distill_data="c4"), "needs c4_path"),
+    (dict(distill_data="c4"), "distill_data=c4: give c4_path=PATH"),
     (dict(high_capacity_clients=99), "high_capacity_clients=99.*1 to 36"),
     (
       dict(high_capacity_clients=3, pools="domain"),
       "high_capacity_clients=3: pools by domain have none",
     ),
     (dict(distill_examples=10_000), "distill_examples=10000.*1 to"),
-    (dict(data_dir=None), "data_dir is not set"),
+    (dict(data_dir=None), "data_dir=None: give the folder"),
   ],
 )
 def test_arguments_out_of_range(dump, kwargs, message):

@@ -393,7 +393,7 @@ def test_language_models_of_two_domains(codist, tmp_path):
   cases = [
     (("--recipe=pad32",), "--recipe=pad32: not for --dataset=stackexchange"),
     (("--high_capacity_clients=3",), "pools by domain have none"),
-    (("--distill_data=c4",), "needs c4_path"),
+    (("--distill_data=c4",), "--distill_data=c4: give --c4_path=PATH"),
     (("--distill_data=cifar10",), "--distill_data=cifar10"),
     (("--dataset=digits",), "not for --dataset=digits"),
     ((f"--data_dir={tmp_path}/nowhere",), "archive.org/details/stackexchange"),

@@ -79,11 +79,13 @@ def test_four_algorithms_side_by_side(fml, tmp_path):
 
 
 @pytest.mark.slow
-def test_with_beta_one_fml_is_fedavg(fml, tmp_path):
-  """The driver's two algorithms, same seed, same flags."""
+@pytest.mark.parametrize("sample", [(), ("--clients_per_round=2",)])
+def test_with_beta_one_fml_is_fedavg(fml, tmp_path, sample):
+  """The driver's two algorithms, same seed, same flags, same clients."""
   for name in ("fml", "fedavg"):
     done = fml(
       *QUICK,
+      *sample,
       f"--algorithm={name}",
       "--beta=1",
       "--rounds=3",
@@ -104,6 +106,7 @@ def test_stopped_and_started_again(fml, tmp_path):
     *QUICK,
     "--algorithm=fml",
     "--alpha=0.75,0.5",
+    "--clients_per_round=4",
     "--rounds=100",
     "--eval_every=20",
     "--checkpoint_every=3",

@@ -327,6 +327,7 @@ def test_who_does_not_take_part_keeps_its_model(clients, runner):
     steps = {k: n for g in plan.groups for k, n in zip(g.client, g.steps)}
     active = {int(k) for k, n in steps.items() if n}
     assert len(active) == 2
+    assert all(len(group.row) == 2 for group in plan.groups)
     seen |= active
     after, metrics = algorithm.step(state, plan, make_data())
     for k in range(len(clients)):
@@ -338,8 +339,10 @@ def test_who_does_not_take_part_keeps_its_model(clients, runner):
     # The same, had the others' memes no weight: who takes part does the same.
     silent = everyone.replace(
       groups=tuple(
-        full._replace(weight=part.weight)
-        for full, part in zip(everyone.groups, plan.groups)
+        group._replace(
+          weight=np.where([k in active for k in group.client], group.weight, 0)
+        )
+        for group in everyone.groups
       )
     )
     heard, _ = algorithm.step(state, silent, make_data())

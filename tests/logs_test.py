@@ -77,9 +77,13 @@ def test_another_run_is_refused_and_left_alone(tmp_path):
 @pytest.mark.parametrize(
   "rounds, lengthens, why",
   [
-    (20, False, "here 20. Its learning rates fall over all rounds"),
+    (20, False, "here 20. What changes over all its rounds"),
     (20, True, "here 20. 7 is not a multiple of eval_every=5. Use"),
-    (5, True, "here 5. It has 7 rounds already. Use"),
+    (
+      5,
+      True,
+      "here 5. It is a run of 7 rounds, which cannot be shortened. Use",
+    ),
   ],
 )
 def test_why_a_run_does_not_get_other_rounds(tmp_path, rounds, lengthens, why):

@@ -324,7 +324,9 @@ def test_a_table_has_cells_that_others_finish_meanwhile(
   rows = (tmp_path / "table.csv").read_text().splitlines()
   assert len(rows) == 4  # The head, and all but the one that failed.
   (tmp_path / "table.csv").unlink()
-  capsys.readouterr()
+  with pytest.raises(SystemExit):
+    table("--tabulate", "--seeds=0,1")
+  assert "no cell is done in" in capsys.readouterr().err
   table("--tabulate")
   assert (tmp_path / "table.csv").read_text().splitlines() == rows
   assert "| 50.00 |" in capsys.readouterr().out
@@ -365,4 +367,3 @@ def test_cells_of_one_public_training_share_it(modules, known, tmp_path):
   # One that has begun its own goes on with it.
   (tmp_path / "fedmd_cifar_noniid/public").mkdir(parents=True)
   assert shared(cell, tmp_path, []) == []
-  assert shared(cells["fedmd_cifar_noniid_code"], tmp_path, []) == []

@@ -157,7 +157,7 @@ def load_codist_text(
     )
   if distill_data == "c4" and c4_path is None:
     raise ValueError(
-      "distill_data=c4 needs c4_path: a C4 shard (*.json.gz), a text file"
+      "distill_data=c4: give c4_path=PATH, a C4 shard (*.json.gz), a text file"
       " or a folder of such"
     )
   if pools == "domain" and high_capacity_clients is not None:
@@ -174,7 +174,7 @@ def load_codist_text(
   checks.counts(**counts)
   if dataset != "pydoc" and data_dir is None:
     raise DataError(
-      f"data_dir is not set: the folder with {dataset}'s files (see"
+      f"data_dir=None: give the folder with {dataset}'s files (see"
       " hetfl.data.text_sources), or take dataset=pydoc, which needs none"
     )
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hetfl import checks
-from hetfl.data import mnist, partition, vision
+from hetfl.data import mnist, vision
+from hetfl.data import partition as partition_lib
 from hetfl.population import Subset
 
 # The concentration of `dirichlet`, if none is given.
@@ -203,14 +204,15 @@ def _parts(
   labels = [images.train["y"], images.test["y"]]
   if split == "iid":
     return [
-      partition.iid(len(y), num_clients=len(members), seed=seed) for y in labels
+      partition_lib.iid(len(y), num_clients=len(members), seed=seed)
+      for y in labels
     ]
   if split == "dirichlet":
-    train = partition.dirichlet(
+    train = partition_lib.dirichlet(
       labels[0], num_clients=len(members), seed=seed, alpha=alpha
     )
-    return [train, partition.matching(train, *labels, seed=seed)]
-  return partition.shards(
+    return [train, partition_lib.matching(train, *labels, seed=seed)]
+  return partition_lib.shards(
     *labels,
     num_clients=len(members),
     shards_per_client=round(_SHARDS[split] * images.num_classes),

@@ -197,7 +197,8 @@ class Threads:
           return result
     start = time.perf_counter()
     result = jax.block_until_ready(program(*args))
-    self._seconds[fn] = (time.perf_counter() - start) / max(size, 1)
+    if size:
+      self._seconds[fn] = (time.perf_counter() - start) / size
     return result
 
 
