@@ -4,6 +4,7 @@ Errors name the argument, its value and what to do.
 """
 
 from collections.abc import Mapping, Sequence
+import inspect
 from typing import Any
 
 from absl import logging
@@ -145,6 +146,35 @@ def _holds_rate(optimizer: Any) -> bool:
   except Exception:  # It wants parameters of a structure: it is not checked.
     return False
   return any(not np.array_equal(a, b) for a, b in zip(first, second))
+
+
+def takes(what: str, function: Any, *arguments: str) -> None:
+  """Checks that a function takes as many arguments as it will be given.
+
+  Args:
+    what: what it is.
+    function: the function; those that do not say what they take are taken.
+    *arguments: what its arguments will be.
+
+  Raises:
+    ValueError: it takes others.
+
+  >>> takes('a transform', lambda batch: batch, 'key', 'batch')
+  Traceback (most recent call last):
+    ...
+  ValueError: a transform is called with (key, batch) here, but takes (batch)
+  """
+  try:
+    signature = inspect.signature(function)
+  except (TypeError, ValueError):
+    return
+  try:
+    signature.bind(*arguments)
+  except TypeError:
+    raise ValueError(
+      f"{what} is called with ({', '.join(arguments)}) here, but takes"
+      f" {signature}"
+    ) from None
 
 
 def part(data: Mapping[str, Any], name: str) -> Any:

@@ -173,14 +173,17 @@ def prepare(
     What the transform gives, with the batch's own `mask` where it gives none.
 
   Raises:
-    ValueError: it is no dict, or has no `x`.
+    ValueError: the transform takes other arguments, or what it gives is no
+      dict, or has no `x`.
 
   >>> batch = {'image': jnp.ones(2), 'mask': jnp.ones(2)}
   >>> sorted(prepare(lambda batch: {'x': batch['image']}, batch))
   ['mask', 'x']
   """
   if transform is not None:
-    given = transform(batch) if key is None else transform(key, batch)
+    args = {"batch": batch} if key is None else {"key": key, "batch": batch}
+    checks.takes("a transform", transform, *args)
+    given = transform(*args.values())
     if not isinstance(given, Mapping):
       raise ValueError(
         f"a transform gave a {type(given).__name__}, not a batch: want a dict"

@@ -92,8 +92,11 @@ class MutualState:
       those of `hetfl.splice(global_model, adaptor)`.
 
     Raises:
-      ValueError: there is no such client, or the state is of several trials.
+      ValueError: there is no such client, or no server, or the state is of
+        several trials.
     """
+    if self.server is None:
+      raise ValueError("clients that learn alone have no memes; ask for local")
     group, row = self._find(client)
     return fork(self.server, jax.tree.map(lambda a: a[row], group.adaptor))
 

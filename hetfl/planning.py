@@ -428,6 +428,9 @@ def stack_plans(plans: Sequence[Any]) -> Any:
   Returns:
     A plan with rounds on the first axis of each array.
 
+  Raises:
+    ValueError: there are none, or they are of different shapes.
+
   >>> lanes = pack_lanes([np.ones((33, 1), np.int32)], [0], [1.], num_lanes=1)
   >>> short = pack_lanes([np.ones((1, 1), np.int32)], [0], [1.], num_lanes=1)
   >>> plans = [RoundPlan(np.int32(t + 1), (p,), None)
@@ -435,6 +438,9 @@ def stack_plans(plans: Sequence[Any]) -> Any:
   >>> stack_plans(plans).pools[0].index.shape
   (2, 1, 128, 1)
   """
+  plans = list(plans)
+  if not plans:
+    raise ValueError("plans: there are none")
   if isinstance(plans[0], RoundPlan):
     pools = zip(*(map(_filled, zip(*(plan.pools for plan in plans)))))
     plans = [plan._replace(pools=p) for plan, p in zip(plans, pools)]

@@ -444,6 +444,18 @@ WRONG = {
   "a map of 1x4 is too small for 2x2 pooling": lambda: layers.max_pool_2x2(
     jnp.ones((1, 1, 4, 1))
   ),
+  "a transform is called with (key, batch) here, but takes (b)": lambda: (
+    pool_round(algorithms.MLP, transform=lambda b: b)
+  ),
+  "a transform is called with (batch) here, but takes (key, b)": lambda: (
+    evaluate.Evaluator(
+      [algorithms.MLP], {"test": PUBLIC}, transform=lambda key, b: b
+    )([algorithms.MLP.init(jax.random.key(0))])
+  ),
+  "plans: there are none": lambda: planning.stack_plans([]),
+  "clients that learn alone have no memes": lambda: (
+    independent([MutualClient(WIDER)]).init(jax.random.key(0)).meme(0)
+  ),
   "images of float32: want uint8 pixels": lambda: augment.normalize(
     jnp.ones((2, 1)), (0.5,), (0.25,)
   ),
