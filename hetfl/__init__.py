@@ -1,7 +1,7 @@
 """Heterogeneous federated learning by distillation, in JAX.
 
-`hetfl.fedavg`, `hetfl.fml` and `hetfl.fedmd` are the functions. What else the
-modules of these names hold is there by `from hetfl.fml import as_lanes`.
+`hetfl.fedavg`, `hetfl.fml` and `hetfl.fedmd` are the functions; what else is in
+the modules of these names you get by `from hetfl.fml import as_lanes`.
 """
 
 from hetfl.codist import merge_gradients, merged_codist, periodic_codist
@@ -34,13 +34,13 @@ from hetfl.fml import (
   MutualState,
   plan_mutual,
 )
+from hetfl.models.language import TokenLogits
 from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient, splice
 from hetfl.next_word import (
   next_word_metrics,
   sentence_loss,
   token_divergence,
   token_weights,
-  TokenLogits,
 )
 from hetfl.party import (
   fit,

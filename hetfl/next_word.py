@@ -144,7 +144,7 @@ def _labelled_kl(z, rows, shared):
   features, y = rows
   *shared, label_weight = shared
   target = _target(features, *shared)
-  labels = jax.nn.one_hot(y, z.shape[-1], dtype=z.dtype)
+  labels = distill.label_target(z, {"y": y})
   return _kl_to(target + label_weight * (labels - target), z)
 
 
