@@ -18,7 +18,7 @@ of those that are done.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import csv
 import io
 import json
@@ -268,9 +268,8 @@ def _of_run(folder: pathlib.Path) -> dict | None:
   return result if result["rounds"] == config["rounds"] else None
 
 
-def main(argv: Sequence[str]) -> None:
-  """Runs a table."""
-  known = make_flags.tables_of_the_papers()
+def make_parser(known: Mapping[str, tables.Table]) -> argparse.ArgumentParser:
+  """The parser of the arguments before `--`."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -310,6 +309,89 @@ def main(argv: Sequence[str]) -> None:
     help="write the table of the cells that are done, with the --seeds that"
     " they were run with, and run nothing",
   )
+  return parser
+
+
+def run_cells(
+  table: tables.Table,
+  cells: Sequence[tables.Cell],
+  workdir: pathlib.Path,
+  seeds: Sequence[str],
+  *,
+  shown: Sequence[str],
+  hidden: Sequence[str],
+  keep_going: bool,
+) -> dict[str, int]:
+  """Runs cells, or goes on with them, and tabulates after each.
+
+  Args:
+    table: the table.
+    cells: those of its cells that are to be run.
+    workdir: the table's folder.
+    seeds: the seeds of each cell; none: one run each.
+    shown: flags of all runs that the table says.
+    hidden: those that it does not, such as where the data lies.
+    keep_going: whether to go on after a cell that fails.
+
+  Returns:
+    The exit statuses of those that failed, by their names.
+  """
+  run_now, failed = set(), {}
+  for cell in cells:
+    flags = [*shown, *hidden]
+    # Of this command's cells alone, whose flags are the same.
+    if cell.like in run_now and not any("pretrained" in f for f in flags):
+      flags += shared_phases(cell, workdir, seeds)
+    code = run_cell(command_of(table.script, cell, workdir, flags))
+    if code:
+      failed[cell.name] = code
+      if not keep_going:
+        break
+      continue
+    run_now.add(cell.name)
+    tabulate(table, workdir, seeds, shown, run_now)
+  if run_now:
+    print((workdir / "table.md").read_text(encoding="utf-8"))
+  return failed
+
+
+def tabulate(
+  table: tables.Table,
+  workdir: pathlib.Path,
+  seeds: Sequence[str],
+  shown: Sequence[str] = (),
+  run_now: Collection[str] = (),
+) -> bool:
+  """Writes what there is of a table.
+
+  Args:
+    table: the table.
+    workdir: its folder.
+    seeds: the seeds of each cell; none: one run each.
+    shown: flags of the cells that this command has run.
+    run_now: their names.
+
+  Returns:
+    Whether any of its cells is done; else nothing is written.
+  """
+  # All are read again, since other processes may be at work on some.
+  results = {c.name: read_results(workdir / c.name, seeds) for c in table.cells}
+  done = {name for name, found in results.items() if found}
+  if not done:
+    return False
+  # Those of earlier commands may have had other flags.
+  alike = done <= set(run_now)
+  rows = rows_of(table.cells, results)
+  write(workdir, table.title, rows, shown if alike else [])
+  if table.axis:
+    draw(workdir, table, results)
+  return True
+
+
+def main(argv: Sequence[str]) -> None:
+  """Runs a table."""
+  known = make_flags.tables_of_the_papers()
+  parser = make_parser(known)
   split = argv.index("--") if "--" in argv else len(argv)
   args, extra = parser.parse_args(argv[:split]), list(argv[split + 1 :])
   if args.table is None:
@@ -340,61 +422,37 @@ def main(argv: Sequence[str]) -> None:
   except ValueError:
     parser.error(f"--seeds={args.seeds}: give whole numbers with commas")
   shown = [*([f"--seeds={','.join(seeds)}"] if seeds else []), *extra]
-  extra = list(shown)
-  if args.data_dir:
-    extra.append(f"--data_dir={args.data_dir}")
-  if args.download:
-    extra.append("--download")
+  hidden = [f"--data_dir={args.data_dir}"] if args.data_dir else []
+  hidden += ["--download"] if args.download else []
   workdir = pathlib.Path(args.workdir or pathlib.Path("runs", args.table))
   workdir = workdir.expanduser()
   if args.commands:
     for cell in cells:
-      print(shlex.join(command_of(table.script, cell, workdir, extra)))
-    return
-  run_now = set()
-
-  def tabulate() -> None:
-    # All are read again, since other processes may be at work on some.
-    results = {
-      c.name: read_results(workdir / c.name, seeds) for c in table.cells
-    }
-    # Those of earlier commands may have had other flags.
-    alike = run_now >= {name for name, found in results.items() if found}
-    rows = rows_of(table.cells, results)
-    write(workdir, table.title, rows, shown if alike else [])
-    if table.axis:
-      draw(workdir, table, results)
-
-  failed = {}
-  for cell in [] if args.tabulate else cells:
-    more = []
-    # Of this command's cells alone, whose flags are the same.
-    if cell.like in run_now and not any("pretrained" in f for f in extra):
-      more = shared_phases(cell, workdir, seeds)
-    code = run_cell(command_of(table.script, cell, workdir, [*extra, *more]))
-    if code:
-      failed[cell.name] = code
-      if not args.keep_going:
-        break
-      continue
-    run_now.add(cell.name)
-    tabulate()
-  if args.tabulate:
-    if not any(read_results(workdir / c.name, seeds) for c in table.cells):
+      command = command_of(table.script, cell, workdir, [*shown, *hidden])
+      print(shlex.join(command))
+  elif args.tabulate:
+    if not tabulate(table, workdir, seeds):
       parser.error(
         f"--tabulate: no cell is done in {workdir}; give the --workdir and the"
         " --seeds that the cells were run with"
       )
-    tabulate()
-  if args.tabulate or run_now:
     print((workdir / "table.md").read_text(encoding="utf-8"))
-  if failed:
-    codes = ", ".join(
-      f"{name} (status {code})" for name, code in failed.items()
+  else:
+    failed = run_cells(
+      table,
+      cells,
+      workdir,
+      seeds,
+      shown=shown,
+      hidden=hidden,
+      keep_going=args.keep_going,
     )
-    sys.exit(
-      f"error: failed, see above: {codes}; fix it, and the same command goes on"
-    )
+    if failed:
+      codes = ", ".join(f"{n} (status {code})" for n, code in failed.items())
+      sys.exit(
+        f"error: failed, see above: {codes}; fix it, and the same command goes"
+        " on"
+      )
 
 
 if __name__ == "__main__":
