@@ -15,7 +15,6 @@ a CPU. A chart is drawn beside the JSON.
 import argparse
 import datetime
 import gc
-import importlib.metadata
 import pathlib
 import platform
 import sys
@@ -29,7 +28,7 @@ if str(ROOT) not in sys.path:  # As a script, not with -m.
   sys.path.insert(0, str(ROOT))
 
 from benchmarks import codist, fedmd, fml, language, rounds  # noqa: E402
-from hetfl import logs, training  # noqa: E402
+from hetfl import autotune, logs, training  # noqa: E402
 from hetfl.engine.threads import num_cores  # noqa: E402
 
 
@@ -60,23 +59,13 @@ def chosen(only: str | None, every: dict[str, rounds.Row]) -> list[str]:
 
 def provenance() -> dict:
   """What a row's numbers depend on: machine, versions, commit, day."""
-  versions = training.versions()
-  for peer in ("fedjax", "torch"):
-    try:
-      versions[peer] = importlib.metadata.version(peer)
-    except importlib.metadata.PackageNotFoundError:
-      versions[peer] = "not installed"
-  processor = platform.processor()
-  try:
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-      names = [line for line in file if line.startswith("model name")]
-    processor = names[0].partition(":")[2].strip() if names else processor
-  except OSError:
-    pass  # not on Linux
+  names = [
+    line.partition(":")[2].strip() for line in autotune.cpu_lines("model name")
+  ]
   return {
-    "processor": processor,
+    "processor": ", ".join(names) or platform.processor(),
     "cores": num_cores(),
-    "versions": versions,
+    "versions": training.versions("fedjax", "torch"),
     "git_commit": training.git_commit(),
     "date": datetime.date.today().isoformat(),
   }
@@ -98,7 +87,6 @@ def measure(name: str, row: rounds.Row, runs: int, products) -> dict:
   result |= rounds.take_turns(row.ours(), row.other(), runs, products)
   speed = row.flops() / result["ours_s"] / 1e9
   result["ceiling_share"] = speed / result["ceiling_gflop_s"]
-  result |= provenance()
   amount, unit = row.work()
   result[f"{unit}_per_s"] = amount / result["ours_s"]
   result[f"peer_{unit}_per_s"] = amount / result["peer_s"]
@@ -162,7 +150,7 @@ def main() -> None:
     names = chosen(args.only, every)
   except ValueError as e:
     sys.exit(f"error: {e}")
-  products = rounds.ceiling()
+  products, origin = rounds.ceiling(), provenance()
   results = []
   print(
     f"{'name':33} {'ours s':>8} {'min':>8} {'max':>8} {'peer s':>8}"
@@ -170,7 +158,7 @@ def main() -> None:
   )
   for name in names:
     try:
-      row = measure(name, every[name], args.runs, products)
+      row = measure(name, every[name], args.runs, products) | origin
     except ImportError as error:
       print(f"{name:33} left out: {error}; pip install -e '.[bench]' may help")
       continue

@@ -217,11 +217,6 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   default_clients = len(datasets) if several else 5
   values["num_clients"] = FLAGS.num_clients or default_clients
   taking_part = FLAGS.clients_per_round or values["num_clients"]
-  if taking_part > values["num_clients"]:
-    raise common.UsageError(
-      f"--clients_per_round={taking_part}: there are {values['num_clients']}"
-      " clients"
-    )
   if several and FLAGS.partition is None:
     values["partition"] = "iid"  # A client has all of its data set.
   if values["partition"] == "dirichlet":

@@ -49,16 +49,18 @@ def cache_file() -> pathlib.Path:
 def processor() -> str:
   """Tells the kinds of CPUs apart: programs of one may not run on another."""
   description = platform.processor() + platform.machine()
+  description += "".join(cpu_lines("model name", "flags", "Features"))
+  return hashlib.sha256(description.encode()).hexdigest()[:16]
+
+
+def cpu_lines(*beginnings: str) -> list[str]:
+  """What Linux says of the CPUs in lines that begin so; elsewhere nothing."""
   try:
     with open("/proc/cpuinfo", encoding="utf-8") as file:
       lines = file.read().splitlines()
-  except OSError:  # not on Linux
-    lines = []
-  kinds = ("model name", "flags", "Features")
-  description += "".join(
-    sorted({line for line in lines if line.startswith(kinds)})
-  )
-  return hashlib.sha256(description.encode()).hexdigest()[:16]
+  except OSError:
+    return []
+  return sorted({line for line in lines if line.startswith(beginnings)})
 
 
 def key_of(algorithm: core.Algorithm, plan: PyTree, data: PyTree) -> str:

@@ -363,10 +363,17 @@ def scanned(step: Callable) -> Callable:
   return scan
 
 
-def versions() -> dict[str, str]:
-  """The versions of what the numbers of a run depend on, and the device."""
+def versions(*more: str) -> dict[str, str]:
+  """The versions of what the numbers of a run depend on, and the device.
+
+  Args:
+    *more: packages beside those that every run depends on.
+
+  Returns:
+    Version by package; the device's `platform` and `device_kind`.
+  """
   found = {"python": platform.python_version()}
-  for name in ("hetfl", "jax", "jaxlib", "flax", "optax", "numpy"):
+  for name in ("hetfl", "jax", "jaxlib", "flax", "optax", "numpy", *more):
     try:
       found[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
