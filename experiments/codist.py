@@ -469,9 +469,10 @@ class Experiment:
 
   def summarize(self, config: dict, state, evaluation) -> dict:
     """What `result.json` says of a finished run."""
-    pools = {}
+    pools, sent = {}, 0
     for pool, pool_state, clients in zip(POOLS, state.pools, self.data.pools):
       parameters = core.num_parameters(pool_state.params)
+      sent += 2 * 4 * parameters * config["clients_per_round"]
       pools[pool] = {
         "parameters": parameters,
         "clients": len(clients),
@@ -490,6 +491,7 @@ class Experiment:
       "dataset": config["dataset"],
       **self.task.record(),
       "seed": config["seed"],
+      "bytes_per_round": sent,
       "pools": pools,
     }
 

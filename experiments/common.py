@@ -461,14 +461,16 @@ def only_holds(
 
   Args:
     workdir: the folder; may be missing.
-    allowed: what may be in it besides charts.
+    allowed: what may be in it besides charts and what `summarize.py` writes.
     kind: what differs between the runs.
 
   Raises:
     UsageError: if there is anything else.
   """
   # Hidden ones are locks, files half written, or of the system's.
-  charts = re.compile(r"\..*|curves(_questions|_answers)?\.png")
+  charts = re.compile(
+    r"\..*|curves(_questions|_answers)?\.png|summary\.(csv|png)"
+  )
   for path in sorted(workdir.iterdir()) if workdir.is_dir() else ():
     if not any(p.fullmatch(path.name) for p in (allowed, charts)):
       raise UsageError(

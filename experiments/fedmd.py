@@ -339,12 +339,13 @@ class Experiment:
     """What `result.json` says of a finished run."""
     config = self.config
     before = {phase: result["parties"] for phase, result in phases.items()}
-    parties = []
+    parties, sent = [], 0
     for k, (party, model) in enumerate(zip(self.parties, self.model_names)):
       parameters = core.num_parameters(state.parties[k].variables.params)
       sizes = bytes_per_round(
         config["public_subset"], self.data.num_classes, parameters
       )
+      sent += sizes["sent"] + sizes["received"]
       entry = {
         "name": party.name,
         "model": model,
@@ -375,6 +376,7 @@ class Experiment:
         for name, subset in self.stopping.items()
       },
       "test_examples": len(self.data.private_test.index),
+      "bytes_per_round": sent,
       # Of this run's phases before the collaboration, whose own are `seconds`.
       "phase_seconds": {
         phase: result["seconds"]

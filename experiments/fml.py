@@ -282,6 +282,7 @@ class Experiment:
     personal = alone or config["algorithm"] == "fml"
     init = lambda model: jax.eval_shape(model.init, jax.random.key(0)).params
     parameters = core.num_parameters(init(self.global_model))
+    taking_part = config["clients_per_round"] or len(self.clients)
     clients = []
     for k, (client, held) in enumerate(zip(self.clients, self.data.clients)):
       own = client.model if personal else self.global_model
@@ -305,6 +306,7 @@ class Experiment:
       "dataset": ",".join(config["dataset"]),
       "partition": config["partition"],
       "seed": config["seed"],
+      "bytes_per_round": 0 if alone else 2 * 4 * parameters * taking_part,
       "global": {
         "model": None if alone else config["global_model"],
         "parameters": None if alone else parameters,

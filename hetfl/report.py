@@ -28,6 +28,7 @@ def curves(
   *,
   metric: str = "test_accuracy",
   ylabel: str = "Test accuracy (%)",
+  xlabel: str = "Round",
   scale: float = 100.0,
   published: Mapping[str, Mapping[str, float]] | None = None,
   dashed: str = "published",
@@ -45,6 +46,7 @@ def curves(
     path: the PNG; replaced atomically.
     metric: what to draw of each pool: the rows' `'pool/metric'`.
     ylabel: what the metric is called, with its unit.
+    xlabel: what the rows' `'round'` is called.
     scale: factor from the rows' unit to that of `ylabel`.
     published: pool -> label -> a value, in the unit of the rows, for a
       horizontal dashed line. A label of `runs` gives the line its colour.
@@ -108,7 +110,7 @@ def curves(
       )
       last.append(f"{scale * value:.1f}")
     ax.set_title(f"{pool} model", fontsize=11)
-    ax.set_xlabel("Round")
+    ax.set_xlabel(xlabel)
     ax.set_xlim(left=0)
     _whole(ax)
     _plain(ax)
@@ -186,7 +188,7 @@ def _plain(ax) -> None:
 
 
 def _whole(ax) -> None:
-  """Marks of an axis of rounds, at whole numbers."""
+  """Marks of an axis of rounds or the like, at whole numbers."""
   steps = [1, 2, 2.5, 5, 10]
   ax.xaxis.set_major_locator(
     ticker.MaxNLocator("auto", steps=steps, integer=True)

@@ -37,6 +37,8 @@ def test_three_algorithms_side_by_side(codist, tmp_path):
     assert result["algorithm"] == name
     assert result["dataset"] == "digits"
     assert (result["rounds"], result["seed"]) == (6, 0)
+    # Of both models, 8 clients, there and back, 4 bytes a parameter.
+    assert result["bytes_per_round"] == (31914 + 124234) * 8 * 2 * 4
     for pool in ("small", "large"):
       entry = result["pools"][pool]
       assert entry["parameters"] == {"small": 31914, "large": 124234}[pool]
@@ -67,7 +69,7 @@ def test_three_algorithms_side_by_side(codist, tmp_path):
 
 
 @pytest.mark.slow
-def test_seeds_have_folders_and_a_mean(codist, tmp_path):
+def test_seeds_have_folders_and_a_mean(codist, experiment, tmp_path):
   both = ("--algorithm=fedavg,merged", "--rounds=3", "--eval_every=3")
   path = tmp_path / "seeds"
   done = codist(*both, "--seeds=4,0", f"--workdir={path}")
@@ -91,6 +93,10 @@ def test_seeds_have_folders_and_a_mean(codist, tmp_path):
     shown = rf"{100 * mean:.2f} ± {100 * deviation:.2f}"
     assert re.search(rf"^{name} .* {shown} ", done.stdout, re.MULTILINE)
   assert (path / "curves.png").read_bytes().startswith(b"\x89PNG")
+  # Summed up, which leaves files that do not stand in the way of more seeds.
+  done = experiment("summarize")(path)
+  assert re.search(rf"^merged +small +2 +3 .* {shown} ", done.stdout, re.M)
+  assert (path / "summary.csv").exists() and (path / "summary.png").exists()
   # One more: what is there stays as it is.
   before = everything(path / "seed4")
   done = codist(*both, "--seeds=0,4,1", f"--workdir={path}")

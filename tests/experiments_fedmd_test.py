@@ -61,6 +61,8 @@ def test_a_run_says_what_became_of_each_party(undisturbed):
     assert party["bytes_sent_per_round"] == 96 * 10 * 4
     assert party["bytes_received_per_round"] == 96 * 10 * 4 + 96 * 4
     assert party["bytes_weights_per_round"] == 4 * party["parameters"]
+  # Two parties.
+  assert result["bytes_per_round"] == 2 * (2 * 96 * 10 * 4 + 96 * 4)
   for name, value in result["mean"].items():
     both = [party[name] for party in result["parties"]]
     assert value == pytest.approx(sum(both) / 2)

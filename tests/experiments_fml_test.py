@@ -43,6 +43,7 @@ def test_four_algorithms_side_by_side(fml, tmp_path):
       best = max(row["global/test_accuracy"] for row in rows)
       assert result["global"]["best_test_accuracy"] == best
     assert len(result["clients"]) == 5
+    assert result["bytes_per_round"] == (0 if alone else 5 * 2 * 4 * 3350)
     for k, client in enumerate(result["clients"]):
       own = ("mlp", 3466) if k < 2 else ("cnn1", 3350)
       expected = own if personal else ("cnn1", 3350)

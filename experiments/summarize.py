@@ -1,0 +1,303 @@
+r"""Compares runs by what lies in their folders.
+
+  python experiments/summarize.py runs/codist-digits --target=90
+
+Folders are those of runs, finished or not, or hold some, at any depth; runs in
+folders `seed0`, `seed1` and so on of one place are seeds of one run. For each
+model of a run the table has the last and the best of all evaluations and, with
+--target, what it took until one first reached so many percent: rounds, data
+sent, minutes. `summary.csv` and `summary.png` in --out have the same for each
+seed, and the curves.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+import csv
+import io
+import json
+import pathlib
+import re
+import statistics
+import sys
+from typing import Any, NamedTuple
+
+from hetfl import logs
+
+_SEED = re.compile(r"seed\d+")
+
+
+class Run(NamedTuple):
+  """A run's folder, read.
+
+  Attributes:
+    label: its place below the folder that all have in common, without the
+      seed.
+    seed: the name of its seed's folder, or nothing.
+    rows: the rows of `metrics.jsonl`.
+    bytes_per_round: what all clients and the server send each other in a
+      round, as `result.json` has it; `None` without.
+  """
+
+  label: str
+  seed: str
+  rows: Sequence[Mapping[str, Any]]
+  bytes_per_round: int | None
+
+
+def read_runs(folders: Sequence[pathlib.Path]) -> list[Run]:
+  """Reads all runs in some folders, in the order of their places.
+
+  Raises:
+    ValueError: a folder holds none.
+  """
+  places = []
+  for folder in folders:
+    found = sorted(path.parent for path in folder.rglob("metrics.jsonl"))
+    if not found:
+      raise ValueError(f"{folder}: there is no run, that is no metrics.jsonl")
+    places += [place for place in found if place not in places]
+  # Without the seeds, or those of a single run would be all that differs.
+  parts = [
+    [p for p in place.parts if not _SEED.fullmatch(p)] for place in places
+  ]
+  common = min(map(len, parts)) - 1
+  while common and len({tuple(p[:common]) for p in parts}) > 1:
+    common -= 1
+  runs = []
+  for place, of in zip(places, parts):
+    try:
+      result = json.loads((place / "result.json").read_bytes())
+    except FileNotFoundError:  # It is not finished.
+      result = {}
+    runs.append(
+      Run(
+        label="/".join(of[common:]),
+        seed=next(filter(_SEED.fullmatch, reversed(place.parts)), ""),
+        rows=logs.read_rows(place / "metrics.jsonl"),
+        bytes_per_round=result.get("bytes_per_round"),
+      )
+    )
+  return runs
+
+
+def series(
+  rows: Sequence[Mapping[str, Any]], metric: str
+) -> dict[str, list[tuple[int, float, float]]]:
+  """A metric's course for each model: its round, seconds until then and value.
+
+  Numbered ones, a party's or a client's, are averaged over all that have it
+  in each of the rows that any has it in.
+
+  >>> rows = [{'round': t, 'seconds': 1.0 * t, 'party0/accuracy': 0.25 * t,
+  ...          'party1/accuracy': 0.5 * t} for t in (1, 2)]
+  >>> series(rows, 'accuracy')
+  {'mean of 2 parties': [(1, 1.0, 0.375), (2, 2.0, 0.75)]}
+  """
+  found = {}
+  for row in rows:
+    values = {}
+    for name, value in row.items():
+      model, _, what = name.rpartition("/")
+      if what == metric and value is not None:
+        values.setdefault(re.sub(r"\d+$", "", model), []).append(value)
+    for model, of in values.items():
+      point = row["round"], row.get("seconds", 0.0), statistics.fmean(of)
+      found.setdefault(model, []).append((len(of), point))
+  plural = {"party": "parties", "client": "clients"}
+  return {
+    f"mean of {of[0][0]} {plural[model]}" if model in plural else model: [
+      point for _, point in of
+    ]
+    for model, of in found.items()
+  }
+
+
+def measures(
+  course: Sequence[tuple[int, float, float]],
+  target: float | None,
+  bytes_per_round: int | None,
+) -> dict[str, float | int | None]:
+  """What a model came to, and what it took to a target.
+
+  Args:
+    course: rounds, seconds and values, as `series` has them.
+    target: what a value should reach; `None`: nothing is said of that.
+    bytes_per_round: what is sent in a round.
+
+  Returns:
+    `rounds`, `last`, `best` and `best_round`, the first of the best; with a
+    target `rounds_to_target`, `bytes_to_target` and `seconds_to_target`, those
+    of the first evaluation that is at least the target, `None` if none is.
+
+  Reference: McMahan et al. 2017, section 3, counts rounds alike, but between
+    evaluations by linear interpolation.
+
+  >>> course = [(10, 1.5, 0.25), (20, 3.0, 0.75), (30, 4.5, 0.5)]
+  >>> found = measures(course, 0.5, 8)
+  >>> found['best_round'], found['rounds_to_target'], found['bytes_to_target']
+  (20, 20, 160)
+  """
+  best_round, _, best = max(course, key=lambda point: point[2])
+  last_round, _, last = course[-1]
+  found = {
+    "rounds": last_round,
+    "last": last,
+    "best": best,
+    "best_round": best_round,
+  }
+  if target is not None:
+    reached = next((p for p in course if p[2] >= target), (None, None, None))
+    known = None not in (reached[0], bytes_per_round)
+    found |= {
+      "rounds_to_target": reached[0],
+      "bytes_to_target": reached[0] * bytes_per_round if known else None,
+      "seconds_to_target": reached[1],
+    }
+  return found
+
+
+def lines_of(
+  runs: Sequence[Run], metric: str, target: float | None
+) -> list[dict[str, Any]]:
+  """One dict for each model of each run: what `summary.csv` has.
+
+  Raises:
+    ValueError: no run has the metric.
+  """
+  lines = [
+    {
+      "run": run.label,
+      "seed": run.seed.removeprefix("seed"),
+      "model": model,
+      **measures(course, target, run.bytes_per_round),
+      "bytes_per_round": run.bytes_per_round,
+    }
+    for run in runs
+    for model, course in series(run.rows, metric).items()
+  ]
+  if not lines:
+    names = {n.rpartition("/")[2] for r in runs for row in r.rows for n in row}
+    raise ValueError(
+      f"--metric={metric}: no run has it; there are"
+      f" {', '.join(sorted(names - {'round', 'seconds'}))}"
+    )
+  return lines
+
+
+def table(lines: Sequence[Mapping[str, Any]], target: float | None) -> str:
+  """The lines as a plain-text table, seeds of a run in one.
+
+  >>> line = dict(run='fedavg', model='small', rounds=20, last=0.5, best=0.75)
+  >>> print(table([line, line | {'last': 0.75}], None))
+  run     model  seeds  rounds         last %        best %
+  ------  -----  -----  ------  -------------  ------------
+  fedavg  small      2      20  62.50 ± 17.68  75.00 ± 0.00
+  """
+  from hetfl import report  # takes a second
+
+  runs = {}
+  for line in lines:
+    runs.setdefault((line["run"], line["model"]), []).append(line)
+
+  def cell(of, name, form, factor=1.0):
+    values = [line[name] for line in of]
+    missing = values.count(None)
+    if 0 < missing < len(values):
+      return f"{len(values) - missing} of {len(values)}"
+    return report.cell([v and float(v) for v in values], form, factor)
+
+  columns = [
+    ["run", *(run for run, _ in runs)],
+    ["model", *(model for _, model in runs)],
+    ["seeds", *(str(len(of)) for of in runs.values())],
+    ["rounds", *(f"{max(x['rounds'] for x in of):,d}" for of in runs.values())],
+  ]
+  heads = [("last %", "last", "{:.2f}", 100), ("best %", "best", "{:.2f}", 100)]
+  if target is not None:
+    to = f"to {100 * target:g} %"
+    heads += [
+      (f"rounds {to}", "rounds_to_target", "{:,.0f}", 1),
+      (f"MB {to}", "bytes_to_target", "{:,.1f}", 1e-6),
+      (f"min {to}", "seconds_to_target", "{:,.1f}", 1 / 60),
+    ]
+  for head, *what in heads:
+    columns.append([head, *(cell(of, *what) for of in runs.values())])
+  return report.align(columns, names=2)
+
+
+def draw(
+  runs: Sequence[Run], path: pathlib.Path, *, metric: str, over: str
+) -> None:
+  """Draws the curves, over rounds or over the data that was sent.
+
+  Raises:
+    ValueError: it is unknown what a run sends.
+  """
+  from hetfl import report
+
+  xlabel, by_label = "Round", {}
+  for run in runs:
+    rows = [
+      {f"{model}/{metric}": value, "round": t}
+      for model, course in series(run.rows, metric).items()
+      for t, _, value in course
+    ]
+    if over == "megabytes":
+      xlabel = "Sent between clients and server (MB)"
+      if run.bytes_per_round is None:
+        raise ValueError(
+          f"--over=megabytes: the result.json of {run.label} does not say what"
+          " is sent in a round; has the run ended?"
+        )
+      each = run.bytes_per_round / 1e6
+      rows = [row | {"round": row["round"] * each} for row in rows]
+    by_label.setdefault(run.label or "run", []).append(rows)
+  report.curves(
+    by_label,
+    path,
+    metric=metric,
+    ylabel=f"{metric.replace('_', ' ').capitalize()} (%)",
+    xlabel=xlabel,
+  )
+
+
+def main(argv: Sequence[str]) -> None:
+  """Reads the folders, prints the table and writes the files."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("folders", nargs="+", type=pathlib.Path)
+  parser.add_argument(
+    "--metric",
+    default="test_accuracy",
+    help="a share that evaluations have of each model, such as"
+    " heldout_accuracy, or validation_accuracy of fml's clients",
+  )
+  parser.add_argument("--target", type=float, help="in percent")
+  parser.add_argument(
+    "--over", choices=("rounds", "megabytes"), default="rounds"
+  )
+  parser.add_argument(
+    "--out", type=pathlib.Path, help="by default the first of the folders"
+  )
+  args = parser.parse_args(argv)
+  target = None if args.target is None else args.target / 100
+  out = args.out or args.folders[0]
+  try:
+    runs = read_runs(args.folders)
+    lines = lines_of(runs, args.metric, target)
+    print(table(lines, target))
+    out.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    logs.write_bytes(out / "summary.csv", text.getvalue().encode())
+    draw(runs, out / "summary.png", metric=args.metric, over=args.over)
+  except (OSError, ValueError) as error:
+    sys.exit(f"error: {error}")
+  print(f"\nAll seeds: {out / 'summary.csv'}, curves: {out / 'summary.png'}")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

@@ -1,0 +1,94 @@
+"""Runs compared by their folders."""
+
+import csv
+import json
+
+import pytest
+
+from tests.runs import error_of
+
+
+@pytest.fixture
+def summarize(experiment):
+  return experiment("summarize")
+
+
+def write(folder, values, *, sent=None):
+  """A run's folder with evaluations of one model every ten rounds."""
+  folder.mkdir(parents=True)
+  rows = [
+    {"round": 10 * (i + 1), "seconds": 30.0 * (i + 1), "global/accuracy": value}
+    for i, value in enumerate(values)
+  ]
+  text = "".join(json.dumps(row) + "\n" for row in rows)
+  (folder / "metrics.jsonl").write_text(text)
+  if sent is not None:
+    result = json.dumps({"bytes_per_round": sent})
+    (folder / "result.json").write_text(result)
+
+
+def test_rounds_bytes_and_minutes_to_a_target(summarize, tmp_path):
+  # Reached in round 30 and 20, that is after 300 and 200 kB, 1.5 and 1 min.
+  write(tmp_path / "w/seed0/fml", [0.25, 0.5, 0.75], sent=10_000)
+  write(tmp_path / "w/seed1/fml", [0.5, 1.0, 0.5], sent=10_000)
+  # One seed does not reach it, and the other has not ended.
+  write(tmp_path / "w/seed0/fedavg", [None, 0.25, 0.75])
+  write(tmp_path / "w/seed1/fedavg", [0.25, 0.5, 0.25])
+  done = summarize(tmp_path / "w", "--metric=accuracy", "--target=75")
+  assert done.returncode == 0, done.stderr
+  lines = [line.split("  ") for line in done.stdout.splitlines()]
+  lines = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+  assert lines[0][-3:] == ["rounds to 75 %", "MB to 75 %", "min to 75 %"]
+  assert lines[2:4] == [
+    # Deviations of samples of two: half the distance times the root of 2.
+    ["fedavg", "global", "2", "30", "50.00 ± 35.36", "62.50 ± 17.68"]
+    + ["1 of 2", "-", "1 of 2"],
+    ["fml", "global", "2", "30", "62.50 ± 17.68", "87.50 ± 17.68"]
+    + ["25 ± 7", "0.2 ± 0.1", "1.2 ± 0.4"],
+  ]
+  with open(tmp_path / "w/summary.csv", encoding="utf-8") as file:
+    table = {(row["run"], row["seed"]): row for row in csv.DictReader(file)}
+  assert table["fml", "1"] == {
+    "run": "fml",
+    "seed": "1",
+    "model": "global",
+    "rounds": "30",
+    "last": "0.5",
+    "best": "1.0",
+    "best_round": "20",
+    "rounds_to_target": "20",
+    "bytes_to_target": "200000",
+    "seconds_to_target": "60.0",
+    "bytes_per_round": "10000",
+  }
+  assert table["fedavg", "0"]["rounds_to_target"] == "30"
+  assert table["fedavg", "0"]["bytes_to_target"] == ""
+  assert table["fedavg", "1"]["rounds_to_target"] == ""
+  png = (tmp_path / "w/summary.png").read_bytes()
+  assert png.startswith(b"\x89PNG")
+  only_fml = [tmp_path / f"w/seed{i}/fml" for i in (0, 1)]
+  over = ("--metric=accuracy", "--over=megabytes", f"--out={tmp_path}/bytes")
+  done = summarize(*only_fml, *over)
+  assert done.returncode == 0, done.stderr
+  assert "\nfml  global" in done.stdout  # named after the folder
+  assert (tmp_path / "bytes/summary.png").read_bytes() != png
+
+
+@pytest.mark.parametrize(
+  "args, message",
+  [
+    (("{}/empty",), "empty: there is no run"),
+    (("{}/run",), "--metric=test_accuracy: no run has it; there are accuracy"),
+    (
+      ("{}/run", "--metric=accuracy", "--over=megabytes"),
+      "--over=megabytes: the result.json of run does not say",
+    ),
+  ],
+)
+def test_what_cannot_be_compared_is_one_line(
+  summarize, tmp_path, args, message
+):
+  write(tmp_path / "run", [0.5])
+  done = summarize(*(arg.format(tmp_path) for arg in args))
+  assert done.returncode != 0
+  assert message in error_of(done)
