@@ -23,7 +23,7 @@ def measure(
 
   Args:
     experiment_class: `(config, speed) ->` an experiment with `algorithm`,
-      `plan`, `exchange_every`, `device_data` and `engine`.
+      `plan`, `lanes`, `exchange_every`, `device_data` and `engine`.
     config: flags that change the result.
     speed: flags that do not.
     workdir: the run's folder.
@@ -40,13 +40,16 @@ def measure(
     return speed
   experiment = experiment_class(config, speed)
   algorithm = experiment.algorithm(config, speed)
+  speed = speed | {"lanes": experiment.lanes(config, speed)}
   lanes, on_cpu = speed["lanes"], jax.default_backend() == "cpu"
   candidates = {
-    "lanes": [lanes, -(-lanes // 2), 2 * lanes if on_cpu else -(-lanes // 4)],
+    "lanes": [lanes, -(-lanes // 2), 2 * lanes],
     "microbatch": [16, 32, 64, 0] if on_cpu else [0, 32],
     "conv": ["patches"] if on_cpu else ["patches", "native", "adaptive"],
     "rounds_per_dispatch": [1, 8],
   }
+  if not on_cpu:
+    candidates["lanes"].append(-(-lanes // 4))
   every = experiment.exchange_every(config)
   often = 0 < every <= min(config["rounds"], _OFTEN)
   # With dropout no other microbatch gives the same.

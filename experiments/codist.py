@@ -32,6 +32,7 @@ from hetfl import (
   population,
   report,
 )
+from hetfl import engine as engine_lib
 from hetfl.data import files
 from hetfl.fedavg import (
   fedadam_server,
@@ -309,10 +310,10 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
       f" --distill_data={FLAGS.distill_data} are those of another data set;"
       " use 0, or in_domain"
     )
-  speed = {
-    "checkpoint_every": values["eval_every"],
-    "lanes": common.run_engine().num_lanes(values["clients_per_round"]),
-  } | task.speed()
+  speed = {"checkpoint_every": values["eval_every"]} | task.speed()
+  if isinstance(common.run_engine(), engine_lib.Threads):
+    lanes = common.run_engine().num_lanes(values["clients_per_round"])
+    speed["lanes"] = lanes  # Else the clients' sizes say how many.
   values["algorithm"] = algorithm
   config, speed = common.resolved_flags(__name__, values, speed, workdir)
   # What students drop is drawn for each part of a batch.
@@ -325,6 +326,15 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   return dict(sorted(config.items())), speed
 
 
+def _share_of(config: dict) -> dict[str, int]:
+  """What a round takes of a pool."""
+  return {
+    "clients_per_round": config["clients_per_round"],
+    "batch_size": config["client_batch_size"],
+    "epochs": config["client_epochs"],
+  }
+
+
 class Experiment:
   """Data, models and engine of one data set, shared by its algorithms."""
 
@@ -332,7 +342,7 @@ class Experiment:
     self.engine = common.run_engine()
     self.task = TASKS[config["dataset"]].Task(config, speed, self.engine)
     self.data, self.models = self.task.data, self.task.models
-    self._pools, self._banks = {}, {}
+    self._pools, self._banks, self._lanes = {}, {}, {}
     sets = {"test": self.data.test, "heldout": self.data.heldout}
     if speed["bank"] == "round":
       sets = {name: subset.alone() for name, subset in sets.items()}
@@ -429,6 +439,18 @@ class Experiment:
       "merged": config["merge_every"],
     }[config["algorithm"]]
 
+  def lanes(self, config: dict, speed: dict) -> int:
+    """As many as the flags say, or else as are enough for both pools."""
+    if speed["lanes"]:
+      return speed["lanes"]
+    share = _share_of(config)
+    key = tuple(share.values())
+    if key not in self._lanes:
+      self._lanes[key] = max(
+        planning.enough_lanes(clients, **share) for clients in self.data.pools
+      )
+    return self._lanes[key]
+
   def plan(self, config: dict, speed: dict, round: int) -> planning.RoundPlan:
     """The plan of a round; a pure function of it."""
     every = self.exchange_every(config)
@@ -439,11 +461,9 @@ class Experiment:
       self.data.distill if due else None,
       seed=config["seed"],
       round=round,
-      clients_per_round=config["clients_per_round"],
-      batch_size=config["client_batch_size"],
-      epochs=config["client_epochs"],
+      **_share_of(config),
       uniform_weights=config["client_weights"] == "uniform",
-      num_lanes=speed["lanes"],
+      num_lanes=self.lanes(config, speed),
       distill_steps=shape[0],
       distill_batch_size=shape[1],
     )

@@ -148,8 +148,9 @@ def define_run_flags() -> None:
     "lanes",
     None,
     "Lanes that a round's clients are packed into; by default two a thread on"
-    " CPUs, one a client elsewhere. Not for FedMD, nor for fml's algorithms fml"
-    " and independent. Changes speed only.",
+    " CPUs, elsewhere one a client or, for codist, as many as clients of"
+    " different sizes fill. Not for FedMD, nor for fml's algorithms fml and"
+    " independent. Changes speed only.",
     lower_bound=1,
   )
   flags.DEFINE_integer(

@@ -52,6 +52,7 @@ from hetfl.party import (
   Trained,
 )
 from hetfl.planning import (
+  enough_lanes,
   LanePlan,
   localize,
   plan_clients,
@@ -92,6 +93,7 @@ __all__ = (
   "classification",
   "cross_entropy",
   "default_engine",
+  "enough_lanes",
   "fedadam_server",
   "fedavg",
   "fedavg_server",

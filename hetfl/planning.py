@@ -8,6 +8,7 @@ compared with another one client by client.
 Letters used throughout: K clients, L lanes, S steps, B batch size.
 """
 
+import bisect
 from collections.abc import Sequence
 import heapq
 from typing import Any, NamedTuple
@@ -102,12 +103,7 @@ def pack_lanes(
       f"weights={list(weights)}: must be positive; leave out clients that do"
       " not count"
     )
-  lanes = [[] for _ in range(num_lanes)]
-  heap = [(0, lane) for lane in range(num_lanes)]
-  for k in sorted(range(len(batches)), key=lambda k: -len(batches[k])):
-    length, lane = heapq.heappop(heap)
-    lanes[lane].append(k)
-    heapq.heappush(heap, (length + len(batches[k]), lane))
+  lanes = _longest_first([len(of) for of in batches], num_lanes)
   steps = np.array([sum(len(batches[k]) for k in lane) for lane in lanes])
   size = padded_length(int(steps.max()), at_least=32)
   batch_size = batches[0].shape[1]
@@ -128,6 +124,104 @@ def pack_lanes(
       plan.weight[lane, end - 1] = weights[k]
       start = end
   return plan
+
+
+def _longest_first(lengths: Sequence[int], num_lanes: int) -> list[list[int]]:
+  """Who is in each lane: longest client first into the shortest lane."""
+  lanes = [[] for _ in range(num_lanes)]
+  heap = [(0, lane) for lane in range(num_lanes)]
+  for k in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
+    length, lane = heapq.heappop(heap)
+    lanes[lane].append(k)
+    heapq.heappush(heap, (length + lengths[k], lane))
+  return lanes
+
+
+def enough_lanes(
+  population: ClientPopulation,
+  *,
+  clients_per_round: int,
+  batch_size: int,
+  epochs: int = 1,
+  max_steps: int | None = None,
+) -> int:
+  """The fewest lanes whose rounds are hardly longer than with one a client.
+
+  Where lanes are one program, each runs as many steps as the longest has. With
+  a lane for each of some clients of different sizes most of that is empty; in
+  fewer lanes the small ones train one after another beside the largest.
+
+  Args:
+    population: the pool's clients.
+    clients_per_round: see `plan_clients`.
+    batch_size: see `plan_clients`.
+    epochs: see `plan_clients`.
+    max_steps: see `plan_clients`.
+
+  Returns:
+    L, between 1 and `clients_per_round`; the longest lanes of sixteen rounds'
+    samples together have at most a tenth more steps than their longest clients.
+    A pure function of its arguments.
+
+  Raises:
+    ValueError: as `plan_clients`.
+
+  >>> bank = {'y': np.arange(8)}
+  >>> def lanes(*clients):
+  ...   population = ClientPopulation.from_lists(bank, clients)
+  ...   return enough_lanes(population, clients_per_round=3, batch_size=1)
+  >>> lanes([0, 1, 2, 3], [4, 5], [6, 7]), lanes([0, 1], [2, 3], [4, 5])
+  (2, 3)
+  """
+  _check_sample(population, "the pool", clients_per_round)
+  checks.counts(batch_size=batch_size, epochs=epochs, max_steps=max_steps)
+  rng = np.random.default_rng(0)
+  samples = [
+    _steps_of(
+      population.sizes[
+        rng.choice(len(population), clients_per_round, replace=False)
+      ],
+      batch_size,
+      epochs,
+      max_steps,
+    ).tolist()
+    for _ in range(16)
+  ]
+  least = sum(map(max, samples))
+
+  def length(num_lanes):
+    return sum(
+      max(sum(steps[k] for k in lane) for lane in lanes)
+      for steps in samples
+      for lanes in [_longest_first(steps, num_lanes)]
+    )
+
+  return 1 + bisect.bisect_left(
+    range(1, clients_per_round), True, key=lambda n: length(n) <= 1.1 * least
+  )
+
+
+def _steps_of(
+  sizes: np.ndarray, batch_size: int, epochs: int, max_steps: int | None
+) -> np.ndarray:
+  """How many steps clients of so many examples make."""
+  steps = -(-sizes * epochs // batch_size)
+  return steps if max_steps is None else np.minimum(steps, max_steps)
+
+
+def _check_sample(
+  population: ClientPopulation, name: str, clients_per_round: int
+) -> None:
+  """Raises a `ValueError` if the pool has too few clients, or is a bank."""
+  check_no_bank(population, name, ClientPopulation)
+  checks.counts(clients_per_round=clients_per_round)
+  if not len(population):
+    raise ValueError(f"{name} has no clients")
+  if clients_per_round > len(population):
+    raise ValueError(
+      f"clients_per_round={clients_per_round}: {name} has"
+      f" {len(population)} clients; choose 1 to {len(population)}"
+    )
 
 
 def padded_length(length: int, *, at_least: int) -> int:
@@ -199,30 +293,20 @@ def plan_clients(
   >>> plan.steps, plan.weight[:, :2]
   (array([2], dtype=int32), array([[0., 3.]], dtype=float32))
   """
-  check_no_bank(population, f"pool {pool}", ClientPopulation)
+  _check_sample(population, f"pool {pool}", clients_per_round)
   checks.counts(
     round=round,
-    clients_per_round=clients_per_round,
     batch_size=batch_size,
     epochs=epochs,
     max_steps=max_steps,
     num_lanes=num_lanes,
   )
-  if not len(population):
-    raise ValueError(f"pool {pool} has no clients")
-  if clients_per_round > len(population):
-    raise ValueError(
-      f"clients_per_round={clients_per_round}: pool {pool} has"
-      f" {len(population)} clients; choose 1 to {len(population)}"
-    )
   rng = np.random.default_rng([seed, round, pool])
   chosen = rng.choice(len(population), clients_per_round, replace=False)
   batches, weights = [], []
   for k in chosen:
     held = population.positions(k)
-    steps = -(-len(held) * epochs // batch_size)
-    if max_steps is not None:
-      steps = min(steps, max_steps)
+    steps = int(_steps_of(len(held), batch_size, epochs, max_steps))
     passes = -(-steps * batch_size // len(held))
     order = np.concatenate([rng.permutation(held) for _ in range(passes)])
     batches.append(order[: steps * batch_size].reshape(steps, batch_size))
@@ -303,7 +387,8 @@ def plan_round(
     max_steps: see `plan_clients`.
     uniform_weights: see `plan_clients`.
     num_lanes: L; an engine's `num_lanes(clients_per_round)` is a good number.
-      By default one for each client, which suits accelerators.
+      By default one for each client, which suits accelerators, if clients are
+      of one size; see `enough_lanes`.
     distill_steps: see `plan_distillation`.
     distill_batch_size: see `plan_distillation`.
 

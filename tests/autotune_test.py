@@ -101,6 +101,7 @@ class Periodic:
 
   engine = engine.Threads(1)
   exchange_every = lambda self, config: config["every"]
+  lanes = lambda self, config, speed: speed["lanes"]
   device_data = lambda self, config: ()
   plan = lambda self, config, speed, round: np.int32(round)
 

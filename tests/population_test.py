@@ -113,3 +113,24 @@ def test_clients_work_and_weights(
     held = clients.positions(k)
     assert seen.sum() == seen[held].sum() == steps * batch_size
     assert seen[held].max() - seen[held].min() <= 1
+
+
+@settings(deadline=None)
+@given(
+  sizes=st.lists(st.integers(1, 99), min_size=1, max_size=12),
+  batch_size=st.integers(1, 5),
+)
+def test_no_fewer_lanes_are_enough(sizes, batch_size):
+  """Rounds of all clients: one fewer takes a tenth longer than the longest."""
+  clients = population.ClientPopulation.from_lists(
+    {"y": np.arange(sum(sizes))},
+    np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1]),
+  )
+  share = dict(clients_per_round=len(sizes), batch_size=batch_size)
+  length = lambda n: planning.plan_clients(
+    clients, seed=0, round=1, num_lanes=n, **share
+  ).steps.max()
+  enough = planning.enough_lanes(clients, **share)
+  longest = length(len(sizes))
+  assert length(enough) <= 1.1 * longest
+  assert enough == 1 or length(enough - 1) > 1.1 * longest

@@ -9,6 +9,7 @@ import os
 
 from hetfl.data import fedjax_source, partition, vision
 from hetfl.data.errors import DataError
+from hetfl.data.streams import Stream
 from hetfl.population import Bank, ClientPopulation, Subset
 
 
@@ -159,7 +160,9 @@ def load_codist_images(
     distill = Subset.whole(_without_coarse(other.train))
   if distill_examples is not None:
     distill = distill.draw(
-      distill_examples, seed=[5, seed], name="distill_examples"
+      distill_examples,
+      seed=[Stream.DISTILL_IMAGES, seed],
+      name="distill_examples",
     )
   return CodistImages(
     name=dataset,

@@ -17,6 +17,7 @@ import numpy as np
 from hetfl import checks
 from hetfl.data import partition, text, text_sources
 from hetfl.data.errors import DataError
+from hetfl.data.streams import generator, Stream
 from hetfl.population import Bank, ClientPopulation, Subset
 
 LENGTH = 20  # Positions of a sentence, as in FedJAX's task.
@@ -226,7 +227,9 @@ def load_codist_text(
     subsets["distill"] = Subset.whole(_bank(tokens, corpus))
   if distill_examples is not None:
     subsets["distill"] = subsets["distill"].draw(
-      distill_examples, seed=[7, seed], name="distill_examples"
+      distill_examples,
+      seed=[Stream.DISTILL_SENTENCES, seed],
+      name="distill_examples",
     )
   for name, subset in subsets.items():
     if not len(subset.index):
@@ -267,7 +270,7 @@ def _shared_out(dataset, data_dir, max_sentences, partition_seed) -> _Parts:
   ]
   if sum(sizes) >= n:
     raise DataError(f"{dataset}: {n} users are too few to be shared out")
-  order = np.random.default_rng([6, partition_seed]).permutation(n)
+  order = generator(Stream.TEXT_USERS, partition_seed).permutation(n)
   heldout, test, distill, pool = np.split(order, np.cumsum(sizes))
   sentences = lambda users: np.sort(
     np.concatenate([corpus.members[k][:max_sentences] for k in users])

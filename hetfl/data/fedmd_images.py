@@ -11,6 +11,7 @@ import os
 import numpy as np
 
 from hetfl.data import letters, mnist, partition, vision
+from hetfl.data.streams import generator, Stream
 from hetfl.population import Bank, ClientPopulation, Subset
 
 ENVIRONMENTS = (
@@ -223,7 +224,7 @@ def equal_classes(
   ([[0, 0, 2, 2], [0, 0, 2, 2]], 8)
   """
   labels = np.asarray(labels)
-  rng = np.random.default_rng([11, seed])
+  rng = generator(Stream.EQUAL_CLASSES, seed)
   clients = [[] for _ in range(num_clients)]
   for c in classes:
     members = np.flatnonzero(labels == c)
@@ -285,7 +286,7 @@ def one_writer(
       f"min_writer_examples={min_examples}: {len(able)} writers have so many,"
       f" want {num_clients}, one a party"
     )
-  chosen = np.random.default_rng([12, seed]).choice(
+  chosen = generator(Stream.WRITERS, seed).choice(
     able, num_clients, replace=False
   )
   return [members[of == writer].astype(np.int32) for writer in chosen]
@@ -331,7 +332,7 @@ def one_subclass(
   [[0, 0, 2, 2], [1, 1, 3, 3], [0, 0, 2, 2]]
   """
   coarse, fine = np.asarray(coarse), np.asarray(fine)
-  rng = np.random.default_rng([13, seed])
+  rng = generator(Stream.SUBCLASSES, seed)
   subclasses = {c: np.unique(fine[coarse == c]) for c in classes}
   clients = []
   for k in range(num_clients):

@@ -13,6 +13,7 @@ import numpy as np
 from hetfl import checks
 from hetfl.data import mnist, vision
 from hetfl.data import partition as partition_lib
+from hetfl.data.streams import generator, Stream
 from hetfl.population import Subset
 
 # The concentration of `dirichlet`, if none is given.
@@ -167,13 +168,12 @@ def load_fml_images(
           f"heldout_examples={heldout_examples}: client {k} has"
           f" {len(held)} training images"
         )
-      order = np.random.default_rng([8, partition_seed, k]).permutation(
+      order = generator(Stream.HELDOUT_IMAGES, partition_seed, k).permutation(
         len(held)
       )
       heldout, train = held[order[:kept]], held[np.sort(order[kept:])]
       if k in bad_clients:
-        # Not stream 7, which is the partition's: a last 0 does not count.
-        rng = np.random.default_rng([9, partition_seed, k])
+        rng = generator(Stream.BAD_LABELS, partition_seed, k)
         wrong = train[rng.random(len(train)) < bad_label_share]
         bank["y"][wrong] = rng.integers(0, images.num_classes, len(wrong))
       clients[k] = ClientData(

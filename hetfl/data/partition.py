@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hetfl.data.streams import generator, Stream
+
 
 class CodistSplit(NamedTuple):
   """The clients of a codistillation experiment, by what they serve for.
@@ -97,7 +99,7 @@ def pachinko(
       f"{examples_per_client}: want {num_clients * examples_per_client} "
       f"examples, there are {len(fine)}"
     )
-  rng = _generator(seed, stream=1)
+  rng = generator(Stream.PACHINKO, seed)
 
   # A leaf is a (coarse, fine) pair. Its unused examples are a shuffled stack:
   # popping it is a uniform draw without replacement.
@@ -174,7 +176,7 @@ def dirichlet(
   labels = np.asarray(labels)
   _check_positive(alpha=alpha, num_clients=num_clients)
   _check_clients(num_clients, len(labels))
-  rng = _generator(seed, stream=2)
+  rng = generator(Stream.DIRICHLET, seed)
   concentration = np.full(num_clients, float(alpha))
   return _share_out(
     labels, num_clients, lambda label: rng.dirichlet(concentration), rng
@@ -224,7 +226,7 @@ def matching(
     counts = counts if counts.any() else np.ones(len(clients))
     return counts / counts.sum()
 
-  rng = _generator(seed, stream=7)
+  rng = generator(Stream.MATCHING, seed)
   return _share_out(other, len(clients), shares, rng)
 
 
@@ -282,7 +284,7 @@ def iid(num_examples: int, *, num_clients: int, seed: int) -> list[np.ndarray]:
   """
   _check_positive(num_clients=num_clients)
   _check_clients(num_clients, num_examples)
-  order = _generator(seed, stream=3).permutation(num_examples)
+  order = generator(Stream.IID, seed).permutation(num_examples)
   return np.array_split(order.astype(np.int32), num_clients)
 
 
@@ -340,7 +342,7 @@ def shards(
       f" multiple of {step} clients"
     )
   each = total // num_classes
-  rng = _generator(seed, stream=6)
+  rng = generator(Stream.LABEL_SHARDS, seed)
   # Shard number c * each + i is the i-th of class c.
   dealt = rng.permutation(total).reshape(num_clients, shards_per_client)
   sets = []
@@ -416,7 +418,7 @@ def codist_split(
       f"high_capacity_clients={high_capacity_clients}: the pool has "
       f"{pool_clients} clients, want 0 to {pool_clients}"
     )
-  order = _generator(seed, stream=4).permutation(num_clients)
+  order = generator(Stream.POOLS, seed).permutation(num_clients)
   heldout, distill, pool = np.split(
     order, [heldout_clients, heldout_clients + distill_clients]
   )
@@ -505,11 +507,6 @@ class _Multinomial:
   def _accumulate(self):
     self._sums = list(itertools.accumulate(self._weights))
     self._last = max(i for i, w in enumerate(self._weights) if w > 0)
-
-
-def _generator(seed: int, *, stream: int) -> np.random.Generator:
-  """A generator of its own for each function of a seed."""
-  return np.random.default_rng([stream, seed])
 
 
 def _check_positive(**values):
