@@ -503,8 +503,8 @@ class Experiment:
           if f"{pool}/{name}" in evaluation
         },
         "heldout_accuracy": evaluation[f"{pool}/heldout_accuracy"],
-        # What a client receives, and again what it sends, in a round.
-        "bytes_per_client_round": 4 * parameters,
+        "bytes_sent_per_client_round": 4 * parameters,
+        "bytes_received_per_client_round": 4 * parameters,
       }
     return {
       "algorithm": config["algorithm"],

@@ -295,8 +295,9 @@ class Experiment:
         "validation_examples": len(held.validation.index),
         **last_and_best(f"client{k}", "validation_accuracy"),
         **heldout(f"client{k}"),
-        # What it receives, and again sends, in a round that it takes part in.
-        "bytes_per_round": 0 if alone else 4 * parameters,
+        # In a round that it takes part in.
+        "bytes_sent_per_round": 0 if alone else 4 * parameters,
+        "bytes_received_per_round": 0 if alone else 4 * parameters,
       }
       if config["algorithm"] == "fml":
         entry |= last_and_best(f"client{k}", "global_validation_accuracy")

@@ -1,13 +1,14 @@
 r"""Compares runs by what lies in their folders.
 
-  python experiments/summarize.py runs/codist-digits --target=90
+  python experiments/summarize.py runs/codist-digits --target=90 --out=DIR
 
 Folders are those of runs, finished or not, or hold some, at any depth; runs in
 folders `seed0`, `seed1` and so on of one place are seeds of one run. For each
 model of a run the table has the last and the best of all evaluations and, with
 --target, what it took until one first reached so many percent: rounds, data
-sent, minutes. `summary.csv` and `summary.png` in --out have the same for each
-seed, and the curves.
+sent, minutes. With --out, `summary.csv` has the same for each seed, and
+`summary.png` the curves. What a run sends in a round is in its `result.json`,
+so it is unknown (?) until the run has ended.
 """
 
 import argparse
@@ -23,7 +24,9 @@ from typing import Any, NamedTuple
 
 from hetfl import logs
 
+_UNKNOWN = "?"
 _SEED = re.compile(r"seed\d+")
+_PLURAL = {"party": "parties", "client": "clients"}
 
 
 class Run(NamedTuple):
@@ -44,11 +47,11 @@ class Run(NamedTuple):
   bytes_per_round: int | None
 
 
-def read_runs(folders: Sequence[pathlib.Path]) -> list[Run]:
-  """Reads all runs in some folders, in the order of their places.
+def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
+  """Reads the runs in some folders that have a metric, place by place.
 
   Raises:
-    ValueError: a folder holds none.
+    ValueError: a folder holds none, or none of them has the metric.
   """
   places = []
   for folder in folders:
@@ -77,7 +80,12 @@ def read_runs(folders: Sequence[pathlib.Path]) -> list[Run]:
         bytes_per_round=result.get("bytes_per_round"),
       )
     )
-  return runs
+  measured = [run for run in runs if series(run.rows, metric)]
+  if not measured:
+    names = {n.rpartition("/")[2] for r in runs for row in r.rows for n in row}
+    known = ", ".join(sorted(n for n in names if "accuracy" in n)) or "none"
+    raise ValueError(f"--metric={metric}: no run has it; there are: {known}")
+  return measured
 
 
 def series(
@@ -85,8 +93,8 @@ def series(
 ) -> dict[str, list[tuple[int, float, float]]]:
   """A metric's course for each model: its round, seconds until then and value.
 
-  Numbered ones, a party's or a client's, are averaged over all that have it
-  in each of the rows that any has it in.
+  Numbered models, parties' or clients', are averaged, unless their mean, as
+  `clients`, is in the rows already.
 
   >>> rows = [{'round': t, 'seconds': 1.0 * t, 'party0/accuracy': 0.25 * t,
   ...          'party1/accuracy': 0.5 * t} for t in (1, 2)]
@@ -101,15 +109,14 @@ def series(
       if what == metric and value is not None:
         values.setdefault(re.sub(r"\d+$", "", model), []).append(value)
     for model, of in values.items():
+      name = model
+      if model in _PLURAL:
+        name = f"mean of {len(of)} {_PLURAL[model]}"
+        if _PLURAL[model] in values:
+          continue
       point = row["round"], row.get("seconds", 0.0), statistics.fmean(of)
-      found.setdefault(model, []).append((len(of), point))
-  plural = {"party": "parties", "client": "clients"}
-  return {
-    f"mean of {of[0][0]} {plural[model]}" if model in plural else model: [
-      point for _, point in of
-    ]
-    for model, of in found.items()
-  }
+      found.setdefault(name, []).append(point)
+  return found
 
 
 def measures(
@@ -159,12 +166,8 @@ def measures(
 def lines_of(
   runs: Sequence[Run], metric: str, target: float | None
 ) -> list[dict[str, Any]]:
-  """One dict for each model of each run: what `summary.csv` has.
-
-  Raises:
-    ValueError: no run has the metric.
-  """
-  lines = [
+  """One dict for each model of each run: what `summary.csv` has."""
+  return [
     {
       "run": run.label,
       "seed": run.seed.removeprefix("seed"),
@@ -175,13 +178,6 @@ def lines_of(
     for run in runs
     for model, course in series(run.rows, metric).items()
   ]
-  if not lines:
-    names = {n.rpartition("/")[2] for r in runs for row in r.rows for n in row}
-    raise ValueError(
-      f"--metric={metric}: no run has it; there are"
-      f" {', '.join(sorted(names - {'round', 'seconds'}))}"
-    )
-  return lines
 
 
 def table(lines: Sequence[Mapping[str, Any]], target: float | None) -> str:
@@ -202,6 +198,8 @@ def table(lines: Sequence[Mapping[str, Any]], target: float | None) -> str:
   def cell(of, name, form, factor=1.0):
     values = [line[name] for line in of]
     missing = values.count(None)
+    if name == "bytes_to_target" and None in (x["bytes_per_round"] for x in of):
+      return _UNKNOWN
     if 0 < missing < len(values):
       return f"{len(values) - missing} of {len(values)}"
     return report.cell([v and float(v) for v in values], form, factor)
@@ -226,9 +224,21 @@ def table(lines: Sequence[Mapping[str, Any]], target: float | None) -> str:
 
 
 def draw(
-  runs: Sequence[Run], path: pathlib.Path, *, metric: str, over: str
+  runs: Sequence[Run],
+  path: pathlib.Path,
+  *,
+  metric: str,
+  over: str,
+  published: Mapping[str, Mapping[str, float]],
 ) -> None:
   """Draws the curves, over rounds or over the data that was sent.
+
+  Args:
+    runs: the runs.
+    path: the PNG.
+    metric: what to draw.
+    over: `rounds` or `megabytes`.
+    published: see `report.curves`.
 
   Raises:
     ValueError: it is unknown what a run sends.
@@ -246,8 +256,8 @@ def draw(
       xlabel = "Sent between clients and server (MB)"
       if run.bytes_per_round is None:
         raise ValueError(
-          f"--over=megabytes: the result.json of {run.label} does not say what"
-          " is sent in a round; has the run ended?"
+          f"--over=megabytes: no result.json says what {run.label} sends in a"
+          " round; it is written when a run ends"
         )
       each = run.bytes_per_round / 1e6
       rows = [row | {"round": row["round"] * each} for row in rows]
@@ -258,7 +268,32 @@ def draw(
     metric=metric,
     ylabel=f"{metric.replace('_', ' ').capitalize()} (%)",
     xlabel=xlabel,
+    published=published,
   )
+
+
+def read_published(given: Sequence[str]) -> dict[str, dict[str, float]]:
+  """Reads `RUN/MODEL=PERCENT`.
+
+  Raises:
+    ValueError: one is something else.
+
+  >>> read_published(['fml/global=93.75'])
+  {'global': {'fml': 0.9375}}
+  """
+  found = {}
+  for text in given:
+    place, _, number = text.rpartition("=")
+    run, _, model = place.rpartition("/")
+    try:
+      found.setdefault(model, {})[run] = float(number) / 100
+    except ValueError:
+      run = ""
+    if not run:
+      raise ValueError(
+        f"--published={text}: give RUN/MODEL=PERCENT, as fml/global=93.77"
+      )
+  return found
 
 
 def main(argv: Sequence[str]) -> None:
@@ -270,7 +305,7 @@ def main(argv: Sequence[str]) -> None:
   parser.add_argument(
     "--metric",
     default="test_accuracy",
-    help="a share that evaluations have of each model, such as"
+    help="another accuracy that evaluations have of each model, such as"
     " heldout_accuracy, or validation_accuracy of fml's clients",
   )
   parser.add_argument("--target", type=float, help="in percent")
@@ -278,22 +313,40 @@ def main(argv: Sequence[str]) -> None:
     "--over", choices=("rounds", "megabytes"), default="rounds"
   )
   parser.add_argument(
-    "--out", type=pathlib.Path, help="by default the first of the folders"
+    "--published",
+    nargs="+",
+    default=(),
+    metavar="RUN/MODEL=PERCENT",
+    help="levels to draw dashed, in the colours of the runs",
+  )
+  parser.add_argument(
+    "--out", type=pathlib.Path, help="where summary.csv and summary.png go"
   )
   args = parser.parse_args(argv)
   target = None if args.target is None else args.target / 100
-  out = args.out or args.folders[0]
+  if "accuracy" not in args.metric:
+    parser.error(f"--metric={args.metric}: name an accuracy")
+  out = args.out
   try:
-    runs = read_runs(args.folders)
+    runs = read_runs(args.folders, args.metric)
+    published = read_published(args.published)
     lines = lines_of(runs, args.metric, target)
     print(table(lines, target))
+    if out is None:
+      return
     out.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     logs.write_bytes(out / "summary.csv", text.getvalue().encode())
-    draw(runs, out / "summary.png", metric=args.metric, over=args.over)
+    draw(
+      runs,
+      out / "summary.png",
+      metric=args.metric,
+      over=args.over,
+      published=published,
+    )
   except (OSError, ValueError) as error:
     sys.exit(f"error: {error}")
   print(f"\nAll seeds: {out / 'summary.csv'}, curves: {out / 'summary.png'}")

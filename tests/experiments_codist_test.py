@@ -39,6 +39,9 @@ def test_three_algorithms_side_by_side(codist, tmp_path):
     assert (result["rounds"], result["seed"]) == (6, 0)
     # Of both models, 8 clients, there and back, 4 bytes a parameter.
     assert result["bytes_per_round"] == (31914 + 124234) * 8 * 2 * 4
+    entry = result["pools"]["small"]
+    assert entry["bytes_sent_per_client_round"] == 4 * 31914
+    assert entry["bytes_received_per_client_round"] == 4 * 31914
     for pool in ("small", "large"):
       entry = result["pools"][pool]
       assert entry["parameters"] == {"small": 31914, "large": 124234}[pool]
@@ -94,7 +97,7 @@ def test_seeds_have_folders_and_a_mean(codist, experiment, tmp_path):
     assert re.search(rf"^{name} .* {shown} ", done.stdout, re.MULTILINE)
   assert (path / "curves.png").read_bytes().startswith(b"\x89PNG")
   # Summed up, which leaves files that do not stand in the way of more seeds.
-  done = experiment("summarize")(path)
+  done = experiment("summarize")(path, f"--out={path}")
   assert re.search(rf"^merged +small +2 +3 .* {shown} ", done.stdout, re.M)
   assert (path / "summary.csv").exists() and (path / "summary.png").exists()
   # One more: what is there stays as it is.

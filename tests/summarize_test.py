@@ -34,7 +34,8 @@ def test_rounds_bytes_and_minutes_to_a_target(summarize, tmp_path):
   # One seed does not reach it, and the other has not ended.
   write(tmp_path / "w/seed0/fedavg", [None, 0.25, 0.75])
   write(tmp_path / "w/seed1/fedavg", [0.25, 0.5, 0.25])
-  done = summarize(tmp_path / "w", "--metric=accuracy", "--target=75")
+  asked = ("--metric=accuracy", "--target=75")
+  done = summarize(tmp_path / "w", *asked, f"--out={tmp_path}/sum")
   assert done.returncode == 0, done.stderr
   lines = [line.split("  ") for line in done.stdout.splitlines()]
   lines = [[cell.strip() for cell in line if cell.strip()] for line in lines]
@@ -42,11 +43,11 @@ def test_rounds_bytes_and_minutes_to_a_target(summarize, tmp_path):
   assert lines[2:4] == [
     # Deviations of samples of two: half the distance times the root of 2.
     ["fedavg", "global", "2", "30", "50.00 ± 35.36", "62.50 ± 17.68"]
-    + ["1 of 2", "-", "1 of 2"],
+    + ["1 of 2", "?", "1 of 2"],
     ["fml", "global", "2", "30", "62.50 ± 17.68", "87.50 ± 17.68"]
     + ["25 ± 7", "0.2 ± 0.1", "1.2 ± 0.4"],
   ]
-  with open(tmp_path / "w/summary.csv", encoding="utf-8") as file:
+  with open(tmp_path / "sum/summary.csv", encoding="utf-8") as file:
     table = {(row["run"], row["seed"]): row for row in csv.DictReader(file)}
   assert table["fml", "1"] == {
     "run": "fml",
@@ -64,24 +65,60 @@ def test_rounds_bytes_and_minutes_to_a_target(summarize, tmp_path):
   assert table["fedavg", "0"]["rounds_to_target"] == "30"
   assert table["fedavg", "0"]["bytes_to_target"] == ""
   assert table["fedavg", "1"]["rounds_to_target"] == ""
-  png = (tmp_path / "w/summary.png").read_bytes()
+  png = (tmp_path / "sum/summary.png").read_bytes()
   assert png.startswith(b"\x89PNG")
   only_fml = [tmp_path / f"w/seed{i}/fml" for i in (0, 1)]
   over = ("--metric=accuracy", "--over=megabytes", f"--out={tmp_path}/bytes")
   done = summarize(*only_fml, *over)
   assert done.returncode == 0, done.stderr
   assert "\nfml  global" in done.stdout  # named after the folder
-  assert (tmp_path / "bytes/summary.png").read_bytes() != png
+  over_bytes = (tmp_path / "bytes/summary.png").read_bytes()
+  assert over_bytes != png
+  done = summarize(*only_fml, *over, "--published", "fml/global=80")
+  assert done.returncode == 0, done.stderr
+  assert (tmp_path / "bytes/summary.png").read_bytes() != over_bytes
+  assert not list((tmp_path / "w").glob("*.*"))  # Nothing beside the runs.
+
+
+def test_parties_and_clients_count_in_the_mean(summarize, tmp_path):
+  write(tmp_path / "md", [])
+  # FedMD's phases have folders, and no accuracies over rounds.
+  write(tmp_path / "md/public", [], sent=None)
+  (tmp_path / "md/metrics.jsonl").write_text(
+    '{"round": 1, "party0/test_accuracy": 0.5, "party1/test_accuracy": 1.0}\n'
+  )
+  (tmp_path / "md/result.json").write_text('{"bytes_per_round": 3000000}')
+  out = f"--out={tmp_path}/out"
+  done = summarize(tmp_path / "md", "--target=70", "--over=megabytes", out)
+  assert done.returncode == 0, done.stderr
+  line = [c.strip() for c in done.stdout.splitlines()[2].split("  ") if c]
+  assert (
+    line == ["md", "mean of 2 parties"] + "1 1 75.00 75.00 1 3.0 0.0".split()
+  )
+  (tmp_path / "fml").mkdir()
+  (tmp_path / "fml/metrics.jsonl").write_text(
+    '{"round": 2, "client0/validation_accuracy": 0.25,'
+    ' "clients/validation_accuracy": 0.5}\n'
+  )
+  done = summarize(tmp_path / "fml", "--metric=validation_accuracy")
+  assert [s.split()[:2] for s in done.stdout.splitlines()[2:]] == [
+    ["fml", "clients"]
+  ]
 
 
 @pytest.mark.parametrize(
   "args, message",
   [
     (("{}/empty",), "empty: there is no run"),
-    (("{}/run",), "--metric=test_accuracy: no run has it; there are accuracy"),
+    (("{}/run",), "--metric=test_accuracy: no run has it; there are: accuracy"),
+    (("{}/run", "--metric=loss"), "--metric=loss: name an accuracy"),
     (
-      ("{}/run", "--metric=accuracy", "--over=megabytes"),
-      "--over=megabytes: the result.json of run does not say",
+      ("{}/run", "--metric=accuracy", "--published", "fml=9"),
+      "--published=fml=9: give RUN/MODEL=PERCENT",
+    ),
+    (
+      ("{}/run", "--metric=accuracy", "--over=megabytes", "--out={}/out"),
+      "--over=megabytes: no result.json says what run sends",
     ),
   ],
 )
@@ -91,4 +128,4 @@ def test_what_cannot_be_compared_is_one_line(
   write(tmp_path / "run", [0.5])
   done = summarize(*(arg.format(tmp_path) for arg in args))
   assert done.returncode != 0
-  assert message in error_of(done)
+  assert message in (error_of(done) if "loss" not in message else done.stderr)
