@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import core, engine, population
+from hetfl import checks, core, engine, population
 
 Round = Callable[[], None]
 
@@ -221,7 +221,7 @@ def gathered(
     The clients.
   """
   draw = np.random.default_rng(0)
-  number = population.num_examples(bank)
+  number = checks.num_examples(bank)
   return population.ClientPopulation.from_lists(
     bank, [draw.integers(0, number, n) for n in sizes]
   )

@@ -31,7 +31,15 @@ if str(ROOT) not in sys.path:  # As a script, not with -m.
   sys.path.insert(0, str(ROOT))
 
 from benchmarks import codist as images  # noqa: E402
-from hetfl import codist, distill, engine, logs, planning, population  # noqa: E402
+from hetfl import (  # noqa: E402
+  checks,
+  codist,
+  distill,
+  engine,
+  logs,
+  planning,
+  population,
+)
 from hetfl import trials as trials_lib  # noqa: E402
 from hetfl.fedavg import fedavg  # noqa: E402
 
@@ -56,7 +64,7 @@ def many_clients(
     The clients.
   """
   bank = dict(images.clients_of([100] * 20).bank)
-  size = population.num_examples(bank)
+  size = checks.num_examples(bank)
   rng = np.random.default_rng(0)
   sizes = rng.lognormal(math.log(examples), 1.0, number).astype(int)
   sizes = np.clip(sizes, 1, 64 * BATCH_SIZE)

@@ -8,7 +8,6 @@ import inspect
 from typing import Any
 
 from absl import logging
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,20 +176,70 @@ def takes(what: str, function: Any, *arguments: str) -> None:
     ) from None
 
 
-def part(data: Mapping[str, Any], name: str) -> Any:
-  """`data[name]`, of what a step is given.
+def bank(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+  """The bank `data[name]`, of what a step is given.
 
   Raises:
-    ValueError: it is not there.
+    ValueError: it is not there, or no bank.
 
-  >>> part({'pool': 1}, 'pools')
+  >>> bank({'pool': 1}, 'train')
   Traceback (most recent call last):
     ...
-  ValueError: data has no 'pools'; it has ['pool']
+  ValueError: data has no 'train'; it has ['pool']
   """
+  return _as_bank(_entry(data, name), f"data[{name!r}]")
+
+
+def _entry(data, name):
+  if not isinstance(data, Mapping):
+    raise ValueError(f"data: give a dict with {name!r}, {_not_a(data)}")
   if name not in data:
     raise ValueError(f"data has no {name!r}; it has {sorted(data)}")
   return data[name]
+
+
+def _as_bank(given, name):
+  if not isinstance(given, Mapping):
+    raise ValueError(
+      f"{name}: give a bank, arrays by name, {_not_a(given)}; put_banks(...)"
+      " returns those of populations and subsets"
+    )
+  return given
+
+
+def _not_a(given):
+  return f"not a {type(given).__name__}"
+
+
+def each(name: str, given: Any, kind: type, number: int, hint: str) -> None:
+  """Checks for a sequence of N things of a kind.
+
+  Args:
+    name: what an error calls it.
+    given: the sequence.
+    kind: their type.
+    number: N.
+    hint: where such things come from.
+
+  Raises:
+    ValueError: it is something else.
+
+  >>> each('counts', [3, 'a'], int, 2, 'count them')
+  Traceback (most recent call last):
+    ...
+  ValueError: counts[1]: give an int, not a str; count them
+  """
+  a = f"{'an' if kind.__name__[0] in 'aeiou' else 'a'} {kind.__name__}"
+  several = isinstance(given, list | tuple) and not hasattr(given, "_fields")
+  if not several:
+    raise ValueError(
+      f"{name}: give a sequence of {number}, each {a}, {_not_a(given)}; {hint}"
+    )
+  if len(given) != number:
+    raise ValueError(f"{name}: {len(given)} of them, give {number}; {hint}")
+  for i, one in enumerate(given):
+    if not isinstance(one, kind):
+      raise ValueError(f"{name}[{i}]: give {a}, {_not_a(one)}; {hint}")
 
 
 def sequence(name: str, given: Any, kind: type) -> None:
@@ -221,13 +270,33 @@ def banks(data: Mapping[str, Any], name: str, number: int) -> Sequence[Any]:
     ...
   ValueError: data['pools']: give a sequence of 2 banks, one each, not a dict
   """
-  found = part(data, name)
-  if isinstance(found, Mapping) or len(found) != number:
-    what = "a dict" if isinstance(found, Mapping) else f"{len(found)}"
+  found = _entry(data, name)
+  several = isinstance(found, list | tuple) and not hasattr(found, "_fields")
+  if not several or len(found) != number:
+    what = f"not {len(found)}" if several else _not_a(found)
     raise ValueError(
-      f"data[{name!r}]: give a sequence of {number} banks, one each, not {what}"
+      f"data[{name!r}]: give a sequence of {number} banks, one each, {what}"
     )
+  for i, one in enumerate(found):
+    _as_bank(one, f"data[{name!r}][{i}]")
   return found
+
+
+def num_examples(bank: Mapping[str, Any]) -> int:
+  """Number of examples of a bank, if all its arrays agree on it.
+
+  Raises:
+    ValueError: they do not.
+
+  >>> num_examples({'x': np.zeros((3, 8)), 'y': np.zeros(4)})
+  Traceback (most recent call last):
+    ...
+  ValueError: bank: arrays of different lengths {'x': 3, 'y': 4}
+  """
+  sizes = {name: len(array) for name, array in bank.items()}
+  if len(set(sizes.values())) != 1:
+    raise ValueError(f"bank: arrays of different lengths {sizes}")
+  return next(iter(sizes.values()))
 
 
 def losses(values: jax.Array, mask: jax.Array) -> None:
@@ -277,6 +346,7 @@ def labels(logits: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
       f"a batch holds {sorted(batch)}, but the loss takes labels 'y': name the"
       " bank's labels so, or give a transform"
     )
+  dense(logits)
   y, shape = batch["y"], jnp.shape(logits)
   dtype = jnp.result_type(y)
   if not jnp.issubdtype(dtype, jnp.integer) or jnp.shape(y) != shape[:-1]:
@@ -288,20 +358,19 @@ def labels(logits: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
   return y
 
 
-def model(owner: str, given: Any) -> None:
-  """Checks that a model is no bare Flax module.
-
-  Args:
-    owner: whose it is, or what it is called.
-    given: the model; may be `None`.
+def dense(outputs: Any) -> None:
+  """Checks that a model's outputs are an array.
 
   Raises:
-    ValueError: it is one.
+    ValueError: they are something else, such as `TokenLogits`.
   """
-  if isinstance(given, nn.Module):
+  if not hasattr(outputs, "dtype") and not np.isscalar(outputs):
     raise ValueError(
-      f"{owner}: a Flax module, {type(given).__name__}, is no model; give"
-      " Model.from_flax(module, example)"
+      f"a model's outputs are {type(outputs).__name__}, where an array"
+      " float[..., C] belongs. Language models want Pool(loss=sentence_loss()),"
+      " Distiller(divergence=token_divergence, weights=token_weights) and"
+      " Evaluator(measure=next_word_metrics), all of hetfl; fml and fedmd are"
+      " for classifiers"
     )
 
 
@@ -320,6 +389,8 @@ def same_outputs(*logits: jax.Array) -> None:
   ValueError: outputs of shapes (8, 3), (8, 5): models that learn from each \
 other need the same classes
   """
+  for outputs in logits:
+    dense(outputs)
   shapes = list(dict.fromkeys(jnp.shape(z) for z in logits))
   if len(shapes) > 1:
     raise ValueError(

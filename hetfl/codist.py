@@ -54,9 +54,7 @@ def merge_gradients(g: PyTree, delta: PyTree, alpha: jax.Array) -> PyTree:
   Array([1.5, 4.5], dtype=float32)
   """
   # In float16 the squares of small numbers vanish.
-  g, delta = jax.tree.map(
-    lambda d: d.astype(jnp.promote_types(d.dtype, jnp.float32)), (g, delta)
-  )
+  g, delta = jax.tree.map(core.wide, (g, delta))
   norm = optax.tree.norm(delta)
   scale = jnp.where(
     norm > 0, optax.tree.norm(g) / jnp.where(norm > 0, norm, 1), 0
@@ -101,7 +99,7 @@ class _Exchange:
     if rows is None:
       raise ValueError("plan.distill is None: codistillation needs batches")
     steps = np.arange(len(rows), dtype=np.int32)
-    bank = checks.part(data, "distill")
+    bank = checks.bank(data, "distill")
     views = self._engine.run(
       *(
         engine_lib.Chunks(predict, (teacher, key, bank), (steps, rows), when)
@@ -159,7 +157,9 @@ def periodic_codist(
 
   Returns:
     The algorithm. Its `step` takes a `RoundPlan` with distillation batches and
-    `{'pools': (bank, ...), 'distill': bank}`, the banks on the device.
+    `{'pools': (bank, ...), 'distill': bank}`, the banks on the device. Its
+    metrics are each pool's `NAME/client_loss` and `NAME/distill_loss`, means
+    over steps; the second of nothing in rounds without exchange.
 
   Raises:
     ValueError: if a value is out of its range.
@@ -265,7 +265,9 @@ def merged_codist(
 
   Returns:
     The algorithm. Its `step` takes a `RoundPlan` with distillation batches and
-    `{'pools': (bank, ...), 'distill': bank}`, the banks on the device.
+    `{'pools': (bank, ...), 'distill': bank}`, the banks on the device. Its
+    metrics are each pool's `NAME/client_loss` and `NAME/distill_loss`, means
+    over steps; the second of nothing in rounds without exchange.
 
   Raises:
     ValueError: if a value is out of its range. A schedule that leaves it in a

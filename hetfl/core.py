@@ -102,6 +102,15 @@ class Algorithm(NamedTuple):
   step: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, Metrics]]
 
 
+def wide(x: jax.Array) -> jax.Array:
+  """The same numbers as float32 at least, to take differences of.
+
+  >>> wide(jnp.ones(2, jnp.bfloat16)).dtype, wide(jnp.ones(2)).dtype
+  (dtype('float32'), dtype('float32'))
+  """
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
   """Softmax cross-entropy of each example, `-log softmax(logits)[y]`.
 
@@ -119,7 +128,7 @@ def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
   1.386...
   """
   labels = checks.labels(logits, batch)
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+  losses = optax.softmax_cross_entropy_with_integer_labels(wide(logits), labels)
   # Negative labels would count from the last class.
   return jnp.where(labels < 0, jnp.nan, losses)
 
@@ -138,7 +147,8 @@ def gather(bank: Batch, index: jax.Array) -> Batch:
     The batch, with `mask: float32[B]` beside the bank's arrays.
 
   Raises:
-    ValueError: the bank has a `mask` of its own.
+    ValueError: the bank has a `mask` of its own, or arrays of different
+      lengths.
 
   >>> gather({'y': jnp.array([7, 8, 9])}, jnp.array([2, -1]))['y']
   Array([9, 9], dtype=int32)
@@ -148,6 +158,7 @@ def gather(bank: Batch, index: jax.Array) -> Batch:
       "a bank's array is called 'mask', which says what of a batch counts: give"
       " it another name"
     )
+  checks.num_examples(bank)
   # Not the bank's first, which may be anything: 0 times NaN is NaN.
   taken = jnp.maximum(jnp.where(index < 0, index[0], index), 0)
   batch = {
@@ -204,9 +215,7 @@ def sums_like(tree: PyTree) -> PyTree:
   >>> sums_like(jnp.ones(2, jnp.bfloat16))
   Array([0., 0.], dtype=float32)
   """
-  return jax.tree.map(
-    lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), tree
-  )
+  return jax.tree.map(lambda a: jnp.zeros_like(wide(a)), tree)
 
 
 def as_type(x: jax.Array, dtype: Any) -> jax.Array:

@@ -37,12 +37,13 @@ def tempered_softmax(logits: jax.Array, temperature: jax.Array) -> jax.Array:
   >>> [round(float(x), 4) for x in p]
   [0.1, 0.9]
   """
+  checks.dense(logits)
   if logits.shape[-1] < 2:
     raise ValueError(
       f"outputs of shape {logits.shape}: a softmax over one class says nothing;"
       " let models give two, such as (0, z) for a logit z"
     )
-  return jax.nn.softmax(logits / temperature, axis=-1)
+  return jax.nn.softmax(core.wide(logits) / temperature, axis=-1)
 
 
 def kl_divergence(target: jax.Array, logits: jax.Array) -> jax.Array:
@@ -62,7 +63,8 @@ def kl_divergence(target: jax.Array, logits: jax.Array) -> jax.Array:
   >>> float(kl_divergence(jnp.array([0., 1.]), jnp.log(jnp.array([.75, .25]))))
   1.386...
   """
-  log_p = jax.nn.log_softmax(logits, axis=-1)
+  checks.dense(logits)
+  log_p = jax.nn.log_softmax(core.wide(logits), axis=-1)
   # Minus infinity for a class that neither has, as where classes are masked.
   log_p = jnp.where(target == 0, 0.0, log_p)
   return optax.losses.kl_divergence(log_p, target, axis=-1)
@@ -73,22 +75,29 @@ def codist_target(
   student: jax.Array,
   temperatures: Sequence[jax.Array],
   regularization: jax.Array,
+  *,
+  labels: jax.Array | None = None,
+  label_weight: jax.Array = 0.0,
 ) -> jax.Array:
   """What a student learns: the teachers' view, held back by its own.
 
-  `(1 - r) mean_j softmax(z_j / T_j) + r softmax(z_student)`
+  `(1 - r) [(1 - v) mean_j softmax(z_j / T_j) + v y] + r softmax(z_student)`
 
   Args:
     teachers: each teacher's logits, `float[..., C]`.
     student: logits of the student as it was at the start, `float[..., C]`.
     temperatures: each teacher's T.
     regularization: r, in [0, 1].
+    labels: y as `label_target` has them; `None` without.
+    label_weight: v, in [0, 1].
 
   Returns:
     `float[..., C]`, probabilities.
 
-  Reference: Lichtarge et al. 2023, appendix C.4. With more than two pools, the
-  paper's "any number of pools", the teacher is the mean of the others.
+  Reference: Lichtarge et al. 2023, appendix C.4, which has labels interpolate
+  with "the teacher soft-labels", and none in its experiments. With more than
+  two pools, the paper's "any number of pools", the teacher is the mean of the
+  others.
 
   >>> p = jnp.log(jnp.array([.2, .8]))
   >>> q = jnp.log(jnp.array([.6, .4]))
@@ -100,7 +109,9 @@ def codist_target(
     tempered_softmax(z, t) for z, t in zip(teachers, temperatures, strict=True)
   ]
   teacher = sum(views) / len(views)
-  own = jax.nn.softmax(student, axis=-1)
+  if labels is not None:
+    teacher += label_weight * (labels - teacher)
+  own = jax.nn.softmax(core.wide(student), axis=-1)
   return (1 - regularization) * teacher + regularization * own
 
 
@@ -193,8 +204,8 @@ class Distiller:
       over the rounds from `learning_rate` to `final_share * learning_rate`.
     temperature: the softmax temperature of each pool's model as a teacher.
     regularization: r, the weight of the student's own view, in [0, 1].
-    label_weight: weight of the true labels in the target, in [0, 1]; 0 is the
-      paper's unlabelled distillation.
+    label_weight: weight of the true labels beside the teachers, in [0, 1]; 0
+      is the paper's unlabelled distillation.
     transform: what is done to a batch as it lies in the distillation bank.
     mixup_beta: mixes images by weights from Beta(beta, beta); `None`: none.
     optimizer: a learning rate to an optax optimizer, new for each exchange;
@@ -394,13 +405,18 @@ class Distiller:
         examples = {"x": batch["x"], "weights": self.weights(batch)}
         if self.divergence is None:
           divergence = to_target
-          target = codist_target([views[j] for j in others], views[index], *mix)
+          labels = None
           if self.label_weight:
-            labels = label_target(target, batch)
+            labels = label_target(core.wide(views[index]), batch)
             if self.mixup_beta is not None:
               labels = mixup(labels, batch["mixup"])
-            target += self.label_weight * (labels - target)
-          examples["target"] = target
+          examples["target"] = codist_target(
+            [views[j] for j in others],
+            views[index],
+            *mix,
+            labels=labels,
+            label_weight=self.label_weight,
+          )
         else:
           divergence = to_views
           examples |= {"batch": batch, "views": views}

@@ -31,6 +31,7 @@ def classification(
   >>> float(mean.total / mean.count)
   0.5
   """
+  checks.dense(logits)
   # Of NaN the largest is the first.
   known = ~jnp.isnan(logits).any(axis=-1)
   correct = known & (jnp.argmax(logits, axis=-1) == batch["y"])
@@ -91,7 +92,7 @@ class Evaluator:
     checks.counts(batch_size=batch_size)
     self._engine = engine or engine_lib.Inline()
     for name, subset in sets.items():
-      population.check_no_bank(subset, name, population.Subset)
+      population.check_kind(subset, name, population.Subset)
     self._banks = {name: subset.bank for name, subset in sets.items()}
     self._plans = {
       name: _lanes(
@@ -102,7 +103,7 @@ class Evaluator:
       for name, subset in sets.items()
     }
     for i, model in enumerate(models):
-      checks.model(f"models[{i}]", model)
+      core.Model.check(f"models[{i}]", model)
     # Equal models share a program.
     alike = [tuple(map(core.identity, model)) for model in models]
     programs = {

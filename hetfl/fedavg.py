@@ -67,7 +67,7 @@ class Pool:
   prox_mu: float | jax.Array | None = None
 
   def __post_init__(self):
-    checks.model(self.name, self.model)
+    core.Model.check(f"pool {self.name!r}", self.model)
     checks.factories(
       client_optimizer=self.client_optimizer,
       server_optimizer=self.server_optimizer,
@@ -394,7 +394,8 @@ def fedavg(
 
   Returns:
     The algorithm. Its `step` takes a `RoundPlan` and
-    `{'pools': (bank, ...)}`, the banks on the device.
+    `{'pools': (bank, ...)}`, the banks on the device. Its metrics are each
+    pool's `NAME/client_loss`, the mean over its clients' steps.
 
   Raises:
     ValueError: if there are no rounds or no pools, or two of one name.

@@ -23,8 +23,8 @@ from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 from hetfl.data import partition
 from hetfl.party import (
-  check_number,
   check_parties,
+  check_plan,
   fresh_models,
   padded_rows,
   Party,
@@ -67,6 +67,7 @@ def absolute_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
   Array([0. , 0.5], dtype=float32)
   """
   # Also where both are minus infinity, as of classes that are masked.
+  logits, consensus = core.wide(logits), core.wide(consensus)
   distance = jnp.where(logits == consensus, 0.0, logits - consensus)
   # The gradient of JAX's abs is 1 at 0, where there is nothing to learn.
   distance = jnp.where(distance == 0, 0.0, jnp.abs(distance))
@@ -87,6 +88,7 @@ def squared_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
   2.5
   """
   # Also where both are minus infinity, as of classes that are masked.
+  logits, consensus = core.wide(logits), core.wide(consensus)
   distance = jnp.where(logits == consensus, 0.0, logits - consensus)
   return jnp.mean(distance**2, axis=-1)
 
@@ -101,7 +103,7 @@ def _tempered_scores(logits, temperature):
 
 
 def _tempered_divergence(logits, consensus, temperature):
-  return distill_lib.kl_divergence(consensus, logits / temperature)
+  return distill_lib.kl_divergence(consensus, core.wide(logits) / temperature)
 
 
 TRANSLATORS = {
@@ -226,7 +228,8 @@ def fedmd(
     The algorithm. Its `init` takes a key and, to start from parties that have
     gone through transfer learning, P `Trained`, whose optimizers go on in
     Revisit. Its `step` takes a `FedMDPlan` and `{'public': bank, 'private': P
-    banks}`, on the device.
+    banks}`, on the device. Its metrics are each party's `NAME/digest_loss` and
+    `NAME/revisit_loss`, means over the steps of the two.
 
   Raises:
     ValueError: if a value is out of its range.
@@ -279,7 +282,9 @@ def fedmd(
   ]
 
   def init(key, trained=None):
-    check_number(trained, parties, "trained")
+    if trained is not None:
+      hint = "[p.trained for p in state.parties] after fit"
+      checks.each("trained", trained, Trained, len(parties), hint)
     # Copies of what is given, since states may be donated.
     trained, key = jax.tree.map(jnp.copy, (trained, key))
     trained = trained or [
@@ -303,9 +308,9 @@ def fedmd(
     )
 
   def step(state, plan, data):
-    check_number(plan.digest, parties, "plan.digest")
+    check_plan(plan.digest, parties)
     key = jax.random.fold_in(state.key, plan.round)
-    public = checks.part(data, "public")
+    public = checks.bank(data, "public")
     private = checks.banks(data, "private", len(parties))
     # Communicate: each party computes its scores on the public subset.
     scores = engine.run(
@@ -377,6 +382,7 @@ def scores_program(
     def score(index):
       batch = core.prepare(transform, core.gather(bank, index))
       logits = party.model.predict(variables, batch["x"])
+      checks.dense(logits)
       return translator.scores(logits, temperature)
 
     scores = jax.lax.map(score, padded_rows(subset, batch_size))
@@ -526,7 +532,7 @@ def plan_fedmd(
     revisit_batch_size=revisit_batch_size,
     revisit_epochs=revisit_epochs,
   )
-  population.check_no_bank(public, "public", population.Subset)
+  population.check_kind(public, "public", population.Subset)
   if subset > len(public.index):
     raise ValueError(
       f"subset={subset}: there are {len(public.index)} public examples; take"

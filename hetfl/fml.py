@@ -344,9 +344,9 @@ def _build(
       raise ValueError(
         f"client {k} is a {type(client).__name__}: give a MutualClient of it"
       )
-    checks.model(f"client {k}", client.model)
-    checks.model(f"client {k}'s adaptor", client.adaptor)
-  checks.model("global_model", global_model)
+    core.Model.check(f"client {k}", client.model)
+    if client.adaptor is not None:
+      core.Model.check(f"client {k}'s adaptor", client.adaptor)
   engine = engine or engine_lib.Inline()
   highest = {"learning_rate": np.inf, "alpha": 1, "beta": 1}
   for name, value in hyper.items():
@@ -395,7 +395,7 @@ def _build(
 
   def step(state, plan, data):
     _check_plan(plan, groups, state)
-    banks = [checks.part(data, clients[group[0]].bank) for group in groups]
+    banks = [checks.bank(data, clients[group[0]].bank) for group in groups]
     key, *_ = round_keys(state.key, plan.round, 1)
     now = {
       name: core.scheduled(x, plan.round, high=highest[name])
@@ -489,7 +489,9 @@ def fml(
 
   Returns:
     The algorithm. Its `step` takes a `MutualPlan` and the banks by name, on
-    the device.
+    the device. Its metrics are means over all clients' examples:
+    `local_loss`, equation 5's for the clients' models, `local_kl`, the
+    divergence in it, and `meme_loss` and `meme_kl`.
 
   Raises:
     ValueError: if a value is out of its range. A schedule that leaves it in a
@@ -520,6 +522,7 @@ def fml(
   >>> float(metrics['local_kl'].value)  # 3/4 log 3/2 + 1/4 log 1/2
   0.130...
   """
+  core.Model.check("global_model", global_model)
   for name, value, effect in (
     ("alpha", alpha, "the clients' models learn nothing from the memes"),
     ("beta", beta, "the global model is FedAvg's"),
@@ -559,7 +562,8 @@ def independent(
     engine: see `fml`.
 
   Returns:
-    The algorithm; its state has no `server`.
+    The algorithm; its state has no `server`, its metrics are `local_loss`,
+    the loss on the labels, and `local_kl`, 0.
 
   Raises:
     ValueError: if a value is out of its range. A schedule that leaves it in a

@@ -40,6 +40,29 @@ class Model(NamedTuple):
   init: Callable[[jax.Array], Variables]
   apply: Callable[..., tuple[jax.Array, PyTree]]
 
+  @classmethod
+  def check(cls, owner: str, given: Any) -> None:
+    """Checks that something is a model.
+
+    Args:
+      owner: whose it is, or what it is called.
+      given: what should be one.
+
+    Raises:
+      ValueError: it is something else, such as a bare Flax module.
+
+    >>> Model.check('global_model', None)
+    Traceback (most recent call last):
+      ...
+    ValueError: global_model: give a Model, not a NoneType; Model.from_flax \
+and Model.from_nnx make one of a Flax module
+    """
+    if not isinstance(given, cls):
+      raise ValueError(
+        f"{owner}: give a Model, not a {type(given).__name__}; Model.from_flax"
+        " and Model.from_nnx make one of a Flax module"
+      )
+
   def start(self, key: jax.Array) -> Variables:
     """What `init` gives, if it is `Variables`.
 
@@ -47,7 +70,8 @@ class Model(NamedTuple):
       key: a random key.
 
     Returns:
-      A new model's parameters and statistics.
+      A new model's parameters and statistics: copies, since states may be
+      donated, and `init` may give arrays that it holds.
 
     Raises:
       ValueError: `init` gives something else.
@@ -64,7 +88,7 @@ stats); without mutable collections, stats are {}
         f"a model's init gave a {type(variables).__name__}: it must return"
         " Variables(params, stats); without mutable collections, stats are {}"
       )
-    return variables
+    return jax.tree.map(jnp.copy, variables)
 
   def outputs(
     self,

@@ -165,7 +165,9 @@ def mutual_loss(
   # A partner of weight zero may say NaN.
   counts = (weight < 1) | jnp.isfinite(target)
   target = jnp.where(counts, target, 0.0)
-  kl = temperature**2 * distill_lib.kl_divergence(target, logits / temperature)
+  kl = temperature**2 * distill_lib.kl_divergence(
+    target, core.wide(logits) / temperature
+  )
   if jnp.ndim(labels_loss) == 0:
     raise ValueError(
       "loss: gives one number for a batch; mutual learning wants the loss of"

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hetfl import core, distill
+from hetfl import checks, core, distill
 from hetfl.engine import zeros_of
 from hetfl.models.language import TokenLogits
 
@@ -43,6 +43,9 @@ def sentence_loss(expected_length: float = 13.3) -> core.Loss:
     `(logits, batch) -> float[]`, the mean over the sentences whose `mask` is
     1, in nats.
 
+  Raises:
+    ValueError: l is not positive.
+
   Reference: FedJAX, `fedjax/training/tasks.py`, expected length 13.3 and
   `fedjax/models/stackoverflow.py`.
 
@@ -52,6 +55,7 @@ def sentence_loss(expected_length: float = 13.3) -> core.Loss:
   >>> float(sentence_loss(2.)(logits, batch))  # 4 tokens, log 4 each
   1.386...
   """
+  checks.positive(expected_length=expected_length)
 
   def loss(logits, batch):
     mask = batch["mask"]
@@ -113,7 +117,7 @@ def token_divergence(
     own: logits of the student as it was at the start.
     temperatures: each teacher's T.
     regularization: r, in [0, 1].
-    label_weight: weight of the true next words in the target, in [0, 1].
+    label_weight: weight of the true next words beside the teachers, in [0, 1].
     batch: holds `y: int[B, T]`.
     weights: `float[B, T]`; positions of weight zero are not computed.
 
@@ -143,17 +147,19 @@ def _kl(z, rows, shared):
 def _labelled_kl(z, rows, shared):
   features, y = rows
   *shared, label_weight = shared
-  target = _target(features, *shared)
   labels = distill.label_target(z, {"y": y})
-  return _kl_to(target + label_weight * (labels - target), z)
+  target = _target(features, *shared, labels=labels, label_weight=label_weight)
+  return _kl_to(target, z)
 
 
-def _target(features, heads, temperatures, regularization):
+def _target(features, heads, temperatures, regularization, **labels):
   *teachers, own = [
     f @ kernel + bias.reshape(1, -1)
     for f, (kernel, bias) in zip(features, heads)
   ]
-  return distill.codist_target(teachers, own, temperatures, regularization)
+  return distill.codist_target(
+    teachers, own, temperatures, regularization, **labels
+  )
 
 
 def _kl_to(target, z):
@@ -179,12 +185,22 @@ def weighted_sum(
 
   Returns:
     A scalar.
+
+  Raises:
+    ValueError: the logits are an array, or the weights of other positions.
   """
+  _check_tokens(logits)
+  if jnp.shape(weights) != logits.features.shape[:2]:
+    raise ValueError(
+      f"weights of shape {jnp.shape(weights)} for outputs at"
+      f" {logits.features.shape[:2]} positions: give"
+      " Distiller(weights=token_weights), float[B, T]"
+    )
   flat = lambda a: a.reshape(-1, *a.shape[2:])
   features, weights = flat(logits.features), weights.reshape(-1)
   rows = jax.tree.map(flat, rows)
   if logits.chunk is None:
-    z = features @ logits.kernel + logits.bias.reshape(1, -1)
+    z = core.wide(features @ logits.kernel + logits.bias.reshape(1, -1))
     rows, shared = jax.lax.stop_gradient((rows, shared))
     return jnp.sum(weights * divergence(z, rows, shared)[0])
   return _fused(
@@ -197,6 +213,14 @@ def weighted_sum(
     rows,
     shared,
   )
+
+
+def _check_tokens(logits):
+  if not isinstance(logits, TokenLogits):
+    raise ValueError(
+      f"a model's outputs are {type(logits).__name__}: losses and metrics of"
+      " next words take TokenLogits(features, kernel, bias)"
+    )
 
 
 def _front(chunk, weights, rows):
@@ -232,7 +256,7 @@ def _fused_forward(
     total, dpacked, dkernel, dbias = carry
     part = lambda a: jax.lax.dynamic_slice_in_dim(a, c * chunk, chunk)
     f, w = part(packed), part(weights)
-    z = f @ kernel + bias.reshape(1, -1)
+    z = core.wide(f @ kernel + bias.reshape(1, -1))
     losses, dz = divergence(z, jax.tree.map(part, rows), shared)
     dz = w[:, None] * dz
     return (
@@ -298,6 +322,7 @@ def next_word_metrics(
   >>> [float(means[n].total) for n in ('accuracy', 'accuracy_no_eos')]
   [1.0, 1.0]
   """
+  _check_tokens(logits)
   y = batch["y"]
   known = token_weights(batch)
   counted = jnp.where(y != EOS, known, 0.0)
@@ -309,7 +334,7 @@ def next_word_metrics(
     }
 
   def sums(features, y, known, counted, domains):
-    z = features @ logits.kernel + logits.bias.reshape(1, -1)
+    z = core.wide(features @ logits.kernel + logits.bias.reshape(1, -1))
     log_q = jax.nn.log_softmax(z, axis=-1)
     nll = _negative_log_likelihood(log_q, y)
     word = jnp.argmax(z[:, EOS + 1 : -1], axis=-1) + EOS + 1

@@ -212,7 +212,8 @@ def fit(
     The algorithm. Its `init` takes a key and, to go on from models that there
     are, P `Variables`, whose optimizers begin anew. Its `step` takes a
     `FitPlan` and `{'train': P banks, 'stopping': Subset}`, the banks on the
-    device; without a stopping set no party stops.
+    device; without a stopping set no party stops. Its metrics are each
+    party's `NAME/loss`, the mean over the epoch's steps.
 
   Raises:
     ValueError: if a value is out of its range, or the stopping set has no
@@ -247,7 +248,10 @@ def fit(
   ]
 
   def init(key, variables=None):
-    check_number(variables, parties, "variables")
+    if variables is not None:
+      hint = "[p.trained.variables for p in state.parties] after another fit"
+      number = len(parties)
+      checks.each("variables", variables, core.Variables, number, hint)
     # Copies of what is given, since states may be donated.
     variables, key = jax.tree.map(jnp.copy, (variables, key))
     variables = variables or fresh_models(parties, key)
@@ -257,7 +261,8 @@ def fit(
           trained=party.start(v),
           hyper=party.hyper(),
           accuracy=jnp.zeros((), jnp.float32),
-          best=jnp.full((), -jnp.inf, jnp.float32),
+          # Less than any accuracy, and finite, as `trials.all_finite` wants it.
+          best=jnp.full((), jnp.finfo(jnp.float32).min, jnp.float32),
           wait=jnp.zeros((), jnp.int32),
           epochs=jnp.zeros((), jnp.int32),
         )
@@ -271,7 +276,7 @@ def fit(
       raise ValueError(
         f"data[{min(strange)!r}]: want 'train' and, if any, 'stopping'"
       )
-    check_number(plan.batches, parties, "plan.batches")
+    check_plan(plan.batches, parties)
     stopping = data.get("stopping")
     if stopping is not None:
       population.check_subset(stopping, "stopping")
@@ -445,22 +450,16 @@ def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
     raise ValueError(f"parties={names}: give one or more, of different names")
   for party in parties:
     party.hyper()
-    checks.model(party.name, party.model)
+    core.Model.check(f"party {party.name!r}", party.model)
     checks.factories(optimizer=party.optimizer)
   return parties
 
 
-def check_number(
-  given: Sequence[Any] | None, parties: Sequence[Party], name: str
-) -> None:
-  """Checks that what parties are to start from is there for each of them.
-
-  Raises:
-    ValueError: if not.
-  """
-  if given is not None and len(given) != len(parties):
+def check_plan(work: Sequence[Any], parties: Sequence[Party]) -> None:
+  """Raises a `ValueError` if a plan is for another number of parties."""
+  if len(work) != len(parties):
     raise ValueError(
-      f"{name}: {len(given)} for {len(parties)} parties; give one each"
+      f"a plan for {len(work)} parties: give one for {len(parties)}"
     )
 
 

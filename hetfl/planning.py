@@ -18,7 +18,7 @@ import numpy as np
 
 from hetfl import checks
 from hetfl.population import (
-  check_no_bank,
+  check_kind,
   ClientPopulation,
   positions_in,
   Subset,
@@ -213,7 +213,7 @@ def _check_sample(
   population: ClientPopulation, name: str, clients_per_round: int
 ) -> None:
   """Raises a `ValueError` if the pool has too few clients, or is a bank."""
-  check_no_bank(population, name, ClientPopulation)
+  check_kind(population, name, ClientPopulation)
   checks.counts(clients_per_round=clients_per_round)
   if not len(population):
     raise ValueError(f"{name} has no clients")
@@ -340,7 +340,7 @@ def plan_distillation(
   [2, 2, 5, 5, 7, 7]
   """
   checks.counts(round=round, steps=steps, batch_size=batch_size)
-  check_no_bank(examples, "examples", Subset)
+  check_kind(examples, "examples", Subset)
   if not len(examples.index):
     raise ValueError("examples: there are none to distil on")
   # 2**32 - 1 keeps these draws apart from those of any pool.
@@ -458,7 +458,8 @@ def localize(
     rounds share a few compiled programs.
 
   Raises:
-    ValueError: the plan has batches of a distillation set that is not given.
+    ValueError: the plan is of another number of pools, or has batches of a
+      distillation set that is not given.
 
   >>> clients = ClientPopulation.from_lists({'y': np.arange(9)}, [[4, 8], [2]])
   >>> plan = plan_round(
@@ -470,6 +471,11 @@ def localize(
   ...     bank['y'][small.pools[0].index[0, 0]].tolist())
   (8, True)
   """
+  checks.sequence("pools", pools, ClientPopulation)
+  if len(pools) != len(plan.pools):
+    raise ValueError(
+      f"pools: {len(pools)} of them, the plan is of {len(plan.pools)}"
+    )
   used = [(p.bank, lanes.index) for p, lanes in zip(pools, plan.pools)]
   if plan.distill is not None:
     if distill is None:
@@ -527,6 +533,9 @@ def stack_plans(plans: Sequence[Any]) -> Any:
   if not plans:
     raise ValueError("plans: there are none")
   if isinstance(plans[0], RoundPlan):
+    numbers = {len(plan.pools) for plan in plans}
+    if len(numbers) > 1:
+      raise ValueError(f"plans: of {min(numbers)} and {max(numbers)} pools")
     pools = zip(*(map(_filled, zip(*(plan.pools for plan in plans)))))
     plans = [plan._replace(pools=p) for plan, p in zip(plans, pools)]
   return jax.tree.map(lambda *arrays: np.stack(arrays), *plans)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from hetfl import checks
+
 Bank = Mapping[str, np.ndarray]
 
 
@@ -29,7 +31,7 @@ class Subset(NamedTuple):
   @classmethod
   def whole(cls, bank: Bank) -> "Subset":
     """All examples of a bank."""
-    return cls(bank, np.arange(num_examples(bank), dtype=np.int32))
+    return cls(bank, np.arange(checks.num_examples(bank), dtype=np.int32))
 
   def alone(self) -> "Subset":
     """The same examples in a bank of their own.
@@ -66,6 +68,11 @@ class Subset(NamedTuple):
 def _integers(positions: Any, name: str) -> np.ndarray:
   """Positions as `int32[n]`, if they are whole numbers."""
   array = np.asarray(positions)
+  if array.ndim != 1:
+    raise ValueError(
+      f"{name}: positions of shape {array.shape}; give int[n] of one client,"
+      " and of several a sequence of these"
+    )
   if len(array) and array.dtype.kind not in "iu":
     hint = "; give np.flatnonzero of a mask" if array.dtype == bool else ""
     raise ValueError(
@@ -102,36 +109,39 @@ def positions_in(bank: Bank, positions: Any, name: str) -> np.ndarray:
   ValueError: index: positions must be integers, not bool; give np.flatnonzero \
 of a mask
   """
-  array, n = _integers(positions, name), num_examples(bank)
+  array, n = _integers(positions, name), checks.num_examples(bank)
   if len(array) and not (0 <= array.min() and array.max() < n):
     raise ValueError(f"{name}: positions outside the bank of {n} examples")
   return array
 
 
-def check_no_bank(given: Any, name: str, want: type) -> None:
-  """Checks that examples do not come as a bare bank.
+def check_kind(given: Any, name: str, want: type) -> None:
+  """Checks that examples come as a set, or as a population.
 
   Args:
-    given: what should be a set or a population.
-    name: what an error calls it.
-    want: which of the two.
+    given: the examples.
+    name: what an error calls them.
+    want: `Subset` or `ClientPopulation`.
 
   Raises:
-    ValueError: it is a bank.
+    ValueError: they do not.
 
-  >>> check_no_bank({'x': np.zeros(3)}, 'test', Subset)
+  >>> check_kind({'x': np.zeros(3)}, 'test', Subset)
   Traceback (most recent call last):
     ...
   ValueError: test: give a Subset, not a bare bank; Subset.whole(bank) has all \
 of its examples
   """
-  if isinstance(given, Mapping):
-    whole = "Subset.whole(bank) has all of its examples"
-    lists = "ClientPopulation.from_lists(bank, positions) makes one"
-    raise ValueError(
-      f"{name}: give a {want.__name__}, not a bare bank;"
-      f" {whole if want is Subset else lists}"
-    )
+  if isinstance(given, want):
+    return
+  hint = "ClientPopulation.from_lists(bank, positions) makes one"
+  if want is Subset:
+    hint = "Subset.whole(bank) has all of its examples"
+    if isinstance(given, ClientPopulation):
+      hint = "population.examples() has all of its examples"
+  bare = isinstance(given, Mapping)
+  kind = "bare bank" if bare else type(given).__name__
+  raise ValueError(f"{name}: give a {want.__name__}, not a {kind}; {hint}")
 
 
 def check_subset(subset: "Subset", name: str) -> None:
@@ -150,34 +160,13 @@ def check_subset(subset: "Subset", name: str) -> None:
     ...
   ValueError: stopping: positions outside the bank of 3 examples
   """
-  check_no_bank(subset, name, Subset)
+  check_kind(subset, name, Subset)
   if not len(subset.index):
     raise ValueError(f"{name}: there are no examples")
   if not isinstance(subset.index, jax.core.Tracer):
     positions_in(subset.bank, subset.index, name)
   elif subset.index.dtype.kind not in "iu":
     raise ValueError(f"{name}: positions must be integers, not a mask")
-
-
-def num_examples(bank: Bank) -> int:
-  """Number of examples of a bank; all its arrays must agree on it.
-
-  Args:
-    bank: arrays with examples on their first axis.
-
-  Returns:
-    N.
-
-  Raises:
-    ValueError: if they do not agree.
-
-  >>> num_examples({'x': np.zeros((3, 8)), 'y': np.zeros(3)})
-  3
-  """
-  sizes = {name: len(array) for name, array in bank.items()}
-  if len(set(sizes.values())) != 1:
-    raise ValueError(f"bank: arrays of different lengths {sizes}")
-  return next(iter(sizes.values()))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -267,6 +256,8 @@ class ClientPopulation:
 
   def positions(self, k: int) -> np.ndarray:
     """`int32[n_k]`: the positions of client `k`'s examples in the bank."""
+    if not 0 <= k < len(self):
+      raise IndexError(f"client {k}: there are {len(self)}, from 0 on")
     return self.members[self.offsets[k] : self.offsets[k + 1]]
 
   def client(self, k: int) -> dict[str, np.ndarray]:
@@ -317,6 +308,8 @@ def holdings(
   """
   if isinstance(clients, ClientPopulation):
     return [clients.positions(k) for k in range(len(clients))]
+  if isinstance(clients, Mapping | Subset):
+    check_kind(clients, "clients", ClientPopulation)
   arrays = [_integers(a, f"client {k}") for k, a in enumerate(clients)]
   for k, array in enumerate(arrays):
     if not len(array):
@@ -343,7 +336,8 @@ def put_banks(*sets: ClientPopulation | Subset) -> list[dict[str, jax.Array]]:
   True
   """
   for i, given in enumerate(sets):
-    check_no_bank(given, f"set {i}", Subset)
+    if not isinstance(given, ClientPopulation):
+      check_kind(given, f"set {i}", Subset)
   banks = {id(s.bank): s.bank for s in sets}
   there = {key: jax.device_put(dict(bank)) for key, bank in banks.items()}
   return [there[id(s.bank)] for s in sets]

@@ -91,7 +91,7 @@ class Runner(Protocol):
     """Runs rounds of the trials that are alive.
 
     Args:
-      states: after round `first - 1`.
+      states: after round `first - 1`; they may be given up.
       alive: `bool[N]`; the others stay as they are.
       first: the first round.
       last: the last round.

@@ -328,6 +328,23 @@ def test_devices_take_a_call_each():
   assert sorted(ran) == [0, 1, 3, 4, 5]  # Once, not on every device.
 
 
+def test_what_comes_from_other_devices_keeps_its_type():
+  """Sums over devices make numbers of truth values, and know no keys."""
+  mesh = jax.make_mesh((2,), (engine.AXIS,), devices=jax.devices()[:2])
+  key = jax.random.key(3)
+  states = [
+    {"key": jax.random.fold_in(key, k), "yes": np.bool_(k), "n": np.int8(-k)}
+    for k in range(3)
+  ]
+  calls = [engine.Call(dict, (state,), apart=True) for state in states]
+  results = jax.jit(lambda: engine.Inline(mesh).run(*calls))()
+  for result, state in zip(results, states):
+    assert result["key"].dtype == key.dtype
+    assert jax.random.bits(result["key"]) == jax.random.bits(state["key"])
+    assert (result["yes"].dtype, result["n"].dtype) == (bool, np.int8)
+    assert (result["yes"], result["n"]) == (state["yes"], state["n"])
+
+
 def test_devices_share_a_batch():
   mesh = jax.make_mesh((4,), (engine.AXIS,), devices=jax.devices()[:4])
 

@@ -21,6 +21,7 @@ from hetfl import (
   party,
   planning,
   population,
+  trials,
 )
 from hetfl.data import partition
 from hetfl.fedavg import fedavg, Pool
@@ -38,6 +39,9 @@ from hetfl.mutual import mutual_loss, MutualClient
 from tests import algorithms, federation
 from tests.algorithms import CASES, make_distiller
 
+TOKENS = language.TokenLogits(
+  jnp.zeros((1, 2, 1)), jnp.zeros((1, 5)), jnp.zeros(5)
+)
 POOLS = federation.make_pools()
 BANK = dict(federation.POPULATION.bank)
 PUBLIC = population.Subset.whole(algorithms.PUBLIC)
@@ -348,7 +352,7 @@ WRONG = {
     lambda: step("fedavg", data={"pools": {"x": 1, "y": 2}})
   ),
   "data['private']: give a sequence of 3 banks, one each, not 1": (
-    lambda: step("fedmd", data={"public": 1, "private": [BANK]})
+    lambda: step("fedmd", data={"public": BANK, "private": [BANK]})
   ),
   "data has no 'distill'": lambda: step(
     "periodic", data={"pools": federation.make_data()["pools"]}
@@ -366,7 +370,56 @@ WRONG = {
   ),
   "stopping: positions outside": lambda: stopping_on([3, 99]),
   "stopping: there are no examples": lambda: stopping_on([]),
-  "data has no 'private'": lambda: step("fedmd", data={"public": 1}),
+  "data has no 'private'": lambda: step("fedmd", data={"public": BANK}),
+  "data['public']: give a bank, arrays by name, not a Subset": lambda: step(
+    "fedmd", data={"public": PUBLIC, "private": [BANK] * 3}
+  ),
+  "data: give a dict with 'pools', not a list": lambda: step("fedavg", data=[]),
+  "data['pools'][1]: give a bank, arrays by name, not a ClientPop": (
+    lambda: step("fedavg", data={"pools": [BANK, from_lists([0])]})
+  ),
+  "data['pools']: give a sequence of 2 banks, one each, not a Client": (
+    lambda: step("fedavg", data={"pools": from_lists([0])})
+  ),
+  "bank: arrays of different lengths {'x': 3, 'y': 2}": lambda: core.gather(
+    {"x": jnp.zeros(3), "y": jnp.zeros(2)}, jnp.array([0])
+  ),
+  "examples: give a Subset, not a ClientPopulation; population.examples()": (
+    lambda: plan_distillation(from_lists([0]))
+  ),
+  "pool 0: give a ClientPopulation, not a Subset": lambda: (
+    planning.plan_clients(
+      PUBLIC, seed=0, round=1, clients_per_round=1, batch_size=1
+    )
+  ),
+  "clients: give a ClientPopulation, not a Subset": lambda: mutual(PUBLIC),
+  "client 0: positions of shape (); give int[n] of one client": lambda: mutual(
+    np.arange(4)
+  ),
+  "plans: of 1 and 2 pools": lambda: planning.stack_plans(
+    [plan_clients(), plan_clients()._replace(pools=plan_clients().pools[:1])]
+  ),
+  "pools: 1 of them, the plan is of 2": lambda: planning.localize(
+    plan_clients(), [from_lists([0])]
+  ),
+  "expected_length=-5.0: must lie between": lambda: next_word.sentence_loss(
+    -5.0
+  ),
+  "a model's outputs are TokenLogits, where an array": lambda: (
+    core.cross_entropy(TOKENS, {"y": jnp.zeros((1, 2), int)})
+  ),
+  "a model's outputs are TokenLogits": lambda: evaluate.classification(
+    TOKENS, {"y": jnp.zeros((1, 2), int)}
+  ),
+  "outputs are TokenLogits, where": lambda: mutual_loss(
+    TOKENS, TOKENS, jnp.zeros(1), 0.5
+  ),
+  "losses and metrics of next words take TokenLogits": lambda: (
+    next_word.next_word_metrics(jnp.zeros((1, 2, 5)), {})
+  ),
+  "weights of shape (1,) for outputs at (1, 2) positions": lambda: (
+    next_word.weighted_sum(lambda *args: args, TOKENS, jnp.ones(1), ())
+  ),
   "scores of shape (8,) are no classes": lambda: TRANSLATORS["kl"].scores(
     jnp.zeros(8), 1.0
   ),
@@ -378,11 +431,19 @@ WRONG = {
   ),
   "outputs of shapes (8, ": unlike_pools,
   "outputs of shapes (2, ": unlike_clients,
-  "trained: 1 for 3 parties": lambda: fedmd(algorithms.PARTIES).init(
-    jax.random.key(0), [None]
+  "trained: 1 of them, give 3; [p.trained for p": lambda: fedmd(
+    algorithms.PARTIES
+  ).init(jax.random.key(0), [None]),
+  "trained[0]: give a Trained, not a Learner; [p.trained for p": lambda: fedmd(
+    algorithms.PARTIES
+  ).init(
+    jax.random.key(0),
+    party.fit(algorithms.PARTIES).init(jax.random.key(0)).parties,
   ),
-  "variables: 1 for 3 parties": lambda: party.fit(algorithms.PARTIES).init(
-    jax.random.key(0), [None]
+  "variables: give a sequence of 3, each a Variables, not a Var": lambda: (
+    party.fit(algorithms.PARTIES).init(
+      jax.random.key(0), core.Variables({}, {})
+    )
   ),
   "data['stoping']: want 'train'": lambda: step(
     "fit", data={"train": (), "stoping": None}
@@ -423,19 +484,24 @@ WRONG = {
   "client_lr: an array of shape (3,); give one value, or an": lambda: (
     core.with_hyper(merged().init(jax.random.key(0)), client_lr=jnp.ones(3))
   ),
-  "plan.batches: 1 for 3 parties": lambda: party.fit(algorithms.PARTIES).step(
+  "a plan for 1 parties: give one for 3": lambda: party.fit(
+    algorithms.PARTIES
+  ).step(
     party.fit(algorithms.PARTIES).init(jax.random.key(0)),
     party.plan_fit([[0]], seed=0, phase=0, round=1, batch_size=1),
     {"train": (algorithms.PRIVATE,) * 3},
   ),
   # Models.
-  "global_model: a Flax module": lambda: fml(
+  "global_model: give a Model, not a NoneType": lambda: fml(
+    [MutualClient(WIDER)], global_model=None
+  ),
+  "global_model: give a Model, not a Dense": lambda: fml(
     [MutualClient(WIDER)], global_model=nn.Dense(3)
   ),
-  "client 0's adaptor: a Flax module": lambda: fml(
+  "client 0's adaptor: give a Model, not a Dense": lambda: fml(
     [MutualClient(WIDER, adaptor=nn.Dense(3))], global_model=WIDER
   ),
-  "models[1]: a Flax module": lambda: evaluate.Evaluator(
+  "models[1]: give a Model, not a Dense": lambda: evaluate.Evaluator(
     [POOLS[0].model, nn.Dense(3)], {"test": PUBLIC}
   ),
   "rate=1.0: want 0 or more, and less than 1": lambda: layers.Dropout(
@@ -459,7 +525,7 @@ WRONG = {
   "images of float32: want uint8 pixels": lambda: augment.normalize(
     jnp.ones((2, 1)), (0.5,), (0.25,)
   ),
-  "p: a Flax module, Dense, is no model; give Model.from_flax": lambda: Pool(
+  "pool 'p': give a Model, not a Dense; Model.from_flax": lambda: Pool(
     "p", nn.Dense(3), 1.0, 1.0
   ),
   "int is no Flax Linen module": lambda: core.Model.from_flax(3, jnp.zeros(1)),
@@ -672,6 +738,92 @@ def test_trials_of_pools_keep_their_axis():
   states = core.with_hyper(states, client_lr=(0.1, 0.3))
   rates = [pool.hyper["client_lr"].tolist() for pool in states.pools]
   np.testing.assert_allclose(rates, [[0.1] * 3, [0.3] * 3])
+
+
+@pytest.mark.parametrize("array", [jnp.asarray, np.asarray])
+@pytest.mark.parametrize("name", ["fedavg", "fml", "fedmd", "fit"])
+def test_weights_that_a_model_holds_outlive_donation(name, array):
+  """All pools, or parties, begin with the same arrays; then another seed."""
+  of_parties = name in ("fedmd", "fit")
+  base = algorithms.PARTIES[0].model if of_parties else algorithms.MLP
+  start = jax.tree.map(array, base.init(jax.random.key(0)))
+  held = core.Model(lambda key: start, base.apply)
+  parties = [
+    party.Party(p.name, held, learning_rate=0.1) for p in algorithms.PARTIES
+  ]
+  clients = [MutualClient(held)] * len(algorithms.SIZES)
+  case, plan, algorithm = {
+    "fedavg": lambda: (
+      CASES["fedavg"],
+      plan_clients(),
+      fedavg([Pool(n, held, 0.1, 0.1) for n in "ab"], rounds=None),
+    ),
+    "fml": lambda: (
+      CASES["fml"],
+      plan_mutual(
+        algorithms.POPULATION,
+        group_clients(clients),
+        seed=0,
+        round=1,
+        batch_size=2,
+        epochs=1,
+      ),
+      fml(clients, global_model=held),
+    ),
+    "fedmd": lambda: (CASES[name], CASES[name].plan(1, 1), fedmd(parties)),
+    "fit": lambda: (CASES[name], CASES[name].plan(1, 1), party.fit(parties)),
+  }[name]()
+  step = engine.Inline().compile(algorithm.step, donate=(0,))
+  for seed in (0, 1):
+    state = algorithm.init(jax.random.key(seed))
+    for _ in range(2):
+      state, _ = step(state, plan, case.data())
+  assert np.isfinite(np.asarray(jax.tree.leaves(start.params)[0])).all()
+
+
+@pytest.mark.parametrize("classes", [10, 1000])
+def test_divergences_of_half_precision_are_taken_in_float32(classes):
+  """Of models that nearly agree, where differences are mostly rounding."""
+  key, other = jax.random.split(jax.random.key(0))
+  z = jax.random.normal(key, (64, classes)).astype(jnp.bfloat16)
+  t = z + 0.05 * jax.random.normal(other, z.shape).astype(jnp.bfloat16)
+  batch = {"y": jnp.arange(64) % classes}
+
+  def both(z, t):
+    kl = lambda z: mutual_loss(z, t, core.cross_entropy(z, batch), 0.0)[0].sum()
+    target = distill.codist_target([t], z, [0.5], 0.25)
+    student = lambda z: distill.kl_divergence(target, z).sum()
+    digest = lambda z: squared_error(z, t).sum() + absolute_error(z, t).sum()
+    return [jax.value_and_grad(f)(z) for f in (kl, student, digest)]
+
+  exact = both(z.astype(jnp.float32), t.astype(jnp.float32))
+  for (value, grad), (want, want_grad) in zip(both(z, t), exact):
+    assert value.dtype == jnp.float32 and grad.dtype == jnp.bfloat16
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    # A gradient itself is rounded to bfloat16, 8 bits.
+    error = jnp.linalg.norm(grad.astype(jnp.float32) - want_grad)
+    assert error < 0.01 * jnp.linalg.norm(want_grad)
+
+
+def test_labels_stand_beside_the_teachers():
+  """(1 - r) [(1 - v) t + v y] + r s with r = v = 1/4, by hand."""
+  t, s = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.75]]))
+  labels = distill.label_target(t, {"y": jnp.array([0])})
+  target = distill.codist_target(
+    [t], s, [1.0], 0.25, labels=labels, label_weight=0.25
+  )
+  # 3/4 (3/4 1/2 + 1/4) + 1/4 1/4 = 17/32, and 3/4 3/8 + 3/16 = 15/32.
+  np.testing.assert_allclose(target, [[17 / 32, 15 / 32]], rtol=1e-6)
+
+
+def test_a_party_that_has_not_begun_is_finite():
+  state = party.fit(algorithms.PARTIES).init(jax.random.key(0))
+  assert trials.all_finite(state)
+
+
+def test_there_is_no_client_below_zero():
+  with pytest.raises(IndexError, match="client -1: there are 1, from 0 on"):
+    from_lists([0]).client(-1)
 
 
 def test_means_add_up():

@@ -133,7 +133,8 @@ class Inline:
     size = self._mesh.size
     whens = [None if call.when is True else call.when for call in calls]
     # Here, since within each device's part a mesh is another one.
-    shapes = [jax.eval_shape(call.fn, *call.args) for call in calls]
+    likes = [jax.eval_shape(call.fn, *call.args) for call in calls]
+    shapes = [jax.eval_shape(_as_numbers, like) for like in likes]
 
     def result(i, mine, when, args):
       zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes[i])
@@ -144,7 +145,7 @@ class Inline:
         call = call._replace(when=when)
       # All branches must agree in their types.
       cast = lambda zero, x: jnp.asarray(x, zero.dtype)
-      return jax.tree.map(cast, zeros, self._call(call))
+      return jax.tree.map(cast, zeros, _as_numbers(self._call(call)))
 
     def on_device(d, whens, args):
       return [
@@ -157,7 +158,8 @@ class Inline:
       here = jax.lax.axis_index(shard.axis)
       return shard.sum(jax.lax.switch(here, branches, whens, args))
 
-    return self._on_devices(run, whens, [call.args for call in calls])
+    args = [call.args for call in calls]
+    return jax.tree.map(_of_type, likes, self._on_devices(run, whens, args))
 
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
     """Jits the function; arguments `donate` are given up to it."""
@@ -325,6 +327,24 @@ class Inline:
       out_specs=same,
       check_vma=False,
     )(*args)
+
+
+def _is_key(a) -> bool:
+  return jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)
+
+
+def _as_numbers(tree: PyTree) -> PyTree:
+  """What can be added up over devices: of random keys their words."""
+  return jax.tree.map(
+    lambda a: jax.random.key_data(a) if _is_key(a) else a, tree
+  )
+
+
+def _of_type(like: jax.ShapeDtypeStruct, numbers: jax.Array) -> jax.Array:
+  """Back from `_as_numbers`; sums of truth values are numbers too."""
+  if _is_key(like):
+    return jax.random.wrap_key_data(numbers, impl=like.dtype)
+  return numbers.astype(like.dtype)
 
 
 def _has_collectives(job: Job) -> bool:

@@ -123,8 +123,9 @@ def divergence_and_gradient(p, x, y, teachers, temperatures, r, labels=0.0):
   views = [
     softmax(forward(t, x)[0] / T) for t, T in zip(teachers, temperatures)
   ]
-  target = (1 - r) * sum(views) / len(views) + r * q
-  target = (1 - labels) * target + labels * np.eye(z.shape[-1])[y]
+  teacher = sum(views) / len(views)
+  teacher = (1 - labels) * teacher + labels * np.eye(z.shape[-1])[y]
+  target = (1 - r) * teacher + r * q
   words = (y != PAD)[..., None]
   count = words.sum()
   terms = np.where(target > 0, target * np.log(target / q + (target == 0)), 0)
