@@ -17,16 +17,21 @@ _OFTEN = 10  # Exchanges that are more rounds apart hardly count.
 
 
 def measure(
-  experiment_class: Callable, config: dict, speed: dict, workdir: pathlib.Path
+  experiment_class: Callable,
+  config: dict,
+  speed: dict,
+  workdir: pathlib.Path,
+  every: int,
 ) -> dict:
   """Measures speed flags that were not given, unless the run has some already.
 
   Args:
     experiment_class: `(config, speed) ->` an experiment with `algorithm`,
-      `plan`, `lanes`, `exchange_every`, `device_data` and `engine`.
+      `plan`, `lanes`, `device_data` and `engine`.
     config: flags that change the result.
     speed: flags that do not.
     workdir: the run's folder.
+    every: rounds from one exchange to the next; 0: there is none.
 
   Returns:
     The speed flags with what was found fastest.
@@ -50,7 +55,6 @@ def measure(
   }
   if not on_cpu:
     candidates["lanes"].append(-(-lanes // 4))
-  every = experiment.exchange_every(config)
   often = 0 < every <= min(config["rounds"], _OFTEN)
   # With dropout no other microbatch gives the same.
   if not often or config.get("dropout"):

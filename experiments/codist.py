@@ -316,6 +316,12 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     speed["lanes"] = lanes  # Else the clients' sizes say how many.
   values["algorithm"] = algorithm
   config, speed = common.resolved_flags(__name__, values, speed, workdir)
+  if exchange_every(config) > config["rounds"]:
+    name = {"periodic": "codist_period", "merged": "merge_every"}[algorithm]
+    raise common.UsageError(
+      f"--{name}={config[name]}: in --rounds={config['rounds']} the pools would"
+      " never teach each other, which is --algorithm=fedavg"
+    )
   # What students drop is drawn for each part of a batch.
   if config.get("dropout") and "microbatch" not in UNUSED[algorithm]:
     config["microbatch"] = speed.pop("microbatch")
@@ -324,6 +330,15 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     common.refuse(reason, "autotune", "rounds_per_dispatch")
     speed["rounds_per_dispatch"] = 1
   return dict(sorted(config.items())), speed
+
+
+def exchange_every(config: dict) -> int:
+  """Rounds from one exchange between the pools to the next; 0: none."""
+  return {
+    "fedavg": 0,
+    "periodic": config["codist_period"],
+    "merged": config["merge_every"],
+  }[config["algorithm"]]
 
 
 def _share_of(config: dict) -> dict[str, int]:
@@ -343,6 +358,13 @@ class Experiment:
     self.task = TASKS[config["dataset"]].Task(config, speed, self.engine)
     self.data, self.models = self.task.data, self.task.models
     self._pools, self._banks, self._lanes = {}, {}, {}
+    for pool, clients in zip(POOLS, self.data.pools):
+      if config["clients_per_round"] > len(clients):
+        raise common.UsageError(
+          f"--clients_per_round={config['clients_per_round']}: the pool of the"
+          f" {pool} model has {len(clients)} clients (that of the large one is"
+          " --high_capacity_clients)"
+        )
     sets = {"test": self.data.test, "heldout": self.data.heldout}
     if speed["bank"] == "round":
       sets = {name: subset.alone() for name, subset in sets.items()}
@@ -431,14 +453,6 @@ class Experiment:
       **options,
     )
 
-  def exchange_every(self, config: dict) -> int:
-    """Rounds from one exchange between the pools to the next; 0: none."""
-    return {
-      "fedavg": 0,
-      "periodic": config["codist_period"],
-      "merged": config["merge_every"],
-    }[config["algorithm"]]
-
   def lanes(self, config: dict, speed: dict) -> int:
     """As many as the flags say, or else as are enough for both pools."""
     if speed["lanes"]:
@@ -453,7 +467,7 @@ class Experiment:
 
   def plan(self, config: dict, speed: dict, round: int) -> planning.RoundPlan:
     """The plan of a round; a pure function of it."""
-    every = self.exchange_every(config)
+    every = exchange_every(config)
     due = every and round % every == 0
     shape = (config["distill_steps"], config["distill_batch_size"])
     plan = planning.plan_round(
@@ -489,7 +503,7 @@ class Experiment:
 
   def summarize(self, config: dict, state, evaluation) -> dict:
     """What `result.json` says of a finished run."""
-    pools, sent = {}, 0
+    pools, sent, every = {}, 0, exchange_every(config)
     for pool, pool_state, clients in zip(POOLS, state.pools, self.data.pools):
       parameters = core.num_parameters(pool_state.params)
       sent += 2 * 4 * parameters * config["clients_per_round"]
@@ -511,6 +525,7 @@ class Experiment:
       "dataset": config["dataset"],
       **self.task.record(),
       "seed": config["seed"],
+      "exchanges": config["rounds"] // every if every else 0,
       "bytes_per_round": sent,
       "pools": pools,
     }
@@ -568,7 +583,8 @@ def main() -> None:
   def configure(name, path):
     config, speed = configuration(name, path)
     if FLAGS.autotune:
-      speed = autotuning.measure(Experiment, config, speed, path)
+      every = exchange_every(config)
+      speed = autotuning.measure(Experiment, config, speed, path, every)
     return config, speed
 
   launch.side_by_side(

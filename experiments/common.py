@@ -451,12 +451,13 @@ def seed_folders(workdir: pathlib.Path) -> dict[int, pathlib.Path]:
     return {seeds[0]: workdir}
   if "seed" in typed():
     raise UsageError(f"--seed={FLAGS.seed}: give it or --seeds, not both")
-  only_holds(workdir, re.compile(r"seed\d+|summary\.json"), "seeds")
+  allowed = re.compile(r"seed\d+|summary\.json")
+  only_holds(workdir, allowed, "seeds", f"seed{seeds[0]}")
   return {seed: workdir / f"seed{seed}" for seed in seeds}
 
 
 def only_holds(
-  workdir: pathlib.Path, allowed: re.Pattern[str], kind: str
+  workdir: pathlib.Path, allowed: re.Pattern[str], kind: str, example: str
 ) -> None:
   """Checks that a folder is fit to hold one folder for each of several runs.
 
@@ -464,6 +465,7 @@ def only_holds(
     workdir: the folder; may be missing.
     allowed: what may be in it besides charts and what `summarize.py` writes.
     kind: what differs between the runs.
+    example: the name of one of the folders.
 
   Raises:
     UsageError: if there is anything else.
@@ -476,7 +478,8 @@ def only_holds(
     if not any(p.fullmatch(path.name) for p in (allowed, charts)):
       raise UsageError(
         f"--workdir={workdir} holds {path.name}, so it cannot hold a comparison"
-        f" of {kind}. Use another --workdir."
+        f" of {kind}. Use another --workdir; a run that is there already can be"
+        f" moved to its place in it, as {workdir}/{example}."
       )
 
 
@@ -508,16 +511,22 @@ def open_folder(
   *,
   named: str = "--workdir",
   lengthens: bool = False,
+  idle: Sequence[str] = (),
 ) -> logs.RunFolder:
   """Makes a run's folder, or opens it; see `logs.RunFolder`."""
   defaults = {name: FLAGS[name].default for name in FLAGS}
+  # It says where things are, but a run that goes on has to know.
+  shown = {n: v for n, v in (config | speed).items() if n != "pretrained"}
   return logs.RunFolder(
     workdir,
     config,
     speed,
+    flags=logs.flags_text(shown),
     defaults=defaults,
     named=named,
     lengthens=lengthens,
+    # What the data is of tells runs apart all the same.
+    idle=set(idle) - {"distill_data", "distill_examples", "c4_tokenizer"},
   )
 
 

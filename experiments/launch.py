@@ -91,10 +91,15 @@ def side_by_side(
     experiment.algorithm(run.config, run.speed)
     experiment.plan(run.config, run.speed, 1)
   for place in places.values() if several else ():
-    common.only_holds(place, re.compile("|".join(algorithms)), "algorithms")
+    allowed = re.compile("|".join(algorithms))
+    common.only_holds(place, allowed, "algorithms", names[0])
   folders = [
     common.open_folder(
-      run.path, run.config, run.speed, lengthens=lengthens(run.config)
+      run.path,
+      run.config,
+      run.speed,
+      lengthens=lengthens(run.config),
+      idle=unused[run.name],
     )
     for run in runs
   ]
@@ -195,8 +200,8 @@ def write_summary(
 ) -> None:
   """Writes what several seeds gave to `summary.json`.
 
-  Of each algorithm's accuracies, by their place in a result, it has the mean,
-  the standard deviation and all values.
+  Of each algorithm's accuracies and perplexities, by their place in a result,
+  it has the mean, the standard deviation and all values.
 
   Args:
     workdir: the folder of the seeds' folders.
@@ -205,7 +210,7 @@ def write_summary(
   """
   algorithms = {}
   for name, of_seeds in results.items():
-    leaves = [dict(_accuracies(result)) for result in of_seeds]
+    leaves = [dict(_measures(result)) for result in of_seeds]
     algorithms[name] = {}
     for place in leaves[0]:
       values = [leaf.get(place) for leaf in leaves]
@@ -217,13 +222,13 @@ def write_summary(
   logs.write_json(workdir / "summary.json", summary)
 
 
-def _accuracies(result: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-  """All accuracies of a result, as `pools.small.test_accuracy`."""
+def _measures(result: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+  """Accuracies and perplexities of a result: `pools.small.test_accuracy`."""
   parts = result.items() if isinstance(result, Mapping) else enumerate(result)
   for name, value in parts:
     if isinstance(value, Mapping | list):
-      yield from _accuracies(value, f"{place}{name}.")
-    elif "accuracy" in str(name):
+      yield from _measures(value, f"{place}{name}.")
+    elif re.search("accuracy|perplexity", str(name)):
       yield f"{place}{name}", value
 
 

@@ -151,14 +151,14 @@ def draw(
 
 
 def command_of(
-  script: str, cell: tables.Cell, workdir: pathlib.Path, extra: Sequence[str]
+  script: str, cell: tables.Cell, folder: pathlib.Path, extra: Sequence[str]
 ) -> list[str]:
-  """The command that runs a cell in its folder, or goes on with it.
+  """The command that runs a cell in a folder, or goes on with it.
 
   Args:
     script: the experiment.
     cell: the cell.
-    workdir: the table's folder.
+    folder: the folder.
     extra: further flags.
 
   Returns:
@@ -168,7 +168,7 @@ def command_of(
     sys.executable,
     str(tables.HERE / script),
     f"--flagfile={tables.FLAG_FILES / cell.name}.flags",
-    f"--workdir={workdir / cell.name}",
+    f"--workdir={folder}",
     *extra,
   ]
 
@@ -299,7 +299,8 @@ def make_parser(known: Mapping[str, tables.Table]) -> argparse.ArgumentParser:
   parser.add_argument(
     "--commands",
     action="store_true",
-    help="print the cells' commands, a line each, and run nothing; cells of"
+    help="print the commands, a line for each cell and seed, and run nothing;"
+    " cells of"
     " FedMD then train on public data each by itself, unless -- --pretrained="
     "FOLDER says where it is done",
   )
@@ -342,7 +343,8 @@ def run_cells(
     # Of this command's cells alone, whose flags are the same.
     if cell.like in run_now and not any("pretrained" in f for f in flags):
       flags += shared_phases(cell, workdir, seeds)
-    code = run_cell(command_of(table.script, cell, workdir, flags))
+    folder = workdir / cell.name
+    code = run_cell(command_of(table.script, cell, folder, flags))
     if code:
       failed[cell.name] = code
       if not keep_going:
@@ -428,8 +430,12 @@ def main(argv: Sequence[str]) -> None:
   workdir = workdir.expanduser()
   if args.commands:
     for cell in cells:
-      command = command_of(table.script, cell, workdir, [*shown, *hidden])
-      print(shlex.join(command))
+      folder = workdir / cell.name
+      # Where one command of all seeds has its runs.
+      runs = {folder / f"seed{seed}": [f"--seed={seed}"] for seed in seeds}
+      for place, seed in (runs or {folder: []}).items():
+        flags = [*seed, *extra, *hidden]
+        print(shlex.join(command_of(table.script, cell, place, flags)))
   elif args.tabulate:
     if not tabulate(table, workdir, seeds):
       parser.error(

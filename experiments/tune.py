@@ -9,16 +9,20 @@ the models' accuracies on held-out, never on test data; `--experiment=fml` wants
 `--heldout_examples` for that. DIR then holds
 
   trials.jsonl  a line a trial
-  result.json   what the best --top come to in the mean, held out and on test
+  result.json   the best, and what the best --top come to in the mean
   best.flags    a flag file of the best, for the experiment
   parallel.png  all trials, a line each across the hyper-parameters
 
 The same command goes on with a search that was stopped; with more --trials,
-it adds to one that was finished.
+it adds to one that was finished. Searches of several machines, with the same
+--seeds for their trials and a --seed each, become one by the same command with
+--join=DIR1,DIR2 and a DIR of its own.
 """
 
 from collections.abc import Callable
 import importlib
+import json
+import pathlib
 from typing import Any
 
 from absl import flags
@@ -52,8 +56,15 @@ def _define_flags() -> None:
   flags.DEFINE_integer(
     "trials",
     64,
-    "Trials in all; 1,024 in the paper. More can be added later.",
+    "Trials in all; 1,024 in the paper. More can be added later, best of all to"
+    " a multiple of --block: the last block halves what it has.",
     lower_bound=1,
+  )
+  flags.DEFINE_list(
+    "join",
+    None,
+    "Folders of searches with the same flags, --seeds among them, but another"
+    " --seed each: take their trials, and train none.",
   )
   flags.DEFINE_integer(
     "block",
@@ -240,7 +251,10 @@ def check_ends(
         try:
           FLAGS[flag].value = FLAGS[flag].parser.parse(text)
         except ValueError as error:
-          raise common.UsageError(f"--{flag}={text}: {error}") from error
+          hint = ""
+          if isinstance(FLAGS[flag].parser, flags.IntegerParser):
+            hint = "; whole numbers cannot be searched"
+          raise common.UsageError(f"--{flag}={text}: {error}{hint}") from error
       module.configuration(config["algorithm"], workdir)
     except ValueError as error:
       raise common.UsageError(f"--space: {error}") from error
@@ -356,11 +370,17 @@ def main() -> None:
   searched = {name.partition(".")[0] for name in space}
   searched = {f for f in searched if _is_searched(f, space, tunable)}
   fixed = [f"{n}=fixed" for n in tunable.space[names[0]] if n not in space]
-  folder = common.open_folder(
-    workdir,
+  search = (
     {name: FLAGS[name].value for name in _SEARCH_FLAGS}
     | {n: v for n, v in config.items() if n not in searched}
-    | {"space": [*(_range(name, d) for name, d in space.items()), *fixed]},
+    | {"space": [*(_range(name, d) for name, d in space.items()), *fixed]}
+  )
+  joined = [pathlib.Path(path).expanduser() for path in FLAGS.join or ()]
+  for path in joined:
+    check_alike(path, search)
+  folder = common.open_folder(
+    workdir,
+    search | ({"joined": list(map(str, joined))} if joined else {}),
     speed | {"trials": FLAGS.trials, "batching": FLAGS.batching},
   )
   folder.keep(experiment.files)
@@ -377,16 +397,19 @@ def main() -> None:
     runner = trials.SideBySide(problem, seeds, at_once=at_once)
   commit = training.git_commit()  # Of the code at work, as `training.run`'s.
   with folder.at_work():
-    rows = tune.search(
-      problem,
-      proposer,
-      runner,
-      folder=workdir,
-      trials=FLAGS.trials,
-      block=FLAGS.block,
-      halvings=FLAGS.halvings,
-      checkpoint_every=speed["checkpoint_every"],
-    )
+    if FLAGS.join:
+      rows = tune.join(joined, workdir)
+    else:
+      rows = tune.search(
+        problem,
+        proposer,
+        runner,
+        folder=workdir,
+        trials=FLAGS.trials,
+        block=FLAGS.block,
+        halvings=FLAGS.halvings,
+        checkpoint_every=speed["checkpoint_every"],
+      )
   write_best(tunable, module, rows, config, workdir)
   report.parallel_coordinates(
     {name: [row["values"][name] for row in rows] for name in space},
@@ -398,6 +421,7 @@ def main() -> None:
     title=f"{names[0]}, {_text(config['dataset'])}: {len(rows)} trials",
   )
   result = tune.summary(rows, FLAGS.top)
+  best = tune.top(rows, 1)[0]
   blocks = {row["block_end"]: row["seconds"] for row in rows}
   folder.write_result(
     {
@@ -405,6 +429,10 @@ def main() -> None:
       "objective": FLAGS.objective,
       **{name: config[name] for name in ("algorithm", "dataset", "rounds")},
       "seeds": seeds,
+      "best": {
+        name: best.get(name)
+        for name in ("trial", "objective", "heldout", "test", "values")
+      },
       "seconds": sum(blocks.values()),
       "versions": training.versions(),
       "git_commit": commit,
@@ -416,6 +444,34 @@ def main() -> None:
     means = ", ".join(f"{n} {100 * v:.2f} %" for n, v in result["test"].items())
     print(f"\nOn test data, the mean of the best {result['top']}: {means}")
   print(f"\nBest flags: {workdir / 'best.flags'}")
+
+
+def check_alike(path: pathlib.Path, search: dict) -> None:
+  """Checks that a folder is of a search that differs in its seed alone.
+
+  Args:
+    path: the folder.
+    search: this search's flags.
+
+  Raises:
+    UsageError: it does not.
+  """
+  try:
+    content = json.loads((path / "config.json").read_bytes())["config"]
+    if not (path / "result.json").exists():
+      raise ValueError("it has not ended")
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise common.UsageError(f"--join={path}: no search's: {error}") from error
+  here = logs.to_json(search)
+  # Without --seeds it is the trials' own too.
+  own = {"seed"} if FLAGS.seeds else set()
+  unlike = logs.differences(
+    *({n: v for n, v in c.items() if n not in own} for c in (content, here))
+  )
+  if unlike:
+    raise common.UsageError(
+      f"--join={path}: of another search: {'; '.join(unlike)}"
+    )
 
 
 def write_best(tunable, module, rows, config, workdir) -> None:

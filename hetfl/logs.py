@@ -6,7 +6,7 @@ A run's folder holds `config.flags` (a flag file that repeats the run),
 JSON, so a float that is not finite is written as `null`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 import contextlib
 import json
 import math
@@ -211,6 +211,7 @@ class RunFolder:
     defaults: Mapping[str, Any] | None = None,
     named: str = "workdir",
     lengthens: bool = False,
+    idle: Collection[str] = (),
   ):
     """Makes the folder, or opens it if it is of the same run.
 
@@ -225,6 +226,8 @@ class RunFolder:
       lengthens: whether a run of fewer `rounds` may go on to these, as one may
         in which nothing depends on their number. The last of them must have
         been one of `eval_every`, or the rows would differ.
+      idle: flags of the config that this run makes nothing of, so that another
+        run may have had other values.
 
     Raises:
       ConfigMismatch: the folder is of a run with other values, or no run's.
@@ -249,7 +252,11 @@ class RunFolder:
       there |= to_json(known)
       if lengthens and _is_shorter(there, config):
         there["rounds"] = config["rounds"]
-      unlike = differences(there, config)
+      unlike = differences(
+        *(
+          {n: v for n, v in c.items() if n not in idle} for c in (there, config)
+        )
+      )
       if unlike:
         raise ConfigMismatch(
           f"{named}={workdir} holds another run: {'; '.join(unlike)}."

@@ -1,6 +1,7 @@
 """What a search tries next: spaces of hyper-parameters, and who proposes.
 
-Reference: Lichtarge et al. 2023, appendix F, searches at random.
+Reference: Lichtarge et al. 2023, appendix F, has the spaces; it searches by
+Vizier's default, in place of which there are random search and Optuna's TPE.
 """
 
 from collections.abc import Mapping, Sequence

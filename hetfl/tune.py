@@ -125,6 +125,14 @@ def search(
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   log = TrialLog(folder / "trials.jsonl")
+  if log.rows and len(log.rows) < trials and len(log.rows) % block:
+    logging.warning(
+      "%d trials were not a multiple of block=%d: the last ones were halved"
+      " among themselves, as they would not have been with %d from the start.",
+      len(log.rows),
+      block,
+      trials,
+    )
   while len(log.rows) < trials:
     first = len(log.rows)
     number = min(block, trials - first)
@@ -137,6 +145,37 @@ def search(
   if hasattr(proposer, "record"):
     proposer.record(log.rows)
   return log.rows
+
+
+def join(
+  searches: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str]
+) -> list[Row]:
+  """Puts the trials of several searches into one `trials.jsonl`.
+
+  Args:
+    searches: their folders.
+    folder: where `trials.jsonl` goes.
+
+  Returns:
+    All rows, `trial` and `block_end` counted on from one search to the next.
+
+  Raises:
+    ValueError: two searches proposed the same.
+  """
+  rows = []
+  for search in searches:
+    first = len(rows)
+    for row in logs.read_rows(pathlib.Path(search) / "trials.jsonl"):
+      moved = {name: first + row[name] for name in ("trial", "block_end")}
+      rows.append(row | moved)
+  values = [json.dumps(row["values"], sort_keys=True) for row in rows]
+  if len(set(values)) < len(values):
+    raise ValueError(
+      "two of the searches have the same trials: give each a seed of its own"
+    )
+  content = b"".join(map(logs.json_line, rows))
+  logs.write_bytes(pathlib.Path(folder) / "trials.jsonl", content)
+  return rows
 
 
 class _Signal(BaseException):

@@ -100,7 +100,6 @@ class Periodic:
   """An experiment whose rounds take a second, and exchanges ten more."""
 
   engine = engine.Threads(1)
-  exchange_every = lambda self, config: config["every"]
   lanes = lambda self, config, speed: speed["lanes"]
   device_data = lambda self, config: ()
   plan = lambda self, config, speed, round: np.int32(round)
@@ -140,8 +139,8 @@ def test_a_rounds_time_is_the_mean_over_a_period(
   monkeypatch.setattr(
     autotuning, "FLAGS", collections.defaultdict(lambda: Absent)
   )
-  config = {"every": every, "rounds": 300, "clients_per_round": 4}
+  config = {"rounds": 300, "clients_per_round": 4}
   speed = {"lanes": 4, "microbatch": 16, "rounds_per_dispatch": number}
-  autotuning.measure(Periodic, config, speed, tmp_path / "none")
+  autotuning.measure(Periodic, config, speed, tmp_path / "none", every)
   assert ("microbatch" in found) == (expected is not None)
   assert found["seconds"] == pytest.approx(expected or 1.0)

@@ -37,8 +37,8 @@ def test_three_algorithms_side_by_side(codist, tmp_path):
     assert result["algorithm"] == name
     assert result["dataset"] == "digits"
     assert (result["rounds"], result["seed"]) == (6, 0)
-    # Of both models, 8 clients, there and back, 4 bytes a parameter.
-    assert result["bytes_per_round"] == (31914 + 124234) * 8 * 2 * 4
+    # Of both models, 6 clients, there and back, 4 bytes a parameter.
+    assert result["bytes_per_round"] == (31914 + 124234) * 6 * 2 * 4
     entry = result["pools"]["small"]
     assert entry["bytes_sent_per_client_round"] == 4 * 31914
     assert entry["bytes_received_per_client_round"] == 4 * 31914
@@ -56,6 +56,11 @@ def test_three_algorithms_side_by_side(codist, tmp_path):
     assert list((tmp_path / "all" / name / "tensorboard").iterdir())
   png = (tmp_path / "all/curves.png").read_bytes()
   assert png.startswith(b"\x89PNG")
+  # To FedAvg another alpha is nothing.
+  for name in ("fedavg", "merged"):
+    folder = ("--merge_alpha=0.3", f"--workdir={tmp_path}/all/{name}")
+    other = codist(*QUICK, f"--algorithm={name}", *folder)
+    assert (other.returncode == 0) == (name == "fedavg"), other.stderr
   # config.flags is a flag file that repeats the run, whatever the engine.
   again = codist(
     f"--flagfile={tmp_path}/all/periodic/config.flags",
@@ -257,9 +262,14 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
     (("--learning_rat=1",), "learning_rat"),
     (("--merge_alpha=1.5",), "merge_alpha"),
     (("--clients_per_round=0",), "clients_per_round"),
-    # The library's argument is a flag here.
-    (("--clients_per_round=9",), "error: --clients_per_round=9: pool 1 has 8"),
-    (("--clients_per_round=99",), "clients_per_round=99: pool 0 has 42"),
+    (
+      ("--clients_per_round=9",),
+      "error: --clients_per_round=9: the pool of the large model has 8 clients",
+    ),
+    (
+      ("--algorithm=fedavg,merged", "--rounds=4", "--merge_every=5"),
+      "--merge_every=5: in --rounds=4 the pools would never teach each other",
+    ),
     (("--high_capacity_clients=99",), "--high_capacity_clients"),
     (("--client_lr=0.1,x",), "--client_lr=0.1,x: not a number"),
     (("--client_lr=1,2,3",), "--client_lr=1,2,3: give one value, or two"),

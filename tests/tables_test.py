@@ -332,14 +332,15 @@ def test_a_table_has_cells_that_others_finish_meanwhile(
   assert "| 50.00 |" in capsys.readouterr().out
   table("--commands", "--download", "--data_dir=/my data", "--seeds=1,2")
   lines = capsys.readouterr().out.splitlines()
-  assert len(begun) == len(lines) == 3
-  for name, line in zip(cells, lines):
+  assert len(begun) == 3
+  runs = [(name, seed) for name in cells[:3] for seed in (1, 2)]
+  for (name, seed), line in zip(runs, lines, strict=True):
     python, script, *args = shlex.split(line)
     assert pathlib.Path(script).name == "codist.py"
     assert pathlib.Path(args[0].partition("=")[2]).stem == name
     assert args[1:] == [
-      f"--workdir={tmp_path / name}",
-      *("--seeds=1,2", "--data_dir=/my data", "--download"),
+      f"--workdir={tmp_path / name / f'seed{seed}'}",
+      *(f"--seed={seed}", "--data_dir=/my data", "--download"),
     ]
 
 

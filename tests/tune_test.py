@@ -463,6 +463,25 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   # What FedAvg makes nothing of is not in its flags.
   flags = (tmp_path / "tune/best.flags").read_text()
   assert "--server_lr" in flags and "distill" not in flags
+  assert summary["best"]["trial"] == best["trial"]
+  assert summary["best"]["heldout"] == best["heldout"]
+  # Another search of the same, and both as one.
+  other = (space, "--seed=9", f"--workdir={tmp_path}/other")
+  done = tune(*search[:1], "--trials=2", *search[2:], *other, "--", *runs)
+  assert done.returncode == 0, done.stderr
+  join = (space, f"--join={tmp_path}/other,{tmp_path}/tune")
+  done = tune(*search, *join, f"--workdir={tmp_path}/both", "--", *runs)
+  assert done.returncode == 0, done.stderr
+  both = (tmp_path / "both/trials.jsonl").read_text().splitlines()
+  both = [json.loads(line) for line in both]
+  assert [row["values"] for row in both[2:]] == [row["values"] for row in rows]
+  assert [row["trial"] for row in both] == list(range(6))
+  assert [row["block_end"] for row in both] == [2, 2, 4, 4, 6, 6]
+  summary = json.loads((tmp_path / "both/result.json").read_text())
+  assert summary["best"]["objective"] >= best["objective"]
+  assert summary["trials"] == 6
+  done = tune(*search, *join, f"--workdir={tmp_path}/no", "--", *QUICK)
+  assert "other: of another search: seeds: there" in done.stderr
   done = tune(*search, "--seed=9", f"--workdir={tmp_path}/tune", "--", *QUICK)
   (line,) = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
   assert done.returncode != 0 and "holds another run" in line

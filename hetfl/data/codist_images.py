@@ -7,7 +7,9 @@ runs that differ in their seed see the same clients in the same parts.
 import dataclasses
 import os
 
-from hetfl.data import fedjax_source, partition, vision
+from absl import logging
+
+from hetfl.data import fedjax_source, files, partition, vision
 from hetfl.data.errors import DataError
 from hetfl.data.streams import Stream
 from hetfl.population import Bank, ClientPopulation, Subset
@@ -81,9 +83,11 @@ def load_codist_images(
 
   - `cifar100`: 500 clients of 100 images; 315 are the pool, 135 distillation,
     50 held out; 47 of the pool have high capacity (the paper has 31, 47 and
-    63). The clients are TensorFlow Federated's own if
-    `federated_cifar100_train.sqlite` lies in `data_dir`, else a Pachinko
-    allocation by the same law (alpha 0.1, beta 10).
+    63). The clients are TensorFlow Federated's own if FedJAX's
+    `federated_cifar100_train.sqlite` lies in `data_dir` or a folder in it, else
+    a Pachinko allocation by the same law (alpha 0.1, beta 10).
+    `federated_cifar100_test.sqlite` there serves in place of the official
+    test images, which are the same.
   - `cifar10`: the same numbers; each client draws its labels from its own
     Dirichlet(0.5) over the 10 classes. Not in the paper.
   - `digits`: 60 clients of different sizes, 1,437 images shared by a
@@ -186,9 +190,14 @@ def _federation(
 ) -> tuple[str, int, ClientPopulation, Bank]:
   """All clients: the partition's name, classes, clients, test images."""
   if dataset == "cifar100" and data_dir is not None:
-    folder = os.path.expanduser(os.fspath(data_dir))
-    path = os.path.join(folder, "federated_cifar100_train.sqlite")
-    if os.path.exists(path):
+    path = files.find(data_dir, "federated_cifar100_train.sqlite")
+    if path is None:
+      logging.info(
+        "No federated_cifar100_train.sqlite in data_dir=%s or its folders: the"
+        " clients are our own Pachinko allocation.",
+        data_dir,
+      )
+    else:
       if alpha is not None:
         raise ValueError(
           f"partition_alpha={alpha}: {path} has TFF's clients, as they are;"
@@ -204,8 +213,8 @@ def _federation(
         )
       clients = dataclasses.replace(clients, bank=_without_coarse(clients.bank))
       # The test clients together are the test images of CIFAR-100.
-      test_path = os.path.join(folder, "federated_cifar100_test.sqlite")
-      if os.path.exists(test_path):
+      test_path = files.find(data_dir, "federated_cifar100_test.sqlite")
+      if test_path is not None:
         test = fedjax_source.load_federated_cifar100(test_path).bank
       else:
         test = vision.load_cifar100(data_dir, download).test

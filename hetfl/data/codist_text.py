@@ -15,7 +15,7 @@ from absl import logging
 import numpy as np
 
 from hetfl import checks
-from hetfl.data import partition, text, text_sources
+from hetfl.data import files, partition, text, text_sources
 from hetfl.data.errors import DataError
 from hetfl.data.streams import generator, Stream
 from hetfl.population import Bank, ClientPopulation, Subset
@@ -288,19 +288,13 @@ def _stackoverflow(
   folder, pools, max_sentences, distill_examples, partition_seed
 ) -> _Parts:
   """FedJAX's three files; only what is needed of each is read."""
-  paths = {
-    split: next(
-      (
-        path
-        for path in (
-          folder / f"stackoverflow_{split}.sqlite",
-          folder / "stackoverflow" / f"stackoverflow_{split}.sqlite",
-        )
-        if path.is_file()
-      ),
-      folder / f"stackoverflow_{split}.sqlite",
-    )
+  names = {
+    split: f"stackoverflow_{split}.sqlite"
     for split in ("train", "held_out", "test")
+  }
+  paths = {
+    split: pathlib.Path(files.find(folder, name) or folder / name)
+    for split, name in names.items()
   }
   read = lambda split, **kwargs: text_sources.stackoverflow(
     paths[split], seed=partition_seed, max_words=LENGTH, **kwargs

@@ -51,6 +51,26 @@ def record(sets: Iterable[Subset | ClientPopulation | None], **facts) -> bytes:
   return (json.dumps({**facts, "crc32": f"{crc:08x}"}) + "\n").encode()
 
 
+def find(data_dir: str | os.PathLike | None, name: str) -> str | None:
+  """A file's path, in a folder or in one of its folders.
+
+  Args:
+    data_dir: the folder; `None`: nowhere.
+    name: the file's name.
+
+  Returns:
+    The path; `None` if it is not there.
+  """
+  if data_dir is None:
+    return None
+  folder = glob.escape(os.path.expanduser(os.fspath(data_dir)))
+  for where in (name, os.path.join("*", name)):
+    for path in sorted(glob.glob(os.path.join(folder, where))):
+      if os.path.isfile(path):
+        return path
+  return None
+
+
 def tfds_roots(data_dir: str | None) -> list[str]:
   """The folders in which sets that TFDS prepared may lie."""
   default = os.environ.get(

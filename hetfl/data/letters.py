@@ -7,7 +7,6 @@ stands in. The idx files and TFDS do not say who wrote what. Nothing is ever
 unpickled.
 """
 
-import glob
 import os
 from typing import NamedTuple
 import zipfile
@@ -77,22 +76,22 @@ def load_letters(
   """
   if data_dir is not None:
     data_dir = os.path.expanduser(os.fspath(data_dir))
-  path = _find(data_dir, _MAT)
+  path = files.find(data_dir, _MAT)
   if path:
     return Letters("mat", *_read_mat(path))
   names = [name + end for name in _idx() for end in ("", ".gz")]
-  idx = next(filter(None, (_find(data_dir, name) for name in names)), None)
+  idx = next(filter(None, (files.find(data_dir, name) for name in names)), None)
   if idx and not writers:
     return Letters("idx", *_read_idx(data_dir))
   paths = {
-    split: _find(data_dir, _SQLITE.format(split=split)) for split in SIZES
+    split: files.find(data_dir, _SQLITE.format(split=split)) for split in SIZES
   }
   if all(paths.values()):
     return Letters("fedjax", *map(_read_sqlite, paths.values()))
   folder, _ = files.prepared_tfds("emnist/letters", data_dir)
   if folder and not writers:
     return Letters("tfds", *_read_tfds(folder))
-  path = _find(data_dir, _NPZ)
+  path = files.find(data_dir, _NPZ)
   if path:
     return Letters("npz", *_read_npz(path))
   if idx or folder:
@@ -174,21 +173,6 @@ def _idx() -> list[str]:
   ]
 
 
-def _find(data_dir: str | None, name: str) -> str | None:
-  """A file's path, in a folder or in one of its folders."""
-  if data_dir is None:
-    return None
-  escaped = glob.escape(data_dir)
-  for pattern in (
-    os.path.join(escaped, name),
-    os.path.join(escaped, "*", name),
-  ):
-    for path in sorted(glob.glob(pattern)):
-      if os.path.isfile(path):
-        return path
-  return None
-
-
 def _bank(where: str, x, y, writer=None, *, first: int, split=None) -> Bank:
   """A bank of letters, checked; `first` is the label of a."""
   x, y = np.asarray(x), np.asarray(y).reshape(-1).astype(np.int64) - first
@@ -263,7 +247,7 @@ def _read_idx(data_dir: str) -> tuple[Bank, Bank]:
     parts = []
     for what in ("images-idx3", "labels-idx1"):
       name = _IDX.format(split=split, what=what)
-      path = _find(data_dir, name) or _find(data_dir, name + ".gz")
+      path = files.find(data_dir, name) or files.find(data_dir, name + ".gz")
       if path is None:
         raise DataError(
           f"{data_dir}: {name} is missing, though other files of EMNIST are"
