@@ -74,6 +74,14 @@ class Evaluator:
     ValueError: `only` names a set that there is not or is not one for each
       model, a set is a bare bank or has positions outside its bank,
       `batch_size` is below 1, or `models` is one model.
+
+  >>> model = core.Model(
+  ...     lambda key: core.Variables(jnp.array([[1., 0.]]), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> bank = {'x': jnp.ones((4, 1)), 'y': jnp.array([0, 0, 1, 0])}
+  >>> evaluator = Evaluator([model], {'test': population.Subset.whole(bank)})
+  >>> evaluator([model.start(jax.random.key(0))])
+  [{'test_accuracy': 0.75, 'test_loss': 0.563...}]
   """
 
   def __init__(

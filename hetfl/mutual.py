@@ -194,6 +194,14 @@ def splice(trunk: core.Model, adaptor: core.Model | None) -> core.Model:
 
   Reference: Shen et al. 2020, section 4.2 ("splicing the forked global model
   with an adaptor layer").
+
+  >>> times = lambda w: core.Model(
+  ...     lambda key: core.Variables(jnp.array([[w]]), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> model = splice(times(2.), times(3.))
+  >>> variables = fork(*(times(w).start(jax.random.key(0)) for w in (2., 3.)))
+  >>> float(model.predict(variables, jnp.ones((1, 1)))[0, 0])
+  6.0
   """
   if adaptor is None:
     return trunk
