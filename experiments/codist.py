@@ -304,7 +304,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   if values.get("dropout") is not None:
     rates = per_pool("dropout", values["dropout"], 0, 0.99)
     values["dropout"] = rates if any(rates) else None
-  if FLAGS.label_weight and FLAGS.distill_data != "in_domain":
+  if FLAGS.label_weight and FLAGS.distill_data in ("cifar10", "cifar100"):
     raise common.UsageError(
       f"--label_weight={FLAGS.label_weight}: labels of"
       f" --distill_data={FLAGS.distill_data} are those of another data set;"
@@ -482,7 +482,7 @@ class Experiment:
       distill_batch_size=shape[1],
     )
     if every and not due:  # All rounds have one structure.
-      plan = plan._replace(distill=np.zeros(shape, np.int32))
+      plan = plan._replace(distill=np.full(shape, -1, np.int32))
     return plan
 
   def localized(self, config: dict, speed: dict, round: int):

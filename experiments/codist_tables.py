@@ -78,6 +78,8 @@ def _notes(dataset: str, distill_data: str) -> list[str]:
     ]
   notes = [
     f"{ours} (BUILD_NOTES.md).",
+    "Its text has 4k word pieces (--vocabulary=wordpiece",
+    "--vocabulary_size=4000); its parameter counts want 10,000 words, as here.",
     "DIR holds FedJAX's stackoverflow_{train,held_out,test}.sqlite.",
   ]
   if distill_data == "c4":
@@ -119,7 +121,7 @@ def _table1(short, title, dataset, clients) -> tables_lib.Table:
 
 
 def _table2() -> tables_lib.Table:
-  """Its runs draw Figure 3 too: `curves{_answers,_questions,}.png` of each."""
+  """Its runs have Figure 3's curves; `summarize.py` draws them together."""
   cells = []
   for row in tables_lib.read_published("codist_table2_stackoverflow.csv"):
     algorithm = row["algorithm"]

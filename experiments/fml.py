@@ -177,6 +177,7 @@ class Experiment:
         beta=linear(config["beta"], config["rounds"]),
         temperature=config["temperature"],
         sequential=config["sequential_updates"],
+        from_global=config["clients_start"] == "global",
         **options,
       )
     # The mean of the clients' models is one step of rate 1.
@@ -207,7 +208,7 @@ class Experiment:
       round=round,
       batch_size=config["batch_size"],
       epochs=config["local_epochs"],
-      weighted=config["merge_weights"] == "examples",
+      uniform_weights=config["merge_weights"] != "examples",
       clients_per_round=config["clients_per_round"],
     )
     if config["algorithm"] in ("fml", "independent"):

@@ -11,7 +11,13 @@ from hetfl.models import fml as nets
 
 FLAGS = flags.FLAGS
 ALGORITHMS = ("fedavg", "fedprox", "fml", "independent")
-_MUTUAL = ("alpha", "beta", "temperature", "sequential_updates")
+_MUTUAL = (
+  "alpha",
+  "beta",
+  "clients_start",
+  "temperature",
+  "sequential_updates",
+)
 # Flags that an algorithm makes nothing of.
 UNUSED = {
   "fml": ("lanes", "prox_mu"),
@@ -155,6 +161,13 @@ def define_flags() -> None:
     None,
     "Scale larger gradients down to this norm; by default none.",
     lower_bound=1e-6,
+  )
+  flags.DEFINE_enum(
+    "clients_start",
+    "own",
+    ["own", "global"],
+    "Where clients' own models begin in fml: with a draw of their own, or those"
+    " of the global model's architecture with its weights.",
   )
   flags.DEFINE_enum(
     "merge_weights",

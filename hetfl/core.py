@@ -91,7 +91,8 @@ class Algorithm(NamedTuple):
   """A federated algorithm as a pair of pure functions.
 
   Attributes:
-    init: `key -> state`, an immutable pytree.
+    init: `(key, ...) -> state`, an immutable pytree. The key alone starts
+      anew; `fit` and `fedmd` also take models to go on from.
     step: `(state, plan, data) -> (state, metrics)`, one round. Pure, and open
       to `jax.jit`, `jax.vmap` and `jax.lax.scan`, unless the algorithm was
       built with an engine that says otherwise. Its loops are as long as the

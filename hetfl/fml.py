@@ -141,7 +141,7 @@ def plan_mutual(
   round: int,
   batch_size: int,
   epochs: int,
-  weighted: bool = False,
+  uniform_weights: bool = True,
   full_batches: bool = False,
   clients_per_round: int | None = None,
 ) -> MutualPlan:
@@ -151,15 +151,15 @@ def plan_mutual(
   and cut into batches; the last batch of a pass holds what is left.
 
   Args:
-    held: the clients, or each one's positions in its bank, which nobody
-      compares with the bank.
+    held: the clients, or each one's positions in its bank, which are not
+      checked against the bank.
     groups: the clients' groups, see `group_clients`.
     seed: the run's seed.
     round: the number of the round, from 1.
     batch_size: B.
     epochs: E, passes of a client over its examples.
-    weighted: weight memes by their client's number of examples in the merge,
-      as FedAvg does, and not alike, as the paper does.
+    uniform_weights: weight the clients' memes alike in the merge, as the paper
+      does, not by their number of examples, as FedAvg does.
     full_batches: fill up the last batch of a pass with the pass's first
       examples. Models with batch statistics need it: those would count empty
       places.
@@ -223,7 +223,7 @@ def plan_mutual(
       if not active[k]:
         continue
       n = batches[row]
-      steps[i], weight[i] = epochs * n, len(held[k]) if weighted else 1
+      steps[i], weight[i] = epochs * n, 1 if uniform_weights else len(held[k])
       rng = np.random.default_rng([seed, round, k])
       for epoch in range(epochs):
         order = np.resize(rng.permutation(held[k]), n * batch_size)
@@ -251,8 +251,9 @@ def as_lanes(plan: MutualPlan, *, num_lanes: int) -> planning.LanePlan:
 
   With it `hetfl.fedavg`, its server's rate 1 and its clients' optimizer
   `momentum_sgd`, is FML's baseline, batch by batch and draw by draw. Clients
-  count alike, as in the released code, unless `plan_mutual` weights them by
-  their examples, as in the paper's equation 2.
+  count alike, as in FML's merge and the released code's baseline, unless
+  `plan_mutual(uniform_weights=False)` weights them by their examples, as
+  FedAvg does and the paper's equation 2.
 
   Args:
     plan: the plan, of clients whose examples lie in one bank.
@@ -333,6 +334,7 @@ def _build(
   microbatch,
   temperature=1.0,
   sequential=False,
+  from_global=False,
 ) -> core.Algorithm:
   """Algorithm 1, or its clients without a server."""
   checks.sequence("clients", clients, MutualClient)
@@ -347,6 +349,8 @@ def _build(
     core.Model.check(f"client {k}", client.model)
     if client.adaptor is not None:
       core.Model.check(f"client {k}'s adaptor", client.adaptor)
+  if from_global and all(c.model != global_model for c in clients):
+    raise ValueError("from_global=True: no client's model is the global one")
   engine = engine or engine_lib.Inline()
   highest = {"learning_rate": np.inf, "alpha": 1, "beta": 1}
   for name, value in hyper.items():
@@ -376,9 +380,17 @@ def _build(
     )
     values = {n: as_array(x) for n, x in hyper.items() if not callable(x)}
 
+    server = None
+    if global_model is not None:
+      # The key that FedAvg's only pool would have.
+      server = global_model.start(jax.random.fold_in(init_key, 0))
+      checks.statistics(server.stats)
+
     def group_state(group):
       client = clients[group[0]]
       local = jax.vmap(client.model.start)(keys(1, group))
+      if from_global and client.model == global_model:
+        local = jax.tree.map(lambda a: jnp.stack([a] * len(group)), server)
       # The state does not depend on the rate: `checks.factories` sees to it.
       opt_state = jax.vmap(optimizer(0.0).init)(local.params)
       adaptor = None
@@ -386,11 +398,6 @@ def _build(
         adaptor = jax.vmap(client.adaptor.start)(keys(1 + len(clients), group))
       return GroupState(local, opt_state, adaptor, group)
 
-    server = None
-    if global_model is not None:
-      # The key that FedAvg's only pool would have.
-      server = global_model.start(jax.random.fold_in(init_key, 0))
-      checks.statistics(server.stats)
     return MutualState(run_key, server, tuple(map(group_state, groups)), values)
 
   def step(state, plan, data):
@@ -451,6 +458,7 @@ def fml(
   optimizer: core.Optimizer = momentum_sgd,
   temperature: float = 1.0,
   sequential: bool = False,
+  from_global: bool = False,
   microbatch: int | None = None,
   engine: engine_lib.Engine | None = None,
 ) -> core.Algorithm:
@@ -481,6 +489,9 @@ def fml(
     sequential: as in deep mutual learning (Zhang et al. 2018), the local
       model steps first and the meme learns from it as it is then. The paper
       does not say; its code steps with both at once.
+    from_global: whether clients whose model is the global one begin with its
+      weights ("the same model provided by server", section 4.2), and not with
+      a draw of their own.
     microbatch: how many examples pass through the models at once, at most;
       the batch is cut into equal parts. `None` for all. Changes speed and
       memory only, but for dropout and batch normalisation.
@@ -537,6 +548,7 @@ def fml(
     optimizer=optimizer,
     temperature=temperature,
     sequential=sequential,
+    from_global=from_global,
     microbatch=microbatch,
   )
 

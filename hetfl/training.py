@@ -117,7 +117,7 @@ class _Fetcher:
 
 def run(
   algorithm: core.Algorithm,
-  key: jax.Array,
+  key: Any,
   plan_fn: Callable[[int], Any],
   data: Any,
   evaluate: Callable[[Any], Mapping[str, float]],

@@ -454,9 +454,13 @@ def _run_python_of(path):
 @pytest.mark.slow
 def test_the_readme_examples_run():
   names = _run_python_of("README.md")
+  # The first example learns, of ten classes.
+  for result in names["evaluate"]([p.variables for p in names["state"].pools]):
+    assert result["test_accuracy"] > 0.5
   # The second example's: two rounds of each of three trials.
   assert names["metrics"]["large/client_loss"].value.shape == (3, 2)
-  assert names["metrics"]["large/distill_loss"].count.tolist() == [[4, 4]] * 3
+  count = names["metrics"]["large/distill_loss"].count
+  assert count.tolist() == [[10, 10]] * 3
 
 
 def test_the_library_guides_example_learns():

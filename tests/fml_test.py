@@ -115,7 +115,7 @@ def test_rounds_are_the_oracles(name):
       sequential=case.get("sequential", False),
     )
     for round in range(1, ROUNDS + 1):
-      plan = make_plan(round, clients, weighted=weighted)
+      plan = make_plan(round, clients, uniform_weights=not weighted)
       state, metrics = algorithm.step(state, plan, make_data())
       for group in plan.groups:
         for k, index, steps in zip(group.client, group.index, group.steps):
@@ -313,6 +313,20 @@ def test_plans_are_epochs():
   assert (make_plan(3).groups[0].index != make_plan(2).groups[0].index).any()
 
 
+def test_clients_may_start_from_the_global_model():
+  """Those of its architecture; the others have the draws that they had."""
+  own, same = (
+    build(from_global=f, jit=False).init(jax.random.key(0))
+    for f in (False, True)
+  )
+  chex.assert_trees_all_equal(own.server, same.server)
+  for k, client in enumerate(UNLIKE):
+    start = same.server if client.model == MLP else own.local(k)
+    chex.assert_trees_all_equal(same.local(k), start)
+  with pytest.raises(ValueError, match="from_global=True: no client's model"):
+    build(from_global=True, global_model=CNN)
+
+
 @pytest.mark.parametrize("clients", [ALIKE, UNLIKE])
 @pytest.mark.parametrize("runner", [None, engine.Threads(2)])
 def test_who_does_not_take_part_keeps_its_model(clients, runner):
@@ -321,7 +335,7 @@ def test_who_does_not_take_part_keeps_its_model(clients, runner):
   state = algorithm.init(jax.random.key(0))
   seen = set()
   for t in range(1, 6):
-    settings = dict(clients=clients, weighted=True)
+    settings = dict(clients=clients, uniform_weights=False)
     plan = make_plan(t, clients_per_round=2, **settings)
     everyone = make_plan(t, **settings)
     steps = {k: n for g in plan.groups for k, n in zip(g.client, g.steps)}

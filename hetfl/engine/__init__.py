@@ -2,7 +2,9 @@
 
 A step is written as rounds of *jobs* that do not depend on each other. The
 engine runs them and hands back their results; the algorithms know nothing of
-devices. Three engines give the same results to rounding:
+devices. Three engines give the same results to rounding, except that on a
+mesh a student's dropout and batch normalisation act on each device's share of a
+batch:
 
 * `Inline()`: every job becomes part of the program being traced, lanes as a
   `jax.vmap`. The step stays a pure function, for `jax.jit`, `jax.vmap` over
