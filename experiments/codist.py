@@ -316,11 +316,13 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     speed["lanes"] = lanes  # Else the clients' sizes say how many.
   values["algorithm"] = algorithm
   config, speed = common.resolved_flags(__name__, values, speed, workdir)
-  if exchange_every(config) > config["rounds"]:
+  never = exchange_every(config) > config["rounds"]
+  if never and not (workdir / "config.json").exists():
     name = {"periodic": "codist_period", "merged": "merge_every"}[algorithm]
     raise common.UsageError(
       f"--{name}={config[name]}: in --rounds={config['rounds']} the pools would"
-      " never teach each other, which is --algorithm=fedavg"
+      f" never teach each other; give a smaller --{name}, more --rounds, or"
+      " --algorithm=fedavg, which that would be"
     )
   # What students drop is drawn for each part of a batch.
   if config.get("dropout") and "microbatch" not in UNUSED[algorithm]:

@@ -147,8 +147,8 @@ def define_run_flags() -> None:
   flags.DEFINE_integer(
     "lanes",
     None,
-    "Lanes that a round's clients are packed into; by default two a thread on"
-    " CPUs, elsewhere one a client or, for codist, as many as clients of"
+    "Lanes that a round's clients are packed into; by default two a thread with"
+    " --engine=threads, else one a client or, for codist, as many as clients of"
     " different sizes fill. Not for FedMD, nor for fml's algorithms fml and"
     " independent. Changes speed only.",
     lower_bound=1,
@@ -452,7 +452,7 @@ def seed_folders(workdir: pathlib.Path) -> dict[int, pathlib.Path]:
   if "seed" in typed():
     raise UsageError(f"--seed={FLAGS.seed}: give it or --seeds, not both")
   allowed = re.compile(r"seed\d+|summary\.json")
-  only_holds(workdir, allowed, "seeds", f"seed{seeds[0]}")
+  only_holds(workdir, allowed, "seeds", "seedN, or seedN/ALGORITHM")
   return {seed: workdir / f"seed{seed}" for seed in seeds}
 
 
@@ -465,7 +465,7 @@ def only_holds(
     workdir: the folder; may be missing.
     allowed: what may be in it besides charts and what `summarize.py` writes.
     kind: what differs between the runs.
-    example: the name of one of the folders.
+    example: what the folder of such a run is called.
 
   Raises:
     UsageError: if there is anything else.
@@ -474,12 +474,14 @@ def only_holds(
   charts = re.compile(
     r"\..*|curves(_questions|_answers)?\.png|summary\.(csv|png)"
   )
+  hint = ""
+  if (workdir / "config.json").exists():
+    hint = f", to which this run can be moved as WORKDIR/{example}"
   for path in sorted(workdir.iterdir()) if workdir.is_dir() else ():
     if not any(p.fullmatch(path.name) for p in (allowed, charts)):
       raise UsageError(
         f"--workdir={workdir} holds {path.name}, so it cannot hold a comparison"
-        f" of {kind}. Use another --workdir; a run that is there already can be"
-        f" moved to its place in it, as {workdir}/{example}."
+        f" of {kind}. Use another --workdir{hint}."
       )
 
 

@@ -229,6 +229,12 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   several = len(datasets) > 1
   default_clients = len(datasets) if several else 5
   values["num_clients"] = FLAGS.num_clients or default_clients
+  alike = values["global_model"] in values["client_models"]
+  if algorithm == "fml" and FLAGS.clients_start == "global" and not alike:
+    raise common.UsageError(
+      "--clients_start=global: none of --client_models is the"
+      f" --global_model={values['global_model']}"
+    )
   taking_part = FLAGS.clients_per_round or values["num_clients"]
   if several and FLAGS.partition is None:
     values["partition"] = "iid"  # A client has all of its data set.

@@ -92,7 +92,7 @@ def side_by_side(
     experiment.plan(run.config, run.speed, 1)
   for place in places.values() if several else ():
     allowed = re.compile("|".join(algorithms))
-    common.only_holds(place, allowed, "algorithms", names[0])
+    common.only_holds(place, allowed, "algorithms", "ALGORITHM")
   folders = [
     common.open_folder(
       run.path,

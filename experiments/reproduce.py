@@ -415,7 +415,7 @@ def main(argv: Sequence[str]) -> None:
       parser.error(f"--only={args.only}: no cell {part!r}; see --list")
   cells = [c for c in table.cells if any(part in c.name for part in parts)]
   for flag in extra:
-    if flag.lstrip("-").startswith(("workdir", "flagfile", "seeds")):
+    if flag.lstrip("-").startswith(("workdir", "flagfile", "seed")):
       parser.error(
         f"{flag}: give --workdir and --seeds before --; cells have their flags"
       )
@@ -434,7 +434,12 @@ def main(argv: Sequence[str]) -> None:
       # Where one command of all seeds has its runs.
       runs = {folder / f"seed{seed}": [f"--seed={seed}"] for seed in seeds}
       for place, seed in (runs or {folder: []}).items():
-        flags = [*seed, *extra, *hidden]
+        # Other runs' phases lie by seeds too.
+        rest = [
+          f"{flag}/{place.name}" if seed and "pretrained=" in flag else flag
+          for flag in extra
+        ]
+        flags = [*seed, *rest, *hidden]
         print(shlex.join(command_of(table.script, cell, place, flags)))
   elif args.tabulate:
     if not tabulate(table, workdir, seeds):

@@ -8,7 +8,7 @@ model of a run the table has the last and the best of all evaluations and, with
 --target, what it took until one first reached so many percent: rounds, data
 sent, minutes. With --out, `summary.csv` has the same for each seed, and
 `summary.png` the curves. What a run sends in a round is in its `result.json`,
-so it is unknown (?) until the run has ended.
+so it is unknown (?) until the run has ended, and of runs of earlier versions.
 """
 
 import argparse
@@ -101,22 +101,27 @@ def series(
   >>> series(rows, 'accuracy')
   {'mean of 2 parties': [(1, 1.0, 0.375), (2, 2.0, 0.75)]}
   """
-  found = {}
+  found, numbers = {}, {}
   for row in rows:
     values = {}
     for name, value in row.items():
       model, _, what = name.rpartition("/")
       if what == metric and value is not None:
-        values.setdefault(re.sub(r"\d+$", "", model), []).append(value)
+        kind = re.sub(r"\d+$", "", model)
+        values.setdefault(kind if kind in _PLURAL else model, []).append(value)
     for model, of in values.items():
-      name = model
-      if model in _PLURAL:
-        name = f"mean of {len(of)} {_PLURAL[model]}"
-        if _PLURAL[model] in values:
-          continue
       point = row["round"], row.get("seconds", 0.0), statistics.fmean(of)
-      found.setdefault(name, []).append(point)
-  return found
+      numbers[model] = max(len(of), numbers.get(model, 0))
+      found.setdefault(model, []).append((len(of), point))
+  courses = {}
+  for model, points in found.items():
+    # Rows in which some are missing, as those that diverged, have no mean.
+    course = [point for of, point in points if of == numbers[model]]
+    if model not in _PLURAL:
+      courses[model] = course
+    elif _PLURAL[model] not in found:
+      courses[f"mean of {numbers[model]} {_PLURAL[model]}"] = course
+  return courses
 
 
 def measures(
@@ -257,11 +262,11 @@ def draw(
       if run.bytes_per_round is None:
         raise ValueError(
           f"--over=megabytes: no result.json says what {run.label} sends in a"
-          " round; it is written when a run ends"
+          " round; the run has not ended, or is of an earlier version"
         )
       each = run.bytes_per_round / 1e6
       rows = [row | {"round": row["round"] * each} for row in rows]
-    by_label.setdefault(run.label or "run", []).append(rows)
+    by_label.setdefault(run.label, []).append(rows)
   report.curves(
     by_label,
     path,
@@ -270,6 +275,19 @@ def draw(
     xlabel=xlabel,
     published=published,
   )
+
+
+def check_published(
+  published: Mapping[str, Mapping[str, float]],
+  lines: Sequence[Mapping[str, Any]],
+) -> None:
+  """Raises a `ValueError` for levels of what is not drawn."""
+  drawn = {(line["run"], line["model"]) for line in lines}
+  for model, levels in published.items():
+    for run in levels:
+      if (run, model) not in drawn:
+        known = ", ".join(sorted(f"{r}/{m}" for r, m in drawn))
+        raise ValueError(f"--published={run}/{model}=...: there are {known}")
 
 
 def read_published(given: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -326,11 +344,14 @@ def main(argv: Sequence[str]) -> None:
   target = None if args.target is None else args.target / 100
   if "accuracy" not in args.metric:
     parser.error(f"--metric={args.metric}: name an accuracy")
+  if args.out is None and (args.published or args.over != "rounds"):
+    parser.error("--published, --over: for the chart; give --out=DIR too")
   out = args.out
   try:
     runs = read_runs(args.folders, args.metric)
     published = read_published(args.published)
     lines = lines_of(runs, args.metric, target)
+    check_published(published, lines)
     print(table(lines, target))
     if out is None:
       return

@@ -377,10 +377,11 @@ def main() -> None:
   )
   joined = [pathlib.Path(path).expanduser() for path in FLAGS.join or ()]
   for path in joined:
-    check_alike(path, search)
+    check_alike(path, search, experiment.files)
+  rows = tune.join(joined)
   folder = common.open_folder(
     workdir,
-    search | ({"joined": list(map(str, joined))} if joined else {}),
+    search,
     speed | {"trials": FLAGS.trials, "batching": FLAGS.batching},
   )
   folder.keep(experiment.files)
@@ -397,8 +398,9 @@ def main() -> None:
     runner = trials.SideBySide(problem, seeds, at_once=at_once)
   commit = training.git_commit()  # Of the code at work, as `training.run`'s.
   with folder.at_work():
-    if FLAGS.join:
-      rows = tune.join(joined, workdir)
+    if joined:
+      content = b"".join(map(logs.json_line, rows))
+      logs.write_bytes(workdir / "trials.jsonl", content)
     else:
       rows = tune.search(
         problem,
@@ -446,12 +448,15 @@ def main() -> None:
   print(f"\nBest flags: {workdir / 'best.flags'}")
 
 
-def check_alike(path: pathlib.Path, search: dict) -> None:
+def check_alike(
+  path: pathlib.Path, search: dict, data: dict[str, bytes]
+) -> None:
   """Checks that a folder is of a search that differs in its seed alone.
 
   Args:
     path: the folder.
     search: this search's flags.
+    data: files that tell its data from others.
 
   Raises:
     UsageError: it does not.
@@ -460,9 +465,15 @@ def check_alike(path: pathlib.Path, search: dict) -> None:
     content = json.loads((path / "config.json").read_bytes())["config"]
     if not (path / "result.json").exists():
       raise ValueError("it has not ended")
+    for name in data:
+      if (path / name).read_bytes() != data[name]:
+        raise ValueError(f"its {name} is of other data")
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise common.UsageError(f"--join={path}: no search's: {error}") from error
   here = logs.to_json(search)
+  # Of an earlier version, which did not know some of the flags.
+  missing = {n for n in here if n not in content and n in FLAGS}
+  content |= logs.to_json({n: FLAGS[n].default for n in missing})
   # Without --seeds it is the trials' own too.
   own = {"seed"} if FLAGS.seeds else set()
   unlike = logs.differences(

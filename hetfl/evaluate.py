@@ -26,6 +26,9 @@ def classification(
   Returns:
     `accuracy` (a share) and `loss` (nats), as sums over the examples.
 
+  Raises:
+    ValueError: as `core.cross_entropy`.
+
   >>> batch = {'y': jnp.array([0, 1]), 'mask': jnp.ones(2)}
   >>> mean = classification(jnp.array([[2., 0.], [2., 0.]]), batch)['accuracy']
   >>> float(mean.total / mean.count)

@@ -128,7 +128,18 @@ stats); without mutable collections, stats are {}
     return outputs
 
   def predict(self, variables: Variables, x: PyTree) -> jax.Array:
-    """The logits in inference mode; see `outputs`."""
+    """The logits in inference mode.
+
+    Args:
+      variables: what the model holds.
+      x: inputs.
+
+    Returns:
+      The logits, or what else `apply` gives first.
+
+    Raises:
+      ValueError: as `outputs`.
+    """
     return self.outputs(variables, x, None, False)[0]
 
   @classmethod

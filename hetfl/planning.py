@@ -487,6 +487,8 @@ def localize(
   positions, cut = {}, {}
   for key, (bank, indices) in together.items():
     there = np.unique(np.concatenate(indices))
+    if not len(there):  # Nothing of it is needed, but a bank has examples.
+      there = np.zeros(1, np.int32)
     positions[key] = there
     length = max(8, 1 << (len(there) - 1).bit_length())
     fill = np.full(length - len(there), there[0])

@@ -225,6 +225,9 @@ class ClientPopulation:
     Returns:
       The population.
 
+    Raises:
+      ValueError: as the class.
+
     >>> bank = {'y': np.array([0, 1, 2, 3, 4])}
     >>> population = ClientPopulation.from_lists(bank, [[4, 0], [2]])
     >>> population.sizes
@@ -255,13 +258,21 @@ class ClientPopulation:
     return np.diff(self.offsets)
 
   def positions(self, k: int) -> np.ndarray:
-    """`int32[n_k]`: the positions of client `k`'s examples in the bank."""
+    """`int32[n_k]`: the positions of client `k`'s examples in the bank.
+
+    Raises:
+      IndexError: there is no client of that number.
+    """
     if not 0 <= k < len(self):
       raise IndexError(f"client {k}: there are {len(self)}, from 0 on")
     return self.members[self.offsets[k] : self.offsets[k + 1]]
 
   def client(self, k: int) -> dict[str, np.ndarray]:
-    """The examples of client `k` themselves."""
+    """The examples of client `k` themselves.
+
+    Raises:
+      IndexError: there is no client of that number.
+    """
     return {name: a[self.positions(k)] for name, a in self.bank.items()}
 
   def take(self, clients: Sequence[int]) -> "ClientPopulation":

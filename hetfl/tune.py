@@ -147,14 +147,11 @@ def search(
   return log.rows
 
 
-def join(
-  searches: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str]
-) -> list[Row]:
-  """Puts the trials of several searches into one `trials.jsonl`.
+def join(searches: Sequence[str | os.PathLike[str]]) -> list[Row]:
+  """Reads the trials of several searches as those of one.
 
   Args:
     searches: their folders.
-    folder: where `trials.jsonl` goes.
 
   Returns:
     All rows, `trial` and `block_end` counted on from one search to the next.
@@ -173,8 +170,6 @@ def join(
     raise ValueError(
       "two of the searches have the same trials: give each a seed of its own"
     )
-  content = b"".join(map(logs.json_line, rows))
-  logs.write_bytes(pathlib.Path(folder) / "trials.jsonl", content)
   return rows
 
 

@@ -149,6 +149,10 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
     (("--algorithm=fedsgd",), "--algorithm=fedsgd: choose from fedavg"),
     (("--dataset=svhn",), "--dataset=svhn: choose from"),
     (("--clients_per_round=6",), "--clients_per_round=6: there are 5 clients"),
+    (
+      ("--clients_start=global", "--client_models=mlp"),
+      "--clients_start=global: none of --client_models is the --global_model",
+    ),
     (("--client_models=mlp,mlp",), "--client_models=mlp,mlp: 2 models for 5"),
     (("--client_models=vgg",), "--client_models=vgg: choose from"),
     (("--num_clients=4",), "num_clients=4: 8 shards, 2 a client"),

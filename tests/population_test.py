@@ -115,6 +115,18 @@ def test_clients_work_and_weights(
     assert seen[held].max() - seen[held].min() <= 1
 
 
+def test_a_round_may_need_nothing_of_a_bank():
+  """Such as the distillation set's, where no exchange is due."""
+  clients = population.ClientPopulation.from_lists({"y": np.arange(9)}, [[4]])
+  public = population.Subset.whole({"y": np.arange(5)})
+  share = dict(clients_per_round=1, batch_size=1, distill_batch_size=2)
+  plan = planning.plan_round([clients], public, seed=0, round=1, **share)
+  none = plan._replace(distill=np.full_like(plan.distill, -1))
+  small, data = planning.localize(none, [clients], public)
+  assert (small.distill == -1).all() and len(data["distill"]["y"])
+  assert data["pools"][0]["y"][small.pools[0].index[0, 0, 0]] == 4
+
+
 @settings(deadline=None)
 @given(
   sizes=st.lists(st.integers(1, 99), min_size=1, max_size=12),

@@ -80,6 +80,26 @@ def test_rounds_bytes_and_minutes_to_a_target(summarize, tmp_path):
   assert not list((tmp_path / "w").glob("*.*"))  # Nothing beside the runs.
 
 
+def test_models_with_numbers_and_parties_that_diverge(summarize, tmp_path):
+  (tmp_path / "run").mkdir()
+  rows = [
+    {"cnn1/test_accuracy": 0.5, "cnn2/test_accuracy": 0.75},
+    {"party0/test_accuracy": 0.5, "party1/test_accuracy": 0.25},
+    {"party0/test_accuracy": 1.0, "party1/test_accuracy": None},
+  ]
+  text = "".join(
+    json.dumps({"round": i} | r) + "\n" for i, r in enumerate(rows)
+  )
+  (tmp_path / "run/metrics.jsonl").write_text(text)
+  done = summarize(tmp_path / "run")
+  lines = [" ".join(line.split()) for line in done.stdout.splitlines()[2:]]
+  assert lines == [
+    "run cnn1 1 0 50.00 50.00",
+    "run cnn2 1 0 75.00 75.00",
+    "run mean of 2 parties 1 1 37.50 37.50",
+  ]
+
+
 def test_parties_and_clients_count_in_the_mean(summarize, tmp_path):
   write(tmp_path / "md", [])
   # FedMD's phases have folders, and no accuracies over rounds.
@@ -113,9 +133,14 @@ def test_parties_and_clients_count_in_the_mean(summarize, tmp_path):
     (("{}/run",), "--metric=test_accuracy: no run has it; there are: accuracy"),
     (("{}/run", "--metric=loss"), "--metric=loss: name an accuracy"),
     (
-      ("{}/run", "--metric=accuracy", "--published", "fml=9"),
+      ("{}/run", "--metric=accuracy", "--out={}/o", "--published", "fml=9"),
       "--published=fml=9: give RUN/MODEL=PERCENT",
     ),
+    (
+      ("{}/run", "--metric=accuracy", "--out={}/o", "--published", "a/b=9"),
+      "--published=a/b=...: there are run/global",
+    ),
+    (("{}/run", "--over=megabytes"), "for the chart; give --out=DIR too"),
     (
       ("{}/run", "--metric=accuracy", "--over=megabytes", "--out={}/out"),
       "--over=megabytes: no result.json says what run sends",
@@ -128,4 +153,6 @@ def test_what_cannot_be_compared_is_one_line(
   write(tmp_path / "run", [0.5])
   done = summarize(*(arg.format(tmp_path) for arg in args))
   assert done.returncode != 0
-  assert message in (error_of(done) if "loss" not in message else done.stderr)
+  of_the_parser = "usage: " in done.stderr
+  assert message in (done.stderr if of_the_parser else error_of(done))
+  assert not (tmp_path / "o").exists()

@@ -309,7 +309,7 @@ def test_a_table_has_cells_that_others_finish_meanwhile(
   def table(*args):
     names = f"--only={','.join(cells[:3])}"
     args = ("--table=codist_table1_cifar", f"--workdir={tmp_path}", *args)
-    reproduce.main([*args] + [names] * ("--tabulate" not in args))
+    reproduce.main([names] * ("--tabulate" not in args) + [*args])
 
   monkeypatch.setattr(reproduce, "run_cell", run_cell)
   with pytest.raises(SystemExit, match=rf"{cells[1]} \(status 3\)"):
@@ -342,6 +342,16 @@ def test_a_table_has_cells_that_others_finish_meanwhile(
       f"--workdir={tmp_path / name / f'seed{seed}'}",
       *(f"--seed={seed}", "--data_dir=/my data", "--download"),
     ]
+  table("--commands", "--seeds=1,2", "--", "--pretrained=/a/b")
+  lines = capsys.readouterr().out.splitlines()
+  assert [line.endswith("--pretrained=/a/b/seed1") for line in lines] == (
+    [True, False] * 3
+  )
+  with pytest.raises(SystemExit):
+    table("--seeds=1,2", "--", "--seed=5")
+  assert (
+    "--seed=5: give --workdir and --seeds before" in capsys.readouterr().err
+  )
 
 
 def test_cells_of_one_public_training_share_it(modules, known, tmp_path):

@@ -330,7 +330,7 @@ class Inline:
 
 
 def _is_key(a) -> bool:
-  return jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)
+  return jax.dtypes.issubdtype(jax.dtypes.result_type(a), jax.dtypes.prng_key)
 
 
 def _as_numbers(tree: PyTree) -> PyTree:

@@ -158,13 +158,30 @@ class Engine(Protocol):
   num_pieces: int
 
   def num_lanes(self, num_clients: int) -> int:
-    """How many lanes a round's clients are best packed into."""
+    """How many lanes a round's clients are best packed into.
+
+    Args:
+      num_clients: how many clients train, all of about one size; see
+        `planning.enough_lanes` for others.
+
+    Returns:
+      The number of lanes.
+    """
 
   def run(self, *jobs: Job) -> tuple[PyTree, ...]:
     """Returns the jobs' results, in their order."""
 
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
-    """Makes a function that runs jobs ready for a loop on the host."""
+    """Makes a function that runs jobs ready for a loop on the host.
+
+    Args:
+      fn: the function, such as an algorithm's `step`.
+      donate: numbers of arguments that are given up to it, whose memory its
+        results may take.
+
+    Returns:
+      A function of the same arguments.
+    """
 
 
 def zeros_of(fn: Callable, *args) -> PyTree:

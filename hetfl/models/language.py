@@ -205,10 +205,26 @@ class LSTMLanguageModel(nn.Module):
 
 
 def small_lstm(vocabulary_size: int, **kwargs) -> LSTMLanguageModel:
-  """The low-capacity pool's model, 1,984,348 parameters at V = 10,004."""
+  """The low-capacity pool's model, 1,984,348 parameters at V = 10,004.
+
+  Args:
+    vocabulary_size: V, with PAD, BOS, EOS and OOV.
+    **kwargs: other attributes of `LSTMLanguageModel`.
+
+  Returns:
+    The module.
+  """
   return LSTMLanguageModel(vocabulary_size, 96, 70, 1, **kwargs)
 
 
 def large_lstm(vocabulary_size: int, **kwargs) -> LSTMLanguageModel:
-  """The high-capacity pool's model, 4,278,644 parameters at V = 10,004."""
+  """The high-capacity pool's model, 4,278,644 parameters at V = 10,004.
+
+  Args:
+    vocabulary_size: V, with PAD, BOS, EOS and OOV.
+    **kwargs: other attributes of `LSTMLanguageModel`.
+
+  Returns:
+    The module.
+  """
   return LSTMLanguageModel(vocabulary_size, 192, 140, 2, **kwargs)

@@ -66,10 +66,26 @@ class CodistCNN(nn.Module):
 
 
 def small_cnn(num_classes: int, **kwargs) -> CodistCNN:
-  """The low-capacity pool's CNN, 109,348 parameters at 100 classes."""
+  """The low-capacity pool's CNN, 109,348 parameters at 100 classes.
+
+  Args:
+    num_classes: C.
+    **kwargs: other attributes of `CodistCNN`.
+
+  Returns:
+    The module.
+  """
   return CodistCNN((16, 32, 32), (64, 128), num_classes, **kwargs)
 
 
 def large_cnn(num_classes: int, **kwargs) -> CodistCNN:
-  """The high-capacity pool's CNN, 410,084 parameters at 100 classes."""
+  """The high-capacity pool's CNN, 410,084 parameters at 100 classes.
+
+  Args:
+    num_classes: C.
+    **kwargs: other attributes of `CodistCNN`.
+
+  Returns:
+    The module.
+  """
   return CodistCNN((32, 64, 64), (128, 256), num_classes, **kwargs)
