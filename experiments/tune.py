@@ -381,7 +381,8 @@ def main() -> None:
   rows = tune.join(joined)
   folder = common.open_folder(
     workdir,
-    search,
+    # So that no search's own trials are written over.
+    search | ({"joined": True} if joined else {}),
     speed | {"trials": FLAGS.trials, "batching": FLAGS.batching},
   )
   folder.keep(experiment.files)
@@ -475,7 +476,7 @@ def check_alike(
   missing = {n for n in here if n not in content and n in FLAGS}
   content |= logs.to_json({n: FLAGS[n].default for n in missing})
   # Without --seeds it is the trials' own too.
-  own = {"seed"} if FLAGS.seeds else set()
+  own = {"joined", *(["seed"] if FLAGS.seeds else [])}
   unlike = logs.differences(
     *({n: v for n, v in c.items() if n not in own} for c in (content, here))
   )

@@ -480,6 +480,9 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   summary = json.loads((tmp_path / "both/result.json").read_text())
   assert summary["best"]["objective"] >= best["objective"]
   assert summary["trials"] == 6
+  done = tune(*search, *join, f"--workdir={tmp_path}/tune", "--", *runs)
+  assert "holds another run: joined: there unset, here true" in done.stderr
+  assert (tmp_path / "tune/trials.jsonl").read_text().splitlines() == lines
   done = tune(*search, *join, f"--workdir={tmp_path}/no", "--", *QUICK)
   assert "other: of another search: seeds: there" in done.stderr
   done = tune(*search, "--seed=9", f"--workdir={tmp_path}/tune", "--", *QUICK)
