@@ -55,7 +55,8 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
   """
   places = []
   for folder in folders:
-    found = sorted(path.parent for path in folder.rglob("metrics.jsonl"))
+    found = folder.absolute().rglob("metrics.jsonl")
+    found = sorted(path.parent for path in found)
     if not found:
       raise ValueError(f"{folder}: there is no run, that is no metrics.jsonl")
     places += [place for place in found if place not in places]
