@@ -362,10 +362,11 @@ class Experiment:
     self._pools, self._banks, self._lanes = {}, {}, {}
     for pool, clients in zip(POOLS, self.data.pools):
       if config["clients_per_round"] > len(clients):
+        fewer = pool == "large" and config.get("pools") != "domain"
         raise common.UsageError(
           f"--clients_per_round={config['clients_per_round']}: the pool of the"
-          f" {pool} model has {len(clients)} clients (that of the large one is"
-          " --high_capacity_clients)"
+          f" {pool} model has {len(clients)} clients"
+          + (", the --high_capacity_clients" if fewer else "")
         )
     sets = {"test": self.data.test, "heldout": self.data.heldout}
     if speed["bank"] == "round":

@@ -416,7 +416,10 @@ def test_language_models_of_two_domains(codist, tmp_path):
     (("--distill_data=cifar10",), "--distill_data=cifar10"),
     (("--dataset=digits",), "not for --dataset=digits"),
     ((f"--data_dir={tmp_path}/nowhere",), "archive.org/details/stackexchange"),
-    (("--clients_per_round=30",), "clients_per_round=30: pool 0 has"),
+    (
+      ("--clients_per_round=30",),
+      "--clients_per_round=30: the pool of the small model has 8 clients",
+    ),
   ]
   codist.refuse(cases, *run, fresh=tmp_path / "fresh")
   posts.write_text(posts.read_text().replace("Say", "Shout"))
