@@ -1,6 +1,6 @@
 r"""Compares runs by what lies in their folders.
 
-  python experiments/summarize.py runs/codist-digits --target=90 --out=DIR
+  python experiments/summarize.py runs --target=90 --out=DIR
 
 Folders are those of runs, finished or not, or hold some, at any depth; runs in
 folders `seed0`, `seed1` and so on of one place are seeds of one run. For each
