@@ -36,14 +36,14 @@ class Run(NamedTuple):
     label: its place below the folder that all have in common, without the
       seed.
     seed: the name of its seed's folder, or nothing.
-    rows: the rows of `metrics.jsonl`.
+    courses: of each model, the metric's, as `series` has them.
     bytes_per_round: what all clients and the server send each other in a
       round, as `result.json` has it; `None` without.
   """
 
   label: str
   seed: str
-  rows: Sequence[Mapping[str, Any]]
+  courses: Mapping[str, Sequence[tuple[int, float, float]]]
   bytes_per_round: int | None
 
 
@@ -67,8 +67,10 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
   common = min(map(len, parts)) - 1
   while common and len({tuple(p[:common]) for p in parts}) > 1:
     common -= 1
-  runs = []
+  runs, names = [], set()
   for place, of in zip(places, parts):
+    rows = logs.read_rows(place / "metrics.jsonl")
+    names |= {name.rpartition("/")[2] for row in rows for name in row}
     try:
       result = json.loads((place / "result.json").read_bytes())
     except FileNotFoundError:  # It is not finished.
@@ -77,13 +79,12 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
       Run(
         label="/".join(of[common:]),
         seed=next(filter(_SEED.fullmatch, reversed(place.parts)), ""),
-        rows=logs.read_rows(place / "metrics.jsonl"),
+        courses=series(rows, metric),
         bytes_per_round=result.get("bytes_per_round"),
       )
     )
-  measured = [run for run in runs if series(run.rows, metric)]
+  measured = [run for run in runs if run.courses]
   if not measured:
-    names = {n.rpartition("/")[2] for r in runs for row in r.rows for n in row}
     known = ", ".join(sorted(n for n in names if "accuracy" in n)) or "none"
     raise ValueError(f"--metric={metric}: no run has it; there are: {known}")
   return measured
@@ -169,9 +170,7 @@ def measures(
   return found
 
 
-def lines_of(
-  runs: Sequence[Run], metric: str, target: float | None
-) -> list[dict[str, Any]]:
+def lines_of(runs: Sequence[Run], target: float | None) -> list[dict[str, Any]]:
   """One dict for each model of each run: what `summary.csv` has."""
   return [
     {
@@ -182,7 +181,7 @@ def lines_of(
       "bytes_per_round": run.bytes_per_round,
     }
     for run in runs
-    for model, course in series(run.rows, metric).items()
+    for model, course in run.courses.items()
   ]
 
 
@@ -255,7 +254,7 @@ def draw(
   for run in runs:
     rows = [
       {f"{model}/{metric}": value, "round": t}
-      for model, course in series(run.rows, metric).items()
+      for model, course in run.courses.items()
       for t, _, value in course
     ]
     if over == "megabytes":
@@ -351,7 +350,7 @@ def main(argv: Sequence[str]) -> None:
   try:
     runs = read_runs(args.folders, args.metric)
     published = read_published(args.published)
-    lines = lines_of(runs, args.metric, target)
+    lines = lines_of(runs, target)
     check_published(published, lines)
     print(table(lines, target))
     if out is None:

@@ -413,7 +413,7 @@ def main() -> None:
         halvings=FLAGS.halvings,
         checkpoint_every=speed["checkpoint_every"],
       )
-  write_best(tunable, module, rows, config, workdir)
+  best = write_best(tunable, module, rows, config, workdir)
   report.parallel_coordinates(
     {name: [row["values"][name] for row in rows] for name in space},
     [row["objective"] for row in rows],
@@ -424,7 +424,6 @@ def main() -> None:
     title=f"{names[0]}, {_text(config['dataset'])}: {len(rows)} trials",
   )
   result = tune.summary(rows, FLAGS.top)
-  best = tune.top(rows, 1)[0]
   blocks = {row["block_end"]: row["seconds"] for row in rows}
   folder.write_result(
     {
@@ -477,17 +476,15 @@ def check_alike(
   content |= logs.to_json({n: FLAGS[n].default for n in missing})
   # Without --seeds it is the trials' own too.
   own = {"joined", *(["seed"] if FLAGS.seeds else [])}
-  unlike = logs.differences(
-    *({n: v for n, v in c.items() if n not in own} for c in (content, here))
-  )
+  unlike = logs.differences(content, here, ignoring=own)
   if unlike:
     raise common.UsageError(
       f"--join={path}: of another search: {'; '.join(unlike)}"
     )
 
 
-def write_best(tunable, module, rows, config, workdir) -> None:
-  """Writes `best.flags`, which the experiment takes as it is."""
+def write_best(tunable, module, rows, config, workdir) -> proposers.Row:
+  """Writes `best.flags`, which the experiment takes as it is; the best row."""
   best = tune.top(rows, 1)
   if not best:
     raise common.UsageError(
@@ -514,6 +511,7 @@ def write_best(tunable, module, rows, config, workdir) -> None:
   }
   text = "\n".join([*head, logs.flags_text(used)]) + "\n"
   logs.write_bytes(workdir / "best.flags", text.encode())
+  return row
 
 
 def _text(value: Any) -> str:

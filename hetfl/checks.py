@@ -207,6 +207,11 @@ def _as_bank(given, name):
   return given
 
 
+def _is_several(given):
+  """Whether it is a sequence, and no NamedTuple, which is one thing."""
+  return isinstance(given, list | tuple) and not hasattr(given, "_fields")
+
+
 def _not_a(given):
   return f"not a {type(given).__name__}"
 
@@ -230,8 +235,7 @@ def each(name: str, given: Any, kind: type, number: int, hint: str) -> None:
   ValueError: counts[1]: give an int, not a str; count them
   """
   a = f"{'an' if kind.__name__[0] in 'aeiou' else 'a'} {kind.__name__}"
-  several = isinstance(given, list | tuple) and not hasattr(given, "_fields")
-  if not several:
+  if not _is_several(given):
     raise ValueError(
       f"{name}: give a sequence of {number}, each {a}, {_not_a(given)}; {hint}"
     )
@@ -271,7 +275,7 @@ def banks(data: Mapping[str, Any], name: str, number: int) -> Sequence[Any]:
   ValueError: data['pools']: give a sequence of 2 banks, one each, not a dict
   """
   found = _entry(data, name)
-  several = isinstance(found, list | tuple) and not hasattr(found, "_fields")
+  several = _is_several(found)
   if not several or len(found) != number:
     what = f"not {len(found)}" if several else _not_a(found)
     raise ValueError(

@@ -125,8 +125,12 @@ def flags_text(values: Mapping[str, Any]) -> str:
   return "\n".join(lines)
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-  """Lists in which values two configurations differ.
+def differences(
+  there: Mapping[str, Any],
+  here: Mapping[str, Any],
+  ignoring: Collection[str] = (),
+) -> list[str]:
+  """Lists in which values two configurations differ, but for some names.
 
   >>> differences({'lr': 0.1, 'seed': 0}, {'lr': 0.2, 'seed': 0, 'k': 3})
   ['lr: there 0.1, here 0.2', 'k: there unset, here 3']
@@ -138,8 +142,9 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
   return [
     f"{name}: there {show(there, name)}, here {show(here, name)}"
     for name in dict.fromkeys([*there, *here])
+    if name not in ignoring
     # The type counts, since 1 == 1.0 == True.
-    if show(there, name) != show(here, name)
+    and show(there, name) != show(here, name)
   ]
 
 
@@ -165,8 +170,7 @@ def _why_no_longer(
   there: Mapping[str, Any], here: Mapping[str, Any], lengthens: bool
 ) -> str:
   """Why a run cannot go on to more rounds, if that is all that is asked."""
-  others = {n: v for n, v in here.items() if n != "rounds"}
-  if differences(others, {n: v for n, v in there.items() if n != "rounds"}):
+  if differences(there, here, ignoring=["rounds"]):
     return ""
   last = there.get("rounds", 0)
   if last > here.get("rounds", 0):
@@ -252,11 +256,7 @@ class RunFolder:
       there |= to_json(known)
       if lengthens and _is_shorter(there, config):
         there["rounds"] = config["rounds"]
-      unlike = differences(
-        *(
-          {n: v for n, v in c.items() if n not in idle} for c in (there, config)
-        )
-      )
+      unlike = differences(there, config, ignoring=idle)
       if unlike:
         raise ConfigMismatch(
           f"{named}={workdir} holds another run: {'; '.join(unlike)}."

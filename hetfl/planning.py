@@ -176,15 +176,9 @@ def enough_lanes(
   _check_sample(population, "the pool", clients_per_round)
   checks.counts(batch_size=batch_size, epochs=epochs, max_steps=max_steps)
   rng = np.random.default_rng(0)
+  steps_of_all = _steps_of(population.sizes, batch_size, epochs, max_steps)
   samples = [
-    _steps_of(
-      population.sizes[
-        rng.choice(len(population), clients_per_round, replace=False)
-      ],
-      batch_size,
-      epochs,
-      max_steps,
-    ).tolist()
+    rng.choice(steps_of_all, clients_per_round, replace=False).tolist()
     for _ in range(16)
   ]
   least = sum(map(max, samples))

@@ -206,7 +206,7 @@ class Inline:
     def move(leaf):
       if not self._mesh.is_multi_process:
         return jax.device_put(leaf, everywhere)
-      if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      if _is_key(leaf):
         data = jax.make_array_from_process_local_data(
           everywhere, np.asarray(jax.random.key_data(leaf))
         )
