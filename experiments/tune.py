@@ -312,8 +312,19 @@ def make_problem(
   )
 
 
-def main() -> None:
-  """Runs the search, then writes and prints what came out."""
+def algorithm_name(tunable: tunables.Tunable, module: Any) -> str:
+  """The algorithm to search for, of flags that a search can follow.
+
+  Args:
+    tunable: the experiment.
+    module: its module.
+
+  Returns:
+    The only name of `--algorithm`.
+
+  Raises:
+    UsageError: naming a flag that is not for searches, or several algorithms.
+  """
   common.refuse("a search decides itself how its rounds run", "autotune")
   common.refuse(
     "a search is one process's, over all its devices",
@@ -324,8 +335,6 @@ def main() -> None:
     raise common.UsageError(
       "--bank=round: trials share the banks on the device"
     )
-  tunable = tunables.EXPERIMENTS[FLAGS.experiment]
-  module = importlib.import_module(tunable.module)
   names = FLAGS.algorithm
   if len(names) != 1 or names[0] not in tunable.space:
     raise common.UsageError(
@@ -335,12 +344,11 @@ def main() -> None:
   common.warn_of_idle(
     f"--algorithm={names[0]} has no use for it", *module.UNUSED[names[0]]
   )
-  seeds = common.read_seeds()
-  space = make_space(tunable, names[0])
-  for name, dimension in space.items():
-    flag = name.partition(".")[0]
-    if FLAGS[flag].value == 0:  # Switched off it is no part of the state.
-      FLAGS[flag].value = dimension.high
+  return names[0]
+
+
+def trials_in_one_program() -> bool:
+  """Whether `--batching` is `vmap`, for which it sets `--engine`."""
   vmap = FLAGS.batching == "vmap" or (
     FLAGS.batching == "auto" and jax.default_backend() != "cpu"
   )
@@ -351,10 +359,52 @@ def main() -> None:
         " trials itself; leave --engine out"
       )
     FLAGS.engine = "inline"
-  workdir = common.default_workdir(
-    "tune", FLAGS.experiment, _text(FLAGS.dataset).replace(",", "-"), *names
+  return vmap
+
+
+def search_config(
+  tunable: tunables.Tunable,
+  config: dict,
+  space: dict[str, proposers.Dimension],
+) -> dict[str, Any]:
+  """What tells this search from others: its flags, and the trials' fixed ones.
+
+  Args:
+    tunable: the experiment.
+    config: the experiment's flags.
+    space: dimension by name.
+
+  Returns:
+    The config of the search's folder.
+  """
+  # Of a flag with a value for each model, one may be searched and one not.
+  searched = {name.partition(".")[0] for name in space}
+  searched = {f for f in searched if _is_searched(f, space, tunable)}
+  fixed = [
+    f"{n}=fixed" for n in tunable.space[config["algorithm"]] if n not in space
+  ]
+  return (
+    {name: FLAGS[name].value for name in _SEARCH_FLAGS}
+    | {n: v for n, v in config.items() if n not in searched}
+    | {"space": [*(_range(name, d) for name, d in space.items()), *fixed]}
   )
-  config, speed = module.configuration(names[0], workdir)
+
+
+def main() -> None:
+  """Runs the search, then writes and prints what came out."""
+  tunable = tunables.EXPERIMENTS[FLAGS.experiment]
+  module = importlib.import_module(tunable.module)
+  algorithm = algorithm_name(tunable, module)
+  seeds = common.read_seeds()
+  space = make_space(tunable, algorithm)
+  for name, dimension in space.items():
+    flag = name.partition(".")[0]
+    if FLAGS[flag].value == 0:  # Switched off it is no part of the state.
+      FLAGS[flag].value = dimension.high
+  vmap = trials_in_one_program()
+  dataset = _text(FLAGS.dataset).replace(",", "-")
+  workdir = common.default_workdir("tune", FLAGS.experiment, dataset, algorithm)
+  config, speed = module.configuration(algorithm, workdir)
   if FLAGS.seeds and config.get("distill_examples"):
     raise common.UsageError(
       f"--seeds={_text(FLAGS.seeds)}: trials share the --distill_examples that"
@@ -366,15 +416,7 @@ def main() -> None:
   # All that can be wrong should show before a folder is made.
   jax.eval_shape(lambda: problem.init({n: d.low for n, d in space.items()}, 0))
   problem.plan(seeds[0], 1)
-  # Of a flag with a value for each model, one may be searched and one not.
-  searched = {name.partition(".")[0] for name in space}
-  searched = {f for f in searched if _is_searched(f, space, tunable)}
-  fixed = [f"{n}=fixed" for n in tunable.space[names[0]] if n not in space]
-  search = (
-    {name: FLAGS[name].value for name in _SEARCH_FLAGS}
-    | {n: v for n, v in config.items() if n not in searched}
-    | {"space": [*(_range(name, d) for name, d in space.items()), *fixed]}
-  )
+  search = search_config(tunable, config, space)
   joined = [pathlib.Path(path).expanduser() for path in FLAGS.join or ()]
   for path in joined:
     check_alike(path, search, experiment.files)
@@ -386,17 +428,6 @@ def main() -> None:
     speed | {"trials": FLAGS.trials, "batching": FLAGS.batching},
   )
   folder.keep(experiment.files)
-  proposer = proposers.RandomSearch(space, FLAGS.seed)
-  if FLAGS.proposer == "optuna":
-    proposer = proposers.OptunaSearch(
-      space, FLAGS.seed, workdir / "optuna.journal"
-    )
-  if vmap:
-    runner = trials.Vmapped(problem, seeds, devices=jax.devices())
-  else:
-    threads = isinstance(experiment.engine, engine.Threads)
-    at_once = 2 * experiment.engine.num_threads if threads else 1
-    runner = trials.SideBySide(problem, seeds, at_once=at_once)
   commit = training.git_commit()  # Of the code at work, as `training.run`'s.
   with folder.at_work():
     if joined:
@@ -405,8 +436,8 @@ def main() -> None:
     else:
       rows = tune.search(
         problem,
-        proposer,
-        runner,
+        make_proposer(space, workdir),
+        make_runner(problem, seeds, experiment.engine, vmap),
         folder=workdir,
         trials=FLAGS.trials,
         block=FLAGS.block,
@@ -414,38 +445,68 @@ def main() -> None:
         checkpoint_every=speed["checkpoint_every"],
       )
   best = write_best(tunable, module, rows, config, workdir)
-  report.parallel_coordinates(
-    {name: [row["values"][name] for row in rows] for name in space},
-    [row["objective"] for row in rows],
-    workdir / "parallel.png",
-    log={name: d.log for name, d in space.items()},
-    halved=[i for i, row in enumerate(rows) if row["status"] == "halved"],
-    label=f"held-out % ({FLAGS.objective})",
-    title=f"{names[0]}, {_text(config['dataset'])}: {len(rows)} trials",
-  )
-  result = tune.summary(rows, FLAGS.top)
-  blocks = {row["block_end"]: row["seconds"] for row in rows}
-  folder.write_result(
-    {
-      "experiment": FLAGS.experiment,
-      "objective": FLAGS.objective,
-      **{name: config[name] for name in ("algorithm", "dataset", "rounds")},
-      "seeds": seeds,
-      "best": {
-        name: best.get(name)
-        for name in ("trial", "objective", "heldout", "test", "values")
-      },
-      "seconds": sum(blocks.values()),
-      "versions": training.versions(),
-      "git_commit": commit,
-      **result,
-    }
-  )
+  title = f"{algorithm}, {_text(config['dataset'])}: {len(rows)} trials"
+  draw(rows, space, workdir / "parallel.png", title)
+  result = {
+    "experiment": FLAGS.experiment,
+    "objective": FLAGS.objective,
+    **{name: config[name] for name in ("algorithm", "dataset", "rounds")},
+    "seeds": seeds,
+    "best": {
+      name: best.get(name)
+      for name in ("trial", "objective", "heldout", "test", "values")
+    },
+    # Rows of a block hold the whole block's.
+    "seconds": sum({row["block_end"]: row["seconds"] for row in rows}.values()),
+    "versions": training.versions(),
+    "git_commit": commit,
+    **tune.summary(rows, FLAGS.top),
+  }
+  folder.write_result(result)
   print(tune.table(rows, space, FLAGS.top))
   if "test" in result:  # Else the trials are of an older version.
     means = ", ".join(f"{n} {100 * v:.2f} %" for n, v in result["test"].items())
     print(f"\nOn test data, the mean of the best {result['top']}: {means}")
   print(f"\nBest flags: {workdir / 'best.flags'}")
+
+
+def make_proposer(
+  space: dict[str, proposers.Dimension], workdir: pathlib.Path
+) -> proposers.Proposer:
+  """What `--proposer` names."""
+  if FLAGS.proposer == "optuna":
+    journal = workdir / "optuna.journal"
+    return proposers.OptunaSearch(space, FLAGS.seed, journal)
+  return proposers.RandomSearch(space, FLAGS.seed)
+
+
+def make_runner(
+  problem: trials.Problem, seeds: list[int], at: engine.Engine, vmap: bool
+) -> trials.Runner:
+  """What trains trials: as one program, or side by side on an engine."""
+  if vmap:
+    return trials.Vmapped(problem, seeds, devices=jax.devices())
+  threads = isinstance(at, engine.Threads)
+  at_once = 2 * at.num_threads if threads else 1
+  return trials.SideBySide(problem, seeds, at_once=at_once)
+
+
+def draw(
+  rows: list[proposers.Row],
+  space: dict[str, proposers.Dimension],
+  path: pathlib.Path,
+  title: str,
+) -> None:
+  """Draws the trials as lines from value to value."""
+  report.parallel_coordinates(
+    {name: [row["values"][name] for row in rows] for name in space},
+    [row["objective"] for row in rows],
+    path,
+    log={name: d.log for name, d in space.items()},
+    halved=[i for i, row in enumerate(rows) if row["status"] == "halved"],
+    label=f"held-out % ({FLAGS.objective})",
+    title=title,
+  )
 
 
 def check_alike(

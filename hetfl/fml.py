@@ -324,19 +324,8 @@ def _whole(stages, *args):
   return stages.whole(*args, steps=work.steps)
 
 
-def _build(
-  clients,
-  global_model,
-  hyper,
-  engine,
-  *,
-  optimizer,
-  microbatch,
-  temperature=1.0,
-  sequential=False,
-  from_global=False,
-) -> core.Algorithm:
-  """Algorithm 1, or its clients without a server."""
+def _check_clients(clients, global_model, from_global):
+  """The clients as a tuple, if they and their models are such."""
   checks.sequence("clients", clients, MutualClient)
   clients = tuple(clients)
   if not clients:
@@ -351,6 +340,23 @@ def _build(
       core.Model.check(f"client {k}'s adaptor", client.adaptor)
   if from_global and all(c.model != global_model for c in clients):
     raise ValueError("from_global=True: no client's model is the global one")
+  return clients
+
+
+def _build(
+  clients,
+  global_model,
+  hyper,
+  engine,
+  *,
+  optimizer,
+  microbatch,
+  temperature=1.0,
+  sequential=False,
+  from_global=False,
+) -> core.Algorithm:
+  """Algorithm 1, or its clients without a server."""
+  clients = _check_clients(clients, global_model, from_global)
   engine = engine or engine_lib.Inline()
   highest = {"learning_rate": np.inf, "alpha": 1, "beta": 1}
   for name, value in hyper.items():

@@ -252,41 +252,12 @@ def _unsplice(meme, adaptor):
   )
 
 
-def client_program(
-  client: MutualClient,
-  global_model: core.Model | None,
-  *,
-  optimizer: core.Optimizer = momentum_sgd,
-  temperature: float = 1.0,
-  sequential: bool = False,
-  microbatch: int | None = None,
-) -> engine_lib.Stages:
-  """A client's round: ClientUpdate of algorithm 1.
-
-  Args:
-    client: the client.
-    global_model: the global model; `None` leaves the meme out, and the client
-      learns alone.
-    optimizer: see `fml`.
-    temperature: see `fml`.
-    sequential: see `fml`.
-    microbatch: see `fml`.
-
-  Returns:
-    The stages of `(server, hyper, key, bank, (kept, work)) -> (kept, meme,
-    metrics)`: `server` is the global model's `Variables`, `hyper` the round's
-    `learning_rate`, `alpha` and `beta`, `key` the round's key, `bank` the
-    examples on the device, `kept` a row of a `GroupState` and `work` a row of
-    `ClientRounds`. Step `s` of client `k` draws from
-    `fold_in(fold_in(key, k), s)`, as in `hetfl.client.lane_program`.
-  """
-  models = {"local": client.model}
+def _part_loss(
+  client: MutualClient, models: dict[str, core.Model], temperature: float
+):
+  """Equation 5's losses of a client's models, on a part of a batch."""
   weights = {"local": "alpha", "meme": "beta"}
-  if global_model is not None:
-    models["meme"] = splice(global_model, client.adaptor)
   alike = models.get("meme") == client.model
-  # Which models step together, on the same logits.
-  turns = [(name,) for name in models] if sequential else [tuple(models)]
 
   def part_loss(params, variables, hyper, share, batch, key):
     """The losses of the models in `params`, each example times `share`."""
@@ -334,6 +305,12 @@ def client_program(
       }
     return total, (sums, {name: stats[name] for name in params})
 
+  return part_loss
+
+
+def _gradients(part_loss, microbatch: int | None):
+  """Gradients of `part_loss`, in parts of at most `microbatch` examples."""
+
   def gradients(names, variables, hyper, batch, key):
     """Mean gradients, statistics and summed losses of some models."""
     params = {name: variables[name].params for name in names}
@@ -366,6 +343,45 @@ def client_program(
     )
     grads = optax.tree.cast_like(grads, params)
     return grads, {n: after[n].stats for n in names}, sums, count
+
+  return gradients
+
+
+def client_program(
+  client: MutualClient,
+  global_model: core.Model | None,
+  *,
+  optimizer: core.Optimizer = momentum_sgd,
+  temperature: float = 1.0,
+  sequential: bool = False,
+  microbatch: int | None = None,
+) -> engine_lib.Stages:
+  """A client's round: ClientUpdate of algorithm 1.
+
+  Args:
+    client: the client.
+    global_model: the global model; `None` leaves the meme out, and the client
+      learns alone.
+    optimizer: see `fml`.
+    temperature: see `fml`.
+    sequential: see `fml`.
+    microbatch: see `fml`.
+
+  Returns:
+    The stages of `(server, hyper, key, bank, (kept, work)) -> (kept, meme,
+    metrics)`: `server` is the global model's `Variables`, `hyper` the round's
+    `learning_rate`, `alpha` and `beta`, `key` the round's key, `bank` the
+    examples on the device, `kept` a row of a `GroupState` and `work` a row of
+    `ClientRounds`. Step `s` of client `k` draws from
+    `fold_in(fold_in(key, k), s)`, as in `hetfl.client.lane_program`.
+  """
+  models = {"local": client.model}
+  if global_model is not None:
+    models["meme"] = splice(global_model, client.adaptor)
+  # Which models step together, on the same logits.
+  turns = [(name,) for name in models] if sequential else [tuple(models)]
+  part_loss = _part_loss(client, models, temperature)
+  gradients = _gradients(part_loss, microbatch)
 
   def begin(server, hyper, key, bank, row):
     del key, bank

@@ -212,17 +212,7 @@ def run(
   with contextlib.ExitStack() as stack:
     signals = stack.enter_context(_signals())
     stack.enter_context(folder.at_work())
-    state = core.strong(engine.jit(algorithm.init, once=True)(key))
-    done, extra = 0, {}
-    found = _latest(checkpoints, state)
-    if found is not None:
-      done, state, extra = found
-      if done > rounds:
-        raise ValueError(
-          f"rounds={rounds}: {folder.path} is at round {done} already; take"
-          " another folder, or more rounds"
-        )
-      logging.info("%s: going on after round %d.", folder.path, done)
+    done, state, extra = _begin(algorithm, key, checkpoints, rounds, folder)
     before = extra.get("seconds", 0.0)
     evaluation = extra.get("evaluation", {})
     means = _Means(extra.get("totals", {}), extra.get("counts", {}))
@@ -295,16 +285,7 @@ def run(
     stop = bool(signals)  # One may have come after the last round.
   if stop:
     # Of several processes another may have had it.
-    number = signals[0] if signals else signal.SIGTERM
-    logging.warning(
-      "%s: %s after round %d of %d. %s.",
-      folder.path,
-      signal.Signals(number).name,
-      done,
-      rounds,
-      "Finished" if done == rounds else "Saved; the same command goes on",
-    )
-    raise SystemExit(128 + number)
+    _exit(signals[0] if signals else signal.SIGTERM, folder, done, rounds)
   return _shared(folder)
 
 
@@ -405,6 +386,40 @@ def git_commit() -> str | None:
     return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
   except (OSError, subprocess.SubprocessError):
     return None
+
+
+def _begin(
+  algorithm: core.Algorithm,
+  key: Any,
+  checkpoints: checkpoint.Checkpoints,
+  rounds: int,
+  folder: logs.RunFolder,
+) -> tuple[int, Any, dict[str, Any]]:
+  """Rounds done, the state and the rest: the newest checkpoint's, or new."""
+  state = core.strong(engine.jit(algorithm.init, once=True)(key))
+  found = _latest(checkpoints, state)
+  if found is None:
+    return 0, state, {}
+  if found[0] > rounds:
+    raise ValueError(
+      f"rounds={rounds}: {folder.path} is at round {found[0]} already; take"
+      " another folder, or more rounds"
+    )
+  logging.info("%s: going on after round %d.", folder.path, found[0])
+  return found
+
+
+def _exit(number: int, folder: logs.RunFolder, done: int, rounds: int) -> None:
+  """Ends the process after a signal, saying how far the run is."""
+  logging.warning(
+    "%s: %s after round %d of %d. %s.",
+    folder.path,
+    signal.Signals(number).name,
+    done,
+    rounds,
+    "Finished" if done == rounds else "Saved; the same command goes on",
+  )
+  raise SystemExit(128 + number)
 
 
 def _row(

@@ -1,8 +1,10 @@
 """What every algorithm must do, whatever it is."""
 
+import dataclasses
 import functools
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import optax
 import pytest
 import scipy.special
 
-from hetfl import codist, engine, planning
+from hetfl import codist, core, engine, planning
 from hetfl.fedavg import fedadam_server, fedavg, fedavg_server, round_keys
 from tests import federation
 from tests.algorithms import arrays, CASES, initial, make_distiller, run
@@ -20,6 +22,7 @@ ROUNDS = 4
 TOLERANCE = dict(rtol=2e-4, atol=5e-6)
 assert_close = functools.partial(chex.assert_trees_all_close, **TOLERANCE)
 assert_equal = chex.assert_trees_all_equal
+_STATS = ("mean", "var")  # Of Flax's batch normalisation.
 
 
 def jitted(algorithm):
@@ -322,6 +325,49 @@ def test_periodic_resets_the_servers_moments():
     state, _ = federation.run(jitted(algorithm), 1, state=state, first=round)
     counts.append(int(optax.tree.get(state.pools[0].opt_state, "count")))
   assert counts == [1, 0, 1]
+
+
+class Normed(nn.Module):
+  """A model whose statistics are those of its inputs."""
+
+  @nn.compact
+  def __call__(self, x, train=False):
+    x = x.reshape(x.shape[0], -1)
+    x = nn.BatchNorm(use_running_average=not train, momentum=0.75)(x)
+    return nn.Dense(federation.CLASSES)(x)
+
+
+def test_two_devices_are_two_halves_of_a_batch_to_batch_normalisation():
+  model = core.Model.from_flax(Normed(), jnp.zeros(federation.EXAMPLE.shape))
+  pools = [
+    dataclasses.replace(pool, model=model)
+    for pool in federation.make_pools(server_optimizer=fedavg_server)
+  ]
+
+  def after_a_round(period, microbatch=None, runner=None):
+    algorithm = codist.periodic_codist(
+      pools,
+      make_distiller(transform=None, mixup_beta=None, microbatch=microbatch),
+      period=period,
+      rounds=ROUNDS,
+      engine=runner,
+    )
+    return federation.run(jitted(algorithm), 1)[0].pools
+
+  halves = after_a_round(1, microbatch=4)
+  shared = after_a_round(1, runner=engine.Inline(mesh(2)))
+  assert_close([p.params for p in shared], [p.params for p in halves])
+
+  x = federation.POPULATION.bank["x"].reshape(-1, 32).astype(np.float64)
+  batches = x[federation.make_plan(1).distill].reshape(3, 2, 4, 32)
+  before = after_a_round(2)  # No exchange yet.
+  for pool, start in zip(shared, before):
+    mean, var = (start.stats["batch_stats"]["BatchNorm_0"][n] for n in _STATS)
+    for batch in batches:
+      mean = 0.75 * mean + 0.25 * batch.mean((0, 1))
+      var = 0.75 * var + 0.25 * batch.var(1).mean(0)  # Of each half its own.
+    found = pool.stats["batch_stats"]["BatchNorm_0"]
+    assert_close([found[n] for n in _STATS], [mean, var])
 
 
 @pytest.mark.parametrize("threads", [False, True])
