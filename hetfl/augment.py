@@ -176,20 +176,71 @@ class Recipe:
   deviation: tuple[float, ...]
 
   def train(self, key: jax.Array, batch: core.Batch) -> core.Batch:
-    """Training images: cropped, flipped if `flip`, normalised."""
+    """Training images: cropped, flipped if `flip`, normalised.
+
+    Args:
+      key: a random key.
+      batch: holds `x: uint8[B, H, W, c]`.
+
+    Returns:
+      The batch with `x: float32[B, size, size, c]`.
+
+    Raises:
+      ValueError: the images are smaller, `pad` counted, or not uint8.
+
+    >>> batch = {'x': jnp.zeros((5, 32, 32, 3), jnp.uint8), 'y': jnp.arange(5)}
+    >>> batch = RECIPES['crop24'].train(jax.random.key(0), batch)
+    >>> batch['x'].shape, batch['x'].dtype, batch['y'].shape
+    ((5, 24, 24, 3), dtype('float32'), (5,))
+    """
     return {**batch, "x": self._distort(key, batch["x"])}
 
   def distill(self, key: jax.Array, batch: core.Batch) -> core.Batch:
     """Distillation images: as in training, with both flips if `flip`.
 
+    Args:
+      key: a random key.
+      batch: holds `x: uint8[B, H, W, c]`.
+
+    Returns:
+      The batch with `x: float32[B, size, size, c]`.
+
+    Raises:
+      ValueError: as `train`.
+
     Reference: Lichtarge et al. 2023, appendix C.1. Mixup is the distiller's.
+
+    >>> recipe = dataclasses.replace(RECIPES['mnist28'], size=2, flip=True)
+    >>> images = jnp.tile(jnp.arange(4, dtype=jnp.uint8), (99, 1))
+    >>> batch = {'x': images.reshape(99, 2, 2, 1)}
+    >>> for view in (recipe.train, recipe.distill):
+    ...   x = view(jax.random.key(0), batch)['x'].reshape(99, 4)
+    ...   print(len(jnp.unique(x, axis=0)))
+    2
+    4
     """
     train_key, flip_key = jax.random.split(key)
     x = self._distort(train_key, batch["x"])
     return {**batch, "x": random_flip(flip_key, x, 1) if self.flip else x}
 
   def evaluate(self, batch: core.Batch) -> core.Batch:
-    """Test images: cropped in the middle, normalised."""
+    """Test images: cropped in the middle, normalised.
+
+    Args:
+      batch: holds `x: uint8[B, H, W, c]`.
+
+    Returns:
+      The batch with `x: float32[B, size, size, c]`.
+
+    Raises:
+      ValueError: the images are smaller, or not uint8.
+
+    >>> recipe = dataclasses.replace(
+    ...     RECIPES['mnist28'], size=1, mean=(0.5,), deviation=(0.25,))
+    >>> x = jnp.zeros((1, 3, 3, 1), jnp.uint8).at[0, 1, 1, 0].set(255)
+    >>> recipe.evaluate({'x': x})['x'].item()
+    2.0
+    """
     x = center_crop(batch["x"], self.size)
     return {**batch, "x": normalize(x, self.mean, self.deviation)}
 

@@ -74,6 +74,9 @@ def between(low: float, high: float, **values: Any) -> None:
 def positive(**values: Any) -> None:
   """Checks hyper-parameters that divide: at least a millionth.
 
+  Args:
+    **values: as `between`.
+
   Raises:
     ValueError: as `between`.
 
@@ -113,6 +116,9 @@ def factories(**optimizers: Any) -> None:
   """Checks that optimizers come as functions of their learning rate.
 
   Their states must not hold the rate: it may change from step to step.
+
+  Args:
+    **optimizers: names and what should be such functions.
 
   Raises:
     ValueError: naming the first that does not, or holds it.
@@ -178,6 +184,13 @@ def takes(what: str, function: Any, *arguments: str) -> None:
 
 def bank(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
   """The bank `data[name]`, of what a step is given.
+
+  Args:
+    data: what the step is given: banks by name.
+    name: which of them.
+
+  Returns:
+    The bank: arrays by name.
 
   Raises:
     ValueError: it is not there, or no bank.
@@ -249,6 +262,11 @@ def each(name: str, given: Any, kind: type, number: int, hint: str) -> None:
 def sequence(name: str, given: Any, kind: type) -> None:
   """Raises if given a single `kind` where a sequence of them belongs.
 
+  Args:
+    name: what an error calls it.
+    given: what should be a sequence; what else it is or holds is not checked.
+    kind: the type of its entries.
+
   Raises:
     ValueError: it is one.
 
@@ -265,6 +283,14 @@ def sequence(name: str, given: Any, kind: type) -> None:
 
 def banks(data: Mapping[str, Any], name: str, number: int) -> Sequence[Any]:
   """`data[name]`, of what a step is given, if it is a sequence of N banks.
+
+  Args:
+    data: what the step is given: sequences of banks, and banks, by name.
+    name: which of them.
+    number: N.
+
+  Returns:
+    The sequence.
 
   Raises:
     ValueError: it is not there, or not that.
@@ -289,8 +315,14 @@ def banks(data: Mapping[str, Any], name: str, number: int) -> Sequence[Any]:
 def num_examples(bank: Mapping[str, Any]) -> int:
   """Number of examples of a bank, if all its arrays agree on it.
 
+  Args:
+    bank: arrays `[N, ...]` by name.
+
+  Returns:
+    N.
+
   Raises:
-    ValueError: they do not.
+    ValueError: they do not, or there are none.
 
   >>> num_examples({'x': np.zeros((3, 8)), 'y': np.zeros(4)})
   Traceback (most recent call last):
@@ -364,6 +396,9 @@ def labels(logits: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
 
 def dense(outputs: Any) -> None:
   """Checks that a model's outputs are an array.
+
+  Args:
+    outputs: what the model gave, `float[..., C]`.
 
   Raises:
     ValueError: they are something else, such as `TokenLogits`.

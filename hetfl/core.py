@@ -83,7 +83,15 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 
 def unchanged(state: PyTree, *_) -> tuple[PyTree, Mean]:
-  """What training gives where there is none: the same, and no loss."""
+  """What training gives where there is none: the same, and no loss.
+
+  Args:
+    state: what would have been trained.
+    *_: what else training takes.
+
+  Returns:
+    The state, and a mean of nothing.
+  """
   return state, Mean.zero()
 
 
@@ -105,6 +113,12 @@ class Algorithm(NamedTuple):
 
 def wide(x: jax.Array) -> jax.Array:
   """The same numbers as float32 at least, to take differences of.
+
+  Args:
+    x: `[...]`, numbers of any type.
+
+  Returns:
+    `float32[...]`; of float64 float64.
 
   >>> wide(jnp.ones(2, jnp.bfloat16)).dtype, wide(jnp.ones(2)).dtype
   (dtype('float32'), dtype('float32'))
@@ -213,6 +227,12 @@ def prepare(
 def sums_like(tree: PyTree) -> PyTree:
   """Zeros to add arrays such as these up in: of float32 at least.
 
+  Args:
+    tree: a pytree of arrays.
+
+  Returns:
+    Zeros of the same structure and shapes.
+
   >>> sums_like(jnp.ones(2, jnp.bfloat16))
   Array([0., 0.], dtype=float32)
   """
@@ -221,6 +241,13 @@ def sums_like(tree: PyTree) -> PyTree:
 
 def as_type(x: jax.Array, dtype: Any) -> jax.Array:
   """An array of another type; of whole numbers the nearest.
+
+  Args:
+    x: `[...]`, floating-point or whole numbers.
+    dtype: the type it is to have.
+
+  Returns:
+    `dtype[...]`; of two whole numbers as near the even one.
 
   >>> as_type(jnp.array([6.9999995, 2.5]), jnp.int32)
   Array([7, 2], dtype=int32)
@@ -338,6 +365,12 @@ def _check_shape(name, value, shape):
 
 def identity(field: Any) -> Any:
   """What tells a field from others: itself, or where it lies, without a hash.
+
+  Args:
+    field: anything, such as a model's function.
+
+  Returns:
+    What can be a key of a dict while the field lives.
 
   >>> identity(max) is max, isinstance(identity([]), int)
   (True, True)

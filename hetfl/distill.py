@@ -188,7 +188,17 @@ def label_target(like: jax.Array, batch: core.Batch) -> jax.Array:
 
 
 def example_weights(batch: core.Batch) -> jax.Array:
-  """What counts in a distillation batch: the examples whose mask is 1."""
+  """What counts in a distillation batch: the examples whose mask is 1.
+
+  Args:
+    batch: holds `mask: float32[B]`, as `core.gather` has it.
+
+  Returns:
+    `float32[B]`.
+
+  >>> example_weights(core.gather({'x': jnp.ones(3)}, jnp.array([2, 0, -1])))
+  Array([1., 1., 0.], dtype=float32)
+  """
   return batch["mask"]
 
 

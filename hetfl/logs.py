@@ -132,6 +132,14 @@ def differences(
 ) -> list[str]:
   """Lists in which values two configurations differ, but for some names.
 
+  Args:
+    there: values by name, of a kind that JSON has.
+    here: others to compare them with.
+    ignoring: names that may differ.
+
+  Returns:
+    A line for each that differs. Its type counts: 1 is not 1.0.
+
   >>> differences({'lr': 0.1, 'seed': 0}, {'lr': 0.2, 'seed': 0, 'k': 3})
   ['lr: there 0.1, here 0.2', 'k: there unset, here 3']
   """
@@ -483,13 +491,22 @@ class Progress:
   def update(
     self, losses: Mapping[str, float] | None = None, rounds: int = 1
   ) -> None:
-    """So many rounds more; with losses, shows these."""
+    """So many rounds more; with losses, shows these.
+
+    Args:
+      losses: by name; shown beside the bar, in place of older ones of a name.
+      rounds: how many were done since.
+    """
     self._bar.update(rounds)
     if losses:
       self._show(losses)
 
   def evaluated(self, row: Mapping[str, Any]) -> None:
-    """Shows a row of metrics."""
+    """Shows a row of metrics.
+
+    Args:
+      row: metrics, the `round` they are of and its `seconds`.
+    """
     numbers = {k: v for k, v in row.items() if k not in ("round", "seconds")}
     self._show(numbers)
     if self._bar.disable:

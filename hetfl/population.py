@@ -30,7 +30,20 @@ class Subset(NamedTuple):
 
   @classmethod
   def whole(cls, bank: Bank) -> "Subset":
-    """All examples of a bank."""
+    """All examples of a bank.
+
+    Args:
+      bank: arrays `[N, ...]` by name.
+
+    Returns:
+      The examples, in the bank's order.
+
+    Raises:
+      ValueError: as `checks.num_examples`.
+
+    >>> Subset.whole({'y': np.array([5, 6, 7])}).index
+    array([0, 1, 2], dtype=int32)
+    """
     return cls(bank, np.arange(checks.num_examples(bank), dtype=np.int32))
 
   def alone(self) -> "Subset":
@@ -260,8 +273,18 @@ class ClientPopulation:
   def positions(self, k: int) -> np.ndarray:
     """`int32[n_k]`: the positions of client `k`'s examples in the bank.
 
+    Args:
+      k: the client's number, from 0.
+
+    Returns:
+      The positions, in the order in which the client holds them.
+
     Raises:
       IndexError: there is no client of that number.
+
+    >>> bank = {'y': np.array([5, 6, 7])}
+    >>> ClientPopulation.from_lists(bank, [[1], [2, 0]]).positions(1)
+    array([2, 0], dtype=int32)
     """
     if not 0 <= k < len(self):
       raise IndexError(f"client {k}: there are {len(self)}, from 0 on")
@@ -270,8 +293,18 @@ class ClientPopulation:
   def client(self, k: int) -> dict[str, np.ndarray]:
     """The examples of client `k` themselves.
 
+    Args:
+      k: the client's number, from 0.
+
+    Returns:
+      The bank's arrays `[n_k, ...]`, by name; copies.
+
     Raises:
       IndexError: there is no client of that number.
+
+    >>> bank = {'y': np.array([5, 6, 7])}
+    >>> ClientPopulation.from_lists(bank, [[1], [2, 0]]).client(1)
+    {'y': array([7, 5])}
     """
     return {name: a[self.positions(k)] for name, a in self.bank.items()}
 

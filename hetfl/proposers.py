@@ -67,6 +67,12 @@ class Dimension(NamedTuple):
 
     Six, so that a flag file can say exactly what was tried.
 
+    Args:
+      share: 0 gives the least value, 1 the greatest.
+
+    Returns:
+      The value; in the middle of a log scale the ends' geometric mean.
+
     >>> Dimension(0.01, 100., log=True).at(0.5)
     1.0
     """
@@ -189,7 +195,11 @@ class OptunaSearch:
     ]
 
   def record(self, rows: Sequence[Row]) -> None:
-    """Brings the journal up to the rows."""
+    """Brings the journal up to the rows.
+
+    Args:
+      rows: those of all trials so far, in order.
+    """
     optuna = self._optuna
 
     def study():

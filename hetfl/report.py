@@ -523,6 +523,12 @@ def _mean_line(
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
   """The mean of numbers and their sample standard deviation; 0 for one.
 
+  Args:
+    values: n numbers, at least one.
+
+  Returns:
+    The mean and the deviation, whose squares are divided by n - 1.
+
   >>> mean_and_deviation([1.0, 2.0, 3.0])
   (2.0, 1.0)
   """

@@ -54,6 +54,12 @@ class Problem(NamedTuple):
 def all_finite(tree: PyTree) -> jax.Array:
   """Whether all floating-point numbers of a tree are finite.
 
+  Args:
+    tree: a pytree of arrays; whole numbers and keys are passed over.
+
+  Returns:
+    `bool[]`.
+
   >>> bool(all_finite({'w': jnp.ones(2), 'b': jnp.array(jnp.nan)}))
   False
   """
@@ -78,7 +84,14 @@ class Runner(Protocol):
   seeds: tuple[int, ...]
 
   def start(self, values: Sequence[Values]) -> PyTree:
-    """States before the first round."""
+    """States before the first round.
+
+    Args:
+      values: each of N trials' hyper-parameters, by the same names.
+
+    Returns:
+      The states.
+    """
 
   def advance(
     self,
@@ -105,10 +118,26 @@ class Runner(Protocol):
   def evaluate(
     self, states: PyTree, which: str = "heldout"
   ) -> list[dict[str, float]]:
-    """Each trial's accuracies on a set, the mean over the seeds."""
+    """Each trial's accuracies on a set, the mean over the seeds.
+
+    Args:
+      states: of N trials.
+      which: the set, one of the problem's `eval_data`.
+
+    Returns:
+      For each trial accuracies by name, shares in [0, 1].
+    """
 
   def take(self, states: PyTree, trials: Sequence[int]) -> PyTree:
-    """The states of some of the trials."""
+    """The states of some of the trials.
+
+    Args:
+      states: of N trials.
+      trials: their places among the N, in the order they are to have.
+
+    Returns:
+      The states.
+    """
 
 
 class SideBySide:
@@ -138,7 +167,7 @@ class SideBySide:
     self._lock = threading.Lock()
 
   def start(self, values: Sequence[Values]) -> PyTree:
-    """States before the first round."""
+    """States before the first round; see `Runner`."""
     return tuple(
       tuple(self._init(v, np.uint32(seed)) for seed in self.seeds)
       for v in map(_scalars, values)
@@ -197,7 +226,7 @@ class SideBySide:
   def evaluate(
     self, states: PyTree, which: str = "heldout"
   ) -> list[dict[str, float]]:
-    """Each trial's accuracies on a set, the mean over the seeds."""
+    """Each trial's accuracies on a set; see `Runner`."""
     data = self._problem.eval_data[which]
     return [
       _seed_mean(
@@ -207,7 +236,7 @@ class SideBySide:
     ]
 
   def take(self, states: PyTree, trials: Sequence[int]) -> PyTree:
-    """The states of some of the trials."""
+    """The states of some of the trials; see `Runner`."""
     return tuple(states[i] for i in trials)
 
   def _plan(self, seed, round):
@@ -269,7 +298,7 @@ class Vmapped:
     self._evaluate = jit(evaluate)
 
   def start(self, values: Sequence[Values]) -> PyTree:
-    """States before the first round."""
+    """States before the first round; see `Runner`."""
     stacked = {
       name: jnp.asarray([v[name] for v in values]) for name in values[0]
     }
@@ -303,7 +332,7 @@ class Vmapped:
   def evaluate(
     self, states: PyTree, which: str = "heldout"
   ) -> list[dict[str, float]]:
-    """Each trial's accuracies on a set, the mean over the seeds."""
+    """Each trial's accuracies on a set; see `Runner`."""
     states, number = self._padded(states)
     data = self._eval_data[which]
     sums = jax.device_get([self._evaluate(state, data) for state in states])
@@ -313,7 +342,7 @@ class Vmapped:
     ]
 
   def take(self, states: PyTree, trials: Sequence[int]) -> PyTree:
-    """The states of some of the trials."""
+    """The states of some of the trials; see `Runner`."""
     index = np.asarray(trials)
     return jax.tree.map(lambda a: a[index], states)
 

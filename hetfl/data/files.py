@@ -72,7 +72,15 @@ def find(data_dir: str | os.PathLike | None, name: str) -> str | None:
 
 
 def tfds_roots(data_dir: str | None) -> list[str]:
-  """The folders in which sets that TFDS prepared may lie."""
+  """The folders in which sets that TFDS prepared may lie.
+
+  Args:
+    data_dir: a folder to look in first, taken as it is; `None`: none.
+
+  Returns:
+    Paths: that one, and TFDS's own, `$TFDS_DATA_DIR` or, where it is not set,
+    `~/tensorflow_datasets`.
+  """
   default = os.environ.get(
     "TFDS_DATA_DIR", os.path.join("~", "tensorflow_datasets")
   )
@@ -222,7 +230,16 @@ def download(url: str, path: str, md5: str, page: str) -> None:
 
 
 def check_md5(path: str, md5: str, remedy: str) -> None:
-  """Raises `DataError` if a file is not the one that has this hash."""
+  """Raises `DataError` if a file is not the one that has this hash.
+
+  Args:
+    path: the file.
+    md5: its hash, hexadecimal.
+    remedy: what to do, for the error.
+
+  Raises:
+    DataError: it has another hash.
+  """
   digest = hashlib.md5(usedforsecurity=False)
   with open(path, "rb") as stream:
     while block := stream.read(_BLOCK):

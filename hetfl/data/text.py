@@ -128,7 +128,20 @@ class Corpus:
   clients_read: int = 0
 
   def counts(self, chosen: np.ndarray) -> Counter:
-    """How often each word stands in some sentences."""
+    """How often each word stands in some sentences.
+
+    Args:
+      chosen: `int[n]`, the sentences' numbers; those named twice count once.
+
+    Returns:
+      Words and counts, without words that are not there.
+
+    >>> builder = CorpusBuilder(max_words=9)
+    >>> for words in (['a', 'b', 'a'], ['c'], ['b']):
+    ...   builder.add('ann', 0, words)
+    >>> sorted(builder.build().counts(np.array([0, 2])).items())
+    [('a', 2), ('b', 2)]
+    """
     inside = np.zeros(len(self.offsets) - 1, bool)
     inside[chosen] = True
     mask = np.repeat(inside, np.diff(self.offsets))
@@ -169,7 +182,16 @@ class CorpusBuilder:
     return len(self._lengths)
 
   def add(self, client: str, domain: int, words: Sequence[str]) -> None:
-    """Adds a sentence; one without words is counted as skipped."""
+    """Adds a sentence; one without words is counted as skipped.
+
+    So is one beyond `max_sentences_per_client`; words beyond `max_words` are
+    left out without a count.
+
+    Args:
+      client: the client's id.
+      domain: 0 for a question, 1 for an answer; see `Corpus`.
+      words: the sentence's words.
+    """
     if not words:
       self.skipped["empty sentences"] += 1
       return
@@ -187,7 +209,13 @@ class CorpusBuilder:
     self._domains.append(domain)
 
   def add_text(self, client: str, domain: int, text: str) -> None:
-    """Adds the sentences of a text."""
+    """Adds the sentences of a text.
+
+    Args:
+      client: see `add`.
+      domain: see `add`.
+      text: any text; `sentences` and `words` split it.
+    """
     for sentence in sentences(text):
       self.add(client, domain, words(sentence))
 
@@ -244,7 +272,19 @@ class Vocabulary:
   def pieces(
     self, word: str, numbers: dict[str, int] | None = None
   ) -> tuple[int, ...]:
-    """The tokens of one word; `numbers` saves making `self.numbers()` anew."""
+    """The tokens of one word.
+
+    Args:
+      word: in lower case, as `words` gives it.
+      numbers: `self.numbers()`; `None` makes it anew.
+
+    Returns:
+      The tokens' numbers; OOV's alone, if the word cannot be spelt.
+
+    >>> vocabulary = Vocabulary('word', ('a', 'b'))
+    >>> vocabulary.pieces('b'), vocabulary.pieces('c'), vocabulary.oov
+    ((4,), (5,), 5)
+    """
     numbers = self.numbers() if numbers is None else numbers
     if self.kind == "word":
       return (numbers.get(word, self.oov),)

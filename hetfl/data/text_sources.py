@@ -287,6 +287,12 @@ def _without_comments(body: str) -> str:
 def prevailing(domains: Sequence[int]) -> int:
   """The domain of most sentences; questions if there are as many.
 
+  Args:
+    domains: `int[n]`, each sentence's: `QUESTION` or `ANSWER`.
+
+  Returns:
+    `QUESTION` or `ANSWER`.
+
   >>> prevailing([QUESTION, ANSWER]), prevailing([ANSWER, QUESTION, ANSWER])
   (0, 1)
   """

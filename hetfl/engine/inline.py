@@ -72,7 +72,17 @@ class Inline:
     self._placed = {}
 
   def num_lanes(self, num_clients: int) -> int:
-    """The clients or `max_lanes` a device, a multiple of the mesh's size."""
+    """The clients or `max_lanes` a device, a multiple of the mesh's size.
+
+    Args:
+      num_clients: see `Engine`.
+
+    Returns:
+      The number of lanes; of 10 clients on a mesh of eight 16, two a device.
+
+    >>> Inline().num_lanes(10), Inline(max_lanes=4).num_lanes(10)
+    (10, 4)
+    """
     each = -(-num_clients // self.num_pieces)
     return self.num_pieces * min(each, self._max_lanes or each)
 
@@ -162,7 +172,16 @@ class Inline:
     return jax.tree.map(_of_type, likes, self._on_devices(run, whens, args))
 
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
-    """Jits the function; arguments `donate` are given up to it."""
+    """Jits the function; arguments `donate` are given up to it.
+
+    Args:
+      fn: see `Engine`.
+      donate: see `Engine`.
+
+    Returns:
+      The jitted function. With a mesh it copies arrays of one device to all,
+      those that are not given up, such as banks, once while they live.
+    """
     program = jit(fn, donate)
     if self._mesh is None:
       return program

@@ -60,11 +60,29 @@ class Threads:
     self._lock = threading.Lock()
 
   def num_lanes(self, num_clients: int) -> int:
-    """Twice as many as threads, if there are as many clients."""
+    """Twice as many as threads, if there are as many clients.
+
+    Args:
+      num_clients: see `Engine`.
+
+    Returns:
+      The number of lanes.
+
+    >>> Threads(2).num_lanes(10), Threads(2).num_lanes(3)
+    (4, 3)
+    """
     return min(self.num_pieces, num_clients)
 
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
-    """Returns the function as it is: its programs are compiled one by one."""
+    """Returns the function as it is: its programs are compiled one by one.
+
+    Args:
+      fn: see `Engine`.
+      donate: of no effect: no argument is given up.
+
+    Returns:
+      `fn`.
+    """
     del donate
     return fn
 

@@ -122,7 +122,24 @@ class Conv(nn.Module):
 
 
 def native_conv(x, kernel, strides, padding):
-  """XLA's own convolution of `float[B, H, W, c]` by `float[h, w, c, f]`."""
+  """XLA's own convolution of `float[B, H, W, c]` by `float[h, w, c, f]`.
+
+  Args:
+    x: `float[B, H, W, c]`.
+    kernel: `float[h, w, c, f]`.
+    strides: steps between receptive fields, down and across.
+    padding: `SAME` or `VALID`.
+
+  Returns:
+    `float[B, H', W', f]`.
+
+  Raises:
+    ValueError: as `check_size`.
+
+  >>> x = jnp.arange(6.).reshape(1, 2, 3, 1)
+  >>> native_conv(x, jnp.ones((2, 2, 1, 1)), (1, 1), 'VALID').ravel()
+  Array([ 8., 12.], dtype=float32)
+  """
   check_size(x, kernel.shape[:2], padding)  # Else it gives an empty map.
   return jax.lax.conv_general_dilated(
     x,
@@ -134,7 +151,24 @@ def native_conv(x, kernel, strides, padding):
 
 
 def patches_conv(x, kernel, strides, padding):
-  """The same as one matrix product."""
+  """The same as one matrix product.
+
+  Args:
+    x: `float[B, H, W, c]`.
+    kernel: `float[h, w, c, f]`.
+    strides: see `native_conv`.
+    padding: see `native_conv`.
+
+  Returns:
+    `float[B, H', W', f]`.
+
+  Raises:
+    ValueError: as `extract_patches`.
+
+  >>> x = jnp.arange(6.).reshape(1, 2, 3, 1)
+  >>> patches_conv(x, jnp.ones((2, 2, 1, 1)), (1, 1), 'VALID').ravel()
+  Array([ 8., 12.], dtype=float32)
+  """
   *size, _, features = kernel.shape
   patches = extract_patches(x, size, padding, strides)
   matrix = kernel.reshape(-1, features)
@@ -148,7 +182,28 @@ def patches_conv(x, kernel, strides, padding):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def adaptive_conv(x, kernel, strides, padding):
-  """The same: `native_conv` of one kernel, `patches_conv` of many."""
+  """The same: `native_conv` of one kernel, `patches_conv` of many.
+
+  Many are kernels under `jax.vmap`. Without forward-mode derivatives.
+
+  Args:
+    x: `float[B, H, W, c]`.
+    kernel: `float[h, w, c, f]`.
+    strides: see `native_conv`.
+    padding: see `native_conv`.
+
+  Returns:
+    `float[B, H', W', f]`.
+
+  Raises:
+    ValueError: as the one that is used.
+
+  >>> x = jnp.arange(6.).reshape(1, 2, 3, 1)
+  >>> kernels = jnp.array([1., 2.]).reshape(2, 1, 1, 1, 1)
+  >>> of_all = jax.vmap(lambda k: adaptive_conv(x, k, (1, 2), 'VALID').ravel())
+  >>> of_all(kernels).tolist()
+  [[0.0, 2.0, 3.0, 5.0], [0.0, 4.0, 6.0, 10.0]]
+  """
   one, many = (
     functools.partial(conv, strides=strides, padding=padding)
     for conv in (native_conv, patches_conv)

@@ -16,6 +16,11 @@ _POINTS = {2: (0, 1, -1), 4: (0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)}
 def check_size(x: jax.Array, kernel_size: Sequence[int], padding: str) -> None:
   """Checks that images `float[B, H, W, c]` are not too small to convolve.
 
+  Args:
+    x: the images.
+    kernel_size: height and width.
+    padding: `SAME`, for which every image will do but an empty one, or `VALID`.
+
   Raises:
     ValueError: they are, and XLA's own convolution would give an empty map.
 
