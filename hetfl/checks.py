@@ -57,7 +57,10 @@ def between(low: float, high: float, **values: Any) -> None:
     if value is None:
       continue
     if callable(value):
-      raise ValueError(f"{name}={value!r}: no schedule here, give a number")
+      raise ValueError(
+        f"{name}={value!r}: no schedule here, give a number; by round it is"
+        " state = hetfl.with_hyper(state, NAME=schedule(t))"
+      )
     if np.ndim(value):
       raise ValueError(
         f"{name}={value}: give one number; trials vary it by with_hyper"
@@ -259,6 +262,29 @@ def each(name: str, given: Any, kind: type, number: int, hint: str) -> None:
       raise ValueError(f"{name}[{i}]: give {a}, {_not_a(one)}; {hint}")
 
 
+def kind(name: str, given: Any, wanted: type, hint: str) -> None:
+  """Checks for a thing of a kind.
+
+  Args:
+    name: what an error calls it.
+    given: the thing.
+    wanted: its type.
+    hint: where such things come from.
+
+  Raises:
+    ValueError: it is of another.
+
+  >>> kind('plan', 3, str, 'as plan_round makes it')
+  Traceback (most recent call last):
+    ...
+  ValueError: plan: give a str, not a int; as plan_round makes it
+  """
+  if not isinstance(given, wanted):
+    raise ValueError(
+      f"{name}: give a {wanted.__name__}, {_not_a(given)}; {hint}"
+    )
+
+
 def sequence(name: str, given: Any, kind: type) -> None:
   """Raises if given a single `kind` where a sequence of them belongs.
 
@@ -329,6 +355,13 @@ def num_examples(bank: Mapping[str, Any]) -> int:
     ...
   ValueError: bank: arrays of different lengths {'x': 3, 'y': 4}
   """
+  for name, array in bank.items():
+    if not np.ndim(array):
+      raise ValueError(
+        f"bank[{name!r}]: give an array, examples first, {_not_a(array)}; of"
+        " inputs of several arrays each lies in the bank by a name of its own,"
+        " and a transform makes a tree x of them"
+      )
   sizes = {name: len(array) for name, array in bank.items()}
   if len(set(sizes.values())) != 1:
     raise ValueError(f"bank: arrays of different lengths {sizes}")
@@ -343,7 +376,8 @@ def losses(values: jax.Array, mask: jax.Array) -> None:
     mask: `float[B]`.
 
   Raises:
-    ValueError: it is neither; `[B, 1]` by a mask would be `[B, B]`.
+    ValueError: it is neither, such as a pair; `[B, 1]` by a mask would be
+      `[B, B]`.
 
   >>> losses(jnp.zeros((8, 1)), jnp.ones(8))
   Traceback (most recent call last):
@@ -351,6 +385,8 @@ def losses(values: jax.Array, mask: jax.Array) -> None:
   ValueError: a loss of shape (8, 1) on 8 examples: give one number for each, \
 float[8]
   """
+  if not hasattr(values, "dtype") and not np.isscalar(values):
+    raise ValueError(f"a loss gave a {type(values).__name__}: give float[B]")
   if jnp.ndim(values) and jnp.shape(values) != jnp.shape(mask):
     raise ValueError(
       f"a loss of shape {jnp.shape(values)} on {len(mask)} examples: give one"

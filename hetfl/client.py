@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from hetfl import core
@@ -130,23 +131,31 @@ def local_sgd(
         total += proximal_term(params, server.params, hyper["prox_mu"])
       return total, (value, stats)
 
-    grads, (value, stats) = jax.grad(objective, has_aux=True)(
-      client.variables.params
+    (total, (value, stats)), grads = jax.value_and_grad(
+      objective, has_aux=True
+    )(client.variables.params)
+    params, opt_state = core.descend(
+      optimizer(hyper["client_lr"]),
+      client.variables.params,
+      client.opt_state,
+      grads,
+      value=total,
     )
-    updates, opt_state = optimizer(hyper["client_lr"]).update(
-      grads, client.opt_state, client.variables.params
-    )
-    params = optax.apply_updates(client.variables.params, updates)
     return ClientState(core.Variables(params, stats), opt_state), value
 
   return ClientUpdate(init, step)
 
 
-def lane_program(client: ClientUpdate) -> Callable[..., ClientSums]:
+def lane_program(
+  client: ClientUpdate,
+  delta_transform: Callable[[jax.Array, PyTree], PyTree] | None = None,
+) -> Callable[..., ClientSums]:
   """Trains the clients of a lane one after another.
 
   Args:
     client: the local update.
+    delta_transform: `(key, w_server - w_k) -> ` what client k sends in its
+      place; see `hetfl.Pool`.
 
   Returns:
     `(server, hyper, key, bank, lane, steps) -> ClientSums`, where `server` is
@@ -154,16 +163,21 @@ def lane_program(client: ClientUpdate) -> Callable[..., ClientSums]:
     examples on the device, `lane` a `LanePlan` without its first axis, and
     `steps` how many steps to run. Each client starts from the server's
     variables, and step `s` of client `k` draws from
-    `fold_in(fold_in(key, k), s)`, wherever it is run.
+    `fold_in(fold_in(key, k), s)`, wherever it is run; what it sends from the
+    step `2**32 - 1`, which there is not.
   """
 
   def train_lane(server, hyper, key, bank, lane, steps):
     lane = jax.tree.map(jnp.asarray, lane)  # NumPy's, if not under jit.
     start = client.init(server, hyper)
 
-    def finish(state, sums, weight):
+    def finish(state, sums, client_key, weight):
       add = lambda total, x: total + weight * x
       delta = optax.tree.sub(server.params, state.variables.params)
+      if delta_transform is not None:
+        delta = delta_transform(
+          jax.random.fold_in(client_key, np.uint32(2**32 - 1)), delta
+        )
       return start, sums._replace(
         delta=jax.tree.map(add, sums.delta, delta),
         stats=jax.tree.map(add, sums.stats, state.variables.stats),
@@ -172,9 +186,8 @@ def lane_program(client: ClientUpdate) -> Callable[..., ClientSums]:
 
     def body(s, carry):
       state, sums = carry
-      step_key = jax.random.fold_in(
-        jax.random.fold_in(key, lane.client[s]), lane.step[s]
-      )
+      client_key = jax.random.fold_in(key, lane.client[s])
+      step_key = jax.random.fold_in(client_key, lane.step[s])
       batch = core.gather(bank, lane.index[s])
       state, loss = client.step(state, server, hyper, step_key, batch)
       # Steps that only fill up a lane hold no example.
@@ -185,9 +198,10 @@ def lane_program(client: ClientUpdate) -> Callable[..., ClientSums]:
       return jax.lax.cond(
         lane.weight[s] > 0,
         finish,
-        lambda state, sums, weight: (state, sums),
+        lambda state, sums, *_: (state, sums),
         state,
         sums,
+        client_key,
         lane.weight[s],
       )
 

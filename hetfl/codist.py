@@ -21,6 +21,7 @@ from hetfl import checks, core
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 from hetfl.fedavg import (
+  check_plan,
   check_pools,
   client_jobs,
   client_metrics,
@@ -74,6 +75,9 @@ class _Exchange:
     engine: engine_lib.Engine,
   ):
     num_pools = len(pools)
+    checks.kind(
+      "distiller", distiller, distill_lib.Distiller, "such as Distiller()"
+    )
     distiller.hyper(num_pools)  # Raises if there are not as many values.
     self._engine = engine
     models = [pool.model for pool in pools]
@@ -156,8 +160,9 @@ def periodic_codist(
       step dispatches programs itself and must not be traced.
 
   Returns:
-    The algorithm. Its `step` takes a `RoundPlan` with distillation batches and
-    `{'pools': (bank, ...), 'distill': bank}`, the banks on the device. Its
+    The algorithm. Its `init` takes a key and, to go on from models that there
+    are, P `Variables`. Its `step` takes a `RoundPlan` with distillation batches
+    and `{'pools': (bank, ...), 'distill': bank}`, the banks on the device. Its
     metrics are each pool's `NAME/client_loss` and `NAME/distill_loss`, means
     over steps; the second of nothing in rounds without exchange.
 
@@ -199,11 +204,11 @@ def periodic_codist(
   # Line 3: apply FedAvg to each model, sampling clients from its pool.
   federated = fedavg(pools, rounds=rounds, engine=engine)
 
-  def init(key):  # Line 1.
-    return init_pools(pools, key, distiller.hyper(len(pools)))
+  def init(key, variables=None):  # Line 1.
+    return init_pools(pools, key, variables, distiller.hyper(len(pools)))
 
   def step(state, plan, data):
-    state, metrics = federated.step(state, plan, data)
+    state, metrics = federated.step(state, plan, data)  # Checks the plan too.
     *_, key = round_keys(state.key, plan.round, len(pools))
     due = plan.round % period == 0  # Line 4.
     # Lines 5 to 7: teachers and students start as copies of the models.
@@ -264,8 +269,9 @@ def merged_codist(
       step dispatches programs itself and must not be traced.
 
   Returns:
-    The algorithm. Its `step` takes a `RoundPlan` with distillation batches and
-    `{'pools': (bank, ...), 'distill': bank}`, the banks on the device. Its
+    The algorithm. Its `init` takes a key and, to go on from models that there
+    are, P `Variables`. Its `step` takes a `RoundPlan` with distillation batches
+    and `{'pools': (bank, ...), 'distill': bank}`, the banks on the device. Its
     metrics are each pool's `NAME/client_loss` and `NAME/distill_loss`, means
     over steps; the second of nothing in rounds without exchange.
 
@@ -309,13 +315,14 @@ def merged_codist(
   checks.counts(rounds=rounds, every=every)
   checks.schedule("alpha", alpha, 1, rounds or 1, allowed=(0, 1))
 
-  def init(key):  # Line 1.
+  def init(key, variables=None):  # Line 1.
     hyper = distiller.hyper(len(pools))
     if not callable(alpha):
       hyper["alpha"] = alpha
-    return init_pools(pools, key, hyper)
+    return init_pools(pools, key, variables, hyper)
 
   def step(state, plan, data):
+    check_plan(plan, len(pools))
     *keys, exchange_key = round_keys(state.key, plan.round, len(pools))
     decay = linear_decay(plan.round, rounds)
     if callable(alpha):

@@ -99,15 +99,16 @@ class Algorithm(NamedTuple):
   """A federated algorithm as a pair of pure functions.
 
   Attributes:
-    init: `(key, ...) -> state`, an immutable pytree. The key alone starts
-      anew; `fit` and `fedmd` also take models to go on from.
+    init: `(key, models=None) -> state`, an immutable pytree. The key alone
+      starts anew; models are what to go on from, see each algorithm.
     step: `(state, plan, data) -> (state, metrics)`, one round. Pure, and open
       to `jax.jit`, `jax.vmap` and `jax.lax.scan`, unless the algorithm was
       built with an engine that says otherwise. Its loops are as long as the
-      plan says, so that it has derivatives by `jax.jvp`, not by `jax.grad`.
+      plan says: it has derivatives by `jax.jvp`, and by `jax.grad` only where
+      the plan is closed over, not an argument of what is traced.
   """
 
-  init: Callable[[jax.Array], PyTree]
+  init: Callable[..., PyTree]
   step: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, Metrics]]
 
 
@@ -308,7 +309,7 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
 
   Raises:
     ValueError: the state has no hyper-parameter of a name, or one of another
-      shape.
+      shape; or it is of several trials.
 
   >>> from hetfl.fedavg import PoolsState
   >>> state = PoolsState(None, (), {'alpha': jnp.zeros(())})
@@ -319,6 +320,12 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
     ...
   ValueError: beta: this state has no such hyper-parameter; it has ['alpha']
   """
+  key = getattr(state, "key", None)
+  if key is not None and jax.random.key_data(key).ndim > 1:
+    raise ValueError(
+      "a state of several trials: give each its own by"
+      " jax.vmap(lambda state, v: with_hyper(state, NAME=v))(states, values)"
+    )
   field = next((n for n in ("pools", "parties") if hasattr(state, n)), None)
   members = getattr(state, field) if field else ()
   own = getattr(state, "hyper", {})
@@ -361,6 +368,35 @@ def _check_shape(name, value, shape):
       f"{name}: an array of shape {value.shape}; give one value"
       + (f", or an array of shape {shape}" if shape else "")
     )
+
+
+def descend(
+  optimizer: optax.GradientTransformation,
+  params: PyTree,
+  opt_state: PyTree,
+  grads: PyTree,
+  **extra: Any,
+) -> tuple[PyTree, PyTree]:
+  """One step of an optimizer.
+
+  Args:
+    optimizer: of optax.
+    params: the parameters.
+    opt_state: the optimizer's state.
+    grads: the gradient, shaped as the parameters.
+    **extra: what some optimizers take beside it, such as the loss as `value`;
+      those that do not are not given it.
+
+  Returns:
+    The parameters and the optimizer's state after the step.
+
+  >>> sgd = optax.sgd(0.5)
+  >>> descend(sgd, jnp.array(3.), sgd.init(0.), jnp.array(2.), value=9.)[0]
+  Array(2., dtype=float32)
+  """
+  optimizer = optax.with_extra_args_support(optimizer)
+  updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
+  return optax.apply_updates(params, updates), opt_state
 
 
 def identity(field: Any) -> Any:

@@ -438,8 +438,9 @@ class Distiller:
           examples,
           shard,
         )
-        updates, opt_state = optimizer.update(grads, opt_state, student.params)
-        params = optax.apply_updates(student.params, updates)
+        params, opt_state = core.descend(
+          optimizer, student.params, opt_state, grads, value=loss
+        )
         return (core.Variables(params, stats), opt_state), loss
 
       start = (variables, optimizer.init(variables.params))

@@ -152,12 +152,17 @@ class Evaluator:
       a set has nothing to measure for.
 
     Raises:
-      ValueError: there are not as many variables as models.
+      ValueError: there are not as many variables as models, or they are traced.
     """
     checks.sequence("variables", variables, core.Variables)
     if len(variables) != len(self._programs):
       raise ValueError(
         f"variables: {len(variables)} for {len(self._programs)} models"
+      )
+    if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(variables)):
+      raise ValueError(
+        "variables under tracing: an Evaluator gives numbers on the host; trace"
+        " its sums(variables, evaluator.data(*names)), which gives Means"
       )
     sums = self._compiled(tuple(variables), self._banks, self._plans)
     return [core.values(model) for model in jax.device_get(sums)]
@@ -231,9 +236,16 @@ def measure_program(
 
   def of_batch(variables, bank, index):
     batch = core.prepare(transform, core.gather(bank, index))
-    return measure(model.predict(variables, batch["x"]), batch)
+    sums = measure(model.predict(variables, batch["x"]), batch)
+    if not isinstance(sums, dict):
+      raise ValueError(
+        f"a measure gave a {type(sums).__name__}: give a dict of Means, such as"
+        " {'accuracy': Mean(correct, examples)}"
+      )
+    return sums
 
   def evaluate_lane(variables, bank, lane, steps):
+    lane = jnp.asarray(lane)  # NumPy's, if not under jit.
     zeros = engine_lib.zeros_of(of_batch, variables, bank, lane[0])
     return jax.lax.fori_loop(
       0,

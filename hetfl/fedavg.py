@@ -49,6 +49,9 @@ class Pool:
       would draw the same each time.
     server_optimizer: a learning rate to an optax optimizer.
     prox_mu: FedProx's weight; `None` leaves its term out.
+    delta_transform: `(key, delta) -> delta`, what a client does to its update
+      `w_server - w_k` before it is sent, such as clipping, noise, quantisation;
+      `None` sends it as it is.
 
   Raises:
     ValueError: the model is a bare Flax module, a rate is no number or
@@ -65,6 +68,7 @@ class Pool:
   client_optimizer: core.Optimizer = optax.sgd
   server_optimizer: core.Optimizer = fedadam_server
   prox_mu: float | jax.Array | None = None
+  delta_transform: Callable[[jax.Array, PyTree], PyTree] | None = None
 
   def __post_init__(self):
     core.Model.check(f"pool {self.name!r}", self.model)
@@ -90,7 +94,8 @@ class Pool:
         transform=self.transform,
         optimizer=self.client_optimizer,
         proximal=self.prox_mu is not None,
-      )
+      ),
+      self.delta_transform,
     )
 
   @functools.cached_property
@@ -107,12 +112,10 @@ class Pool:
       optimizer = self.server_optimizer(decay * state.hyper["server_lr"])
       # Sums are float32 at least; the model and its optimizer stay as they are.
       like = lambda x, old: core.as_type(x, old.dtype)
-      updates, opt_state = optimizer.update(
-        jax.tree.map(like, gradient, state.params),
-        state.opt_state,
-        state.params,
+      gradient = jax.tree.map(like, gradient, state.params)
+      params, opt_state = core.descend(
+        optimizer, state.params, state.opt_state, gradient
       )
-      params = optax.apply_updates(state.params, updates)
       stats = jax.tree.map(like, stats, state.stats)
       return state.replace(params=params, stats=stats, opt_state=opt_state)
 
@@ -128,16 +131,23 @@ class Pool:
 
     return reset_server
 
-  def init(self, key: jax.Array) -> "PoolState":
-    """Makes a fresh model and server.
+  def init(
+    self, key: jax.Array, variables: core.Variables | None = None
+  ) -> "PoolState":
+    """Makes a model and a fresh server.
 
     Args:
       key: a random key.
+      variables: the model to go on from; `None` makes one.
 
     Returns:
       The pool's state before the first round.
     """
-    variables = self.model.start(key)
+    if variables is None:
+      variables = self.model.start(key)
+    else:
+      # Copies of what is given, since states may be donated.
+      variables = jax.tree.map(jnp.copy, variables)
     checks.statistics(variables.stats)
     hyper = {
       "client_lr": jnp.array(self.client_lr, jnp.float32),
@@ -227,6 +237,7 @@ def check_pools(pools: Sequence[Pool], at_least: int = 1) -> tuple[Pool, ...]:
   """
   checks.sequence("pools", pools, Pool)
   pools = tuple(pools)
+  checks.each("pools", pools, Pool, len(pools), "hetfl.Pool(name, model, ...)")
   names = [pool.name for pool in pools]
   if len(names) < at_least or len(set(names)) != len(names):
     raise ValueError(
@@ -235,24 +246,52 @@ def check_pools(pools: Sequence[Pool], at_least: int = 1) -> tuple[Pool, ...]:
   return pools
 
 
+def check_plan(plan: planning.RoundPlan, number: int) -> None:
+  """Checks that a plan is one for so many pools.
+
+  Args:
+    plan: the plan.
+    number: P.
+
+  Raises:
+    ValueError: it is not.
+  """
+  checks.kind("plan", plan, planning.RoundPlan, "as plan_round makes it")
+  if len(plan.pools) != number:
+    raise ValueError(f"{number} pools, but a plan for {len(plan.pools)}")
+
+
 def init_pools(
-  pools: Sequence[Pool], key: jax.Array, hyper: dict[str, Any]
+  pools: Sequence[Pool],
+  key: jax.Array,
+  variables: Sequence[core.Variables] | None,
+  hyper: dict[str, Any],
 ) -> PoolsState:
   """Makes the state of several pools.
 
   Args:
     pools: P pools.
     key: the run's key.
+    variables: P models to go on from; `None` makes new ones.
     hyper: the exchange's hyper-parameters, plain numbers or arrays.
 
   Returns:
     The state.
+
+  Raises:
+    ValueError: `variables` are something else.
   """
+  if variables is not None:
+    hint = "[pool.variables for pool in state.pools] of another run"
+    checks.each("variables", variables, core.Variables, len(pools), hint)
   init_key, run_key = jax.random.split(key)
   return PoolsState(
     key=run_key,
     pools=tuple(
-      pool.init(jax.random.fold_in(init_key, i)) for i, pool in enumerate(pools)
+      pool.init(
+        jax.random.fold_in(init_key, i), variables[i] if variables else None
+      )
+      for i, pool in enumerate(pools)
     ),
     # Copies, since states may be donated.
     hyper=jax.tree.map(lambda x: jnp.array(x, jnp.float32), hyper),
@@ -343,11 +382,9 @@ def client_jobs(
     P jobs, whose results are `ClientSums`.
 
   Raises:
-    ValueError: if plan or data are for another number of pools.
+    ValueError: if data is for another number of pools.
   """
   banks = checks.banks(data, "pools", len(pools))
-  if len(pools) != len(plan.pools):
-    raise ValueError(f"{len(pools)} pools, but a plan for {len(plan.pools)}")
   return [
     pool.lanes(*args)
     for pool, *args in zip(pools, state.pools, keys, banks, plan.pools)
@@ -393,7 +430,8 @@ def fedavg(
       step dispatches programs itself and must not be traced.
 
   Returns:
-    The algorithm. Its `step` takes a `RoundPlan` and
+    The algorithm. Its `init` takes a key and, to go on from models that there
+    are, P `Variables`. Its `step` takes a `RoundPlan` and
     `{'pools': (bank, ...)}`, the banks on the device. Its metrics are each
     pool's `NAME/client_loss`, the mean over its clients' steps.
 
@@ -427,10 +465,11 @@ def fedavg(
   engine = engine or engine_lib.Inline()
   checks.counts(rounds=rounds)
 
-  def init(key):
-    return init_pools(pools, key, {})
+  def init(key, variables=None):
+    return init_pools(pools, key, variables, {})
 
   def step(state, plan, data):
+    check_plan(plan, len(pools))
     keys = round_keys(state.key, plan.round, len(pools))
     decay = linear_decay(plan.round, rounds)
     sums = engine.run(*client_jobs(pools, state, keys, plan, data))

@@ -151,7 +151,7 @@ class PartyState:
     variables: its model.
     digest_opt_state: Digest's optimizer, which begins with the collaboration.
     revisit_opt_state: Revisit's, which goes on from private training.
-    hyper: `learning_rate`, `l2`: `float32[]`.
+    hyper: `learning_rate` and, with a penalty, `l2`: `float32[]`.
   """
 
   variables: core.Variables
@@ -196,7 +196,7 @@ class FedMDPlan(NamedTuple):
 def fedmd(
   parties: Sequence[Party],
   *,
-  digest_loss: str = "mae",
+  digest_loss: str | Translator = "mae",
   consensus_weights: Sequence[float] | jax.Array | None = None,
   temperature: float | jax.Array = 1.0,
   public_transform: core.Preparation | None = None,
@@ -213,7 +213,7 @@ def fedmd(
   Args:
     parties: P parties, whose models end in as many outputs.
     digest_loss: 'mae' or 'mse' between logits, or 'kl' from the mean of the
-      tempered softmaxes, without `fml`'s factor T^2.
+      tempered softmaxes, without `fml`'s factor T^2; or a `Translator`.
     consensus_weights: c_k, not negative; only their ratios count; by default
       equal.
     temperature: T of 'kl'; the other losses have none.
@@ -263,11 +263,14 @@ def fedmd(
   """
   parties = check_parties(parties)
   engine = engine or engine_lib.Inline()
-  if digest_loss not in TRANSLATORS:
-    raise ValueError(
-      f"digest_loss={digest_loss}: choose from {', '.join(TRANSLATORS)}"
-    )
-  translator = TRANSLATORS[digest_loss]
+  if not isinstance(digest_loss, Translator):
+    if digest_loss not in TRANSLATORS:
+      raise ValueError(
+        f"digest_loss={digest_loss}: choose from {', '.join(TRANSLATORS)}, or"
+        " give a Translator"
+      )
+    digest_loss = TRANSLATORS[digest_loss]
+  translator = digest_loss
   weights = _weights(consensus_weights, len(parties))
   checks.positive(temperature=temperature)
   eval_batch_size = evaluate.batch_size_or_default(eval_batch_size)
@@ -308,6 +311,7 @@ def fedmd(
     )
 
   def step(state, plan, data):
+    checks.kind("plan", plan, FedMDPlan, "as plan_fedmd makes it")
     check_plan(plan.digest, parties)
     key = jax.random.fold_in(state.key, plan.round)
     public = checks.bank(data, "public")

@@ -127,6 +127,7 @@ def group_clients(
   >>> group_clients([a, b, a])
   ((0, 2), (1,))
   """
+  checks.sequence("clients", clients, MutualClient)
   groups = {}
   for k, client in enumerate(clients):
     groups.setdefault(tuple(map(core.identity, client)), []).append(k)
@@ -135,7 +136,7 @@ def group_clients(
 
 def plan_mutual(
   held: population.ClientPopulation | Sequence[np.ndarray],
-  groups: Sequence[Sequence[int]],
+  groups: Sequence[Sequence[int]] | Sequence[MutualClient],
   *,
   seed: int,
   round: int,
@@ -153,7 +154,7 @@ def plan_mutual(
   Args:
     held: the clients, or each one's positions in its bank, which are not
       checked against the bank.
-    groups: the clients' groups, see `group_clients`.
+    groups: the clients' groups, see `group_clients`; or the clients.
     seed: the run's seed.
     round: the number of the round, from 1.
     batch_size: B.
@@ -202,6 +203,8 @@ def plan_mutual(
     rng = np.random.default_rng([seed, round, 2**32 - 1])
     active[:] = False
     active[rng.choice(len(held), clients_per_round, replace=False)] = True
+  if any(isinstance(one, MutualClient) for one in groups):
+    groups = group_clients(groups)
   groups = tuple(tuple(map(int, group)) for group in groups)
   if sorted(k for group in groups for k in group) != list(range(len(held))):
     raise ValueError(
@@ -293,6 +296,7 @@ def _merge(memes, weights):
 
 def _check_plan(plan, groups, state):
   """Raises if a plan is not for these clients and models."""
+  checks.kind("plan", plan, MutualPlan, "as plan_mutual makes it")
   if plan.clients != groups:
     raise ValueError(
       f"clients {groups} are alike, but a plan for {plan.clients}: plan by"
@@ -379,17 +383,24 @@ def _build(
   programs = [functools.partial(_whole, one) for one in stages]
   as_array = lambda x: jnp.array(x, jnp.float32)
 
-  def init(key):
+  def init(key, server=None):
     init_key, run_key = jax.random.split(key)
     keys = lambda first, group: jnp.stack(
       [jax.random.fold_in(init_key, first + k) for k in group]
     )
     values = {n: as_array(x) for n, x in hyper.items() if not callable(x)}
 
-    server = None
+    if global_model is None and server is not None:
+      raise ValueError("server: clients that learn alone have none")
     if global_model is not None:
-      # The key that FedAvg's only pool would have.
-      server = global_model.start(jax.random.fold_in(init_key, 0))
+      if server is None:
+        # The key that FedAvg's only pool would have.
+        server = global_model.start(jax.random.fold_in(init_key, 0))
+      else:
+        hint = "state.server of another run"
+        checks.kind("server", server, core.Variables, hint)
+        # A copy of what is given, since states may be donated.
+        server = jax.tree.map(jnp.copy, server)
       checks.statistics(server.stats)
 
     def group_state(group):
@@ -505,8 +516,10 @@ def fml(
       step dispatches programs itself and must not be traced.
 
   Returns:
-    The algorithm. Its `step` takes a `MutualPlan` and the banks by name, on
-    the device. Its metrics are means over all clients' examples:
+    The algorithm. Its `init` takes a key and, to go on from a global model
+    that there is, its `Variables`. Its `step` takes a `MutualPlan` and the
+    banks by name, on the device. Its metrics are means over all clients'
+    examples:
     `local_loss`, equation 5's for the clients' models, `local_kl`, the
     divergence in it, and `meme_loss` and `meme_kl`.
 

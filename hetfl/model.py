@@ -10,6 +10,8 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
+from hetfl import checks
+
 PyTree = Any
 
 
@@ -49,7 +51,8 @@ class Model(NamedTuple):
       given: what should be one.
 
     Raises:
-      ValueError: it is something else, such as a bare Flax module.
+      ValueError: it is something else, such as a bare Flax module, or its
+        functions take other arguments.
 
     >>> Model.check('global_model', None)
     Traceback (most recent call last):
@@ -62,6 +65,9 @@ and Model.from_nnx make one of a Flax module
         f"{owner}: give a Model, not a {type(given).__name__}; Model.from_flax"
         " and Model.from_nnx make one of a Flax module"
       )
+    checks.takes(f"{owner}: init", given.init, "key")
+    arguments = ("variables", "x", "key", "train")
+    checks.takes(f"{owner}: apply", given.apply, *arguments)
 
   def start(self, key: jax.Array) -> Variables:
     """What `init` gives, if it is `Variables`.

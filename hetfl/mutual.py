@@ -414,9 +414,13 @@ def client_program(
           names, variables, hyper, batch, model_key
         )
         for name in names:
-          params = variables[name].params
-          updates, new = sgd.update(grads[name], opt_states[name], params)
-          params = optax.apply_updates(params, updates)
+          params, new = core.descend(
+            sgd,
+            variables[name].params,
+            opt_states[name],
+            grads[name],
+            value=sums[f"{name}_loss"] / jnp.maximum(count, 1),
+          )
           variables = variables | {name: core.Variables(params, stats[name])}
           opt_states = opt_states | {name: new}
         means = means | {

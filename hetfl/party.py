@@ -5,7 +5,7 @@ Distillation", the first line of algorithm 1. What the paper leaves open is as
 in the released code, github.com/diogenes0319/FedMD_clean.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -41,6 +41,11 @@ class Party:
     optimizer: a learning rate to an optax optimizer. Departure: optax's Adam
       adds epsilon after the correction of the bias, Keras's before.
     loss: the loss of each example by its label, in all but Digest.
+
+  Raises:
+    ValueError: the model is a bare Flax module, a value is no number or
+      negative, or the optimizer is no function of a rate or holds it in its
+      state.
   """
 
   name: str
@@ -51,14 +56,19 @@ class Party:
   optimizer: core.Optimizer = keras_adam
   loss: core.Loss = core.cross_entropy
 
+  def __post_init__(self):
+    core.Model.check(f"party {self.name!r}", self.model)
+    checks.factories(optimizer=self.optimizer)
+    checks.between(0, np.inf, learning_rate=self.learning_rate, l2=self.l2)
+
   def hyper(self) -> dict[str, jax.Array]:
     """The values that trials may vary: `learning_rate` and `l2`, scalars.
 
-    Raises:
-      ValueError: if a value is out of its range.
+    The second where there is a penalty alone.
     """
-    values = {"learning_rate": self.learning_rate, "l2": self.l2}
-    checks.between(0, np.inf, **values)
+    values = {"learning_rate": self.learning_rate}
+    if self.penalty is not None:
+      values["l2"] = self.l2
     return {name: jnp.array(v, jnp.float32) for name, v in values.items()}
 
   def trainer(
@@ -102,9 +112,12 @@ class Party:
           return total, (value, stats)
 
         params = trained.variables.params
-        grads, (value, stats) = jax.grad(objective, has_aux=True)(params)
-        updates, opt_state = optimizer.update(grads, trained.opt_state, params)
-        params = optax.apply_updates(params, updates)
+        (whole, (value, stats)), grads = jax.value_and_grad(
+          objective, has_aux=True
+        )(params)
+        params, opt_state = core.descend(
+          optimizer, params, trained.opt_state, grads, value=whole
+        )
         trained = Trained(core.Variables(params, stats), opt_state)
         return trained, total + value
 
@@ -139,7 +152,7 @@ class Learner:
 
   Attributes:
     trained: the model and its optimizer.
-    hyper: `learning_rate`, `l2`: `float32[]`.
+    hyper: `learning_rate` and, with a penalty, `l2`: `float32[]`.
     accuracy: `float32[]`, on the stopping set after the last epoch.
     best: `float32[]`, the best so far that counted as progress.
     wait: `int32[]`, epochs since the best.
@@ -228,7 +241,7 @@ def fit(
   ...     lambda v, x, key, train: (x @ v.params, v.stats))
   >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
   >>> party = Party('a', linear(0., 0.), learning_rate=1., optimizer=optax.sgd)
-  >>> plan = plan_fit([[0]], seed=0, phase=0, round=1, batch_size=1)
+  >>> plan = plan_fit([[0]], seed=0, round=1, batch_size=1)
   >>> algorithm = fit([party])
   >>> state, metrics = algorithm.step(
   ...     algorithm.init(jax.random.key(0)), plan, {'train': (bank,)})
@@ -272,11 +285,15 @@ def fit(
     )
 
   def step(state, plan, data):
-    if strange := data.keys() - {"train", "stopping"}:
-      raise ValueError(
-        f"data[{min(strange)!r}]: want 'train' and, if any, 'stopping'"
-      )
+    checks.kind("plan", plan, FitPlan, "as plan_fit makes it")
     check_plan(plan.batches, parties)
+    known = {"train", "stopping"}
+    if isinstance(data, Mapping) and data.keys() - known:
+      strange = min(data.keys() - known)
+      raise ValueError(
+        f"data[{strange!r}]: want 'train' and, if any, 'stopping'"
+      )
+    train = checks.banks(data, "train", len(parties))
     stopping = data.get("stopping")
     if stopping is not None:
       population.check_subset(stopping, "stopping")
@@ -301,7 +318,7 @@ def fit(
           zip(
             epochs,
             state.parties,
-            checks.banks(data, "train", len(parties)),
+            train,
             plan.batches,
             plan.steps,
             strict=True,
@@ -388,7 +405,7 @@ def plan_fit(
   examples: population.ClientPopulation | Sequence[np.ndarray],
   *,
   seed: int,
-  phase: int,
+  phase: int = 0,
   round: int,
   batch_size: int,
 ) -> FitPlan:
@@ -397,7 +414,7 @@ def plan_fit(
   Args:
     examples: the parties' examples, or each party's positions in its bank.
     seed: the run's seed.
-    phase: tells apart the phases of a run.
+    phase: tells apart the phases of a run, which train one after another.
     round: the number of the epoch, from 1.
     batch_size: B, at most.
 
@@ -408,7 +425,7 @@ def plan_fit(
     ValueError: if a party has no examples, or a number is not at least 1.
 
   >>> plan = plan_fit(
-  ...     [np.arange(4), np.arange(9)], seed=0, phase=0, round=1, batch_size=5)
+  ...     [np.arange(4), np.arange(9)], seed=0, round=1, batch_size=5)
   >>> [(b.shape, int(s)) for b, s in zip(plan.batches, plan.steps)]
   [((128, 4), 1), ((128, 5), 2)]
   """
@@ -432,7 +449,7 @@ def plan_fit(
 
 
 def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
-  """The parties, if they can be told apart and their values make sense.
+  """The parties, if they are parties and can be told apart.
 
   Args:
     parties: P parties.
@@ -445,13 +462,11 @@ def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
   """
   checks.sequence("parties", parties, Party)
   parties = tuple(parties)
+  hint = "hetfl.Party(name, model, ...)"
+  checks.each("parties", parties, Party, len(parties), hint)
   names = [party.name for party in parties]
   if not names or len(set(names)) != len(names):
     raise ValueError(f"parties={names}: give one or more, of different names")
-  for party in parties:
-    party.hyper()
-    core.Model.check(f"party {party.name!r}", party.model)
-    checks.factories(optimizer=party.optimizer)
   return parties
 
 

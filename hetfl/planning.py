@@ -359,12 +359,12 @@ def plan_round(
   *,
   seed: int,
   round: int,
-  clients_per_round: int,
-  batch_size: int,
+  clients_per_round: int | Sequence[int],
+  batch_size: int | Sequence[int],
   epochs: int = 1,
   max_steps: int | None = None,
   uniform_weights: bool = False,
-  num_lanes: int | None = None,
+  num_lanes: int | Sequence[int] | None = None,
   distill_steps: int = 1,
   distill_batch_size: int = 128,
 ) -> RoundPlan:
@@ -375,12 +375,14 @@ def plan_round(
     distill: the distillation set; `None` where none is needed.
     seed: see `plan_clients`.
     round: the number of the round, from 1.
-    clients_per_round: of each pool.
-    batch_size: see `plan_clients`.
+    clients_per_round: how many clients of a pool train; one number, or one for
+      each pool.
+    batch_size: see `plan_clients`; one number, or one for each pool.
     epochs: see `plan_clients`.
     max_steps: see `plan_clients`.
     uniform_weights: see `plan_clients`.
-    num_lanes: L; an engine's `num_lanes(clients_per_round)` is a good number.
+    num_lanes: L, one number, or one for each pool; an engine's
+      `num_lanes(clients_per_round)` is a good one.
       By default one for each client, which suits accelerators, if clients are
       of one size; see `enough_lanes`.
     distill_steps: see `plan_distillation`.
@@ -404,20 +406,33 @@ def plan_round(
   checks.sequence("pools", pools, ClientPopulation)
   if num_lanes is None:
     num_lanes = clients_per_round
+
+  def of_pools(name, number):
+    if isinstance(number, Sequence) and len(number) != len(pools):
+      raise ValueError(f"{name}={number}: give one, or {len(pools)}")
+    return number if isinstance(number, Sequence) else [number] * len(pools)
+
   lanes = tuple(
     plan_clients(
       clients,
       seed=seed,
       round=round,
       pool=pool,
-      clients_per_round=clients_per_round,
-      batch_size=batch_size,
+      clients_per_round=number,
+      batch_size=size,
       epochs=epochs,
       max_steps=max_steps,
       uniform_weights=uniform_weights,
-      num_lanes=num_lanes,
+      num_lanes=lanes_of_pool,
     )
-    for pool, clients in enumerate(pools)
+    for pool, (clients, number, size, lanes_of_pool) in enumerate(
+      zip(
+        pools,
+        of_pools("clients_per_round", clients_per_round),
+        of_pools("batch_size", batch_size),
+        of_pools("num_lanes", num_lanes),
+      )
+    )
   )
   batches = None
   if distill is not None:

@@ -334,12 +334,12 @@ class ClientPopulation:
 
 
 def holdings(
-  clients: ClientPopulation | Sequence[np.ndarray],
+  clients: ClientPopulation | Sequence[Subset | np.ndarray],
 ) -> list[np.ndarray]:
   """Each client's positions in its bank.
 
   Args:
-    clients: a population, or the positions themselves.
+    clients: a population, or of each its subset or the positions themselves.
 
   Returns:
     K arrays `int32[n_k]`.
@@ -354,6 +354,7 @@ def holdings(
     return [clients.positions(k) for k in range(len(clients))]
   if isinstance(clients, Mapping | Subset):
     check_kind(clients, "clients", ClientPopulation)
+  clients = [c.index if isinstance(c, Subset) else c for c in clients]
   arrays = [_integers(a, f"client {k}") for k, a in enumerate(clients)]
   for k, array in enumerate(arrays):
     if not len(array):

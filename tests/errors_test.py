@@ -732,14 +732,6 @@ def test_microbatches_of_half_precision_add_up_in_float32(name):
   np.testing.assert_allclose(b - c, a - c, atol=0.02 * np.abs(a - c).max())
 
 
-def test_trials_of_pools_keep_their_axis():
-  algorithm = merged()
-  states = jax.vmap(algorithm.init)(jax.random.split(jax.random.key(0), 3))
-  states = core.with_hyper(states, client_lr=(0.1, 0.3))
-  rates = [pool.hyper["client_lr"].tolist() for pool in states.pools]
-  np.testing.assert_allclose(rates, [[0.1] * 3, [0.3] * 3])
-
-
 @pytest.mark.parametrize("array", [jnp.asarray, np.asarray])
 @pytest.mark.parametrize("name", ["fedavg", "fml", "fedmd", "fit"])
 def test_weights_that_a_model_holds_outlive_donation(name, array):

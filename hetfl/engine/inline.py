@@ -267,9 +267,10 @@ class Inline:
       return job.fn(*job.shared, lane, job.steps[0])
 
     def run(shared, lanes, steps):
-      results = jax.vmap(lambda lane: job.fn(*shared, lane, jnp.max(steps)))(
-        lanes
-      )
+      # Where these are no tracers the loop's length is known, and `jax.grad`
+      # goes through it.
+      longest = steps.max()
+      results = jax.vmap(lambda lane: job.fn(*shared, lane, longest))(lanes)
       return jax.tree.map(lambda a: jnp.sum(a, axis=0), results)
 
     if self._mesh is None:

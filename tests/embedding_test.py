@@ -1,0 +1,322 @@
+"""What those do with the steps who embed them in code of their own."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hetfl import codist, core, engine, evaluate, party, planning, population
+from hetfl.fedavg import fedavg, fedavg_server, Pool
+from hetfl.fedmd import absolute_error, fedmd, Translator
+from hetfl.fml import fml, independent, plan_mutual
+from hetfl.mutual import MutualClient
+from tests import algorithms, federation
+from tests.algorithms import CASES
+
+assert_close = functools.partial(
+  chex.assert_trees_all_close, rtol=1e-5, atol=1e-6
+)
+CLIENTS = federation.POPULATION
+
+
+def line(*w):
+  """A model that says the same of everything."""
+  return core.Model(
+    lambda key: core.Variables(jnp.array([w]), {}),
+    lambda v, x, key, train: (x @ v.params, v.stats),
+  )
+
+
+def round_of_one(model, **settings):
+  """A client's only step from the server's model, on an image of class 0."""
+  settings = {**dict(server_optimizer=fedavg_server), **settings}
+  pool = Pool("a", model, 1.0, 1.0, **settings)
+  algorithm = fedavg([pool], rounds=None)
+  bank = {"x": jnp.ones((1, 1)), "y": jnp.zeros(1, int)}
+  clients = population.ClientPopulation.from_lists(bank, [[0]])
+  plan = planning.plan_round(
+    [clients], seed=0, round=1, clients_per_round=1, batch_size=1
+  )
+  state = algorithm.init(jax.random.key(0))
+  return algorithm.step(state, plan, {"pools": (bank,)})[0].pools[0].params
+
+
+def test_hyper_parameters_of_trials_are_each_states_own():
+  algorithm = CASES["merged"].build(None, 1)
+  states = jax.vmap(algorithm.init)(jax.random.split(jax.random.key(0), 2))
+  with pytest.raises(ValueError, match="several trials: .*vmap"):
+    core.with_hyper(states, client_lr=(0.1, 0.3))
+  rates = jnp.array([[0.1, 0.3], [0.2, 0.4]])
+  states = jax.vmap(lambda s, v: core.with_hyper(s, client_lr=v))(states, rates)
+  found = [pool.hyper["client_lr"] for pool in states.pools]
+  np.testing.assert_array_equal(np.stack(found, axis=1), rates)
+
+
+def test_trials_are_evaluated_together():
+  model = algorithms.MLP
+  subset = population.Subset.whole(dict(CLIENTS.bank))
+  evaluator = evaluate.Evaluator([model], {"test": subset}, batch_size=5)
+  seeds = jax.random.split(jax.random.key(0), 3)
+  trials = jax.vmap(model.start)(seeds)
+  data = evaluator.data("test")
+  sums = jax.jit(jax.vmap(lambda v: evaluator.sums([v], data)[0]))(trials)
+  for i, seed in enumerate(seeds):
+    (alone,) = evaluator([model.start(seed)])
+    of_trial = core.values(jax.tree.map(lambda a, i=i: a[i], sums))
+    assert of_trial == pytest.approx(alone, rel=1e-5)
+  with pytest.raises(ValueError, match="trace its sums"):
+    jax.vmap(lambda v: evaluator([v]))(trials)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_gradients_through_a_round_whose_plan_is_known(lanes):
+  """By reverse mode what forward mode gives."""
+  algorithm = CASES["fedavg"].build(None, 1)
+  plan, data = federation.make_plan(1, num_lanes=lanes), federation.make_data()
+  start = algorithm.init(jax.random.key(0))
+
+  def distance(rate):
+    state = core.with_hyper(start, client_lr=rate)
+    state, _ = algorithm.step(state, plan, data)
+    return optax.tree.norm(state.pools[0].params)
+
+  rate = jnp.float32(0.1)
+  _, forward = jax.jvp(distance, (rate,), (jnp.ones(()),))
+  backward = jax.jit(jax.grad(distance))(rate)
+  assert abs(forward) > 0.1
+  np.testing.assert_allclose(backward, forward, rtol=1e-4)
+
+
+def test_pools_may_differ_in_size():
+  few = CLIENTS.take([0, 1])
+  plan_round = functools.partial(
+    planning.plan_round, [CLIENTS, few], seed=0, round=1
+  )
+  plan = plan_round(
+    clients_per_round=(4, 2), batch_size=(3, 2), num_lanes=(2, 1)
+  )
+  for pool, (clients, settings) in enumerate(
+    (
+      (CLIENTS, dict(clients_per_round=4, batch_size=3, num_lanes=2)),
+      (few, dict(clients_per_round=2, batch_size=2, num_lanes=1)),
+    )
+  ):
+    chex.assert_trees_all_equal(
+      plan.pools[pool],
+      planning.plan_clients(clients, seed=0, round=1, pool=pool, **settings),
+    )
+  assert [len(p.steps) for p in plan.pools] == [2, 1]
+  with pytest.raises(ValueError, match=r"batch_size=\[3\]: give one, or 2"):
+    plan_round(clients_per_round=2, batch_size=[3])
+
+
+def test_clients_may_change_what_they_send():
+  """From logits (0, 0) a step of rate 1 goes to (1/2, -1/2)."""
+  zero = line(0.0, 0.0)
+  np.testing.assert_allclose(round_of_one(zero)[0], [0.5, -0.5])
+
+  def clipped(key, delta):  # Of length 1 / sqrt(2), to 1 / 2.
+    return optax.tree.scale(jnp.minimum(1, 0.5 / optax.tree.norm(delta)), delta)
+
+  half = 0.5 / np.sqrt(2)
+  np.testing.assert_allclose(
+    round_of_one(zero, delta_transform=clipped)[0], [half, -half], rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize("runner", [None, engine.Threads(2)])
+def test_noise_of_clients_is_their_own_wherever_they_are(runner):
+  """With a delta of noise alone the server's is the clients' weighted mean."""
+
+  def noise(key, delta):
+    return jax.tree.map(lambda d: jax.random.normal(key, d.shape), delta)
+
+  pools = federation.make_pools(
+    num_pools=1,
+    server_optimizer=fedavg_server,
+    server_lr=1.0,
+    delta_transform=noise,
+  )
+  algorithm = fedavg(pools, rounds=None, engine=runner)
+  start = algorithm.init(jax.random.key(0))
+  plan = federation.make_plan(1, num_pools=1, num_lanes=3)
+  data = federation.make_data(num_pools=1)
+  state, _ = algorithm.step(start, plan, data)
+
+  lanes = plan.pools[0]
+  last = lanes.weight > 0
+  round_key = jax.random.fold_in(jax.random.fold_in(start.key, 1), 0)
+  drawn = [
+    noise(
+      jax.random.fold_in(
+        jax.random.fold_in(round_key, client), np.uint32(2**32 - 1)
+      ),
+      start.pools[0].params,
+    )
+    for client in lanes.client[last]
+  ]
+  weights = lanes.weight[last]
+  assert len(weights) == 4
+  mean = jax.tree.map(
+    lambda *n: np.tensordot(weights, np.stack(n), 1) / weights.sum(), *drawn
+  )
+  moved = optax.tree.sub(start.pools[0].params, state.pools[0].params)
+  assert_close(moved, mean)
+
+
+def test_optimizers_may_ask_for_the_loss():
+  """Polyak's rate is the loss by the gradient's square: log 2 / (1/4 + 1/4)."""
+  sizes = round_of_one(
+    line(0.0, 0.0),
+    client_optimizer=lambda rate: optax.polyak_sgd(
+      max_learning_rate=100.0, scaling=rate
+    ),
+  )
+  np.testing.assert_allclose(sizes[0], [np.log(2), -np.log(2)], rtol=1e-5)
+  # Parties, mutual clients and students hand it on too.
+  polyak = lambda rate: optax.polyak_sgd(max_learning_rate=rate)
+  bank = {"x": jnp.ones((1, 1)), "y": jnp.zeros(1, int)}
+  one = party.Party("a", line(0.0, 0.0), learning_rate=9.0, optimizer=polyak)
+  algorithm = party.fit([one])
+  state, _ = algorithm.step(
+    algorithm.init(jax.random.key(0)),
+    party.plan_fit([[0]], seed=0, round=1, batch_size=1),
+    {"train": (bank,)},
+  )
+  np.testing.assert_allclose(
+    state.parties[0].trained.variables.params[0],
+    [np.log(2), -np.log(2)],
+    rtol=1e-5,
+  )
+  clients = [MutualClient(line(0.0, 0.0))]
+  alone = independent(clients, learning_rate=9.0, optimizer=polyak)
+  state, _ = alone.step(
+    alone.init(jax.random.key(0)),
+    plan_mutual([[0]], clients, seed=0, round=1, batch_size=1, epochs=1),
+    {"train": bank},
+  )
+  np.testing.assert_allclose(
+    state.local(0).params[0], [np.log(2), -np.log(2)], rtol=1e-5
+  )
+  distiller = algorithms.make_distiller(optimizer=polyak, mixup_beta=None)
+  merged = CASES["merged"]
+  algorithm = codist.merged_codist(
+    federation.make_pools(), distiller, alpha=0.5, rounds=1
+  )
+  _, metrics = algorithm.step(
+    algorithm.init(jax.random.key(0)), merged.plan(1, 1), merged.data()
+  )
+  assert np.isfinite(float(metrics["pool0/distill_loss"].value))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "periodic", "merged"])
+def test_pools_go_on_from_models(name):
+  algorithm = CASES[name].build(None, 1)
+  models = [
+    pool.model.start(jax.random.key(7)) for pool in federation.make_pools()
+  ]
+  state = algorithm.init(jax.random.key(0), models)
+  assert_close([pool.variables for pool in state.pools], models)
+  plan, data = CASES[name].plan(1, 1), CASES[name].data()
+  jax.jit(algorithm.step, donate_argnums=0)(state, plan, data)
+  assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(models))
+  with pytest.raises(ValueError, match="variables: 1 of them, give 2"):
+    algorithm.init(jax.random.key(0), models[:1])
+
+
+def test_clients_go_on_from_a_global_model():
+  model = algorithms.MLP
+  clients = [MutualClient(model)] * 2
+  server = model.start(jax.random.key(7))
+  state = fml(clients, global_model=model).init(jax.random.key(0), server)
+  assert_close(state.server, server)
+  with pytest.raises(ValueError, match="learn alone have none"):
+    independent(clients).init(jax.random.key(0), server)
+
+
+def test_plans_group_clients_themselves():
+  case = CASES["fml"]
+  plan = plan_mutual(
+    algorithms.POPULATION,
+    algorithms.MUTUAL,
+    seed=0,
+    round=1,
+    batch_size=4,
+    epochs=2,
+  )
+  chex.assert_trees_all_equal(plan, case.plan(1, 1))
+
+
+def test_parties_may_have_subsets():
+  subsets = [population.Subset(dict(CLIENTS.bank), [4, 1]), np.arange(3)]
+  held = population.holdings(subsets)
+  assert [h.tolist() for h in held] == [[4, 1], [0, 1, 2]]
+
+
+def test_a_translator_of_ones_own():
+  mine = Translator(lambda z, t: z, lambda z, f, t: absolute_error(z, f))
+  case = CASES["fedmd"]
+  plan, data = case.plan(1, 1), case.data()
+
+  def after_a_round(digest_loss):
+    algorithm = fedmd(algorithms.PARTIES, digest_loss=digest_loss)
+    state = algorithm.init(jax.random.key(0))
+    return jax.jit(algorithm.step)(state, plan, data)[1]
+
+  chex.assert_trees_all_equal(after_a_round(mine), after_a_round("mae"))
+
+
+def test_without_a_penalty_there_is_no_weight_of_it():
+  party_state = party.fit([party.Party("a", line(0.0, 0.0))]).init(
+    jax.random.key(0)
+  )
+  with pytest.raises(ValueError, match="l2: this state has no such"):
+    core.with_hyper(party_state, l2=0.1)
+
+
+@pytest.mark.parametrize(
+  "name,maker",
+  [
+    ("fedavg", "plan_round"),
+    ("periodic", "plan_round"),
+    ("merged", "plan_round"),
+    ("fml", "plan_mutual"),
+    ("fedmd", "plan_fedmd"),
+    ("fit", "plan_fit"),
+  ],
+)
+def test_another_algorithms_plan_is_refused(name, maker):
+  case = CASES[name]
+  algorithm = case.build(None, 1)
+  state = algorithm.init(jax.random.key(0))
+  other = "fml" if maker == "plan_round" else "fedavg"
+  with pytest.raises(ValueError, match=f"plan: give a .*{maker}"):
+    algorithm.step(state, CASES[other].plan(1, 1), case.data())
+
+
+def test_what_is_of_another_kind_is_refused():
+  with pytest.raises(ValueError, match=r"pools\[0\]: give a Pool, not a Model"):
+    fedavg([algorithms.MLP], rounds=1)
+  with pytest.raises(ValueError, match="distiller: give a Distiller"):
+    codist.merged_codist(federation.make_pools(), None, alpha=0.5, rounds=1)
+  bank = {"x": {"a": np.zeros(2), "b": np.zeros(2)}, "y": np.zeros(2, int)}
+  with pytest.raises(ValueError, match=r"bank\['x'\]: give an array, .*dict"):
+    population.Subset.whole(bank)
+  pairs = lambda logits, batch: (core.cross_entropy(logits, batch), {})
+  with pytest.raises(ValueError, match="a loss gave a tuple"):
+    round_of_one(line(0.0, 0.0), loss=pairs)
+  short = core.Model(line(0.0).init, lambda variables, x: x)
+  with pytest.raises(ValueError, match="apply is called with .*train"):
+    Pool("a", short, 1.0, 1.0)
+  subset = population.Subset.whole(dict(CLIENTS.bank))
+  evaluator = evaluate.Evaluator(
+    [algorithms.MLP],
+    {"test": subset},
+    measure=lambda logits, batch: jnp.sum(logits),
+  )
+  with pytest.raises(ValueError, match="a measure gave a .*dict of Means"):
+    evaluator([algorithms.MLP.start(jax.random.key(0))])
