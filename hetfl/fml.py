@@ -340,6 +340,8 @@ def _check_clients(clients, global_model, from_global):
         f"client {k} is a {type(client).__name__}: give a MutualClient of it"
       )
     core.Model.check(f"client {k}", client.model)
+    if client.optimizer is not None:
+      checks.factories(**{f"client {k}: optimizer": client.optimizer})
     if client.adaptor is not None:
       core.Model.check(f"client {k}'s adaptor", client.adaptor)
   if from_global and all(c.model != global_model for c in clients):
@@ -409,7 +411,8 @@ def _build(
       if from_global and client.model == global_model:
         local = jax.tree.map(lambda a: jnp.stack([a] * len(group)), server)
       # The state does not depend on the rate: `checks.factories` sees to it.
-      opt_state = jax.vmap(optimizer(0.0).init)(local.params)
+      own = (client.optimizer or optimizer)(0.0)
+      opt_state = jax.vmap(own.init)(local.params)
       adaptor = None
       if client.adaptor is not None and global_model is not None:
         adaptor = jax.vmap(client.adaptor.start)(keys(1 + len(clients), group))
@@ -500,7 +503,8 @@ def fml(
     beta: the same for the memes. The paper finds a falling alpha and a rising
       beta best (section 6).
     learning_rate: of both optimizers; a value or a schedule.
-    optimizer: a learning rate to an optax optimizer.
+    optimizer: a learning rate to an optax optimizer; a client's own model may
+      have another, `MutualClient.optimizer`.
     temperature: T of the divergences, which are then multiplied by T^2; the
       paper has none.
     sequential: as in deep mutual learning (Zhang et al. 2018), the local

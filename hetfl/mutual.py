@@ -36,6 +36,8 @@ class MutualClient(NamedTuple):
       global model's outputs to logits, which stays with the client.
     loss: the loss of each example. Outputs are logits whatever it is: equation
       5's divergence is between softmaxes.
+    optimizer: of its own model, in place of the one of `fml`, and of the same
+      learning rate unless it scales it: `lambda lr: optax.adam(0.1 * lr)`.
   """
 
   model: core.Model
@@ -43,6 +45,7 @@ class MutualClient(NamedTuple):
   bank: str = "train"
   adaptor: core.Model | None = None
   loss: core.Loss = core.cross_entropy
+  optimizer: core.Optimizer | None = None
 
 
 class ClientRounds(NamedTuple):
@@ -380,6 +383,7 @@ def client_program(
     models["meme"] = splice(global_model, client.adaptor)
   # Which models step together, on the same logits.
   turns = [(name,) for name in models] if sequential else [tuple(models)]
+  optimizers = {"local": client.optimizer or optimizer, "meme": optimizer}
   part_loss = _part_loss(client, models, temperature)
   gradients = _gradients(part_loss, microbatch)
 
@@ -390,8 +394,8 @@ def client_program(
     opt_states = {"local": kept.opt_state}
     if global_model is not None:
       variables["meme"] = fork(server, kept.adaptor)  # Line 3.
-      sgd = optimizer(hyper["learning_rate"])
-      opt_states["meme"] = sgd.init(variables["meme"].params)
+      of_meme = optimizers["meme"](hyper["learning_rate"])
+      opt_states["meme"] = of_meme.init(variables["meme"].params)
     means = {
       f"{n}_{x}": core.Mean.zero() for n in models for x in ("loss", "kl")
     }
@@ -400,7 +404,7 @@ def client_program(
   def advance(server, hyper, key, bank, row, carry, first, last):
     del server
     _, work = jax.tree.map(jnp.asarray, row)
-    sgd = optimizer(hyper["learning_rate"])
+    rate = hyper["learning_rate"]
 
     def step(s, carry):  # Lines 4 and 5.
       variables, opt_states, means = carry
@@ -415,7 +419,7 @@ def client_program(
         )
         for name in names:
           params, new = core.descend(
-            sgd,
+            optimizers[name](rate),
             variables[name].params,
             opt_states[name],
             grads[name],

@@ -320,3 +320,27 @@ def test_what_is_of_another_kind_is_refused():
   )
   with pytest.raises(ValueError, match="a measure gave a .*dict of Means"):
     evaluator([algorithms.MLP.start(jax.random.key(0))])
+
+
+def test_clients_may_have_optimizers_of_their_own():
+  """Those of client 0 stand still; the memes, and client 1, learn as before."""
+  still = lambda rate: optax.sgd(0 * rate)
+  model = algorithms.MLP
+
+  def after_a_round(*optimizers):
+    clients = [MutualClient(model, optimizer=o) for o in optimizers]
+    algorithm = fml(clients, global_model=model)
+    start = algorithm.init(jax.random.key(0))
+    plan = plan_mutual(
+      [[0, 1], [2, 3]], clients, seed=0, round=1, batch_size=2, epochs=1
+    )
+    data = {"train": jax.device_put(dict(CLIENTS.bank))}
+    return start, algorithm.step(start, plan, data)[0]
+
+  start, mixed = after_a_round(still, None)
+  _, usual = after_a_round(None, None)
+  assert_close(mixed.local(0), start.local(0))
+  assert_close(mixed.local(1), usual.local(1))
+  assert_close(mixed.server, usual.server)
+  moved = optax.tree.sub(usual.local(0).params, start.local(0).params)
+  assert optax.tree.norm(moved) > 1e-3
