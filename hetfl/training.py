@@ -322,7 +322,8 @@ def final_state(
     The state after the last round.
 
   Raises:
-    ValueError: the folder has no checkpoint of that round any more.
+    ValueError: the run is not finished, or the folder has no checkpoint of its
+      last round any more.
   """
   rounds = _shared(folder)["rounds"]
   found = _latest(
@@ -459,7 +460,13 @@ def _shared(folder: logs.RunFolder) -> dict[str, Any]:
       content = engine.bytes_from_first(path.read_bytes() if first else b"")
       if not first:
         logs.write_bytes(path, content)
-  return folder.result()
+  result = folder.result()
+  if result is None:
+    raise ValueError(
+      f"{folder.path}: the run is not finished: it has no result.json; go on"
+      " with it first"
+    )
+  return result
 
 
 def _local(state: Any) -> Any:
