@@ -6,7 +6,7 @@ metrics since the last evaluation and the last evaluation itself are in the
 checkpoint, and because a round's plan is a pure function of the round.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -47,9 +47,11 @@ class _Means:
       self.counts[name] = self.counts.get(name, 0.0) + float(count)
 
   def take(self) -> dict[str, float]:
-    means = core.values(
-      {name: core.Mean(t, self.counts[name]) for name, t in self.totals.items()}
-    )
+    means = {
+      name: total / self.counts[name]
+      for name, total in self.totals.items()
+      if self.counts[name]
+    }
     self.totals, self.counts = {}, {}
     return means
 
@@ -213,7 +215,8 @@ def run(
     signals = stack.enter_context(_signals())
     stack.enter_context(folder.at_work())
     state = core.strong(engine.jit(algorithm.init, once=True)(key))
-    done, extra = 0, {}
+    done = 0
+    extra: dict[str, Any] = {}
     found = _latest(checkpoints, state)
     if found is not None:
       done, state, extra = found
@@ -259,7 +262,9 @@ def run(
     saved, stop = done, False
     while done < rounds and not stop:
       dispatch, plan = next(plans)
-      step = algorithm.step if len(dispatch) == 1 else scanned_step
+      step = algorithm.step
+      if scanned_step is not None and len(dispatch) > 1:
+        step = scanned_step
       state, metrics = step(state, plan, data)
       state = core.strong(state)
       done = dispatch[-1]
@@ -500,7 +505,7 @@ def _dispatches(
 def _ahead(
   plan_fn: Callable[[int], Any],
   dispatches: Iterator[range],
-) -> Iterator[tuple[range, Any]]:
+) -> Generator[tuple[range, Any], None, None]:
   """Dispatches and their plans, made while the ones before are at work."""
 
   def plan(rounds):
