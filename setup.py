@@ -38,6 +38,7 @@ setuptools.setup(
   extras_require={
     "test": [
       "hypothesis>=6",
+      "mypy>=2.4",
       "optuna>=4",
       "pytest-xdist>=3",
       "ruff>=0.14",

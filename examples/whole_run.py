@@ -13,6 +13,7 @@ again, and one of other settings or data is refused.
 from collections.abc import Mapping
 import functools
 import pathlib
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -47,7 +48,7 @@ MODELS = {
 def main(
   seeds: int = 3,
   workdir: str = "runs/whole_run",
-  settings: Mapping[str, float] = SETTINGS,
+  settings: Mapping[str, Any] = SETTINGS,
 ) -> dict[str, np.ndarray]:
   """Runs both algorithms; returns test accuracies, `[seed, model]` of each."""
   rounds, clients = settings["rounds"], settings["clients_per_round"]

@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hetfl import core
 
@@ -114,12 +115,11 @@ def normalize(
   """
   _check_pixels(x)
   shape = (1,) * (x.ndim - 1) + (-1,)
-  mean = jnp.asarray(mean, jnp.float32).reshape(shape)
-  deviation = jnp.asarray(deviation, jnp.float32).reshape(shape)
-  return (x.astype(jnp.float32) / 255 - mean) / deviation
+  channels = lambda values: jnp.asarray(values, jnp.float32).reshape(shape)
+  return (x.astype(jnp.float32) / 255 - channels(mean)) / channels(deviation)
 
 
-def center(batch: core.Batch, mean: jax.Array) -> core.Batch:
+def center(batch: core.Batch, mean: jax.Array | np.ndarray) -> core.Batch:
   """`x / 255 - mean`, pixel by pixel.
 
   Args:

@@ -33,12 +33,12 @@ def cache_folder() -> pathlib.Path:
     OSError: there is no home folder.
   """
   cache = os.environ.get("XDG_CACHE_HOME")
-  if not cache:
-    try:
-      cache = pathlib.Path.home() / ".cache"
-    except RuntimeError as error:  # A user without an entry, as in containers.
-      raise OSError(f"{error} Set XDG_CACHE_HOME.") from error
-  return pathlib.Path(cache, "hetfl")
+  if cache:
+    return pathlib.Path(cache, "hetfl")
+  try:
+    return pathlib.Path.home() / ".cache" / "hetfl"
+  except RuntimeError as error:  # A user without an entry, as in containers.
+    raise OSError(f"{error} Set XDG_CACHE_HOME.") from error
 
 
 def cache_file() -> pathlib.Path:

@@ -153,8 +153,8 @@ class Checkpoints:
     kept = [r for r in rounds if r <= round][-self.keep :]
     for old in set(rounds) - set(kept):
       # Renamed first, so that a half-deleted folder has no plain name.
-      path = self.path(old)
-      path.rename(path.with_name(path.name + ".old" + _PART))
+      folder = self.path(old)
+      folder.rename(folder.with_name(folder.name + ".old" + _PART))
     self._sweep()
 
   def latest(self, like: Any) -> tuple[int, Any, dict[str, Any]] | None:

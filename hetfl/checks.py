@@ -368,7 +368,7 @@ def num_examples(bank: Mapping[str, Any]) -> int:
   return next(iter(sizes.values()))
 
 
-def losses(values: jax.Array, mask: jax.Array) -> None:
+def losses(values: Any, mask: jax.Array) -> None:
   """Checks that a loss gives a number for each example, or a scalar.
 
   Args:

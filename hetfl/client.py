@@ -53,7 +53,9 @@ class ClientUpdate(NamedTuple):
   step: Callable[..., tuple[ClientState, jax.Array]]
 
 
-def proximal_term(params: PyTree, server: PyTree, mu: jax.Array) -> jax.Array:
+def proximal_term(
+  params: PyTree, server: PyTree, mu: float | jax.Array
+) -> jax.Array:
   """FedProx's term `mu / 2 ||w - w_server||^2`.
 
   Args:

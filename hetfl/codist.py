@@ -36,7 +36,9 @@ from hetfl.fedavg import (
 PyTree = Any
 
 
-def merge_gradients(g: PyTree, delta: PyTree, alpha: jax.Array) -> PyTree:
+def merge_gradients(
+  g: PyTree, delta: PyTree, alpha: float | jax.Array
+) -> PyTree:
   """`Delta = alpha g + (1 - alpha) delta ||g|| / ||delta||`.
 
   The norms are over the whole model. Where `delta` is zero, so is its term.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from absl import logging
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from hetfl import checks
@@ -17,21 +18,21 @@ from hetfl.model import Model as Model
 from hetfl.model import Variables as Variables
 
 PyTree = Any
-Batch = Mapping[str, jax.Array]
-# (logits [B, C], batch) -> losses [B]; or a scalar, the mean over those
-# examples whose mask is 1
-Loss = Callable[[jax.Array, Batch], jax.Array]
+# arrays by name; `x` may be a tree of them
+Batch = Mapping[str, PyTree]
+# (logits [B, C], or what else the model gives, batch) -> losses [B]; or a
+# scalar, the mean over those examples whose mask is 1
+Loss = Callable[[PyTree, Batch], jax.Array]
 # (key, batch as it lies in the bank) -> batch as model and loss take it: inputs
 # `x` and, for the losses here, labels `y`; without a transform the bank holds
-# them itself. `x` may be a tree of arrays. `mask` stays as it was unless the
-# transform gives another.
+# them itself. `mask` stays as it was unless the transform gives another.
 Transform = Callable[[jax.Array, Batch], Batch]
 # The same where nothing is drawn: batch -> batch
 Preparation = Callable[[Batch], Batch]
 # learning rate -> optimizer, whose state does not depend on the rate
 Optimizer = Callable[[jax.Array], optax.GradientTransformation]
 # round -> value
-Schedule = Callable[[jax.Array], jax.Array]
+Schedule = Callable[[jax.Array], jax.Array | float]
 
 
 class Mean(NamedTuple):
@@ -43,14 +44,14 @@ class Mean(NamedTuple):
   """
 
   total: jax.Array
-  count: jax.Array
+  count: jax.Array  # type: ignore[assignment]
 
   @property
   def value(self) -> jax.Array:
     """The mean; NaN if nothing was measured."""
     return self.total / self.count
 
-  def __add__(self, other: "Mean") -> "Mean":
+  def __add__(self, other: "Mean") -> "Mean":  # type: ignore[override]
     """The mean over what either was measured of."""
     return Mean(self.total + other.total, self.count + other.count)
 
@@ -149,7 +150,7 @@ def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
   return jnp.where(labels < 0, jnp.nan, losses)
 
 
-def gather(bank: Batch, index: jax.Array) -> Batch:
+def gather(bank: Batch, index: jax.Array | np.ndarray) -> Batch:
   """Takes a batch out of a bank.
 
   Args:
@@ -208,7 +209,9 @@ def prepare(
   ['mask', 'x']
   """
   if transform is not None:
-    args = {"batch": batch} if key is None else {"key": key, "batch": batch}
+    args: dict[str, Any] = {"batch": batch}
+    if key is not None:
+      args = {"key": key, **args}
     checks.takes("a transform", transform, *args)
     given = transform(*args.values())
     if not isinstance(given, Mapping):

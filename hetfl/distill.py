@@ -18,7 +18,9 @@ PyTree = Any
 Divergence = Callable[..., jax.Array]
 
 
-def tempered_softmax(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+def tempered_softmax(
+  logits: jax.Array, temperature: float | jax.Array
+) -> jax.Array:
   """`p_i = exp(z_i / T) / sum_j exp(z_j / T)`.
 
   Args:
@@ -73,11 +75,11 @@ def kl_divergence(target: jax.Array, logits: jax.Array) -> jax.Array:
 def codist_target(
   teachers: Sequence[jax.Array],
   student: jax.Array,
-  temperatures: Sequence[jax.Array],
-  regularization: jax.Array,
+  temperatures: Sequence[float | jax.Array],
+  regularization: float | jax.Array,
   *,
   labels: jax.Array | None = None,
-  label_weight: jax.Array = 0.0,
+  label_weight: float | jax.Array = 0.0,
 ) -> jax.Array:
   """What a student learns: the teachers' view, held back by its own.
 
@@ -140,7 +142,7 @@ def symmetric_beta(key: jax.Array, beta: float, shape=()) -> jax.Array:
   return jax.random.beta(key, beta, beta, shape, jnp.float32)
 
 
-def mixup(x: jax.Array, weight: jax.Array) -> jax.Array:
+def mixup(x: PyTree, weight: jax.Array) -> PyTree:
   """Mixes each example with its neighbour: `w_b x_b + (1 - w_b) x_(b+1)`.
 
   Args:
@@ -503,7 +505,7 @@ def _outputs(
   # Of what is computed here the output layer alone is used, and so run.
   outputs = model.predict(variables, x)
   if isinstance(outputs, TokenLogits):
-    return outputs.replace(features=view)
+    return dataclasses.replace(outputs, features=view)
   return view
 
 

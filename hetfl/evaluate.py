@@ -11,7 +11,7 @@ from hetfl import checks, core, population
 from hetfl import engine as engine_lib
 
 PyTree = Any
-Measure = Callable[[jax.Array, core.Batch], dict[str, core.Mean]]
+Measure = Callable[[PyTree, core.Batch], dict[str, core.Mean]]
 
 
 def classification(

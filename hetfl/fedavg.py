@@ -298,7 +298,7 @@ def init_pools(
   )
 
 
-def linear_decay(round: jax.Array, rounds: int | None) -> jax.Array:
+def linear_decay(round: int | jax.Array, rounds: int | None) -> jax.Array:
   """`1 - (t - 1) / T`: one in the first round, zero after the last.
 
   Args:

@@ -138,7 +138,7 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
     raise ValueError(f"weights: {len(weights)} for {len(scores)} scores")
   weights = weights / jnp.sum(weights)
   # Whom nobody listens to may say anything, NaN too.
-  return sum(
+  return sum(  # type: ignore[return-value]
     jnp.where(weights[k] == 0, 0, weights[k] * f) for k, f in enumerate(scores)
   )
 
@@ -187,7 +187,7 @@ class FedMDPlan(NamedTuple):
       its private bank.
   """
 
-  round: np.ndarray
+  round: np.integer
   subset: np.ndarray
   digest: np.ndarray
   revisit: tuple[np.ndarray, ...]
@@ -485,7 +485,7 @@ def bytes_per_round(
 
 def plan_fedmd(
   public: population.Subset,
-  private: population.ClientPopulation | Sequence[np.ndarray],
+  private: population.ClientPopulation | Sequence[population.Positions],
   *,
   seed: int,
   round: int,
@@ -545,8 +545,9 @@ def plan_fedmd(
   positions = population.positions_in(public.bank, public.index, "public")
   private = population.holdings(private)
   drawn_by = [_SUBSET, seed, round]
-  if np.ndim(public.bank.get("y")) == 1:
-    labels = np.asarray(public.bank["y"])[positions]
+  labels = public.bank.get("y")
+  if labels is not None and np.ndim(labels) == 1:
+    labels = np.asarray(labels)[positions]
     drawn = partition.stratified(labels, size=subset, seed=drawn_by)
   else:
     drawn = np.random.default_rng(drawn_by).permutation(len(positions))[:subset]

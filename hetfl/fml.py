@@ -11,6 +11,7 @@ equation 5.
 
 from collections.abc import Sequence
 import functools
+from typing import Any
 
 from absl import logging
 import flax.struct
@@ -43,7 +44,7 @@ class MutualPlan:
     full_batches: of each group, whether no batch has empty places.
   """
 
-  round: np.ndarray
+  round: np.integer
   groups: tuple[ClientRounds, ...]
   clients: tuple[tuple[int, ...], ...] = flax.struct.field(pytree_node=False)
   full_batches: tuple[bool, ...] = flax.struct.field(pytree_node=False)
@@ -128,14 +129,17 @@ def group_clients(
   ((0, 2), (1,))
   """
   checks.sequence("clients", clients, MutualClient)
-  groups = {}
+  groups: dict[tuple[Any, ...], list[int]] = {}
   for k, client in enumerate(clients):
     groups.setdefault(tuple(map(core.identity, client)), []).append(k)
   return tuple(map(tuple, groups.values()))
 
 
 def plan_mutual(
-  held: population.ClientPopulation | Sequence[np.ndarray],
+  held: (
+    population.ClientPopulation
+    | Sequence[population.Subset | population.Positions]
+  ),
   groups: Sequence[Sequence[int]] | Sequence[MutualClient],
   *,
   seed: int,
@@ -203,16 +207,17 @@ def plan_mutual(
     rng = np.random.default_rng([seed, round, 2**32 - 1])
     active[:] = False
     active[rng.choice(len(held), clients_per_round, replace=False)] = True
+  alike: Sequence[Any] = groups
   if any(isinstance(one, MutualClient) for one in groups):
-    groups = group_clients(groups)
-  groups = tuple(tuple(map(int, group)) for group in groups)
-  if sorted(k for group in groups for k in group) != list(range(len(held))):
+    alike = group_clients(alike)
+  members = tuple(tuple(map(int, group)) for group in alike)
+  if sorted(k for group in members for k in group) != list(range(len(held))):
     raise ValueError(
-      f"groups={groups}: {len(held)} clients hold examples; give group_clients"
+      f"groups={members}: {len(held)} clients hold examples; give group_clients"
       " of as many"
     )
   rounds = []
-  for group in groups:
+  for group in members:
     # Those who take part first, then as many others as fill the rows up.
     rows = sorted(range(len(group)), key=lambda row: not active[group[row]])
     rows = sorted(rows[:clients_per_round])
@@ -244,9 +249,9 @@ def plan_mutual(
     )
   whole = tuple(
     full_batches or all(len(held[k]) % batch_size == 0 for k in group)
-    for group in groups
+    for group in members
   )
-  return MutualPlan(np.int32(round), tuple(rounds), groups, whole)
+  return MutualPlan(np.int32(round), tuple(rounds), members, whole)
 
 
 def as_lanes(plan: MutualPlan, *, num_lanes: int) -> planning.LanePlan:

@@ -21,7 +21,7 @@ import tqdm
 try:
   import fcntl
 except ImportError:  # not on Windows
-  fcntl = None
+  fcntl = None  # type: ignore[assignment]
 
 _FORMAT = 1
 

@@ -40,7 +40,7 @@ class Model(NamedTuple):
   """
 
   init: Callable[[jax.Array], Variables]
-  apply: Callable[..., tuple[jax.Array, PyTree]]
+  apply: Callable[..., tuple[PyTree, PyTree]]
 
   @classmethod
   def check(cls, owner: str, given: Any) -> None:
@@ -102,7 +102,7 @@ stats); without mutable collections, stats are {}
     x: PyTree,
     key: jax.Array | None,
     train: bool,
-  ) -> tuple[jax.Array, PyTree]:
+  ) -> tuple[PyTree, PyTree]:
     """What `apply` gives, if it is a pair with statistics like the model's.
 
     Args:
@@ -125,7 +125,7 @@ stats); without mutable collections, stats are {}
         " mutable collections, stats are variables.stats"
       )
     here, given = map(jax.tree.structure, (variables.stats, outputs[1]))
-    if train and here != given:
+    if train and here != given:  # type: ignore[operator]
       raise ValueError(
         f"a model's apply gave stats of another structure, {given}, than it was"
         f" given, {here}: without mutable collections, stats are"
@@ -133,7 +133,7 @@ stats); without mutable collections, stats are {}
       )
     return outputs
 
-  def predict(self, variables: Variables, x: PyTree) -> jax.Array:
+  def predict(self, variables: Variables, x: PyTree) -> PyTree:
     """The logits in inference mode.
 
     Args:
@@ -149,7 +149,7 @@ stats); without mutable collections, stats are {}
     return self.outputs(variables, x, None, False)[0]
 
   @classmethod
-  def from_flax(cls, module: nn.Module, example: jax.Array) -> "Model":
+  def from_flax(cls, module: nn.Module, example: PyTree) -> "Model":
     """Wraps a Flax Linen module.
 
     Models of equal modules and examples of one shape are equal, and share

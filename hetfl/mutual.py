@@ -61,7 +61,7 @@ class ClientRounds(NamedTuple):
 
   row: np.ndarray
   client: np.ndarray
-  index: np.ndarray
+  index: np.ndarray  # type: ignore[assignment]
   steps: np.ndarray
   weight: np.ndarray
 
@@ -84,7 +84,7 @@ class GroupState:
 
 
 def momentum_sgd(
-  learning_rate: jax.Array,
+  learning_rate: float | jax.Array,
   *,
   momentum: float = 0.9,
   weight_decay: float = 5e-4,
@@ -135,7 +135,7 @@ def mutual_loss(
   logits: jax.Array,
   partner: jax.Array,
   labels_loss: jax.Array,
-  weight: jax.Array,
+  weight: float | jax.Array,
   temperature: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
   """`w CE + (1 - w) KL(p_partner || p)`, one of equation 5's two losses.

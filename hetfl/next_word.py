@@ -100,8 +100,8 @@ def token_divergence(
   student: TokenLogits,
   teachers: Sequence[TokenLogits],
   own: TokenLogits,
-  temperatures: Sequence[jax.Array],
-  regularization: jax.Array,
+  temperatures: Sequence[float | jax.Array],
+  regularization: float | jax.Array,
   label_weight: float,
   batch: core.Batch,
   weights: jax.Array,
@@ -133,10 +133,10 @@ def token_divergence(
     tuple(temperatures),
     regularization,
   )
-  divergence = _labelled_kl if label_weight else _kl
-  if label_weight:
-    shared = (*shared, jnp.asarray(label_weight, jnp.float32))
-  return weighted_sum(divergence, student, weights, rows, shared)
+  if not label_weight:
+    return weighted_sum(_kl, student, weights, rows, shared)
+  labelled = (*shared, jnp.asarray(label_weight, jnp.float32))
+  return weighted_sum(_labelled_kl, student, weights, rows, labelled)
 
 
 def _kl(z, rows, shared):
@@ -349,18 +349,19 @@ def next_word_metrics(
 
   flat = lambda a: a.reshape(-1, *a.shape[2:])
   args = jax.tree.map(flat, (logits.features, y, known, counted, domains))
-  if logits.chunk is None:
+  chunk = logits.chunk
+  if chunk is None:
     return sums(*args)
   # Positions that do not count are cut off, not computed.
-  _, count, known, (features, y, *masks) = _front(logits.chunk, args[2], args)
+  _, count, known, (features, y, *masks) = _front(chunk, args[2], args)
   masks = jax.tree.map(lambda w: jnp.where(known != 0, w, 0.0), masks)
   part = lambda c: jax.tree.map(
-    lambda a: jax.lax.dynamic_slice_in_dim(a, c * logits.chunk, logits.chunk),
+    lambda a: jax.lax.dynamic_slice_in_dim(a, c * chunk, chunk),
     (features, y, *masks),
   )
   return jax.lax.fori_loop(
     0,
-    -(-count // logits.chunk),
+    -(-count // chunk),
     lambda c, total: jax.tree.map(jnp.add, total, sums(*part(c))),
     zeros_of(sums, *part(0)),
   )

@@ -190,9 +190,9 @@ class FitPlan(NamedTuple):
     steps: how many of the S_k batches are work, `int32[]` each.
   """
 
-  round: np.ndarray
+  round: np.integer
   batches: tuple[np.ndarray, ...]
-  steps: tuple[np.ndarray, ...]
+  steps: tuple[np.integer, ...]
 
 
 def fit(
@@ -402,7 +402,7 @@ def shuffled_epochs(
 
 
 def plan_fit(
-  examples: population.ClientPopulation | Sequence[np.ndarray],
+  examples: population.ClientPopulation | Sequence[population.Positions],
   *,
   seed: int,
   phase: int = 0,

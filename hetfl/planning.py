@@ -18,6 +18,7 @@ import numpy as np
 
 from hetfl import checks
 from hetfl.population import (
+  AnyBank,
   check_kind,
   ClientPopulation,
   positions_in,
@@ -40,7 +41,7 @@ class LanePlan(NamedTuple):
     steps: `int32[L]`, how many steps of each lane are work.
   """
 
-  index: np.ndarray
+  index: np.ndarray  # type: ignore[assignment]
   client: np.ndarray
   step: np.ndarray
   weight: np.ndarray
@@ -57,14 +58,14 @@ class RoundPlan(NamedTuple):
       `None` where no algorithm distils.
   """
 
-  round: np.ndarray
+  round: np.integer
   pools: tuple[LanePlan, ...]
   distill: np.ndarray | None
 
 
 def pack_lanes(
   batches: Sequence[np.ndarray],
-  clients: Sequence[int],
+  clients: Sequence[int] | np.ndarray,
   weights: Sequence[float],
   *,
   num_lanes: int,
@@ -128,7 +129,7 @@ def pack_lanes(
 
 def _longest_first(lengths: Sequence[int], num_lanes: int) -> list[list[int]]:
   """Who is in each lane: longest client first into the shortest lane."""
-  lanes = [[] for _ in range(num_lanes)]
+  lanes: list[list[int]] = [[] for _ in range(num_lanes)]
   heap = [(0, lane) for lane in range(num_lanes)]
   for k in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
     length, lane = heapq.heappop(heap)
@@ -297,10 +298,11 @@ def plan_clients(
   )
   rng = np.random.default_rng([seed, round, pool])
   chosen = rng.choice(len(population), clients_per_round, replace=False)
+  holdings = [population.positions(k) for k in chosen]
+  sizes = np.array([len(held) for held in holdings])
+  number = _steps_of(sizes, batch_size, epochs, max_steps)
   batches, weights = [], []
-  for k in chosen:
-    held = population.positions(k)
-    steps = int(_steps_of(len(held), batch_size, epochs, max_steps))
+  for held, steps in zip(holdings, number.tolist()):
     passes = -(-steps * batch_size // len(held))
     order = np.concatenate([rng.permutation(held) for _ in range(passes)])
     batches.append(order[: steps * batch_size].reshape(steps, batch_size))
@@ -490,7 +492,7 @@ def localize(
     if distill is None:
       raise ValueError("distill=None: the plan has batches of it, give the set")
     used.append((distill.bank, plan.distill))
-  together = {}
+  together: dict[int, tuple[AnyBank, list[np.ndarray]]] = {}
   for bank, index in used:
     together.setdefault(id(bank), (bank, []))[1].append(index[index >= 0])
   positions, cut = {}, {}
@@ -512,9 +514,9 @@ def localize(
     lanes._replace(index=moved(p.bank, lanes.index))
     for p, lanes in zip(pools, plan.pools)
   )
-  data = {"pools": tuple(cut[id(p.bank)] for p in pools)}
+  data: dict[str, Any] = {"pools": tuple(cut[id(p.bank)] for p in pools)}
   batches = plan.distill
-  if batches is not None:
+  if distill is not None and batches is not None:
     batches = moved(distill.bank, batches)
     data["distill"] = cut[id(distill.bank)]
   return RoundPlan(plan.round, lanes, batches), data

@@ -13,7 +13,9 @@ import numpy as np
 
 from hetfl import checks
 
-Bank = Mapping[str, np.ndarray]
+Bank = Mapping[str, np.ndarray]  # on the host, as it is read
+AnyBank = Mapping[str, np.ndarray | jax.Array]  # or on a device
+Positions = np.ndarray | Sequence[int]  # of examples in a bank
 
 
 class Subset(NamedTuple):
@@ -25,11 +27,11 @@ class Subset(NamedTuple):
     index: `int32[N]`, the positions of the examples in the bank.
   """
 
-  bank: Bank
-  index: np.ndarray
+  bank: AnyBank
+  index: np.ndarray  # type: ignore[assignment]
 
   @classmethod
-  def whole(cls, bank: Bank) -> "Subset":
+  def whole(cls, bank: AnyBank) -> "Subset":
     """All examples of a bank.
 
     Args:
@@ -102,7 +104,7 @@ def _integers(positions: Any, name: str) -> np.ndarray:
   return array.astype(np.int32)
 
 
-def positions_in(bank: Bank, positions: Any, name: str) -> np.ndarray:
+def positions_in(bank: AnyBank, positions: Any, name: str) -> np.ndarray:
   """Positions as `int32[n]`, if they are positions in the bank.
 
   Args:
@@ -199,7 +201,7 @@ class ClientPopulation:
       holds no examples.
   """
 
-  bank: Bank
+  bank: AnyBank
   members: np.ndarray
   offsets: np.ndarray
   ids: tuple[str, ...]
@@ -224,8 +226,8 @@ class ClientPopulation:
   @classmethod
   def from_lists(
     cls,
-    bank: Bank,
-    assignment: Sequence[np.ndarray],
+    bank: AnyBank,
+    assignment: Sequence[Positions],
     ids: Sequence[str] | None = None,
   ) -> "ClientPopulation":
     """Builds a population from one array of example positions per client.
@@ -290,7 +292,7 @@ class ClientPopulation:
       raise IndexError(f"client {k}: there are {len(self)}, from 0 on")
     return self.members[self.offsets[k] : self.offsets[k + 1]]
 
-  def client(self, k: int) -> dict[str, np.ndarray]:
+  def client(self, k: int) -> dict[str, np.ndarray | jax.Array]:
     """The examples of client `k` themselves.
 
     Args:
@@ -308,7 +310,7 @@ class ClientPopulation:
     """
     return {name: a[self.positions(k)] for name, a in self.bank.items()}
 
-  def take(self, clients: Sequence[int]) -> "ClientPopulation":
+  def take(self, clients: Sequence[int] | np.ndarray) -> "ClientPopulation":
     """The population of some of the clients, over the same bank.
 
     Args:
@@ -334,7 +336,7 @@ class ClientPopulation:
 
 
 def holdings(
-  clients: ClientPopulation | Sequence[Subset | np.ndarray],
+  clients: ClientPopulation | Sequence[Subset | Positions],
 ) -> list[np.ndarray]:
   """Each client's positions in its bank.
 

@@ -165,7 +165,7 @@ class OptunaSearch:
       ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     self._optuna = optuna
-    self._space = {
+    self._space: dict[str, Any] = {
       name: optuna.distributions.FloatDistribution(d.low, d.high, log=d.log)
       for name, d in sorted(space.items())
     }

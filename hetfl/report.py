@@ -18,8 +18,10 @@ Rows = Sequence[Mapping[str, Any]]
 # Okabe and Ito's colours, to be told apart by (nearly) everyone, on white.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 # Tol's muted scheme and grey, for ten lines in one panel.
-_MANY_COLORS = ("#332288", "#CC6677", "#117733", "#DDCC77", "#88CCEE")
-_MANY_COLORS += ("#882255", "#44AA99", "#999933", "#AA4499", "#777777")
+_MANY_COLORS = (
+  *("#332288", "#CC6677", "#117733", "#DDCC77", "#88CCEE"),
+  *("#882255", "#44AA99", "#999933", "#AA4499", "#777777"),
+)
 
 
 def curves(
@@ -126,7 +128,7 @@ def curves(
     )
   for ax in grid[:, 0]:
     ax.set_ylabel(ylabel)
-  names = {line.get_label(): line for ax in fig.axes for line in ax.lines}
+  names = {str(line.get_label()): line for ax in fig.axes for line in ax.lines}
   _legend(fig, names, max(columns, 2))
   if title:
     fig.suptitle(title, fontsize=12)
@@ -156,7 +158,7 @@ def dependence(
   fig = _figure(6.4, 4.2)
   ax = fig.subplots()
   for i, (label, pairs) in enumerate(points.items()):
-    style = dict(color=_COLORS[i % len(_COLORS)], label=label)
+    style: dict[str, Any] = dict(color=_COLORS[i % len(_COLORS)], label=label)
     for x, y in pairs:
       if x is None:
         ax.axhline(scale * y, linestyle=":", linewidth=1.4, **style)
@@ -251,7 +253,8 @@ def collaboration(
     x, y, _ = _mean_line(seeds, f"{party}/{metric}", 100.0)
     if not x:
       raise ValueError(f"metric={metric!r}: no row has it of {party}")
-    style = dict(color=_MANY_COLORS[i % len(_MANY_COLORS)], linewidth=1.4)
+    color = _MANY_COLORS[i % len(_MANY_COLORS)]
+    style: dict[str, Any] = dict(color=color, linewidth=1.4)
     ax.plot(x, y, label=f"{label} ({y[-1]:.1f})", **style)
     ax.hlines(y[0], x[0] - margin, x[0], linestyle="--", **style)
     if party in bounds:
@@ -345,13 +348,13 @@ def parallel_coordinates(
   colors = matplotlib.colormaps["viridis"]
   apart = {}
   # The best on top of the others.
-  best_last = lambda i: -math.inf if scores[i] is None else scores[i]
-  for i in sorted(range(len(scores)), key=best_last):
-    line = [share[i] for share in shares]
-    known = line[-1] is not None
+  ranks = [-math.inf if score is None else score for score in scores]
+  for i in sorted(range(len(scores)), key=lambda i: ranks[i]):
+    known = scores[i] is not None
+    line = [p for p in (share[i] for share in shares) if p is not None]
     (drawn,) = ax.plot(
-      range(len(line) - (not known)),
-      line if known else line[:-1],
+      range(len(line)),
+      line,
       color=colors(line[-1]) if known else "0.6",
       linestyle="-" if known else "--" if i in halved else ":",
       linewidth=0.8 + 1.4 * (line[-1] if known else 0),
@@ -504,7 +507,8 @@ def _points(
 
 def _of_seeds(rows: Rows | Sequence[Rows]) -> Sequence[Rows]:
   """The rows of each of several seeds, or of the one whose rows are given."""
-  return [rows] if all(isinstance(row, Mapping) for row in rows) else rows
+  one = all(isinstance(row, Mapping) for row in rows)
+  return [rows] if one else rows  # type: ignore[list-item, return-value]
 
 
 def _mean_line(
@@ -555,8 +559,9 @@ def cell(
   >>> cell([0.5], factor=100), cell([0.25, 0.5], factor=100), cell([None])
   ('50.00', '37.50 ± 17.68', '-')
   """
-  if None in values:
+  known = [value for value in values if value is not None]
+  if len(known) < len(values):
     return "-"
-  if len(values) == 1 or isinstance(values[0], int):
-    return form.format(factor * values[0])
-  return " ± ".join(form.format(factor * v) for v in mean_and_deviation(values))
+  if len(known) == 1 or isinstance(known[0], int):
+    return form.format(factor * known[0])
+  return " ± ".join(form.format(factor * v) for v in mean_and_deviation(known))

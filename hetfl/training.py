@@ -6,7 +6,7 @@ metrics since the last evaluation and the last evaluation itself are in the
 checkpoint, and because a round's plan is a pure function of the round.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -47,9 +47,11 @@ class _Means:
       self.counts[name] = self.counts.get(name, 0.0) + float(count)
 
   def take(self) -> dict[str, float]:
-    means = core.values(
-      {name: core.Mean(t, self.counts[name]) for name, t in self.totals.items()}
-    )
+    means = {
+      name: total / self.counts[name]
+      for name, total in self.totals.items()
+      if self.counts[name]
+    }
     self.totals, self.counts = {}, {}
     return means
 
@@ -249,7 +251,9 @@ def run(
     saved, stop = done, False
     while done < rounds and not stop:
       dispatch, plan = next(plans)
-      step = algorithm.step if len(dispatch) == 1 else scanned_step
+      step = algorithm.step
+      if scanned_step is not None and len(dispatch) > 1:
+        step = scanned_step
       state, metrics = step(state, plan, data)
       state = core.strong(state)
       done = dispatch[-1]
@@ -303,7 +307,8 @@ def final_state(
     The state after the last round.
 
   Raises:
-    ValueError: the folder has no checkpoint of that round any more.
+    ValueError: the run is not finished, or the folder has no checkpoint of its
+      last round any more.
   """
   rounds = _shared(folder)["rounds"]
   found = _latest(
@@ -474,7 +479,13 @@ def _shared(folder: logs.RunFolder) -> dict[str, Any]:
       content = engine.bytes_from_first(path.read_bytes() if first else b"")
       if not first:
         logs.write_bytes(path, content)
-  return folder.result()
+  result = folder.result()
+  if result is None:
+    raise ValueError(
+      f"{folder.path}: the run is not finished: it has no result.json; go on"
+      " with it first"
+    )
+  return result
 
 
 def _local(state: Any) -> Any:
@@ -508,7 +519,7 @@ def _dispatches(
 def _ahead(
   plan_fn: Callable[[int], Any],
   dispatches: Iterator[range],
-) -> Iterator[tuple[range, Any]]:
+) -> Generator[tuple[range, Any], None, None]:
   """Dispatches and their plans, made while the ones before are at work."""
 
   def plan(rounds):

@@ -163,7 +163,7 @@ class SideBySide:
       lambda v, seed: core.strong(problem.init(v, seed)), once=True
     )
     self._finite = jax.jit(all_finite)
-    self._plans = {}
+    self._plans: dict[tuple[int, int], PyTree] = {}
     self._lock = threading.Lock()
 
   def start(self, values: Sequence[Values]) -> PyTree:
@@ -285,7 +285,7 @@ class Vmapped:
     evaluate = lambda states, data: jax.lax.map(
       lambda state: problem.evaluate(state, data), states
     )
-    step, evaluate = (
+    split_step, split_evaluate = (
       jax.shard_map(
         fn, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False
       )
@@ -294,8 +294,8 @@ class Vmapped:
         (evaluate, (split, same)),
       )
     )
-    self._step = jit(step, (0, 1))
-    self._evaluate = jit(evaluate)
+    self._step = jit(split_step, (0, 1))
+    self._evaluate = jit(split_evaluate)
 
   def start(self, values: Sequence[Values]) -> PyTree:
     """States before the first round; see `Runner`."""
@@ -365,7 +365,7 @@ class Vmapped:
     return states, number
 
 
-def _scalars(values: Values) -> dict[str, np.ndarray]:
+def _scalars(values: Values) -> dict[str, np.float32]:
   return {name: np.float32(v) for name, v in values.items()}
 
 

@@ -159,7 +159,7 @@ def join(searches: Sequence[str | os.PathLike[str]]) -> list[Row]:
   Raises:
     ValueError: two searches proposed the same.
   """
-  rows = []
+  rows: list[Row] = []
   for search in searches:
     first = len(rows)
     for row in logs.read_rows(pathlib.Path(search) / "trials.jsonl"):

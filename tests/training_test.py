@@ -388,3 +388,12 @@ def test_rounds_in_one_dispatch(undisturbed, tmp_path, size):
 def test_rounds_in_one_dispatch_need_a_program(tmp_path):
   with pytest.raises(ValueError, match="rounds_per_dispatch=2"):
     run(tmp_path, rounds_per_dispatch=2)
+
+
+def test_final_state_wants_a_finished_run(tmp_path):
+  folder = logs.RunFolder(tmp_path, {"rounds": ROUNDS})
+  with pytest.raises(ValueError, match="not finished"):
+    training.final_state(Regression(), jax.random.key(0), folder)
+  run(tmp_path)
+  state = training.final_state(Regression(), jax.random.key(0), folder)
+  assert int(state["round"]) == ROUNDS

@@ -12,7 +12,7 @@ from absl import logging
 from hetfl.data import fedjax_source, files, partition, vision
 from hetfl.data.errors import DataError
 from hetfl.data.streams import Stream
-from hetfl.population import Bank, ClientPopulation, Subset
+from hetfl.population import AnyBank, ClientPopulation, Subset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,11 +168,12 @@ def load_codist_images(
       seed=[Stream.DISTILL_IMAGES, seed],
       name="distill_examples",
     )
+  height, width, channels = clients.bank["x"].shape[1:]
   return CodistImages(
     name=dataset,
     partition=name,
     num_classes=num_classes,
-    image_shape=clients.bank["x"].shape[1:],
+    image_shape=(height, width, channels),
     pools=(clients.take(split.pool), clients.take(split.high_capacity)),
     distill=distill,
     heldout=clients.take(split.heldout).examples(),
@@ -187,7 +188,7 @@ def _federation(
   download: bool,
   alpha: float | None,
   partition_seed: int,
-) -> tuple[str, int, ClientPopulation, Bank]:
+) -> tuple[str, int, ClientPopulation, AnyBank]:
   """All clients: the partition's name, classes, clients, test images."""
   if dataset == "cifar100" and data_dir is not None:
     path = files.find(data_dir, "federated_cifar100_train.sqlite")
@@ -231,11 +232,9 @@ def _federation(
   else:
     # With one level of labels Pachinko allocation is a Dirichlet label skew
     # with clients of equal size (Hsu et al. 2019).
-    hierarchy = {
-      "cifar100": ("pachinko", images.train.get("coarse")),
-      "cifar10": ("dirichlet", y),
-    }
-    name, coarse = hierarchy[dataset]
+    name, coarse = "dirichlet", y
+    if dataset == "cifar100":
+      name, coarse = "pachinko", images.train["coarse"]
     assignment = partition.pachinko(
       coarse,
       y,
@@ -259,6 +258,6 @@ def _load(
   return load[dataset](data_dir, download)
 
 
-def _without_coarse(bank: Bank) -> Bank:
+def _without_coarse(bank: AnyBank) -> AnyBank:
   """The same arrays, not copied, without coarse labels: all banks are alike."""
   return {"x": bank["x"], "y": bank["y"]}

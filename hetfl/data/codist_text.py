@@ -182,7 +182,7 @@ def load_codist_text(
   if dataset == "stackoverflow":
     in_domain = distill_data == "in_domain"
     parts = _stackoverflow(
-      pathlib.Path(data_dir).expanduser(),
+      data_dir,
       pools,
       max_sentences_per_client,
       (distill_examples or SO_DISTILL_EXAMPLES) if in_domain else None,
@@ -207,7 +207,7 @@ def load_codist_text(
   )
   tokens = text.KINDS[vocabulary](train.counts(learnt), vocabulary_size)
   bank = _bank(tokens, train)
-  clients = tuple(
+  first, second = (
     ClientPopulation.from_lists(bank, [m for m, _ in p], [i for _, i in p])
     for p in assignment
   )
@@ -216,7 +216,7 @@ def load_codist_text(
     for name, (corpus, chosen) in parts.others.items()
   }
   skipped = dict(parts.skipped)
-  if distill_data == "c4":
+  if distill_data == "c4" and c4_path is not None:
     corpus = text_sources.c4_mod(
       c4_path,
       max_words=LENGTH,
@@ -234,7 +234,9 @@ def load_codist_text(
   for name, subset in subsets.items():
     if not len(subset.index):
       raise DataError(f"{dataset}: no sentences are left for {name}")
-  return CodistText(dataset, tokens, clients, **subsets, skipped=skipped)
+  return CodistText(
+    dataset, tokens, (first, second), **subsets, skipped=skipped
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,9 +287,10 @@ def _shared_out(dataset, data_dir, max_sentences, partition_seed) -> _Parts:
 
 
 def _stackoverflow(
-  folder, pools, max_sentences, distill_examples, partition_seed
+  data_dir, pools, max_sentences, distill_examples, partition_seed
 ) -> _Parts:
   """FedJAX's three files; only what is needed of each is read."""
+  folder = pathlib.Path(data_dir).expanduser()
   names = {
     split: f"stackoverflow_{split}.sqlite"
     for split in ("train", "held_out", "test")
@@ -365,7 +368,7 @@ def _assign(
   """Each pool's clients: their sentences and ids."""
   cut = lambda sentences: sentences[:max_sentences]
   if pools == "domain":
-    assigned = [[], []]
+    assigned: list[list[tuple[np.ndarray, str]]] = [[], []]
     for k in clients:
       domains = corpus.domains[corpus.members[k]]
       domain = text_sources.prevailing(domains)

@@ -281,27 +281,29 @@ def _collect(
   features: Sequence[str] | Mapping[str, str] | None,
 ) -> ClientPopulation:
   """Puts the examples of clients one after another into new arrays."""
-  ids = []
-  sizes = []
-  parts = {}
+  ids: list[str] = []
+  sizes: list[int] = []
+  names: Mapping[str, str] = {}
+  parts: dict[str, list[np.ndarray]] = {}
   for client_id, examples in clients:
     if not any(len(array) for array in examples.values()):
       continue
     if not ids:
-      if features is None:
-        features = list(examples)
-      if not isinstance(features, Mapping):
-        features = {name: name for name in features}
-      missing = [name for name in features if name not in examples]
-      if missing or not features:
+      chosen = list(examples) if features is None else features
+      if isinstance(chosen, Mapping):
+        names = chosen
+      else:
+        names = {name: name for name in chosen}
+      missing = [name for name in names if name not in examples]
+      if missing or not names:
         raise ValueError(
-          f"features={list(features)}: the data has {sorted(examples)}"
+          f"features={list(names)}: the data has {sorted(examples)}"
         )
-      parts = {new: [] for new in features.values()}
+      parts = {new: [] for new in names.values()}
     if isinstance(client_id, bytes):
       client_id = client_id.decode("utf-8", "surrogateescape")
     ids.append(str(client_id))
-    for name, new in features.items():
+    for name, new in names.items():
       if name not in examples:
         raise ValueError(f"client {client_id!r}: no feature {name!r}")
       array = np.asarray(examples[name])

@@ -225,7 +225,7 @@ def equal_classes(
   """
   labels = np.asarray(labels)
   rng = generator(Stream.EQUAL_CLASSES, seed)
-  clients = [[] for _ in range(num_clients)]
+  clients: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
   for c in classes:
     members = np.flatnonzero(labels == c)
     wanted = num_clients * examples_per_class
@@ -460,7 +460,7 @@ def _hold_out(subset: Subset, size: int, seed: int):
   """Takes a stratified sample out of a set."""
   if not size:
     return subset, None
-  y = subset.bank["y"][subset.index]
+  y = np.asarray(subset.bank["y"])[subset.index]
   if size >= len(y):
     raise ValueError(
       f"heldout_examples={size}: there are {len(y)} public images, want"
@@ -476,7 +476,7 @@ def _hold_out(subset: Subset, size: int, seed: int):
 
 
 def _some(subset: Subset, size: int, seed: int) -> Subset:
-  y = subset.bank["y"][subset.index]
+  y = np.asarray(subset.bank["y"])[subset.index]
   if not 1 <= size <= len(y):
     raise ValueError(
       f"public_examples={size}: there are {len(y)}, want 1 to {len(y)}"

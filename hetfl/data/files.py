@@ -38,16 +38,20 @@ def record(sets: Iterable[Subset | ClientPopulation | None], **facts) -> bytes:
   >>> record([Subset(bank, np.array([0, 1]))])
   b'{"crc32": "f47baef7"}\n'
   """
-  sets = [held for held in sets if held is not None]
-  arrays = []
-  for held in sets:
-    clients = isinstance(held, ClientPopulation)
-    arrays += [held.offsets, held.members] if clients else [held.index]
-  for bank in {id(held.bank): held.bank for held in sets}.values():
+  given = [held for held in sets if held is not None]
+  arrays: list[Any] = []
+  for held in given:
+    if isinstance(held, ClientPopulation):
+      arrays += [held.offsets, held.members]
+    else:
+      arrays.append(held.index)
+  for bank in {id(held.bank): held.bank for held in given}.values():
     arrays += [bank[name] for name in sorted(bank)]
   crc = 0
   for array in arrays:
-    crc = zlib.crc32(np.ascontiguousarray(array), crc)
+    # Any: that arrays are buffers NumPy's types say from Python 3.12 on only.
+    content: Any = np.ascontiguousarray(array)
+    crc = zlib.crc32(content, crc)
   return (json.dumps({**facts, "crc32": f"{crc:08x}"}) + "\n").encode()
 
 

@@ -154,7 +154,7 @@ def load_fml_images(
     )
   kept = heldout_examples // num_clients
   of = list(datasets) * (num_clients if len(datasets) == 1 else 1)
-  clients: list[ClientData | None] = [None] * num_clients
+  clients: dict[int, ClientData] = {}
   test, num_classes, shapes = {}, {}, {}
   for dataset in dict.fromkeys(of):
     images = _LOADERS[dataset](data_dir, download)
@@ -190,7 +190,8 @@ def load_fml_images(
       f"datasets={','.join(datasets)}: images of different shapes"
       f" {sorted(set(shapes.values()))}; one global model cannot see them all"
     )
-  return FmlImages(tuple(clients), test, num_classes, shapes[of[0]])
+  in_order = tuple(clients[k] for k in range(num_clients))
+  return FmlImages(in_order, test, num_classes, shapes[of[0]])
 
 
 def _parts(

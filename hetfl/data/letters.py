@@ -81,13 +81,12 @@ def load_letters(
     return Letters("mat", *_read_mat(path))
   names = [name + end for name in _idx() for end in ("", ".gz")]
   idx = next(filter(None, (files.find(data_dir, name) for name in names)), None)
-  if idx and not writers:
+  if data_dir is not None and idx and not writers:
     return Letters("idx", *_read_idx(data_dir))
-  paths = {
-    split: files.find(data_dir, _SQLITE.format(split=split)) for split in SIZES
-  }
-  if all(paths.values()):
-    return Letters("fedjax", *map(_read_sqlite, paths.values()))
+  train = files.find(data_dir, _SQLITE.format(split="train"))
+  test = files.find(data_dir, _SQLITE.format(split="test"))
+  if train and test:
+    return Letters("fedjax", _read_sqlite(train), _read_sqlite(test))
   folder, _ = files.prepared_tfds("emnist/letters", data_dir)
   if folder and not writers:
     return Letters("tfds", *_read_tfds(folder))
@@ -220,7 +219,7 @@ def _read_mat(path: str) -> tuple[Bank, Bank]:
       f"{path}: cannot be read ({files.one_line(error)}): get it again from"
       f" {_PAGE}"
     ) from error
-  return tuple(
+  train, test = (
     _bank(
       f"{path} ({split})",
       _transposed(images),
@@ -231,6 +230,7 @@ def _read_mat(path: str) -> tuple[Bank, Bank]:
     )
     for split, (images, labels, writers) in arrays.items()
   )
+  return train, test
 
 
 def _transposed(images: np.ndarray) -> np.ndarray:
@@ -323,7 +323,8 @@ def _read_npz(path: str) -> tuple[Bank, Bank]:
   if len(everybody) < 2:
     raise DataError(f"{path}: {len(everybody)} writers, want two or more")
   is_test = bank["writer"] > everybody[(len(everybody) - 1) // 2]
-  return tuple(
+  train, test = (
     {name: array[keep] for name, array in bank.items()}
     for keep in (~is_test, is_test)
   )
+  return train, test

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import zlib
 
 import numpy as np
+import numpy.typing as npt
 
 from hetfl.data import files as files_lib
 from hetfl.data.errors import DataError
@@ -23,7 +24,7 @@ _PAGE = "http://yann.lecun.com/exdb/mnist"
 # The official files, where torchvision and TFDS fetch them too.
 _URL = "https://ossci-datasets.s3.amazonaws.com/mnist"
 _FOLDERS = ("mnist", os.path.join("MNIST", "raw"), "")
-_TYPES = {
+_TYPES: dict[int, npt.DTypeLike] = {
   0x08: np.uint8,
   0x09: np.int8,
   0x0B: np.dtype(">i2"),
@@ -224,7 +225,7 @@ def _parse(path: str, content: bytes) -> np.ndarray:
 
 def _read_tfds(folder: str) -> tuple[Bank, Bank]:
   """Reads a prepared set, in its order."""
-  banks = []
+  banks: list[Bank] = []
   for split, files in (("train", _TRAIN), ("test", _TEST)):
     images, labels = files_lib.read_tfds_images(folder, "mnist", split)
     want = files[0].shape

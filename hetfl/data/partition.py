@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetfl.data.streams import generator, Stream
+from hetfl.population import Positions
 
 
 class CodistSplit(NamedTuple):
@@ -184,7 +185,7 @@ def dirichlet(
 
 
 def matching(
-  clients: Sequence[np.ndarray],
+  clients: Sequence[Positions],
   labels: np.ndarray,
   other: np.ndarray,
   *,
@@ -243,7 +244,8 @@ def _share_out(
     ends = np.cumsum(shares(label)) * len(positions)
     cuts = np.floor(ends + 1e-9).astype(np.int64)  # 2, not 1.9999...
     cuts[-1] = len(positions)  # the sum of the shares is 1 only to rounding
-    sizes = np.diff(np.clip(cuts, 0, len(positions)), prepend=0)
+    cuts = np.clip(cuts, 0, len(positions))
+    sizes: np.ndarray = np.diff(cuts, prepend=0)
     owner[positions] = np.repeat(np.arange(num_clients), sizes)
   held = _by_owner(owner, num_clients)
   largest_first = [(-len(own), k) for k, own in enumerate(held)]
@@ -331,7 +333,7 @@ def shards(
   [[0, 3], [1, 2]]
   """
   _check_positive(num_clients=num_clients, shards_per_client=shards_per_client)
-  labels = [np.asarray(y) for y in labels]
+  labels = tuple(np.asarray(y) for y in labels)
   num_classes = 1 + max(int(y.max()) for y in labels)
   total = num_clients * shards_per_client
   if total % num_classes:

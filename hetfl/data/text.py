@@ -57,7 +57,7 @@ def sentences(text: str) -> list[str]:
     for stop in _STOP.finditer(line):
       # Of an endless line no more than a word is looked at.
       before = line[max(start, stop.start() - MAX_WORD) : stop.start()]
-      last = _LAST_WORD.search(before)[0].lower()
+      last = _LAST_WORD.search(before)[0].lower()  # type: ignore[index]
       if stop[0][0] == "." and (last in _ABBREVIATIONS or len(last) == 1):
         continue
       found.append(line[start : stop.end()].strip())
@@ -167,15 +167,15 @@ class CorpusBuilder:
   def __init__(
     self, *, max_words: int, max_sentences_per_client: int | None = None
   ):
-    self.skipped = Counter()
+    self.skipped: Counter[str] = Counter()
     self._max_words = max_words
     self._max_sentences = max_sentences_per_client
-    self._lexicon = {}
-    self._words = []
-    self._chunks = []
-    self._lengths = []
+    self._lexicon: dict[str, int] = {}
+    self._words: list[int] = []
+    self._chunks: list[np.ndarray] = []
+    self._lengths: list[int] = []
     self._domains = bytearray()
-    self._members = {}
+    self._members: dict[str, list[int]] = {}
 
   def __len__(self) -> int:
     """The number of sentences."""
@@ -434,13 +434,14 @@ def train_wordpiece(
   spelt = [
     ([w[0], *("##" + c for c in w[1:])], n) for w, n in common[:max_words] if w
   ]
-  characters = Counter()
+  characters: Counter[str] = Counter()
   for pieces, n in spelt:
     for piece in pieces:
       characters[piece] += n
   order = sorted(characters.items(), key=lambda item: (-item[1], item[0]))
   tokens = {c: None for c, _ in order[: max(size // 2, 1)]}
-  pairs, where = Counter(), {}
+  pairs: Counter[tuple[str, str]] = Counter()
+  where: dict[tuple[str, str], set[int]] = {}
   for i, (pieces, n) in enumerate(spelt):
     for pair in zip(pieces, pieces[1:]):
       if pair[0] in tokens and pair[1] in tokens:

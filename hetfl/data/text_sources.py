@@ -36,8 +36,10 @@ _MAX_HTML = 100_000  # Characters; Stack Overflow's own limit is 30,000.
 _MAX_LINE = 16 << 20  # Characters of a C4 document.
 _MAX_CLIENT = 256 << 20  # Bytes of one client's examples, unpacked.
 # Parts of the standard library that are data, demonstrations or programs.
-_NOT_PROSE = ("antigravity", "encodings", "idlelib", "pydoc_data", "test")
-_NOT_PROSE += ("lib2to3", "turtledemo", "this")
+_NOT_PROSE = (
+  *("antigravity", "encodings", "idlelib", "pydoc_data", "test"),
+  *("lib2to3", "turtledemo", "this"),
+)
 
 
 def pydoc(
@@ -90,10 +92,10 @@ def _python(builder: text.CorpusBuilder, client: str, path: pathlib.Path):
   except (SyntaxError, UnicodeDecodeError, ValueError, OSError):
     builder.skipped["modules that are no Python"] += 1
     return
-  strings = set()
+  strings: set[int] = set()
   for node in ast.walk(tree):
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-      strings.update(range(node.lineno, node.end_lineno + 1))
+      strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     if isinstance(
       node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     ):
@@ -274,7 +276,8 @@ def strip_html(body: str) -> str:
 
 
 def _without_comments(body: str) -> str:
-  parts, at = [], 0
+  parts: list[str] = []
+  at = 0
   while (start := body.find("<!--", at)) >= 0:
     end = body.find("-->", start + 4)
     if end < 0:  # No end: to the last line, as browsers have it.
@@ -356,7 +359,8 @@ def stackoverflow(
   builder = text.CorpusBuilder(
     max_words=max_words, max_sentences_per_client=max_sentences_per_client
   )
-  prevails, clients_read = Counter(), 0
+  prevails: Counter[int] = Counter()
+  clients_read = 0
 
   def enough():
     if clients_per_domain is not None:

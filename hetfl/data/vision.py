@@ -7,7 +7,7 @@ give the same arrays in the same order, so that a partition by positions is the
 same partition whichever it was. Nothing is ever unpickled.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 import contextlib
 import hashlib
 from importlib import resources
@@ -194,7 +194,8 @@ def _load_cifar(
     archive = os.path.join(data_dir, cifar.archive)
     if not os.path.isfile(archive):
       archive = None
-  prepared, unreadable = None, []
+  prepared: str | None = None
+  unreadable: list[str] = []
   if folder is None and archive is None:
     prepared, unreadable = files_lib.prepared_tfds(cifar.name, data_dir)
   if folder is None and archive is None and prepared is None:
@@ -219,6 +220,7 @@ def _load_cifar(
       train, test = _read_files(cifar, members)
     where = archive
   else:
+    assert prepared is not None
     train, test = _read_tfds(cifar, prepared)
     where = prepared
   for split, bank in (("train", train), ("test", test)):
@@ -254,7 +256,7 @@ def _files_of_folder(
 
 def _files_of_archive(
   cifar: _Cifar, archive: str
-) -> Iterator[tuple[_File, str, np.ndarray]]:
+) -> Generator[tuple[_File, str, np.ndarray], None, None]:
   """The same from the official archive, in whichever order it has them."""
   wanted = {
     f"{cifar.folder}/{file.name}": file for file in cifar.train + cifar.test
@@ -268,8 +270,8 @@ def _files_of_archive(
         del wanted[member.name.removeprefix("./")]
         path = f"{archive}:{member.name}"
         _check_size(cifar, file, path, member.size)
-        data = np.frombuffer(tar.extractfile(member).read(), np.uint8)
-        yield file, path, data
+        content = tar.extractfile(member).read()  # type: ignore[union-attr]
+        yield file, path, np.frombuffer(content, np.uint8)
   except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
     raise DataError(
       f"{archive}: cannot be read ({files_lib.one_line(error)}): delete it and "
@@ -297,7 +299,7 @@ def _read_files(
       start += file.images
   for file, path, data in files:
     if file.sha256 is not None:
-      found = hashlib.sha256(data).hexdigest()
+      found = hashlib.sha256(data.data).hexdigest()
       if found != file.sha256:
         raise DataError(
           f"{path}: damaged, its sha256 is {found[:12]}... and not "
@@ -314,7 +316,7 @@ def _read_files(
 
 
 def _empty_bank(cifar: _Cifar, n: int) -> dict[str, np.ndarray]:
-  bank = {"x": np.empty((n, 32, 32, 3), np.uint8)}
+  bank: dict[str, np.ndarray] = {"x": np.empty((n, 32, 32, 3), np.uint8)}
   for key, _, _ in reversed(cifar.labels):
     bank[key] = np.empty(n, np.int32)
   return bank

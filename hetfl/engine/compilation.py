@@ -27,7 +27,7 @@ def jit(
   >>> float(jit(lambda x: 2 * x)(3.0)), float(jit(lambda x: x, once=True)(3.0))
   (6.0, 3.0)
   """
-  options = {}
+  options: dict[str, bool | int] = {}
   if jax.default_backend() == "cpu":
     options |= _known("xla_cpu_use_fusion_emitters", False)
     if once:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import functools
+from typing import Any
 import weakref
 
 import jax
@@ -69,7 +70,7 @@ class Inline:
     # jobs of one `run` take turns there; those of the next wait for what they
     # are given.
     self._in_turn = mesh is not None and mesh.devices.flat[0].platform == "cpu"
-    self._placed = {}
+    self._placed: dict[int, jax.Array] = {}
 
   def num_lanes(self, num_clients: int) -> int:
     """The clients or `max_lanes` a device, a multiple of the mesh's size.
@@ -88,7 +89,7 @@ class Inline:
 
   def run(self, *jobs: Job) -> tuple[PyTree, ...]:
     """Returns the jobs' results, in their order."""
-    run = {
+    run: dict[type, Callable[[Any], PyTree]] = {
       Call: self._call,
       Lanes: self._lanes,
       Chunks: self._chunks,
@@ -122,25 +123,21 @@ class Inline:
       for i, job in enumerate(jobs)
       if isinstance(job, Call) and job.apart
     }
-    groups = {
-      i: len(jax.tree.leaves(job.rows)[0])
-      for i, job in enumerate(jobs)
-      if isinstance(job, Each)
-    }
-    if len(groups) > 1 and sum(groups.values()) <= self._mesh.size:
+    groups = {i: job for i, job in enumerate(jobs) if isinstance(job, Each)}
+    rows = {i: len(jax.tree.leaves(job.rows)[0]) for i, job in groups.items()}
+    if len(groups) > 1 and sum(rows.values()) <= self._mesh.size:
       calls |= {
         (i, k): Call(
-          jobs[i].fn,
-          (*jobs[i].shared, jax.tree.map(lambda a, k=k: a[k], jobs[i].rows)),
+          job.fn, (*job.shared, jax.tree.map(lambda a, k=k: a[k], job.rows))
         )
-        for i, rows in groups.items()
-        for k in range(rows)
+        for i, job in groups.items()
+        for k in range(rows[i])
       }
     return calls
 
   def _apart(self, calls: list[Call]) -> list[PyTree]:
     """Runs each call on one device; then all devices have all results."""
-    size = self._mesh.size
+    size = self.num_pieces
     whens = [None if call.when is True else call.when for call in calls]
     # Here, since within each device's part a mesh is another one.
     likes = [jax.eval_shape(call.fn, *call.args) for call in calls]
@@ -204,6 +201,7 @@ class Inline:
       keep: whether to remember them while they live, as for a bank that comes
         every round.
     """
+    assert self._mesh is not None
     everywhere = jax.sharding.NamedSharding(
       self._mesh, jax.sharding.PartitionSpec()
     )
@@ -338,6 +336,7 @@ class Inline:
     Arguments and results are whole on every device: were they split, the
     compiler would split what lies before and after, with collectives between.
     """
+    assert self._mesh is not None
     shard = Shard(self._mesh.axis_names[0], self._mesh.size)
     same = jax.sharding.PartitionSpec()
     return jax.shard_map(
@@ -379,7 +378,7 @@ def _after(result: PyTree, job: Job) -> Job:
     for a in jax.tree.leaves(result)
     if jnp.issubdtype(a.dtype, jnp.floating) and a.size
   ]
-  if not floats:
+  if not floats or isinstance(job, Each):
     return job
   never = _never(floats[0])
   if isinstance(job, Lanes):

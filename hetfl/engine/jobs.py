@@ -19,7 +19,7 @@ class Shard(NamedTuple):
   """
 
   axis: str
-  count: int
+  count: int  # type: ignore[assignment]
 
   def take(self, tree: PyTree) -> PyTree:
     """Its rows of arrays whose rows all devices have.
@@ -92,7 +92,7 @@ class Call(NamedTuple):
 
   fn: Callable[..., PyTree]
   args: tuple[PyTree, ...]
-  when: jax.Array | bool = True
+  when: jax.Array | np.bool | bool = True
   otherwise: Callable[..., PyTree] | None = None
   shared: bool = False
   apart: bool = False
@@ -128,7 +128,7 @@ class Chunks(NamedTuple):
   fn: Callable[..., PyTree]
   shared: tuple[PyTree, ...]
   rows: PyTree
-  when: jax.Array | bool = True
+  when: jax.Array | np.bool | bool = True
 
 
 class Stages(NamedTuple):

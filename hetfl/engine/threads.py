@@ -1,11 +1,12 @@
 """The engine of CPUs: programs on threads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 import math
 import os
 import threading
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from hetfl import checks
 from hetfl.engine.compilation import jit
 from hetfl.engine.jobs import (
   Call,
+  Chunks,
   Each,
   Job,
   Lanes,
@@ -51,12 +53,12 @@ class Threads:
     # Twice as many as threads, so that a late thread costs half a piece.
     self.num_pieces = 2 * self.num_threads
     self._pool = futures.ThreadPoolExecutor(self.num_threads, "hetfl")
-    self._programs = {}
+    self._programs: dict[Callable, Callable] = {}
     # Programs with the shapes of their arguments: those that are compiled, and
     # a lock for each of the others that are being compiled.
-    self._ready = set()
-    self._locks = {}
-    self._seconds = {}
+    self._ready: set[tuple[Any, ...]] = set()
+    self._locks: dict[tuple[Any, ...], threading.Lock] = {}
+    self._seconds: dict[Callable, float] = {}
     self._lock = threading.Lock()
 
   def num_lanes(self, num_clients: int) -> int:
@@ -111,7 +113,7 @@ class Threads:
       for job, group in zip(jobs, tasks)
     )
 
-  def _tasks(self, job: Job) -> list[tuple[Callable, tuple, int]]:
+  def _tasks(self, job: Job) -> list[tuple[Callable | Stages, tuple, int]]:
     """Cuts a job into programs that can run at once, each with its size."""
     part = lambda tree, i: jax.tree.map(lambda a: a[i], tree)
     if isinstance(job, Lanes):
@@ -120,13 +122,12 @@ class Threads:
         for i, n in enumerate(job.steps)
       ]
     if isinstance(job, Call):
-      fn = job.fn if job.when else job.otherwise
-      return [(fn, job.args, 1)] if fn else []
+      chosen = job.fn if job.when else job.otherwise
+      return [(chosen, job.args, 1)] if chosen else []
     if isinstance(job, Each):
       rows = len(jax.tree.leaves(job.rows)[0])
-      fn, steps = job.fn, [1] * rows
-      if job.stages and rows % self.num_threads:
-        fn, steps = job.stages
+      stages = job.stages if rows % self.num_threads else None
+      fn, steps = stages or (job.fn, [1] * rows)
       each = self._execute(_unstack, (job.rows,), 1)
       return [(fn, (*job.shared, row), int(n)) for row, n in zip(each, steps)]
     if not job.when:
@@ -151,7 +152,7 @@ class Threads:
     """
     if not isinstance(fn, Stages):
       return self._pool.submit(self._execute, fn, args, size)
-    result = futures.Future()
+    result: futures.Future[PyTree] = futures.Future()
     cuts = np.linspace(0, size, self.num_pieces + 1).astype(np.int32)
 
     def piece(i, carry):
@@ -180,9 +181,9 @@ class Threads:
     return self._seconds.get(fn, math.inf) * max(size, 1)
 
   def _join(self, job: Job, results: list[PyTree]) -> PyTree:
-    if not results:
-      if isinstance(job, Call):
-        return zeros_of(job.fn, *job.args)
+    if isinstance(job, Call) and not results:
+      return zeros_of(job.fn, *job.args)
+    if isinstance(job, Chunks) and not results:
       # As many as there would be, in no memory.
       shapes = jax.eval_shape(job.fn, *job.shared, job.rows)
       zeros = lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape)
@@ -194,7 +195,7 @@ class Threads:
     join = _sum if isinstance(job, Lanes) else _concatenate
     return self._execute(join, results, 1)
 
-  def _execute(self, fn: Callable, args: tuple, size: int) -> PyTree:
+  def _execute(self, fn: Callable, args: Sequence[PyTree], size: int) -> PyTree:
     """Runs one program to its end; compiles it once for each shape."""
     leaves, tree = jax.tree.flatten(args)
     key = (fn, tree, tuple(jax.typeof(leaf) for leaf in leaves))

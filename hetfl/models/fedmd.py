@@ -242,7 +242,7 @@ def party_models(
       f"weak_parties={weak_parties}: must lie between 0 and {num_parties}"
     )
   scaled = lambda n: max(1, round(width * n))
-  models = []
+  models: list[tuple[str, nn.Module]] = []
   for k in range(num_parties):
     if k >= num_parties - weak_parties:
       hidden = scaled(_HIDDEN)
