@@ -12,10 +12,23 @@ import optax
 import pytest
 import scipy.special
 
-from hetfl import codist, core, engine, planning
-from hetfl.fedavg import fedadam_server, fedavg, fedavg_server, round_keys
+from hetfl import codist, core, engine, planning, population
+from hetfl.fedavg import (
+  fedadam_server,
+  fedavg,
+  fedavg_server,
+  Pool,
+  round_keys,
+)
 from tests import federation
-from tests.algorithms import arrays, CASES, initial, make_distiller, run
+from tests.algorithms import (
+  arrays,
+  CASES,
+  initial,
+  make_distiller,
+  noisy,
+  run,
+)
 
 ROUNDS = 4
 # The same numbers in another order of addition, in float32.
@@ -397,6 +410,81 @@ def test_teachers_and_students_see_the_same_images(threads):
 
   assert abs(loss_of(1.0)) < 1e-5
   assert loss_of(0.0) > 1e-2
+
+
+def recorded(build):
+  """What two pools drew, and saw, in two rounds; one client of two steps."""
+  pools = [
+    Pool(
+      name,
+      federation.recorder(20),
+      client_lr=0.125,
+      server_lr=1.0,
+      transform=noisy,
+      server_optimizer=fedavg_server,
+    )
+    for name in "ab"
+  ]
+  algorithm = build(
+    pools, make_distiller(microbatch=1, mixup_beta=None), rounds=2
+  )
+  bank = federation.recorders_bank(4)
+  clients = population.ClientPopulation.from_lists(bank, [np.arange(4)])
+  start = state = algorithm.init(jax.random.key(0))
+  for round in (1, 2):
+    plan = planning.plan_round(
+      [clients] * 2,
+      clients.examples(),
+      seed=0,
+      round=round,
+      clients_per_round=1,
+      batch_size=2,
+      distill_steps=3,
+      distill_batch_size=2,
+    )
+    state, _ = algorithm.step(
+      state, plan, {"pools": (bank, bank), "distill": bank}
+    )
+  assert (start.pools[0].params != start.pools[1].params).any()
+  stats = [pool.stats for pool in state.pools]
+  return [np.array([s[name] for s in stats]) for name in ("draws", "seen")]
+
+
+def test_no_draw_is_made_twice():
+  """Two steps of a client and three of a student, each of two parts."""
+  draws, seen = recorded(functools.partial(codist.periodic_codist, period=1))
+  assert (draws > 0).sum(axis=1).tolist() == [16, 16]
+  assert len(np.unique(draws[draws > 0])) == 32
+  # No key serves both for an image, which is 1 before, and in the model.
+  assert not np.isclose(seen - 1, draws)[draws > 0].any()
+  # Both students see the same images, in the same two parts.
+  of_round = np.r_[[False] * 2, [True] * 6]
+  students = np.tile(of_round[::-1], 2)
+  np.testing.assert_array_equal(*seen[:, :16][:, students])
+  assert len(np.unique(seen[0, :16])) == 16
+  assert len(np.unique(seen[:, :16][:, ~students])) == 2 * 4
+
+
+def test_statistics_are_the_clients_weighted_mean():
+  pool = Pool(
+    "a", federation.recorder(1), 0.125, 1.0, server_optimizer=fedavg_server
+  )
+  bank = {"x": jnp.array([[1.0], [5], [5], [5]]), "y": jnp.zeros(4, jnp.int32)}
+  clients = population.ClientPopulation.from_lists(bank, [[0], [1, 2, 3]])
+  plan = planning.plan_round(
+    [clients], seed=0, round=1, clients_per_round=2, batch_size=1
+  )
+  algorithm = fedavg([pool], rounds=None)
+  state = algorithm.init(jax.random.key(0))
+  state, _ = algorithm.step(state, plan, {"pools": (bank,)})
+  assert state.pools[0].stats["seen"] == (1 * 1 + 3 * 5) / 4
+
+
+def test_merging_keeps_the_clients_statistics():
+  draws, _ = recorded(functools.partial(codist.merged_codist, alpha=0.5))
+  # Two steps in each of two rounds; the students' are dropped.
+  assert (draws > 0).sum(axis=1).tolist() == [4, 4]
+  assert len(np.unique(draws[draws > 0])) == 8
 
 
 def test_labels_in_distillation_are_mixed_as_the_images_are():

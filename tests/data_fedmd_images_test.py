@@ -35,6 +35,14 @@ def test_stratified_keeps_the_shares(counts, seed, data):
   )
 
 
+def test_the_largest_remainders_get_one_more():
+  # Of 4 they have shares of 2, 1.2 and 0.8; of 7, of 3.5, 2.1 and 1.4.
+  labels = np.repeat(np.arange(3), [5, 3, 2])
+  for size, taken in ((4, [2, 1, 1]), (7, [4, 2, 1])):
+    drawn = partition.stratified(labels, size=size, seed=0)
+    assert np.bincount(labels[drawn]).tolist() == taken
+
+
 def test_equal_classes_are_disjoint_and_exact():
   labels = np.random.default_rng(0).permutation(np.arange(300) % 6)
   parts = fedmd_images.equal_classes(

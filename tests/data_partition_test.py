@@ -203,6 +203,35 @@ def test_matching_has_the_shares_of_the_partition():
     partition.matching(parts, np.zeros(3, int), np.ones(2, int), seed=0)
 
 
+def test_clients_draw_from_everywhere_and_by_the_seed():
+  """Sixty examples of one class, by three clients, have no order to go by."""
+  zeros = np.zeros(60, int)
+  thirds = [np.arange(k, 60, 3) for k in range(3)]
+  ways = {
+    "pachinko": lambda seed: partition.pachinko(
+      zeros, zeros, num_clients=3, examples_per_client=20, seed=seed
+    ),
+    "dirichlet": lambda seed: partition.dirichlet(
+      zeros, num_clients=3, seed=seed, alpha=1e6
+    ),
+    "matching": lambda seed: partition.matching(
+      thirds, zeros, zeros, seed=seed
+    ),
+    "iid": lambda seed: partition.iid(60, num_clients=3, seed=seed),
+    "shards": lambda seed: partition.shards(
+      zeros, num_clients=3, shards_per_client=2, seed=seed
+    )[0],
+  }
+  for name, way in ways.items():
+    for own in way(0):
+      counts, _ = np.histogram(own, 3, (0, 60))
+      assert len(own) in (19, 20, 21) and counts.min() > 1, name
+    assert set(way(0)[0].tolist()) != set(way(1)[0].tolist()), name
+  drawn = partition.stratified(zeros, size=20, seed=0)
+  assert np.histogram(drawn, 3, (0, 60))[0].min() > 1
+  assert (np.diff(drawn) < 0).any()
+
+
 def test_codist_split_is_the_papers():
   kwargs = dict(distill_clients=135, heldout_clients=50)
   splits = [
@@ -218,6 +247,9 @@ def test_codist_split_is_the_papers():
       np.testing.assert_array_equal(
         getattr(split, part), getattr(splits[0], part)
       )
+  # A sample, and not the first of the pool: from all four quarters of it.
+  ranks = np.searchsorted(splits[0].pool, splits[0].high_capacity)
+  assert np.histogram(ranks, 4, (0, 315))[0].min() > 2
   small, middle, large = (set(s.high_capacity) for s in splits)
   assert small < middle < large
   other = partition.codist_split(

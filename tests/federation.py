@@ -114,3 +114,27 @@ def run(algorithm, rounds, *, state=None, first=1, data=None, **settings):
 def params(state):
   """The pools' parameters."""
   return [pool.params for pool in state.pools]
+
+
+def recorder(length):
+  """A linear model whose statistics are what it last drew, and saw of x."""
+
+  def apply(variables, x, key, train):
+    stats = variables.stats
+    if train:
+      new = {"draws": jax.random.uniform(key, (1,)), "seen": x[0]}
+      stats = {n: jnp.concatenate([new[n], a[:-1]]) for n, a in stats.items()}
+    return x @ variables.params, stats
+
+  def init(key):
+    zeros = jnp.zeros(length)
+    return core.Variables(
+      jax.random.normal(key, (1, CLASSES)), {"draws": zeros, "seen": zeros}
+    )
+
+  return core.Model(init, apply)
+
+
+def recorders_bank(n):
+  """Examples that are all alike."""
+  return {"x": jnp.ones((n, 1)), "y": jnp.zeros(n, jnp.int32)}

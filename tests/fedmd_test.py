@@ -22,7 +22,7 @@ from hetfl.fedmd import (
 )
 from hetfl.models import fedmd as models
 from hetfl.party import fit, keras_adam, Party, plan_fit, shuffled_epochs
-from tests import algorithms
+from tests import algorithms, federation
 from tests.algorithms import PARTY_CLASSES, PartyMlp
 from tests.oracles import codist as codist_oracle
 from tests.oracles import fedmd as oracle
@@ -417,6 +417,118 @@ def test_early_stopping_is_kerass():
   assert seen == [(2, 0, 1, 1), (1, 1, 2, 1), (1, 2, 3, 1)] + [(1, 2, 3, 0)] * 2
 
 
+def linear(*w):
+  return core.Model(
+    lambda key: core.Variables(jnp.array([w]), {}),
+    lambda v, x, key, train: (x @ v.params, v.stats),
+  )
+
+
+def test_progress_is_more_than_min_delta_above_the_best():
+  """A model that always says class 0 once its image is negated."""
+  party = Party("a", linear(-1.0, 0.0), learning_rate=0.0)
+  algorithm = jitted(
+    fit(
+      [party],
+      transform=lambda batch: {**batch, "x": -batch["x"]},
+      patience=2,
+      min_delta=0.15,
+    )
+  )
+  state = algorithm.init(jax.random.key(0))
+  x, seen = jnp.ones((10, 1)), []
+  for round, right in enumerate((5, 6, 7, 7, 8, 10), 1):
+    y = (jnp.arange(10) >= right).astype(jnp.int32)
+    data = {
+      "train": ({"x": x, "y": y},),
+      "stopping": population.Subset({"x": x, "y": y}, np.arange(10)),
+    }
+    plan = plan_fit([[0]], seed=0, phase=0, round=round, batch_size=1)
+    state, _ = algorithm.step(state, plan, data)
+    (learner,) = state.parties
+    seen.append((int(learner.wait), int(learner.epochs)))
+  # 6 is no progress, 7 is, above 5; neither 7 nor 8 are then.
+  assert seen == [(0, 1), (1, 2), (0, 3), (1, 4), (2, 5), (2, 5)]
+  assert float(learner.accuracy) == pytest.approx(0.8)
+
+
+def test_public_and_private_examples_are_prepared_each_in_its_way():
+  parties = [
+    Party(name, linear(w, 0.0), learning_rate=1.0, optimizer=optax.sgd)
+    for name, w in (("a", 0.0), ("b", 2.0))
+  ]
+  times = lambda n: lambda batch: {**batch, "x": n * batch["x"]}
+  algorithm = fedmd(
+    parties, public_transform=times(2), private_transform=times(3)
+  )
+  bank = {"x": jnp.ones((1, 1)), "y": jnp.zeros(1, jnp.int32)}
+  plan = plan_fedmd(
+    population.Subset.whole(bank),
+    [[0], [0]],
+    seed=0,
+    round=1,
+    subset=1,
+    revisit_epochs=1,
+  )
+  _, metrics = algorithm.step(
+    algorithm.init(jax.random.key(0)),
+    plan,
+    {"public": bank, "private": (bank, bank)},
+  )
+  for name in "ab":
+    # They say 0 and 4, agree on 2, and go to weights of 1 +- sign 2 / 2 = 1.
+    assert metrics[f"{name}/digest_loss"].value == 1
+    # Of a private image that is 3, and of class 0, they say (3, 0).
+    loss = metrics[f"{name}/revisit_loss"].value
+    np.testing.assert_allclose(loss, np.log1p(np.exp(-3)), rtol=1e-6)
+
+
+def test_revisit_goes_on_with_the_optimizer_of_transfer_learning():
+  party = Party("a", linear(0.0, 0.0))
+  bank = {"x": jnp.ones((4, 1)), "y": jnp.zeros(4, jnp.int32)}
+  transfer, algorithm = fit([party]), fedmd([party])
+  state = transfer.init(jax.random.key(0))
+  plan = plan_fit([np.arange(4)], seed=0, phase=0, round=1, batch_size=1)
+  state, _ = transfer.step(state, plan, {"train": (bank,)})
+  trained = [learner.trained for learner in state.parties]
+  (start,) = algorithm.init(jax.random.key(0), trained).parties
+  assert_equal(start.revisit_opt_state, trained[0].opt_state)
+  assert optax.tree.get(start.revisit_opt_state, "count") == 4
+  assert_equal(
+    start.digest_opt_state, party.start(trained[0].variables).opt_state
+  )
+
+
+def test_no_draw_is_made_twice():
+  """Not by two parties, in two phases, in two steps, or in two rounds."""
+  model = federation.recorder(12)
+  parties = [Party(name, model, learning_rate=0.125) for name in "ab"]
+  bank = federation.recorders_bank(2)
+  private, data = [[0, 1]] * 2, (bank,) * 2
+  transfer, algorithm = fit(parties), fedmd(parties)
+  state = transfer.init(jax.random.key(0))
+  for t in (1, 2):
+    plan = plan_fit(private, seed=0, phase=0, round=t, batch_size=1)
+    state, _ = transfer.step(state, plan, {"train": data})
+  state = algorithm.init(
+    jax.random.key(1), [learner.trained for learner in state.parties]
+  )
+  for t in (1, 2):
+    plan = plan_fedmd(
+      population.Subset.whole(bank),
+      private,
+      seed=0,
+      round=t,
+      subset=2,
+      digest_batch_size=1,
+      revisit_batch_size=1,
+      revisit_epochs=1,
+    )
+    state, _ = algorithm.step(state, plan, {"public": bank, "private": data})
+  draws = [p.variables.stats["draws"] for p in state.parties]
+  assert np.all(draws) and len(np.unique(draws)) == 2 * 2 * (2 + 2 + 2)
+
+
 def round_to_thirds(accuracy):
   return round(3 * float(accuracy))
 
@@ -442,6 +554,30 @@ def test_short_batches_are_filled_up_with_others():
   for epoch in np.split(batches, 3):
     assert set(epoch.ravel()) == set(range(18))
     assert all(len(set(batch)) == 5 for batch in epoch.tolist())
+
+
+def test_no_two_epochs_have_one_order():
+  """Of parties, of the two phases of a round, of rounds, and of seeds."""
+  public, private = (
+    population.Subset.whole({"x": np.zeros(20)}),
+    [range(20)] * 2,
+  )
+  orders = []
+  for seed, t in ((0, 1), (0, 2), (1, 1)):
+    plan = plan_fedmd(
+      public,
+      private,
+      seed=seed,
+      round=t,
+      subset=20,
+      digest_epochs=2,
+      revisit_batch_size=20,
+    )
+    orders += [*plan.digest, *plan.revisit]
+    for phase in (0, 1):
+      plan = plan_fit(private, seed=seed, phase=phase, round=t, batch_size=20)
+      orders += [batches[:1] for batches in plan.batches]
+  assert len(np.unique(np.concatenate(orders), axis=0)) == 3 * 2 * (2 + 2 + 2)
 
 
 def test_what_is_out_of_range_is_refused():

@@ -15,6 +15,7 @@ from hetfl.fedavg import fedavg, fedavg_server, Pool
 from hetfl.fml import as_lanes, fml, group_clients, independent, plan_mutual
 from hetfl.models import fml as nets
 from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient
+from tests import federation
 from tests.algorithms import (
   CNN,
   HEAD,
@@ -311,6 +312,36 @@ def test_plans_are_epochs():
     plan.groups[1].index[0][: plan.groups[1].steps[0]],
   )
   assert (make_plan(3).groups[0].index != make_plan(2).groups[0].index).any()
+
+
+def test_no_two_passes_have_one_order():
+  held, orders = [np.arange(20), np.arange(20, 40)], []
+  for seed, t in ((0, 1), (0, 2), (1, 1)):
+    share = dict(seed=seed, round=t, batch_size=20, epochs=2)
+    orders += [*plan_mutual(held, [(0, 1)], **share).groups[0].index % 20]
+  assert len(np.unique(np.concatenate(orders), axis=0)) == 3 * 2 * 2
+
+
+@pytest.mark.parametrize("microbatch,parts", [(None, 1), (1, 2)])
+def test_no_draw_is_made_twice(microbatch, parts):
+  """Not by the two models, in two steps of some parts, or in two rounds."""
+  recorder = federation.recorder(2 * 2 * parts)
+  client = MutualClient(recorder, transform=noisy)
+  algorithm = fml([client], global_model=recorder, microbatch=microbatch)
+  state = algorithm.init(jax.random.key(0))
+  for t in (1, 2):
+    plan = plan_mutual(
+      [np.arange(4)], [(0,)], seed=0, round=t, batch_size=2, epochs=1
+    )
+    bank = federation.recorders_bank(4)
+    state, _ = algorithm.step(state, plan, {"train": bank})
+  local, server = state.local(0).stats, state.server.stats
+  draws = np.array([local["draws"], server["draws"]])
+  assert draws.all() and len(np.unique(draws)) == draws.size
+  # Both see the same images; no key serves both for these and in a model.
+  np.testing.assert_array_equal(local["seen"], server["seen"])
+  assert len(np.unique(local["seen"])) == 2 * 2 * parts
+  assert not np.isin(draws.round(5), (local["seen"] - 1).round(5)).any()
 
 
 def test_clients_may_start_from_the_global_model():

@@ -409,6 +409,36 @@ def test_metrics_do_not_depend_on_batches_and_agree_with_the_oracle():
     )
 
 
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_accuracies_of_any_answers_are_the_oracles(chunk):
+  """Answers that no model gives: PAD, BOS, EOS and OOV as often as words."""
+  rng, y = np.random.default_rng(0), make_bank(40)["y"]
+  z = rng.normal(size=(40, T, V)).astype(np.float32)
+  # Features are the logits themselves.
+  logits = language.TokenLogits(jnp.asarray(z), jnp.eye(V), jnp.zeros(V), chunk)
+  means = next_word.next_word_metrics(logits, {"y": y, "mask": jnp.ones(40)})
+  ours = [means[name].value for name in ("accuracy", "accuracy_no_eos")]
+  np.testing.assert_allclose(ours, oracle.accuracies(z, y), rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_sentences_that_are_masked_do_not_count(chunk):
+  rng = np.random.default_rng(0)
+  z, y = rng.normal(size=(3, T, 7)), make_bank(3)["y"] % 7
+  mask, kept = jnp.array([1.0, 0.0, 1.0]), np.array([0, 2])
+
+  def loss(rows, mask):
+    # Features are the logits themselves.
+    logits = language.TokenLogits(z[rows], jnp.eye(7), jnp.zeros(7), chunk)
+    return next_word.sentence_loss()(logits, {"y": y[rows], "mask": mask})
+
+  expected = loss(kept, jnp.ones(2))
+  np.testing.assert_allclose(loss(np.arange(3), mask), expected, rtol=1e-6)
+  weights = next_word.token_weights({"y": y, "mask": mask})
+  np.testing.assert_array_equal(weights[kept], y[kept] != 0)
+  assert not weights[1].any() and y[1].any()
+
+
 def test_the_oracles_gradients_by_differences():
   model, bank = make_model(1), make_bank(3)
   params = numpy(variables_of(model))

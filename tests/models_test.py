@@ -12,8 +12,11 @@ import pytest
 
 import hetfl
 from hetfl import augment, core, engine
+from hetfl.data.vision import load_digits
 from hetfl.models import fedmd, fml, layers, vision, winograd
 from tests import federation
+from tests.oracles import codist as codist_oracle
+from tests.oracles import fedmd as fedmd_oracle
 
 COUNTS = {vision.small_cnn: 109_348, vision.large_cnn: 410_084}
 
@@ -375,6 +378,45 @@ def test_recipes(name):
     )
 
 
+@pytest.mark.parametrize("name", augment.RECIPES)
+def test_which_ways_recipes_flip_and_where_they_cut(name):
+  recipe = augment.RECIPES[name]
+  side, channels = {"digits8": (8, 1), "mnist28": (28, 1)}.get(name, (32, 3))
+  middle, ways = recipe.size // 2 - 1, {}
+  for axis in (1, 2):
+    # Pixels that count rows, or columns.
+    x = np.expand_dims(np.arange(side, dtype=np.uint8), [0, 3 - axis, 3])
+    x = np.broadcast_to(x, (64, side, side, channels))
+    for transform in (recipe.train, recipe.distill):
+      out = np.asarray(transform(jax.random.key(axis), {"x": x})["x"])
+      steps = np.diff(out, axis=axis)[:, middle, middle, 0]
+      ways[transform.__name__, axis] = set(np.sign(steps).tolist())
+    first = recipe.evaluate({"x": x})["x"][0, 0, 0, 0]
+    first = 255 * (first * recipe.deviation[0] + recipe.mean[0])
+    np.testing.assert_allclose(first, (side - recipe.size) // 2, atol=1e-3)
+  both = {1.0, -1.0} if recipe.flip else {1.0}
+  assert ways == {
+    ("train", 1): {1.0},
+    ("train", 2): both,
+    ("distill", 1): both,
+    ("distill", 2): both,
+  }
+  assert recipe.flip == (channels == 3)
+
+
+def test_pixels_are_normalised_by_the_published_numbers():
+  for name in ("crop24", "pad32"):
+    recipe = augment.RECIPES[name]
+    assert recipe.mean == (0.4914, 0.4822, 0.4465)
+    assert recipe.deviation == (0.2023, 0.1994, 0.2010)
+  mnist = augment.RECIPES["mnist28"]
+  assert (mnist.mean, mnist.deviation) == ((0.1307,), (0.3081,))
+  x = load_digits().train["x"] / 255
+  digits = augment.RECIPES["digits8"]
+  np.testing.assert_allclose(x.mean(), digits.mean[0], atol=5e-3)
+  np.testing.assert_allclose(x.std(), digits.deviation[0], atol=5e-3)
+
+
 @pytest.mark.parametrize("form", typing.get_args(layers.ConvForm))
 @pytest.mark.parametrize(
   "kernel,strides,padding",
@@ -443,6 +485,101 @@ def test_fedmd_models_of_table_2_and_their_maps():
     assert shapes["params"]["head"]["kernel"].shape[1] == 16
   # conv (9*3+1)*64, (4*64+1)*64, (9*64+1)*64 twice, BN 4 * 2*64, head 64*16
   assert counts["cnn(64,64,64,64)"] == 1792 + 16448 + 2 * 36928 + 512 + 1024
+  names = [
+    "cnn(128,256)",
+    "cnn(128,128,192)",
+    "cnn(64,64,64)",
+    "cnn(128,64,64)",
+    "cnn(64,64,128)",
+    "cnn(64,128,256)",
+    "cnn(64,128,192)",
+    "cnn(128,192,256)",
+    "cnn(128,128,128)",
+    "cnn(64,64,64,64)",
+  ]
+  rates = [0.2, 0.2, 0.2, 0.3, 0.4, 0.2, 0.2, 0.2, 0.3, 0.2]
+  modules = fedmd.party_models("table2", 10, 16)
+  assert [(n, m.dropout) for n, m in modules] == [*zip(names, rates)]
+  rates = [0.2, 0.2, 0.2, 0.3, 0.4, 0.2, 0.2, 0.2, 0.3, 0.3]
+  modules = fedmd.party_models("table1", 10, 16)
+  assert [m.dropout for _, m in modules] == rates
   # As in the released code, whose table 1 has these too.
   assert counts["cnn(128,256)"] == 1_221_120
   assert counts["cnn(64,128,192)"] == 284_480
+
+
+def numpy_net(params, x, padding="VALID", pool_after=(0, 1, 2)):
+  """Convolutions with ReLU, some pooled; dense ones, with ReLU but the last."""
+  layers_of = lambda kind: [params[n] for n in sorted(params) if kind in n]
+  x = np.asarray(x, np.float64)
+  for i, p in enumerate(layers_of("Conv")):
+    x = fedmd_oracle.conv(x, p["kernel"], p["bias"], 1, padding)
+    x = codist_oracle.max_pool(x)[0] if i in pool_after else x
+    x = np.maximum(x, 0)
+  x = x.reshape(len(x), -1)
+  *hidden, last = layers_of("Dense")
+  for p in hidden:
+    x = np.maximum(x @ p["kernel"] + p["bias"], 0)
+  return x @ last["kernel"] + last["bias"]
+
+
+def with_biases(module, x):
+  """Parameters whose biases are not zero."""
+  params = jax.jit(module.init)(jax.random.key(0), x)["params"]
+  return jax.tree.map(
+    lambda a: np.asarray(a) + 0.1 * np.cos(np.arange(a.size)).reshape(a.shape),
+    params,
+  )
+
+
+def test_whole_networks_are_numpys():
+  rng = np.random.default_rng(0)
+  image = lambda side, channels: rng.normal(size=(2, side, side, channels))
+  crop, pad = (augment.RECIPES[name] for name in ("crop24", "pad32"))
+  small = lambda recipe: vision.CodistCNN(
+    (2, 3, 4), (5, 6), 3, recipe.padding, recipe.pool_after
+  )
+  with_edges = lambda x: np.pad(x, [(0, 0), (2, 2), (2, 2), (0, 0)], "edge")
+  cases = [
+    # The network, an image, and how NumPy's differs from FML's.
+    (small(crop), image(8, 3), dict(padding="SAME", pool_after=(0, 1))),
+    (small(pad), image(14, 3), dict(pool_after=(1, 2))),
+    (fml.net("mlp", 3, (8, 8, 1)), image(8, 1), {}),
+    (fml.net("lenet5", 3, (28, 28, 1)), image(28, 1), {}),
+    (fml.net("cnn1", 3, (8, 8, 1)), image(8, 1), dict(padding="SAME")),
+  ]
+  for i, (module, x, options) in enumerate(cases):
+    params = with_biases(module, x)
+    seen = with_edges(x) if i == 3 else x
+    expected = numpy_net(params, seen, **options)
+    ours = jax.jit(module.apply)({"params": params}, x)
+    np.testing.assert_allclose(ours, expected, rtol=2e-3, atol=2e-4)
+  weak, x = fedmd.PartyMLP(5, 3), image(4, 2)
+  params = with_biases(weak, x)
+  hidden = x.reshape(2, -1) @ params["Dense_0"]["kernel"]
+  hidden = np.maximum(hidden + params["Dense_0"]["bias"], 0)
+  expected = hidden @ params["head"]["kernel"]
+  np.testing.assert_allclose(
+    weak.apply({"params": params}, x), expected, rtol=1e-4, atol=1e-5
+  )
+
+
+def test_weights_begin_as_in_torch_and_as_in_keras():
+  x = jnp.zeros((1, 16, 16, 3))
+  # Uniform up to 1 over sqrt(fan_in), and sqrt(6 / (fan_in + fan_out)).
+  torch = lambda shape: np.prod(shape[:-1]) ** -0.5
+  keras = lambda shape: (6 / (np.prod(shape[:-2]) * sum(shape[-2:]))) ** 0.5
+  for module, limit in (
+    (fml.net("cnn1", 10, x.shape[1:]), torch),
+    (fml.net("lenet5", 10, x.shape[1:]), torch),
+    (fedmd.party_models("small", 3, 16)[2][1], keras),
+    (fedmd.PartyMLP(64, 16), keras),
+  ):
+    for kernel in jax.tree.leaves(
+      jax.jit(module.init)(jax.random.key(0), x)["params"]
+    ):
+      if kernel.ndim < 2:
+        continue
+      greatest = limit(kernel.shape)
+      assert 0.9 * greatest < np.abs(kernel).max() <= greatest * (1 + 1e-6)
+      np.testing.assert_allclose(kernel.std(), greatest / 3**0.5, rtol=0.12)

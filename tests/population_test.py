@@ -146,3 +146,27 @@ def test_no_fewer_lanes_are_enough(sizes, batch_size):
   longest = length(len(sizes))
   assert length(enough) <= 1.1 * longest
   assert enough == 1 or length(enough - 1) > 1.1 * longest
+
+
+def test_no_two_passes_have_one_order():
+  """Of clients, pools, rounds, seeds, and of the distillation set."""
+  clients = population.ClientPopulation.from_lists(
+    {"y": np.arange(40)}, [np.arange(20), np.arange(20, 40)]
+  )
+  public, orders = population.Subset.whole({"y": np.arange(20)}), []
+  for seed, round in ((0, 1), (0, 2), (1, 1)):
+    share = dict(seed=seed, round=round, batch_size=20)
+    orders += [
+      *planning.plan_distillation(public, steps=2, **share),
+      *(
+        planning.plan_clients(
+          clients, pool=pool, clients_per_round=1, epochs=2, **share
+        ).index[0, :2]
+        % 20
+        for pool in (0, 1)
+      ),
+    ]
+  orders = np.concatenate([np.reshape(a, (-1, 20)) for a in orders])
+  assert (np.sort(orders) == np.arange(20)).all()
+  in_order = np.arange(20)[None]
+  assert len(np.unique([*orders, *in_order], axis=0)) == 3 * (2 + 2 * 2) + 1

@@ -78,7 +78,8 @@ def decayed(pools, round, server_lr, distiller_settings=()):
     if distiller_settings:
       for name, values in distiller_settings.items():
         setattr(pool, name, values[i])
-      pool.distill_lr = pool.distill_lr * (0.25 + 0.75 * decay)
+      share = pool.final_share
+      pool.distill_lr = pool.distill_lr * (share + (1 - share) * decay)
   return pools
 
 
@@ -116,10 +117,11 @@ def codist_case(num_pools, microbatch):
     distill_lr=[2**-7, 2**-8, 2**-6][:num_pools],
     temperature=[0.5, 2.0, 1.5][:num_pools],
     regularization=[0.125, 0.25, 0.0][:num_pools],
+    final_share=[0.25, 0.5, 0.125][:num_pools],
   )
   distiller = distill.Distiller(
     learning_rate=settings["distill_lr"],
-    final_share=0.25,
+    final_share=settings["final_share"],
     temperature=settings["temperature"],
     regularization=settings["regularization"],
     microbatch=microbatch,

@@ -201,6 +201,23 @@ def test_a_stopped_search_goes_on_to_the_same_trials(
   assert [json.loads(line) for line in stored] == rows
 
 
+def test_of_equal_trials_the_earlier_go_on(tmp_path):
+  problem, runner = Toy().runner("vmapped")
+  rows = tune.search(
+    problem,
+    Listed([2.0, 2.0, 3.0, 2.0, 2.0]),
+    runner,
+    folder=tmp_path,
+    trials=5,
+    block=5,
+    halvings=1,
+  )
+  done = [row["trial"] for row in rows if row["status"] == "complete"]
+  assert done == [0, 1, 2]
+  assert [row["trial"] for row in tune.top(rows, 3)] == [2, 0, 1]
+  assert tune.rungs(7, 2) == [2, 4] and tune.rungs(3, 3) == [1, 2]
+
+
 def test_trials_are_added_and_a_half_written_block_is_done_again(tmp_path):
   few, _ = toy_search(tmp_path, "vmapped", trials=5)
   more, toy = toy_search(tmp_path, "vmapped")
