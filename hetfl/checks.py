@@ -362,6 +362,8 @@ def num_examples(bank: Mapping[str, Any]) -> int:
         " inputs of several arrays each lies in the bank by a name of its own,"
         " and a transform makes a tree x of them"
       )
+  if not bank:
+    raise ValueError("bank: give arrays by name, there are none")
   sizes = {name: len(array) for name, array in bank.items()}
   if len(set(sizes.values())) != 1:
     raise ValueError(f"bank: arrays of different lengths {sizes}")

@@ -17,6 +17,7 @@ import re
 
 import numpy as np
 
+from hetfl import checks
 from hetfl.data.errors import DataError
 from hetfl.next_word import BOS, EOS, PAD
 
@@ -156,6 +157,9 @@ class CorpusBuilder:
     max_words: words of a sentence that are kept; models see no more.
     max_sentences_per_client: sentences of a client that are kept; `None`: all.
 
+  Raises:
+    ValueError: a number is not at least 1.
+
   >>> builder = CorpusBuilder(max_words=2)
   >>> builder.add('ann', 0, ['a', 'b', 'a'])
   >>> builder.add('bob', 1, ['b'])
@@ -167,6 +171,9 @@ class CorpusBuilder:
   def __init__(
     self, *, max_words: int, max_sentences_per_client: int | None = None
   ):
+    checks.counts(
+      max_words=max_words, max_sentences_per_client=max_sentences_per_client
+    )
     self.skipped: Counter[str] = Counter()
     self._max_words = max_words
     self._max_sentences = max_sentences_per_client
