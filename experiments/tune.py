@@ -312,8 +312,8 @@ def make_problem(
   )
 
 
-def algorithm_name(tunable: tunables.Tunable, module: Any) -> str:
-  """The algorithm to search for, of flags that a search can follow.
+def check_flags(tunable: tunables.Tunable, module: Any) -> str:
+  """The algorithm to search for, if a search can follow the flags.
 
   Args:
     tunable: the experiment.
@@ -347,8 +347,8 @@ def algorithm_name(tunable: tunables.Tunable, module: Any) -> str:
   return names[0]
 
 
-def trials_in_one_program() -> bool:
-  """Whether `--batching` is `vmap`, for which it sets `--engine`."""
+def choose_batching() -> bool:
+  """Whether trials are one program; sets `--engine` if they are."""
   vmap = FLAGS.batching == "vmap" or (
     FLAGS.batching == "auto" and jax.default_backend() != "cpu"
   )
@@ -394,14 +394,14 @@ def main() -> None:
   """Runs the search, then writes and prints what came out."""
   tunable = tunables.EXPERIMENTS[FLAGS.experiment]
   module = importlib.import_module(tunable.module)
-  algorithm = algorithm_name(tunable, module)
+  algorithm = check_flags(tunable, module)
   seeds = common.read_seeds()
   space = make_space(tunable, algorithm)
   for name, dimension in space.items():
     flag = name.partition(".")[0]
     if FLAGS[flag].value == 0:  # Switched off it is no part of the state.
       FLAGS[flag].value = dimension.high
-  vmap = trials_in_one_program()
+  vmap = choose_batching()
   dataset = _text(FLAGS.dataset).replace(",", "-")
   workdir = common.default_workdir("tune", FLAGS.experiment, dataset, algorithm)
   config, speed = module.configuration(algorithm, workdir)

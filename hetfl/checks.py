@@ -58,8 +58,8 @@ def between(low: float, high: float, **values: Any) -> None:
       continue
     if callable(value):
       raise ValueError(
-        f"{name}={value!r}: no schedule here, give a number; by round it is"
-        " state = hetfl.with_hyper(state, NAME=schedule(t))"
+        f"{name}={value!r}: no schedule here, give a number; what a state holds"
+        " hetfl.with_hyper changes from round to round"
       )
     if np.ndim(value):
       raise ValueError(
@@ -154,6 +154,35 @@ def _holds_rate(optimizer: Any) -> bool:
   except Exception:  # It wants parameters of a structure: it is not checked.
     return False
   return any(not np.array_equal(a, b) for a, b in zip(first, second))
+
+
+def alike(what: str, given: Any, wanted: Any) -> None:
+  """Checks that a pytree has another's structure and shapes.
+
+  Args:
+    what: what gave it.
+    given: the pytree.
+    wanted: the other one, of arrays or `jax.ShapeDtypeStruct`s.
+
+  Raises:
+    ValueError: naming the first array that differs. Types may.
+
+  >>> alike('init', {'w': jnp.ones(2)}, {'w': jnp.ones(3)})
+  Traceback (most recent call last):
+    ...
+  ValueError: init: ['w'] is of shape (2,), it must be (3,)
+  """
+  here, there = map(jax.tree.structure, (given, wanted))
+  if here != there:  # type: ignore[operator]
+    raise ValueError(f"{what}: gives {here}, it must be {there}")
+  for (path, a), b in zip(
+    jax.tree.leaves_with_path(given), jax.tree.leaves(wanted)
+  ):
+    if jnp.shape(a) != jnp.shape(b):
+      raise ValueError(
+        f"{what}: {jax.tree_util.keystr(path)} is of shape {jnp.shape(a)}, it"
+        f" must be {jnp.shape(b)}"
+      )
 
 
 def takes(what: str, function: Any, *arguments: str) -> None:
@@ -356,7 +385,7 @@ def num_examples(bank: Mapping[str, Any]) -> int:
   ValueError: bank: arrays of different lengths {'x': 3, 'y': 4}
   """
   for name, array in bank.items():
-    if not np.ndim(array):
+    if not getattr(array, "ndim", 0):
       raise ValueError(
         f"bank[{name!r}]: give an array, examples first, {_not_a(array)}; of"
         " inputs of several arrays each lies in the bank by a name of its own,"

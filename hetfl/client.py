@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import core
+from hetfl import checks, core
 
 PyTree = Any
 
@@ -177,9 +177,10 @@ def lane_program(
       add = lambda total, x: total + weight * x
       delta = optax.tree.sub(server.params, state.variables.params)
       if delta_transform is not None:
-        delta = delta_transform(
-          jax.random.fold_in(client_key, np.uint32(2**32 - 1)), delta
-        )
+        sent_key = jax.random.fold_in(client_key, np.uint32(2**32 - 1))
+        sent = delta_transform(sent_key, delta)
+        checks.alike("delta_transform", sent, delta)
+        delta = sent
       return start, sums._replace(
         delta=jax.tree.map(add, sums.delta, delta),
         stats=jax.tree.map(add, sums.stats, state.variables.stats),
@@ -197,9 +198,18 @@ def lane_program(
       sums = sums._replace(
         loss=sums.loss + core.Mean(jnp.where(active > 0, loss, 0), active)
       )
+      ends = lane.weight[s] > 0
+
+      def end(state, sums, *args):
+        new = finish(state, sums, *args)
+        return jax.tree.map(
+          lambda a, b: jnp.where(ends, a, b), new, (state, sums)
+        )
+
+      # Of lanes side by side, and only where one of them ends a client.
       return jax.lax.cond(
-        lane.weight[s] > 0,
-        finish,
+        core.any_of_batch(ends),
+        end,
         lambda state, sums, *_: (state, sums),
         state,
         sums,

@@ -105,8 +105,10 @@ class Algorithm(NamedTuple):
     step: `(state, plan, data) -> (state, metrics)`, one round. Pure, and open
       to `jax.jit`, `jax.vmap` and `jax.lax.scan`, unless the algorithm was
       built with an engine that says otherwise. Its loops are as long as the
-      plan says: it has derivatives by `jax.jvp`, and by `jax.grad` only where
-      the plan is closed over, not an argument of what is traced.
+      plan says, so that it has derivatives by `jax.jvp`; and of pools and
+      `fedmd`, on one device, by `jax.grad` where the plan is closed over, not
+      an argument of what is traced. Adaptive convolutions and the losses of
+      tokens have none of the first kind.
   """
 
   init: Callable[..., PyTree]
@@ -261,6 +263,31 @@ def as_type(x: jax.Array, dtype: Any) -> jax.Array:
   return x.astype(dtype)
 
 
+@jax.custom_batching.custom_vmap
+def any_of_batch(when: jax.Array) -> jax.Array:
+  """The same; under `jax.vmap`, whether it is so for any, and for all alike.
+
+  So a `jax.lax.cond` stays one, where `vmap` would run both of its branches.
+
+  Args:
+    when: `bool[]`.
+
+  Returns:
+    `bool[]`, without an axis of the batch.
+
+  >>> when = jnp.array([False, True])
+  >>> jax.vmap(any_of_batch, out_axes=None)(when)
+  Array(True, dtype=bool)
+  """
+  return jnp.asarray(when)
+
+
+@any_of_batch.def_vmap
+def _any_of_batch(axis_size, in_batched, when):
+  del axis_size, in_batched
+  return any_of_batch(jnp.any(when, axis=0)), False
+
+
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
   """Mean of the values whose mask is 1; 0 if there are none.
 
@@ -352,8 +379,8 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
       names = {*own, *(n for member in members for n in member.hyper)}
       if name in names:
         raise ValueError(
-          f"{name}: not all {field} have it; give those without it a value"
-          " when they are made"
+          f"{name}: not all {field} have it; give those without it a value (of"
+          " l2 a penalty) when they are made"
         )
       raise ValueError(
         f"{name}: this state has no such hyper-parameter; it has"

@@ -1,6 +1,6 @@
 """Accuracy and loss of a model on a set of examples."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -237,12 +237,15 @@ def measure_program(
   def of_batch(variables, bank, index):
     batch = core.prepare(transform, core.gather(bank, index))
     sums = measure(model.predict(variables, batch["x"]), batch)
-    if not isinstance(sums, dict):
+    pairs = isinstance(sums, Mapping) and all(
+      isinstance(pair, tuple) and len(pair) == 2 for pair in sums.values()
+    )
+    if not pairs:
       raise ValueError(
-        f"a measure gave a {type(sums).__name__}: give a dict of Means, such as"
-        " {'accuracy': Mean(correct, examples)}"
+        "a measure gave no dict of Means: it must be such as {'accuracy':"
+        " Mean(correct, examples)}, sums over the batch"
       )
-    return sums
+    return dict(sums)
 
   def evaluate_lane(variables, bank, lane, steps):
     lane = jnp.asarray(lane)  # NumPy's, if not under jit.

@@ -51,7 +51,8 @@ class Pool:
     prox_mu: FedProx's weight; `None` leaves its term out.
     delta_transform: `(key, delta) -> delta`, what a client does to its update
       `w_server - w_k` before it is sent, such as clipping, noise, quantisation;
-      `None` sends it as it is.
+      `None` sends it as it is. Batch statistics and the loss are sent as they
+      are in any case.
 
   Raises:
     ValueError: the model is a bare Flax module, a rate is no number or
@@ -72,6 +73,8 @@ class Pool:
 
   def __post_init__(self):
     core.Model.check(f"pool {self.name!r}", self.model)
+    if self.delta_transform is not None:
+      checks.takes("delta_transform", self.delta_transform, "key", "delta")
     checks.factories(
       client_optimizer=self.client_optimizer,
       server_optimizer=self.server_optimizer,
@@ -146,8 +149,7 @@ class Pool:
     if variables is None:
       variables = self.model.start(key)
     else:
-      # Copies of what is given, since states may be donated.
-      variables = jax.tree.map(jnp.copy, variables)
+      variables = self.model.adopt(f"pool {self.name!r}", variables)
     checks.statistics(variables.stats)
     hyper = {
       "client_lr": jnp.array(self.client_lr, jnp.float32),

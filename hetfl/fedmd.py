@@ -485,7 +485,10 @@ def bytes_per_round(
 
 def plan_fedmd(
   public: population.Subset,
-  private: population.ClientPopulation | Sequence[population.Positions],
+  private: (
+    population.ClientPopulation
+    | Sequence[population.Subset | population.Positions]
+  ),
   *,
   seed: int,
   round: int,

@@ -156,8 +156,8 @@ def plan_mutual(
   and cut into batches; the last batch of a pass holds what is left.
 
   Args:
-    held: the clients, or each one's positions in its bank, which are not
-      checked against the bank.
+    held: the clients, or of each its subset, or its positions in its bank,
+      which are not checked against the bank.
     groups: the clients' groups, see `group_clients`; or the clients.
     seed: the run's seed.
     round: the number of the round, from 1.
@@ -207,8 +207,10 @@ def plan_mutual(
     rng = np.random.default_rng([seed, round, 2**32 - 1])
     active[:] = False
     active[rng.choice(len(held), clients_per_round, replace=False)] = True
-  alike: Sequence[Any] = groups
-  if any(isinstance(one, MutualClient) for one in groups):
+  checks.sequence("groups", groups, MutualClient)
+  alike: tuple[Any, ...] = tuple(groups)
+  if alike and isinstance(alike[0], MutualClient):
+    checks.each("groups", alike, MutualClient, len(alike), "or give all groups")
     alike = group_clients(alike)
   members = tuple(tuple(map(int, group)) for group in alike)
   if sorted(k for group in members for k in group) != list(range(len(held))):
@@ -406,8 +408,7 @@ def _build(
       else:
         hint = "state.server of another run"
         checks.kind("server", server, core.Variables, hint)
-        # A copy of what is given, since states may be donated.
-        server = jax.tree.map(jnp.copy, server)
+        server = global_model.adopt("server", server)
       checks.statistics(server.stats)
 
     def group_state(group):

@@ -96,6 +96,32 @@ stats); without mutable collections, stats are {}
       )
     return jax.tree.map(jnp.copy, variables)
 
+  def adopt(self, owner: str, variables: Variables) -> Variables:
+    """What a model is to go on from, if it is of the model's shapes.
+
+    Args:
+      owner: whose it is, or what it is called.
+      variables: the parameters and statistics.
+
+    Returns:
+      Copies, since states may be donated.
+
+    Raises:
+      ValueError: they are of other shapes than `init` gives.
+
+    >>> model = Model(lambda key: Variables(jnp.zeros(3), {}), None)
+    >>> model.adopt('global_model', Variables(jnp.zeros(2), {}))
+    Traceback (most recent call last):
+      ...
+    ValueError: global_model: .params is of shape (2,), it must be (3,)
+    """
+    try:
+      wanted = jax.eval_shape(self.start, jax.random.key(0))
+    except jax.errors.JAXTypeError:  # An init that cannot be traced.
+      wanted = variables
+    checks.alike(owner, variables, wanted)
+    return jax.tree.map(jnp.copy, variables)
+
   def outputs(
     self,
     variables: Variables,

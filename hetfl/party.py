@@ -265,9 +265,13 @@ def fit(
       hint = "[p.trained.variables for p in state.parties] after another fit"
       number = len(parties)
       checks.each("variables", variables, core.Variables, number, hint)
-    # Copies of what is given, since states may be donated.
-    variables, key = jax.tree.map(jnp.copy, (variables, key))
-    variables = variables or fresh_models(parties, key)
+      variables = [
+        party.model.adopt(f"party {party.name!r}", v)
+        for party, v in zip(parties, variables)
+      ]
+    else:
+      variables = fresh_models(parties, key)
+    key = jnp.copy(key)  # Since states may be donated.
     return FitState(
       tuple(
         Learner(
@@ -402,7 +406,10 @@ def shuffled_epochs(
 
 
 def plan_fit(
-  examples: population.ClientPopulation | Sequence[population.Positions],
+  examples: (
+    population.ClientPopulation
+    | Sequence[population.Subset | population.Positions]
+  ),
   *,
   seed: int,
   phase: int = 0,

@@ -410,9 +410,11 @@ def plan_round(
     num_lanes = clients_per_round
 
   def of_pools(name, number):
-    if isinstance(number, Sequence) and len(number) != len(pools):
+    if not np.ndim(number):
+      return [number] * len(pools)
+    if len(number) != len(pools):
       raise ValueError(f"{name}={number}: give one, or {len(pools)}")
-    return number if isinstance(number, Sequence) else [number] * len(pools)
+    return list(number)
 
   lanes = tuple(
     plan_clients(

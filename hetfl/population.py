@@ -356,8 +356,12 @@ def holdings(
     return [clients.positions(k) for k in range(len(clients))]
   if isinstance(clients, Mapping | Subset):
     check_kind(clients, "clients", ClientPopulation)
-  clients = [c.index if isinstance(c, Subset) else c for c in clients]
-  arrays = [_integers(a, f"client {k}") for k, a in enumerate(clients)]
+  arrays = [
+    positions_in(c.bank, c.index, f"client {k}")
+    if isinstance(c, Subset)
+    else _integers(c, f"client {k}")
+    for k, c in enumerate(clients)
+  ]
   for k, array in enumerate(arrays):
     if not len(array):
       raise ValueError(f"client {k} holds no examples; leave it out")

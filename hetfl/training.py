@@ -473,6 +473,11 @@ def _latest(
 
 def _shared(folder: logs.RunFolder) -> dict[str, Any]:
   """The first process's result, and its files in the others' folders too."""
+  if not engine.from_first(folder.result() is not None):
+    raise ValueError(
+      f"{folder.path}: the run is not finished: it has no result.json; go on"
+      " with it first"
+    )
   if jax.process_count() > 1:
     for path in (folder.metrics, folder.path / "result.json"):
       first = jax.process_index() == 0
@@ -480,11 +485,7 @@ def _shared(folder: logs.RunFolder) -> dict[str, Any]:
       if not first:
         logs.write_bytes(path, content)
   result = folder.result()
-  if result is None:
-    raise ValueError(
-      f"{folder.path}: the run is not finished: it has no result.json; go on"
-      " with it first"
-    )
+  assert result is not None  # The first process has one, so all do.
   return result
 
 

@@ -417,16 +417,9 @@ def test_early_stopping_is_kerass():
   assert seen == [(2, 0, 1, 1), (1, 1, 2, 1), (1, 2, 3, 1)] + [(1, 2, 3, 0)] * 2
 
 
-def linear(*w):
-  return core.Model(
-    lambda key: core.Variables(jnp.array([w]), {}),
-    lambda v, x, key, train: (x @ v.params, v.stats),
-  )
-
-
 def test_progress_is_more_than_min_delta_above_the_best():
   """A model that always says class 0 once its image is negated."""
-  party = Party("a", linear(-1.0, 0.0), learning_rate=0.0)
+  party = Party("a", federation.line(-1.0, 0.0), learning_rate=0.0)
   algorithm = jitted(
     fit(
       [party],
@@ -454,7 +447,7 @@ def test_progress_is_more_than_min_delta_above_the_best():
 
 def test_public_and_private_examples_are_prepared_each_in_its_way():
   parties = [
-    Party(name, linear(w, 0.0), learning_rate=1.0, optimizer=optax.sgd)
+    Party(name, federation.line(w, 0.0), learning_rate=1.0, optimizer=optax.sgd)
     for name, w in (("a", 0.0), ("b", 2.0))
   ]
   times = lambda n: lambda batch: {**batch, "x": n * batch["x"]}
@@ -484,7 +477,7 @@ def test_public_and_private_examples_are_prepared_each_in_its_way():
 
 
 def test_revisit_goes_on_with_the_optimizer_of_transfer_learning():
-  party = Party("a", linear(0.0, 0.0))
+  party = Party("a", federation.line(0.0, 0.0))
   bank = {"x": jnp.ones((4, 1)), "y": jnp.zeros(4, jnp.int32)}
   transfer, algorithm = fit([party]), fedmd([party])
   state = transfer.init(jax.random.key(0))

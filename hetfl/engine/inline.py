@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import checks
+from hetfl import checks, core
 from hetfl.engine.compilation import jit
 from hetfl.engine.jobs import (
   Call,
@@ -256,7 +256,8 @@ class Inline:
 
     # Of trials that differ each keeps what it asks for. With a predicate of
     # their own `vmap` would run both branches always, on a bank for each trial.
-    return jax.lax.cond(_any_trial(job.when), run, otherwise, *job.args)
+    when = core.any_of_batch(job.when)
+    return jax.lax.cond(when, run, otherwise, *job.args)
 
   def _lanes(self, job: Lanes):
     num_lanes = len(job.steps)
@@ -397,15 +398,3 @@ def _never_of_trials(axis_size, in_batched, x):
   # One for all trials, or branches on it would become selections.
   del axis_size, in_batched
   return _never(x), False
-
-
-@jax.custom_batching.custom_vmap
-def _any_trial(when):
-  """`when`; under `vmap`, whether it is so for any."""
-  return jnp.asarray(when)
-
-
-@_any_trial.def_vmap
-def _any_of_batch(axis_size, in_batched, when):
-  del axis_size, in_batched
-  return _any_trial(jnp.any(when, axis=0)), False
