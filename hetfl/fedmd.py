@@ -24,7 +24,7 @@ from hetfl import engine as engine_lib
 from hetfl.data import partition
 from hetfl.party import (
   check_parties,
-  check_plan,
+  check_work,
   fresh_models,
   padded_rows,
   Party,
@@ -312,7 +312,7 @@ def fedmd(
 
   def step(state, plan, data):
     checks.kind("plan", plan, FedMDPlan, "as plan_fedmd makes it")
-    check_plan(plan.digest, parties)
+    check_work(plan.digest, parties)
     key = jax.random.fold_in(state.key, plan.round)
     public = checks.bank(data, "public")
     private = checks.banks(data, "private", len(parties))

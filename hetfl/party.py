@@ -290,7 +290,7 @@ def fit(
 
   def step(state, plan, data):
     checks.kind("plan", plan, FitPlan, "as plan_fit makes it")
-    check_plan(plan.batches, parties)
+    check_work(plan.batches, parties)
     known = {"train", "stopping"}
     if isinstance(data, Mapping) and data.keys() - known:
       strange = min(data.keys() - known)
@@ -477,7 +477,7 @@ def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
   return parties
 
 
-def check_plan(work: Sequence[Any], parties: Sequence[Party]) -> None:
+def check_work(work: Sequence[Any], parties: Sequence[Party]) -> None:
   """Raises a `ValueError` if a plan is for another number of parties."""
   if len(work) != len(parties):
     raise ValueError(
