@@ -257,38 +257,13 @@ def _is_several(given):
   return isinstance(given, list | tuple) and not hasattr(given, "_fields")
 
 
+def _a(wanted):
+  name = wanted.__name__
+  return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 def _not_a(given):
   return f"not a {type(given).__name__}"
-
-
-def each(name: str, given: Any, kind: type, number: int, hint: str) -> None:
-  """Checks for a sequence of N things of a kind.
-
-  Args:
-    name: what an error calls it.
-    given: the sequence.
-    kind: their type.
-    number: N.
-    hint: where such things come from.
-
-  Raises:
-    ValueError: it is something else.
-
-  >>> each('counts', [3, 'a'], int, 2, 'count them')
-  Traceback (most recent call last):
-    ...
-  ValueError: counts[1]: give an int, not a str; count them
-  """
-  a = f"{'an' if kind.__name__[0] in 'aeiou' else 'a'} {kind.__name__}"
-  if not _is_several(given):
-    raise ValueError(
-      f"{name}: give a sequence of {number}, each {a}, {_not_a(given)}; {hint}"
-    )
-  if len(given) != number:
-    raise ValueError(f"{name}: {len(given)} of them, give {number}; {hint}")
-  for i, one in enumerate(given):
-    if not isinstance(one, kind):
-      raise ValueError(f"{name}[{i}]: give {a}, {_not_a(one)}; {hint}")
 
 
 def kind(name: str, given: Any, wanted: type, hint: str) -> None:
@@ -309,9 +284,36 @@ def kind(name: str, given: Any, wanted: type, hint: str) -> None:
   ValueError: plan: give a str, not a int; as plan_round makes it
   """
   if not isinstance(given, wanted):
+    raise ValueError(f"{name}: give {_a(wanted)}, {_not_a(given)}; {hint}")
+
+
+def each(name: str, given: Any, wanted: type, number: int, hint: str) -> None:
+  """Checks for a sequence of N things of a kind.
+
+  Args:
+    name: what an error calls it.
+    given: the sequence.
+    wanted: their type.
+    number: N.
+    hint: where such things come from.
+
+  Raises:
+    ValueError: it is something else.
+
+  >>> each('counts', [3, 'a'], int, 2, 'count them')
+  Traceback (most recent call last):
+    ...
+  ValueError: counts[1]: give an int, not a str; count them
+  """
+  if not _is_several(given):
     raise ValueError(
-      f"{name}: give a {wanted.__name__}, {_not_a(given)}; {hint}"
+      f"{name}: give a sequence of {number}, each {_a(wanted)},"
+      f" {_not_a(given)}; {hint}"
     )
+  if len(given) != number:
+    raise ValueError(f"{name}: {len(given)} of them, give {number}; {hint}")
+  for i, one in enumerate(given):
+    kind(f"{name}[{i}]", one, wanted, hint)
 
 
 def sequence(name: str, given: Any, kind: type) -> None:

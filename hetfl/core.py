@@ -325,6 +325,19 @@ def num_parameters(params: PyTree) -> int:
   return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
+def of_trials(state: PyTree) -> bool:
+  """Whether a state has an axis of trials: whether its key has one.
+
+  Args:
+    state: the state of any algorithm here.
+
+  Returns:
+    That.
+  """
+  key = getattr(state, "key", None)
+  return key is not None and jax.random.key_data(key).ndim > 1
+
+
 def with_hyper(state: PyTree, **values: Any) -> PyTree:
   """A trial's state: the same, with hyper-parameters of its own.
 
@@ -350,8 +363,7 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
     ...
   ValueError: beta: this state has no such hyper-parameter; it has ['alpha']
   """
-  key = getattr(state, "key", None)
-  if key is not None and jax.random.key_data(key).ndim > 1:
+  if of_trials(state):
     raise ValueError(
       "a state of several trials: give each its own by"
       " jax.vmap(lambda state, v: with_hyper(state, NAME=v))(states, values)"

@@ -102,7 +102,7 @@ class MutualState:
     return fork(self.server, jax.tree.map(lambda a: a[row], group.adaptor))
 
   def _find(self, client: int) -> tuple[GroupState, int]:
-    if jax.random.key_data(self.key).ndim > 1:
+    if core.of_trials(self):
       raise ValueError(
         "a state of several trials: ask for one's by"
         " jax.vmap(lambda state: state.local(client))(states)"

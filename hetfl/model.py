@@ -60,11 +60,8 @@ class Model(NamedTuple):
     ValueError: global_model: give a Model, not a NoneType; Model.from_flax \
 and Model.from_nnx make one of a Flax module
     """
-    if not isinstance(given, cls):
-      raise ValueError(
-        f"{owner}: give a Model, not a {type(given).__name__}; Model.from_flax"
-        " and Model.from_nnx make one of a Flax module"
-      )
+    hint = "Model.from_flax and Model.from_nnx make one of a Flax module"
+    checks.kind(owner, given, cls, hint)
     checks.takes(f"{owner}: init", given.init, "key")
     arguments = ("variables", "x", "key", "train")
     checks.takes(f"{owner}: apply", given.apply, *arguments)

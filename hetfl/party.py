@@ -291,11 +291,10 @@ def fit(
   def step(state, plan, data):
     checks.kind("plan", plan, FitPlan, "as plan_fit makes it")
     check_work(plan.batches, parties)
-    known = {"train", "stopping"}
-    if isinstance(data, Mapping) and data.keys() - known:
-      strange = min(data.keys() - known)
+    names = set(data) if isinstance(data, Mapping) else set()
+    if strange := names - {"train", "stopping"}:
       raise ValueError(
-        f"data[{strange!r}]: want 'train' and, if any, 'stopping'"
+        f"data[{min(strange)!r}]: want 'train' and, if any, 'stopping'"
       )
     train = checks.banks(data, "train", len(parties))
     stopping = data.get("stopping")

@@ -47,11 +47,12 @@ class _Means:
       self.counts[name] = self.counts.get(name, 0.0) + float(count)
 
   def take(self) -> dict[str, float]:
-    means = {
-      name: total / self.counts[name]
-      for name, total in self.totals.items()
-      if self.counts[name]
-    }
+    means = core.values(
+      {
+        name: core.Mean(t, self.counts[name])  # type: ignore[arg-type]
+        for name, t in self.totals.items()
+      }
+    )
     self.totals, self.counts = {}, {}
     return means
 

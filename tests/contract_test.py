@@ -60,15 +60,14 @@ def reference():
   return functools.cache(lambda name: run(name, build(name), ROUNDS))
 
 
-def mesh(size):
-  return jax.make_mesh((size,), (engine.AXIS,), devices=jax.devices()[:size])
-
-
 RUNNERS = {
   "lanes3": (lambda: engine.Inline(max_lanes=2), 3),
   "lanes20": (lambda: None, 20),  # More than there are clients.
-  "mesh4": (lambda: engine.Inline(mesh(4)), 4),
-  "mesh8": (lambda: engine.Inline(mesh(8)), 1),  # More than clients, parties.
+  "mesh4": (lambda: engine.Inline(federation.mesh(4)), 4),
+  "mesh8": (
+    lambda: engine.Inline(federation.mesh(8)),
+    1,
+  ),  # More than clients, parties.
   "threads1": (lambda: engine.Threads(2), 1),
   "threads4": (lambda: engine.Threads(2), 4),
 }
@@ -368,7 +367,7 @@ def test_two_devices_are_two_halves_of_a_batch_to_batch_normalisation():
     return federation.run(jitted(algorithm), 1)[0].pools
 
   halves = after_a_round(1, microbatch=4)
-  shared = after_a_round(1, runner=engine.Inline(mesh(2)))
+  shared = after_a_round(1, runner=engine.Inline(federation.mesh(2)))
   assert_close([p.params for p in shared], [p.params for p in halves])
 
   x = federation.POPULATION.bank["x"].reshape(-1, 32).astype(np.float64)

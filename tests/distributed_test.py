@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from hetfl import engine, logs
+from tests import federation
 from tests.algorithms import CASES
 from tests.runs import ROOT
 
@@ -258,7 +259,7 @@ def test_the_phases_of_fedmd_over_two_processes(environment, tmp_path):
 
 def test_a_program_holds_no_collectives_but_its_jobs():
   """The compiler splits nothing by itself, whatever does not divide evenly."""
-  mesh = jax.make_mesh((3,), (engine.AXIS,), devices=jax.devices()[:3])
+  mesh = federation.mesh(3)
   runner, case = engine.Inline(mesh), CASES["merged"]
   algorithm = case.build(runner, 4)
   state = jax.eval_shape(algorithm.init, jax.random.key(0))
@@ -275,7 +276,7 @@ def test_a_program_holds_no_collectives_but_its_jobs():
 
 def test_devices_keep_what_comes_every_round(caplog):
   """One program for all rounds, and one copy of a bank while it lives."""
-  mesh = jax.make_mesh((2,), (engine.AXIS,), devices=jax.devices()[:2])
+  mesh = federation.mesh(2)
   runner, case = engine.Inline(mesh), CASES["fedavg"]
   algorithm = case.build(runner, 4)
   step = runner.compile(algorithm.step, donate=(0,))
@@ -295,7 +296,7 @@ def test_devices_keep_what_comes_every_round(caplog):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loops_with_collectives_take_turns(dtype):
   """The second waits for the first, for trials too: a branch, no selection."""
-  mesh = jax.make_mesh((2,), (engine.AXIS,), devices=jax.devices()[:2])
+  mesh = federation.mesh(2)
 
   def both(x):
     call = engine.Call(lambda x, shard: shard.sum(x), (x,), shared=True)
@@ -309,7 +310,7 @@ def test_loops_with_collectives_take_turns(dtype):
 
 
 def test_devices_take_a_call_each():
-  mesh = jax.make_mesh((4,), (engine.AXIS,), devices=jax.devices()[:4])
+  mesh = federation.mesh(4)
   runner, ran = engine.Inline(mesh), []
 
   def times(k, x):
@@ -330,7 +331,7 @@ def test_devices_take_a_call_each():
 
 def test_what_comes_from_other_devices_keeps_its_type():
   """Sums over devices make numbers of truth values, and know no keys."""
-  mesh = jax.make_mesh((2,), (engine.AXIS,), devices=jax.devices()[:2])
+  mesh = federation.mesh(2)
   key = jax.random.key(3)
   states = [
     {"key": jax.random.fold_in(key, k), "yes": np.bool_(k), "n": np.int8(-k)}
@@ -346,7 +347,7 @@ def test_what_comes_from_other_devices_keeps_its_type():
 
 
 def test_devices_share_a_batch():
-  mesh = jax.make_mesh((4,), (engine.AXIS,), devices=jax.devices()[:4])
+  mesh = federation.mesh(4)
 
   def total(x, shard=None):
     part = shard.take(x) if shard else x
@@ -366,7 +367,7 @@ def test_devices_share_a_batch():
 
 @pytest.mark.parametrize("lanes", [1, 2, 3, 5, 8])
 def test_any_number_of_lanes_on_four_devices(lanes):
-  mesh = jax.make_mesh((4,), (engine.AXIS,), devices=jax.devices()[:4])
+  mesh = federation.mesh(4)
 
   def count(start, lane, steps):
     return jax.lax.fori_loop(0, steps, lambda i, n: n + lane[i], start)

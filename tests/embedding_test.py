@@ -170,6 +170,19 @@ def test_noise_of_clients_is_their_own_wherever_they_are(runner):
   assert_close(moved, mean)
 
 
+def epoch_of_one(**settings):
+  """What a party's only step on an image of class 0 makes of zero weights."""
+  one = party.Party("a", federation.line(0.0, 0.0), **settings)
+  algorithm = party.fit([one])
+  bank = {"x": jnp.ones((1, 1)), "y": jnp.zeros(1, int)}
+  state, _ = algorithm.step(
+    algorithm.init(jax.random.key(0)),
+    party.plan_fit([[0]], seed=0, round=1, batch_size=1),
+    {"train": (bank,)},
+  )
+  return state.parties[0].trained.variables.params[0]
+
+
 def test_optimizers_may_ask_for_the_loss():
   """Polyak's rate is the loss by the gradient's square: log 2 / (1/4 + 1/4)."""
   sizes = round_of_one(
@@ -182,17 +195,8 @@ def test_optimizers_may_ask_for_the_loss():
   # Parties, mutual clients and students hand it on too.
   polyak = lambda rate: optax.polyak_sgd(max_learning_rate=rate)
   bank = {"x": jnp.ones((1, 1)), "y": jnp.zeros(1, int)}
-  one = party.Party(
-    "a", federation.line(0.0, 0.0), learning_rate=9.0, optimizer=polyak
-  )
-  algorithm = party.fit([one])
-  state, _ = algorithm.step(
-    algorithm.init(jax.random.key(0)),
-    party.plan_fit([[0]], seed=0, round=1, batch_size=1),
-    {"train": (bank,)},
-  )
   np.testing.assert_allclose(
-    state.parties[0].trained.variables.params[0],
+    epoch_of_one(learning_rate=9.0, optimizer=polyak),
     [np.log(2), -np.log(2)],
     rtol=1e-5,
   )
@@ -222,11 +226,7 @@ def falls_by_the_loss(rate):
 
 @pytest.mark.parametrize("devices", [None, 2])
 def test_students_are_told_the_loss_of_the_whole_batch(devices):
-  runner = None
-  if devices is not None:
-    axis = (engine.AXIS,)
-    mesh = jax.make_mesh((devices,), axis, devices=jax.devices()[:devices])
-    runner = engine.Inline(mesh)
+  runner = engine.Inline(devices and federation.mesh(devices))
   distiller = algorithms.make_distiller(
     optimizer=falls_by_the_loss, learning_rate=1.0, microbatch=2
   )
@@ -271,23 +271,13 @@ def test_the_loss_has_its_penalties():
   np.testing.assert_allclose(
     state.pools[0].params[0], [-fallen, -fallen], rtol=1e-5
   )
-  one = party.Party(
-    "a",
-    federation.line(0.0, 0.0),
+  params = epoch_of_one(
     learning_rate=1.0,
     l2=0.5,
     penalty=lambda params: 3.0 + 0 * params.sum(),
     optimizer=falls_by_the_loss,
   )
-  fitting = party.fit([one])
-  state, _ = fitting.step(
-    fitting.init(jax.random.key(0)),
-    party.plan_fit([[0]], seed=0, round=1, batch_size=1),
-    {"train": (bank,)},
-  )
-  np.testing.assert_allclose(
-    state.parties[0].trained.variables.params[0], 2 * [-log2 - 1.5], rtol=1e-5
-  )
+  np.testing.assert_allclose(params, 2 * [-log2 - 1.5], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "periodic", "merged"])

@@ -1033,7 +1033,7 @@ def test_models_keep_their_own_types(name):
 
   half = core.Model.from_flax(Half(), jnp.zeros(federation.EXAMPLE.shape))
   if name != "fml":
-    mesh = jax.make_mesh((2,), (engine.AXIS,), devices=jax.devices()[:2])
+    mesh = federation.mesh(2)
     runner = engine.Inline(mesh if name == "mesh" else None)
     pools = [Pool(n, half, 0.1, 0.1) for n in ("one", "two")]
     algorithm = merged(pools, rounds=9, engine=runner)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import core, planning, population
+from hetfl import core, engine, planning, population
 from hetfl.fedavg import Pool
 from hetfl.models import layers
 
@@ -146,3 +146,8 @@ def line(*w):
     lambda key: core.Variables(jnp.array([w]), {}),
     lambda v, x, key, train: (x @ v.params, v.stats),
   )
+
+
+def mesh(size):
+  """The first devices, for `engine.Inline`."""
+  return jax.make_mesh((size,), (engine.AXIS,), devices=jax.devices()[:size])
