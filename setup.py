@@ -22,7 +22,7 @@ setuptools.setup(
     "chex>=0.1.90",
     "fedjax>=0.0.17",
     "flax>=0.12",
-    "importlib_resources",  # tensorflow-datasets needs it and forgot it
+    "importlib_resources",  # tensorflow-datasets needs but does not declare it
     "jax>=0.10",
     "matplotlib>=3.8",
     "msgpack>=1",

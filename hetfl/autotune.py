@@ -1,8 +1,8 @@
-"""Speed choices, measured on the machine at hand and remembered.
+"""Speed choices, measured on the current machine and cached.
 
-Choices here change how fast a round is, never what it gives. They are tried
-one name after another, each with the best values found so far for the others,
-and kept in a file in the user's cache folder, by device, model and batch.
+A choice changes how fast a round is, never its result. Names are tried one
+after another, each with the best values found so far for the others. Choices
+are kept in a file in the user's cache folder, by device, model and batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ Choice = dict[str, Any]
 
 
 def cache_folder() -> pathlib.Path:
-  """Where what was measured and compiled is kept for later runs.
+  """The folder that keeps measurements and compiled programs for later runs.
 
   Raises:
     OSError: there is no home folder.
@@ -37,24 +37,24 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(cache, "hetfl")
   try:
     return pathlib.Path.home() / ".cache" / "hetfl"
-  except RuntimeError as error:  # A user without an entry, as in containers.
+  except RuntimeError as error:  # No passwd entry, as in containers.
     raise OSError(f"{error} Set XDG_CACHE_HOME.") from error
 
 
 def cache_file() -> pathlib.Path:
-  """Where choices are kept: `autotune.json` in the cache folder."""
+  """The file of choices: `autotune.json` in the cache folder."""
   return cache_folder() / "autotune.json"
 
 
 def processor() -> str:
-  """Tells the kinds of CPUs apart: programs of one may not run on another."""
+  """A hash of the kind of CPU: programs for one may not run on another."""
   description = platform.processor() + platform.machine()
   description += "".join(cpu_lines("model name", "flags", "Features"))
   return hashlib.sha256(description.encode()).hexdigest()[:16]
 
 
 def cpu_lines(*beginnings: str) -> list[str]:
-  """What Linux says of the CPUs in lines that begin so; elsewhere nothing."""
+  """The lines of Linux's `/proc/cpuinfo` that begin so; elsewhere none."""
   try:
     with open("/proc/cpuinfo", encoding="utf-8") as file:
       lines = file.read().splitlines()
@@ -64,12 +64,12 @@ def cpu_lines(*beginnings: str) -> list[str]:
 
 
 def key_of(algorithm: core.Algorithm, plan: PyTree, data: PyTree) -> str:
-  """What a choice is for: the device, the versions, and all shapes.
+  """The key of a choice: the devices, the cores, JAX's version and all shapes.
 
   Args:
-    algorithm: the algorithm; its state's shapes say which models.
+    algorithm: the algorithm; its state's shapes identify the models.
     plan: a round's plan.
-    data: what the step takes as data.
+    data: the step's data.
 
   Returns:
     A line of text.
@@ -88,14 +88,14 @@ def key_of(algorithm: core.Algorithm, plan: PyTree, data: PyTree) -> str:
 def seconds_of(
   step: Callable, init: Callable, plan: PyTree, data: PyTree, *, runs: int = 3
 ) -> float:
-  """Seconds of a step, when it has been compiled: the median of some.
+  """The median seconds of a compiled step.
 
   Args:
     step: `(state, plan, data) -> (state, metrics)`, not donating its state.
     init: `key -> state`.
     plan: the plan.
     data: the data.
-    runs: how many are timed.
+    runs: how many steps are timed.
 
   Returns:
     Seconds.
@@ -120,10 +120,10 @@ def choose(
 
   Args:
     measure: choice -> seconds.
-    candidates: name -> values; the first is what stands if none is faster by
-      a twentieth.
+    candidates: name -> values; the first is kept if no other is faster by a
+      twentieth.
     key: what the choice is for; see `key_of`.
-    cache: the file that remembers; by default `cache_file()`.
+    cache: the file that keeps choices; by default `cache_file()`.
 
   Returns:
     A value for each name.
@@ -158,7 +158,7 @@ def choose(
   logging.info("Speed, chosen: %s.", _text(choice))
   try:
     cache.parent.mkdir(parents=True, exist_ok=True)
-    # Read again: others may have measured meanwhile.
+    # Read again: other processes may have written to it meanwhile.
     logs.write_json(cache, _remembered(cache) | {key: choice})
   except OSError as error:
     logging.warning("Measured anew next time: %s.", error)
@@ -166,7 +166,7 @@ def choose(
 
 
 def _remembered(cache: pathlib.Path) -> dict[str, Any]:
-  """What the file holds; nothing if it cannot be read."""
+  """The contents of the file; empty if it cannot be read."""
   try:
     content = json.loads(cache.read_bytes())
   except (OSError, ValueError):

@@ -1,11 +1,11 @@
-"""Checkpoints that are whole and right, or are not used.
+"""Checkpoints that are verified when read; damaged ones are not used.
 
 A checkpoint is a folder named after its round, `000150/`, with the leaves of
 the state as Orbax wrote them (`state/`) and a `manifest.json`: the round, the
 caller's `extra`, the path, dtype and shape of each leaf, and SHA-256 digests
 of all of these, of Orbax's files and of the leaves' bytes. It is written under
-another name and then renamed, so a folder with a plain name was written to its
-end; the digests tell whether it still holds what was written.
+a temporary name and then renamed, so a folder with the plain name is complete;
+the digests show whether it still holds what was written.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ _PART = ".part"  # ends the names of folders that are being written or deleted
 
 
 class _Leaf(NamedTuple):
-  """What the manifest says of one leaf; `key` names a PRNG implementation."""
+  """A leaf's entry in the manifest; `key` names a PRNG implementation."""
 
   path: str
   dtype: str
@@ -41,7 +41,7 @@ class _Leaf(NamedTuple):
 
   @property
   def has_data(self) -> bool:
-    """Whether Orbax holds it: it takes no arrays without elements."""
+    """Whether Orbax stores the leaf; it takes no arrays without elements."""
     return 0 not in self.shape
 
   def __str__(self):
@@ -50,7 +50,7 @@ class _Leaf(NamedTuple):
 
 
 class _DamagedError(Exception):
-  """A checkpoint that cannot be read, or holds other than what was written."""
+  """A checkpoint cannot be read, or does not hold what was written."""
 
 
 class Checkpoints:
@@ -85,7 +85,7 @@ class Checkpoints:
     self.keep = keep
 
   def rounds(self) -> list[int]:
-    """The rounds of which there is a folder, whole or not, in order."""
+    """The rounds that have a folder, damaged or not, in order."""
     if not self.folder.is_dir():
       return []
     names = (p.name for p in self.folder.iterdir() if p.is_dir())
@@ -96,18 +96,18 @@ class Checkpoints:
     return self.folder / f"{round:06d}"
 
   def save(self, round: int, state: Any, extra: Mapping[str, Any]) -> None:
-    """Writes a checkpoint; returns when it is on the disk, under its name.
+    """Writes a checkpoint; returns when it is on disk under its final name.
 
-    Older checkpoints than the last `keep` are deleted, and so are those of
-    later rounds: `latest` passed over them, so they are damaged.
+    Checkpoints older than the last `keep` are deleted, and so are those of
+    later rounds: `latest` skipped them, so they are damaged.
 
     Args:
-      round: the round after which the state is what it is.
+      round: the last round that the state includes.
       state: any pytree of arrays, typed PRNG keys and Python numbers.
-      extra: what else to keep; anything that `json` takes (NaN included).
+      extra: further values to store; anything that `json` takes (NaN included).
 
     Raises:
-      TypeError: a leaf is no array and no number.
+      TypeError: a leaf is neither an array nor a number.
     """
     specs, leaves = [], []
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
@@ -130,7 +130,7 @@ class Checkpoints:
       "format": _FORMAT,
       "round": int(round),
       "extra": dict(extra),
-      # Arrays of key data have a shape and dtype of their own.
+      # Key data has another shape and dtype than its keys.
       "leaves": [
         {"spec": list(spec), "dtype": str(a.dtype), "shape": list(a.shape)}
         for spec, a in zip(specs, arrays)
@@ -144,7 +144,7 @@ class Checkpoints:
       f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n".encode(),
     )
     _sync(part)
-    if final.exists():  # damaged: else the run would have gone on from it
+    if final.exists():  # damaged, or the run would have resumed from it
       final.rename(final.with_name(final.name + ".old" + _PART))
     part.rename(final)
     logs.sync_folder(self.folder)
@@ -152,15 +152,15 @@ class Checkpoints:
     rounds = self.rounds()
     kept = [r for r in rounds if r <= round][-self.keep :]
     for old in set(rounds) - set(kept):
-      # Renamed first, so that a half-deleted folder has no plain name.
+      # Renamed first, so that no half-deleted folder has a plain name.
       folder = self.path(old)
       folder.rename(folder.with_name(folder.name + ".old" + _PART))
     self._sweep()
 
   def latest(self, like: Any) -> tuple[int, Any, dict[str, Any]] | None:
-    """The newest checkpoint that is whole.
+    """The newest checkpoint that is not damaged.
 
-    Damaged ones are passed over, with one line of warning.
+    Damaged ones are skipped, with one warning.
 
     Args:
       like: a state of the same structure, shapes and dtypes; its arrays may be
@@ -169,10 +169,10 @@ class Checkpoints:
     Returns:
       The round, the state (`jax.Array`s on the default device; NumPy arrays
       and Python numbers where `like` has those) and `extra`; or None if there
-      is no whole checkpoint.
+      is no such checkpoint.
 
     Raises:
-      ValueError: the checkpoint is whole, but of another format or kind of
+      ValueError: the checkpoint is undamaged, but of another format or kind of
         state.
     """
     damaged = []
@@ -214,7 +214,7 @@ class Checkpoints:
       raise _DamagedError("its manifest cannot be read") from e
     if end or hashlib.sha256(text.encode()).hexdigest() != digest:
       raise _DamagedError("its manifest is not what was written")
-    # From here on the manifest is to be trusted.
+    # From here on the manifest can be trusted.
     manifest = json.loads(text)
     if manifest["format"] != _FORMAT:
       raise ValueError(
@@ -223,7 +223,7 @@ class Checkpoints:
       )
     if manifest["round"] != round:
       raise _DamagedError(f"it is of round {manifest['round']}")
-    # Before Orbax reads them: what a parser does with damaged bytes is open.
+    # Before Orbax parses them: on damaged bytes a parser may do anything.
     try:
       files = _file_digests(path)
     except OSError as error:
@@ -243,7 +243,7 @@ class Checkpoints:
           stored = orbax.restore(
             path / "state", args=ocp.args.StandardRestore(stored)
           )
-      except Exception as e:  # of any kind, from any of its parts
+      except Exception as e:  # Orbax's parts raise errors of any kind
         raise _DamagedError(f"unreadable: {type(e).__name__}") from e
     arrays = [
       stored.get(_name(i, s), a) for i, (s, a) in enumerate(zip(specs, arrays))
@@ -255,7 +255,7 @@ class Checkpoints:
   def _unflatten(
     self, round: int, like: Any, specs: list[_Leaf], arrays: list[np.ndarray]
   ) -> Any:
-    """The arrays in the structure of `like`, and of its kinds."""
+    """Puts the arrays into the structure of `like`, with its leaves' types."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(like)
     here = {s.path: s for s in (_spec(path, leaf) for path, leaf in flat)}
     there = {s.path: s for s in specs}
@@ -282,7 +282,7 @@ class Checkpoints:
       elif isinstance(leaf, np.ndarray | np.generic):
         leaf = array[()] if isinstance(leaf, np.generic) else array
       else:
-        # A copy: the state may be donated, the NumPy array is not ours to.
+        # A copy: the state may be donated, NumPy's memory must not be.
         leaf = jnp.array(array, copy=True)
         if spec.key is not None:
           leaf = jax.random.wrap_key_data(leaf, impl=spec.key)
@@ -290,7 +290,7 @@ class Checkpoints:
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
   def _sweep(self) -> None:
-    """Deletes what an end in the middle of a save or deletion left over."""
+    """Deletes what an interrupted save or deletion left over."""
     for path in self.folder.glob("*" + _PART + "*"):
       shutil.rmtree(path, ignore_errors=True)
 
@@ -319,7 +319,7 @@ def _spec(path: tuple[Any, ...], leaf: Any) -> _Leaf:
 
 
 def _fits(there: _Leaf | None, here: _Leaf | None) -> bool:
-  """Whether a stored leaf can stand for one of the state."""
+  """Whether a stored leaf fits a leaf of the state."""
   if there is None or here is None:
     return False
   if here.key == "?":
@@ -335,7 +335,7 @@ def _name(i: int, spec: _Leaf) -> str:
 def _stored(
   specs: list[_Leaf], arrays: list[np.ndarray]
 ) -> dict[str, np.ndarray]:
-  """The arrays that Orbax is to hold, by name."""
+  """The arrays that Orbax stores, by name."""
   return {
     _name(i, s): a for i, (s, a) in enumerate(zip(specs, arrays)) if s.has_data
   }
@@ -359,7 +359,7 @@ def _file_digests(folder: pathlib.Path) -> dict[str, str]:
 
 
 def _sync(folder: pathlib.Path) -> None:
-  """Has the files of a folder and of those below it written to the disk."""
+  """Flushes the files of a folder and of its subfolders to disk."""
   for root, _, names in os.walk(folder):
     for name in names:
       with open(os.path.join(root, name), "r+b") as f:
@@ -369,11 +369,11 @@ def _sync(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _orbax() -> Iterator[ocp.Checkpointer]:
-  """Orbax's plain checkpointer: a save is done when it returns.
+  """Orbax's synchronous checkpointer: a save is done when it returns.
 
-  It is told that this process is alone, since what it is given is NumPy's:
-  otherwise it would wait for the processes that do not write. Its dozens of
-  lines a save are kept out of absl's log meanwhile.
+  It is set up for this process alone, since it only gets NumPy arrays;
+  otherwise it would wait for the processes that do not write. Its log lines,
+  dozens per save, are kept out of absl's log meanwhile.
   """
 
   def keep(record: std_logging.LogRecord) -> bool:

@@ -1,9 +1,9 @@
-"""The folder of a run, and what it says while it goes on.
+"""A run's folder, its logs and its progress display.
 
 A run's folder holds `config.flags` (a flag file that repeats the run),
 `config.json`, `metrics.jsonl`, `result.json`, `checkpoints/` and
-`tensorboard/`. Files are replaced as a whole, never half; JSON is strictly
-JSON, so a float that is not finite is written as `null`.
+`tensorboard/`. Files are replaced atomically; JSON is strict, so a float that
+is not finite is written as `null`.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -27,13 +27,13 @@ _FORMAT = 1
 
 
 class ConfigMismatch(ValueError):  # noqa: N818 (reads well in except)
-  """The folder belongs to something else than this run."""
+  """The folder belongs to something other than this run."""
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
-  """Writes a file that is, at any moment, the old one or the new one."""
+  """Writes a file atomically: at any moment it is the old or the new one."""
   path = pathlib.Path(path)
-  # One name for a file, so that a killed process leaves one at most.
+  # A fixed name, so that killed processes leave one such file at most.
   part = path.with_name(f".{path.name}.part")
   with open(part, "wb") as f:
     f.write(content)
@@ -44,8 +44,8 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:
-  """Has the names in a folder written to the disk."""
-  if os.name == "nt":  # There folders cannot be opened.
+  """Flushes the names in a folder to disk."""
+  if os.name == "nt":  # Windows cannot open folders.
     return
   descriptor = os.open(path, os.O_RDONLY)
   try:
@@ -62,10 +62,10 @@ def to_json(value: Any) -> Any:
       as numbers.
 
   Returns:
-    The same out of dict, list, str, bool, int, float and None.
+    The same value, made of dict, list, str, bool, int, float and None.
 
   Raises:
-    TypeError, ValueError: it has no such form.
+    TypeError, ValueError: the value has no such form.
 
   >>> import numpy as np
   >>> to_json({'a': (1, float('nan')), 'b': np.float32(0.5)})
@@ -95,10 +95,10 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def flags_text(values: Mapping[str, Any]) -> str:
-  """Formats values as an absl flag file, one `--name=value` a line.
+  """Formats values as an absl flag file, one `--name=value` per line.
 
   Args:
-    values: by name of flag; None is left out, lists are joined by commas.
+    values: by flag name; None is left out, lists are joined by commas.
 
   Returns:
     The text.
@@ -130,15 +130,15 @@ def differences(
   here: Mapping[str, Any],
   ignoring: Collection[str] = (),
 ) -> list[str]:
-  """Lists in which values two configurations differ, but for some names.
+  """Lists the values in which two configurations differ.
 
   Args:
-    there: values by name, of a kind that JSON has.
-    here: others to compare them with.
+    there: values by name, of JSON types.
+    here: the values to compare them with.
     ignoring: names that may differ.
 
   Returns:
-    A line for each that differs. Its type counts: 1 is not 1.0.
+    A line for each difference. Types count: 1 is not 1.0.
 
   >>> differences({'lr': 0.1, 'seed': 0}, {'lr': 0.2, 'seed': 0, 'k': 3})
   ['lr: there 0.1, here 0.2', 'k: there unset, here 3']
@@ -151,13 +151,13 @@ def differences(
     f"{name}: there {show(there, name)}, here {show(here, name)}"
     for name in dict.fromkeys([*there, *here])
     if name not in ignoring
-    # The type counts, since 1 == 1.0 == True.
+    # Compared as text, since 1 == 1.0 == True.
     and show(there, name) != show(here, name)
   ]
 
 
 def _lock(file) -> bool:
-  """Takes a file's lock, which ends with the process; whether it was free."""
+  """Locks a file until it is closed; returns whether the lock was free."""
   try:
     if fcntl is not None:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,7 +169,7 @@ def _lock(file) -> bool:
 
 
 def _is_shorter(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-  """Whether a run's rows are the first of a longer run's."""
+  """Whether a run's rows are the first rows of a longer run."""
   last, evaluated = there.get("rounds", 0), there.get("eval_every", 1)
   return last < here.get("rounds", 0) and last % evaluated == 0
 
@@ -177,7 +177,7 @@ def _is_shorter(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
 def _why_no_longer(
   there: Mapping[str, Any], here: Mapping[str, Any], lengthens: bool
 ) -> str:
-  """Why a run cannot go on to more rounds, if that is all that is asked."""
+  """Why a run cannot be extended, if only its number of rounds differs."""
   if differences(there, here, ignoring=["rounds"]):
     return ""
   last = there.get("rounds", 0)
@@ -225,24 +225,24 @@ class RunFolder:
     lengthens: bool = False,
     idle: Collection[str] = (),
   ):
-    """Makes the folder, or opens it if it is of the same run.
+    """Creates the folder, or opens it if it belongs to the same run.
 
     Args:
       workdir: the folder; missing, empty, or of an earlier run.
-      config: the values that change the result, by name of flag.
-      speed: the values that change the speed only; they may differ.
-      flags: the text of `config.flags`; by default made of the values.
-      defaults: what a run of an earlier version, which did not know a flag,
-        is taken to have had.
-      named: what errors call the folder: the argument or flag that gives it.
-      lengthens: whether a run of fewer `rounds` may go on to these, as one may
-        in which nothing depends on their number. The last of them must have
-        been one of `eval_every`, or the rows would differ.
-      idle: flags of the config that this run makes nothing of, so that another
-        run may have had other values.
+      config: the values that change the result, by flag name.
+      speed: the values that change only the speed; they may differ.
+      flags: the text of `config.flags`; by default made from the values.
+      defaults: the values to assume for flags that are missing in the folder's
+        config, because an earlier version did not have them.
+      named: the argument or flag that gives the folder, for error messages.
+      lengthens: whether a run of fewer `rounds` may be extended to these; it
+        may if nothing depends on their number. Its last round must have been a
+        multiple of `eval_every`, or the rows would differ.
+      idle: flags of the config that this run does not use, so that their values
+        may differ.
 
     Raises:
-      ConfigMismatch: the folder is of a run with other values, or no run's.
+      ConfigMismatch: the folder is of a run with other values, or of no run.
     """
     self.path = pathlib.Path(workdir).absolute()
     self._named = named
@@ -274,7 +274,7 @@ class RunFolder:
     elif self.path.exists() and not self.path.is_dir():
       raise ConfigMismatch(f"{named}={workdir} is a file. Use another {named}.")
     elif self.path.exists() and any(
-      # Hidden ones are the system's, or what a killed process left.
+      # Hidden files are the system's, or were left by a killed process.
       not p.name.startswith(".")
       for p in self.path.iterdir()
     ):
@@ -296,16 +296,16 @@ class RunFolder:
 
   @contextlib.contextmanager
   def at_work(self) -> Iterator[None]:
-    """Keeps other processes out while this one trains there.
+    """Keeps other processes out while this one trains in the folder.
 
-    From now on the folder's config is this process's, whose speed may be
-    another than that of the process that made the folder.
+    Replaces the folder's config with this process's, whose speed values may
+    differ from those of the process that created the folder.
 
     Yields:
       Nothing.
 
     Raises:
-      ConfigMismatch: another process is at work in the folder.
+      ConfigMismatch: another process is using the folder.
     """
     with open(self.path / ".lock", "wb") as file:
       if not _lock(file):
@@ -318,7 +318,7 @@ class RunFolder:
 
   @property
   def checkpoints(self) -> pathlib.Path:
-    """Where the checkpoints are."""
+    """The folder of the checkpoints."""
     return self.path / "checkpoints"
 
   @property
@@ -327,13 +327,13 @@ class RunFolder:
     return self.path / "metrics.jsonl"
 
   def keep(self, files: Mapping[str, bytes]) -> None:
-    """Keeps files with the run; of a run that goes on they must be the same.
+    """Stores files with the run; in a resumed run they must be the same.
 
     Args:
-      files: name to content, which tells the run's data from other data.
+      files: name -> content, which identifies the run's data.
 
     Raises:
-      ConfigMismatch: a file of the folder says something else.
+      ConfigMismatch: a file in the folder has other content.
     """
     for name, content in files.items():
       path = self.path / name
@@ -346,7 +346,7 @@ class RunFolder:
         )
 
   def result(self) -> dict[str, Any] | None:
-    """What `result.json` says, or None while there is none."""
+    """The contents of `result.json`; None if it is missing or not JSON."""
     try:
       return json.loads((self.path / "result.json").read_bytes())
     except FileNotFoundError:
@@ -367,17 +367,17 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path: the file; if it is missing, there are no rows.
 
   Returns:
-    One dict a row; floats that were not finite are None.
+    One dict per row; floats that were not finite are None.
 
   Raises:
-    ValueError: a line before the last is no JSON object.
+    ValueError: a line before the last is not a JSON object.
   """
   try:
     lines = pathlib.Path(path).read_bytes().split(b"\n")
   except FileNotFoundError:
     return []
   rows = []
-  for i, line in enumerate(lines[:-1]):  # after the last "\n": half a line
+  for i, line in enumerate(lines[:-1]):  # the last is empty or half a line
     try:
       row = json.loads(line)
       if not isinstance(row, dict):
@@ -390,7 +390,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-  """Rows of metrics, to `metrics.jsonl` and to TensorBoard.
+  """Writes rows of metrics to `metrics.jsonl` and to TensorBoard.
 
   >>> import tempfile
   >>> folder = RunFolder(tempfile.mkdtemp(), {})
@@ -405,7 +405,7 @@ class MetricsLog:
   def __init__(
     self, folder: RunFolder, *, after: int = 0, tensorboard: bool = True
   ):
-    """Opens the log, cut back to the round that the run goes on from.
+    """Opens the log, cut back to the round from which the run resumes.
 
     Args:
       folder: the run's folder.
@@ -417,11 +417,11 @@ class MetricsLog:
     self._file = open(folder.metrics, "ab")
     self._board = None
     if tensorboard:
-      import tensorboardX  # takes seconds
+      import tensorboardX  # importing it takes seconds
 
       self._board = tensorboardX.SummaryWriter(
         str(folder.path / "tensorboard"),
-        purge_step=after + 1,  # What a process wrote that was killed.
+        purge_step=after + 1,  # Drops what a killed process wrote.
       )
 
   def write(self, row: Mapping[str, Any]) -> None:
@@ -435,7 +435,8 @@ class MetricsLog:
     os.fsync(self._file.fileno())
     if self._board is not None:
       for name, value in to_json(row).items():
-        # None was not finite, which TensorBoard cannot draw.
+        # None stands for a float that was not finite; TensorBoard cannot draw
+        # such values.
         if name != "round" and isinstance(value, int | float):
           self._board.add_scalar(name, value, row["round"])
       self._board.flush()
@@ -459,16 +460,16 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 
 
 def bar(total: int, **options: Any) -> tqdm.tqdm:
-  """A bar of rounds on a terminal; nothing elsewhere.
+  """A progress bar of rounds on a terminal; nothing elsewhere.
 
   Args:
     total: how many rounds.
-    **options: more of `tqdm.tqdm`'s.
+    **options: further options of `tqdm.tqdm`.
 
   Returns:
     The bar.
   """
-  # The file is named here, since tqdm's default is fixed at import.
+  # The file is given here, since tqdm's default is fixed at import.
   return tqdm.tqdm(
     total=total,
     disable=None,
@@ -480,10 +481,10 @@ def bar(total: int, **options: Any) -> tqdm.tqdm:
 
 
 class Progress:
-  """A bar on a terminal; elsewhere one plain line an evaluation."""
+  """A progress bar on a terminal; elsewhere one log line per evaluation."""
 
   def __init__(self, rounds: int, done: int = 0):
-    """Of `rounds` rounds, of which `done` are done."""
+    """Shows `rounds` rounds, of which `done` are done."""
     self._bar = bar(rounds, initial=done)
     self._rounds = rounds
     self._shown: dict[str, float] = {}
@@ -491,11 +492,11 @@ class Progress:
   def update(
     self, losses: Mapping[str, float] | None = None, rounds: int = 1
   ) -> None:
-    """So many rounds more; with losses, shows these.
+    """Advances the bar; shows losses if they are given.
 
     Args:
-      losses: by name; shown beside the bar, in place of older ones of a name.
-      rounds: how many were done since.
+      losses: by name; shown beside the bar, replacing older ones of that name.
+      rounds: how many were done since the last update.
     """
     self._bar.update(rounds)
     if losses:
@@ -505,7 +506,7 @@ class Progress:
     """Shows a row of metrics.
 
     Args:
-      row: metrics, the `round` they are of and its `seconds`.
+      row: metrics, with their `round` and `seconds`.
     """
     numbers = {k: v for k, v in row.items() if k not in ("round", "seconds")}
     self._show(numbers)
@@ -519,7 +520,7 @@ class Progress:
       )
 
   def close(self) -> None:
-    """Leaves the bar as it is."""
+    """Closes the bar and leaves it as it is."""
     self._bar.close()
 
   def _show(self, numbers: Mapping[str, float]) -> None:

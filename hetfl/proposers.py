@@ -1,7 +1,7 @@
-"""What a search tries next: spaces of hyper-parameters, and who proposes.
+"""Hyper-parameter spaces, and proposers of the values that a search tries.
 
-Reference: Lichtarge et al. 2023, appendix F, has the spaces; it searches by
-Vizier's default, in place of which there are random search and Optuna's TPE.
+Reference: Lichtarge et al. 2023, appendix F, for the spaces. The paper uses
+Vizier's default algorithm; here random search and Optuna's TPE replace it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from hetfl import trials as trials_lib
 
 Values = trials_lib.Values
-# What came of a trial; see `hetfl.tune.search`.
+# The results of a trial; see `hetfl.tune.search`.
 Row = dict[str, Any]
 
 
@@ -45,7 +45,7 @@ class Dimension(NamedTuple):
       The dimension.
 
     Raises:
-      ValueError: saying what is wrong with the text.
+      ValueError: the text is malformed; the message says how.
     """
     scale, *ends = text.split(":")
     try:
@@ -63,15 +63,15 @@ class Dimension(NamedTuple):
     return cls(low, high, scale == "log")
 
   def at(self, share: float) -> float:
-    """The value at a share of the range, to six digits.
+    """The value at a share of the range, rounded to six digits.
 
-    Six, so that a flag file can say exactly what was tried.
+    The rounding lets a flag file say exactly what was tried.
 
     Args:
       share: 0 gives the least value, 1 the greatest.
 
     Returns:
-      The value; in the middle of a log scale the ends' geometric mean.
+      The value; at share 0.5 of a log scale, the geometric mean of the ends.
 
     >>> Dimension(0.01, 100., log=True).at(0.5)
     1.0
@@ -87,7 +87,7 @@ Space = Mapping[str, Dimension]
 
 
 class Proposer(Protocol):
-  """Says what to try next."""
+  """Proposes the values to try next."""
 
   def propose(
     self, rows: Sequence[Row], first: int, number: int
@@ -95,13 +95,13 @@ class Proposer(Protocol):
     """Proposes trials `first` to `first + number - 1`.
 
     Args:
-      rows: those of all trials before `first`, in order.
+      rows: the rows of all trials before `first`, in order.
       first: the first trial's number.
       number: how many trials.
 
     Returns:
-      A value for each dimension, for each trial; the same for the same
-      arguments.
+      For each trial, a value for each dimension; the same arguments give the
+      same values.
     """
 
 
@@ -143,13 +143,13 @@ class OptunaSearch:
   """Optuna's TPE sampler; a diverged trial counts as an objective of 0.
 
   Finished trials are kept in an Optuna journal, for Optuna's own tools. Each
-  block is drawn by a sampler of its own that has seen all blocks before.
+  block is drawn by a new sampler that has seen all earlier blocks.
 
   Args:
     space: what to vary.
     seed: the search's seed.
-    journal: the journal's file; made of the rows anew, and kept as `.old`, if
-      it does not fit them.
+    journal: the journal's file; if it does not fit the rows, it is renamed to
+      `.old` and rebuilt from them.
 
   Raises:
     ImportError: Optuna is not installed.
@@ -181,7 +181,7 @@ class OptunaSearch:
     sampler = self._optuna.samplers.TPESampler(
       seed=int(np.random.default_rng([self._seed, first]).integers(2**31)),
       n_startup_trials=max(10, 2 * len(self._space)),
-      constant_liar=True,  # A block is proposed before any of it is known.
+      constant_liar=True,  # A block is proposed before it has any results.
     )
     study = self._optuna.create_study(direction="maximize", sampler=sampler)
     study.add_trials(trials)
@@ -195,10 +195,10 @@ class OptunaSearch:
     ]
 
   def record(self, rows: Sequence[Row]) -> None:
-    """Brings the journal up to the rows.
+    """Adds the rows that the journal does not have yet.
 
     Args:
-      rows: those of all trials so far, in order.
+      rows: the rows of all trials so far, in order.
     """
     optuna = self._optuna
 
@@ -221,7 +221,7 @@ class OptunaSearch:
 
     try:
       add()
-    except (ValueError, AssertionError):  # Others', or a line was cut off.
+    except (ValueError, AssertionError):  # Other trials, or a cut-off line.
       if self._journal.exists():
         self._journal.replace(self._journal.with_suffix(".old"))
       add()

@@ -15,7 +15,7 @@ from hetfl import logs
 
 Rows = Sequence[Mapping[str, Any]]
 
-# Okabe and Ito's colours, to be told apart by (nearly) everyone, on white.
+# Okabe and Ito's colours, which (nearly) everyone can tell apart, on white.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 # Tol's muted scheme and grey, for ten lines in one panel.
 _MANY_COLORS = (
@@ -36,21 +36,21 @@ def curves(
   dashed: str = "published",
   title: str | None = None,
 ) -> None:
-  """Draws a metric over the rounds, one panel a pool, to a PNG.
+  """Draws a metric over the rounds to a PNG, one panel per pool.
 
-  One legend has the names of all panels' lines; the lines' last values are at
-  the right of each panel.
+  One legend names the lines of all panels; the lines' last values are at the
+  right of each panel.
 
   Args:
     runs: label -> rows of metrics, as `logs.read_rows` reads them; or a list of
-      the rows of each of several seeds, of which the mean is drawn, and a
-      standard deviation to both sides of it.
+      such rows, one per seed, drawn as their mean with a band of one standard
+      deviation on each side.
     path: the PNG; replaced atomically.
-    metric: what to draw of each pool: the rows' `'pool/metric'`.
-    ylabel: what the metric is called, with its unit.
-    xlabel: what the rows' `'round'` is called.
+    metric: what to draw for each pool: `'pool/metric'` of the rows.
+    ylabel: label of the metric's axis, with its unit.
+    xlabel: label of the axis of the rows' `'round'`.
     scale: factor from the rows' unit to that of `ylabel`.
-    published: pool -> label -> a value, in the unit of the rows, for a
+    published: pool -> label -> a value, in the unit of the rows, drawn as a
       horizontal dashed line. A label of `runs` gives the line its colour.
     dashed: what these values are, for the legend.
     title: above the panels.
@@ -97,7 +97,7 @@ def curves(
         y,
         color=colors[label],
         linewidth=1.8,
-        # A single point has no line.
+        # A single point draws no line.
         marker="o" if len(x) <= 12 else None,
         markersize=3.5,
         label=label,
@@ -144,14 +144,14 @@ def dependence(
   scale: float = 100.0,
   title: str | None = None,
 ) -> None:
-  """Draws results against a hyper-parameter, one line a label, to a PNG.
+  """Draws results against a hyper-parameter to a PNG, one line per label.
 
   Args:
-    points: label -> pairs of the hyper-parameter and what came of it; None
-      for a result without it, a level line.
+    points: label -> pairs of the hyper-parameter's value and the result; with
+      None as the value, the result is drawn as a horizontal line.
     path: the PNG; replaced atomically.
     axis: the hyper-parameter's name; its axis is logarithmic.
-    ylabel: what the result is called, with its unit.
+    ylabel: label of the results' axis, with their unit.
     scale: factor from the results' unit to that of `ylabel`.
     title: above the figure.
   """
@@ -176,21 +176,21 @@ def dependence(
 
 
 def _figure(width: float, height: float) -> figure.Figure:
-  """A figure of so many inches that needs no display."""
+  """A figure of the given size in inches; needs no display."""
   fig = figure.Figure(figsize=(width, height), layout="constrained", dpi=150)
   backend_agg.FigureCanvasAgg(fig)
   return fig
 
 
 def _plain(ax) -> None:
-  """A light grid behind the lines, and no frame above and to the right."""
+  """Draws a light grid behind the lines; removes the top and right frame."""
   ax.grid(True, color="0.9", linewidth=0.8)
   ax.set_axisbelow(True)
   ax.spines[["top", "right"]].set_visible(False)
 
 
 def _whole(ax) -> None:
-  """Marks of an axis of rounds or the like, at whole numbers."""
+  """Puts the x axis's ticks at whole numbers."""
   steps = [1, 2, 2.5, 5, 10]
   ax.xaxis.set_major_locator(
     ticker.MaxNLocator("auto", steps=steps, integer=True)
@@ -198,7 +198,7 @@ def _whole(ax) -> None:
 
 
 def _legend(fig: figure.Figure, lines: Mapping[str, Any], columns: int) -> None:
-  """One legend of lines by name, below all panels."""
+  """Draws one legend of lines by name, below all panels."""
   fig.legend(
     lines.values(),
     lines,
@@ -211,7 +211,7 @@ def _legend(fig: figure.Figure, lines: Mapping[str, Any], columns: int) -> None:
 
 def _save(fig: figure.Figure, path: str | os.PathLike[str]) -> None:
   content = io.BytesIO()
-  # Without the version of matplotlib, equal curves are equal files.
+  # Without matplotlib's version, equal curves give equal files.
   fig.savefig(content, format="png", metadata={"Software": None})
   logs.write_bytes(path, content.getvalue())
 
@@ -227,16 +227,16 @@ def collaboration(
 ) -> None:
   """Draws all parties' accuracy over the rounds in one panel, to a PNG.
 
-  A dashed line at the left is where a party starts, the first of its rows; a
-  dash-dotted one at the right is its upper bound.
+  A dashed line at the left marks where a party starts, in its first row; a
+  dash-dotted one at the right marks its upper bound.
 
   Args:
     rows: rows of metrics, as `logs.read_rows` reads them, round 0 first; or a
-      list of the rows of each of several seeds, whose mean is drawn.
+      list of such rows, one per seed, whose mean is drawn.
     path: the PNG; replaced atomically.
-    parties: a party's name in the rows -> what to call it.
+    parties: a party's name in the rows -> its label.
     bounds: a party's name -> its upper bound, from 0 to 1.
-    metric: what to draw of each party: the rows' `'party/metric'`.
+    metric: what to draw for each party: `'party/metric'` of the rows.
     title: above the panel.
 
   Raises:
@@ -275,12 +275,12 @@ def collaboration(
 
 
 def parties_table(parties: Rows | Sequence[Rows]) -> str:
-  """Formats what became of each party as a plain-text table.
+  """Formats each party's results as a plain-text table.
 
   Args:
     parties: dicts of `name`, `model`, `parameters`, and accuracies from 0 to
       1: `public_accuracy`, `transfer_accuracy`, `final_accuracy`,
-      `pooled_accuracy`; or a list of those of each of several seeds.
+      `pooled_accuracy`; or a list of such sequences, one per seed.
 
   Returns:
     The table, with the mean accuracies in its last line.
@@ -321,17 +321,18 @@ def parallel_coordinates(
   scale: float = 100.0,
   title: str | None = None,
 ) -> None:
-  """Draws trials as lines across one axis a hyper-parameter, to a PNG.
+  """Draws trials as lines across one axis per hyper-parameter, to a PNG.
 
   Args:
     axes: hyper-parameter -> each trial's value.
-    scores: each trial's score, the axis at the right and the line's colour;
-      None, such as a diverged trial's, is a dotted line that ends before it.
+    scores: each trial's score, drawn on the axis at the right and as the line's
+      colour; None, as of a diverged trial, gives a dotted line that ends before
+      that axis.
     path: the PNG; replaced atomically.
     log: hyper-parameter -> whether its axis is logarithmic.
-    halved: which trials were stopped early, so that their scores do not compare
-      with the others': dashed lines that end before the axis of the scores.
-    label: what the score is called.
+    halved: trials that were stopped early, so that their scores are not
+      comparable with the others'; dashed lines that end before the score axis.
+    label: the score's name.
     scale: factor from the scores' unit to that of the axis.
     title: above the axes.
   """
@@ -347,7 +348,7 @@ def parallel_coordinates(
   ax = fig.subplots()
   colors = matplotlib.colormaps["viridis"]
   apart = {}
-  # The best on top of the others.
+  # The best are drawn last, on top of the others.
   ranks = [-math.inf if score is None else score for score in scores]
   for i in sorted(range(len(scores)), key=lambda i: ranks[i]):
     known = scores[i] is not None
@@ -381,7 +382,7 @@ def parallel_coordinates(
 def _axis(
   values: Sequence[float | None], log: bool
 ) -> tuple[list[float | None], list[tuple[float, str]]]:
-  """Each value's place on an axis from 0 to 1, and the axis' marks."""
+  """Each value's place on an axis from 0 to 1, and the axis's ticks."""
   move = math.log if log else float
   back = math.exp if log else float
   known = [move(v) for v in values if v is not None] or [0.0]
@@ -389,7 +390,7 @@ def _axis(
   width = (high - low) or 1.0
   places = [None if v is None else (move(v) - low) / width for v in values]
   marks = (0, 0.25, 0.5, 0.75, 1) if high > low else (0,)
-  for digits in range(3, 8):  # So many that no two marks are the same.
+  for digits in range(3, 8):  # Enough that no two ticks read the same.
     texts = [f"{back(low + m * width):.{digits}g}" for m in marks]
     if len(set(texts)) == len(marks):
       break
@@ -399,14 +400,14 @@ def _axis(
 def table(
   results: Mapping[str, Mapping[str, Any] | Rows],
 ) -> str:
-  """Formats results as a plain-text table, a line a run.
+  """Formats results as a plain-text table, one line per run.
 
   Args:
-    results: label -> what `result.json` holds, accuracies from 0 to 1; or a
-      list of those of several seeds, for mean ± standard deviation.
+    results: label -> the contents of `result.json`, accuracies from 0 to 1; or
+      a list of these, one per seed, for mean ± standard deviation.
 
   Returns:
-    The table; what a result does not have is a dash.
+    The table; a missing value is a dash.
 
   >>> small = {'parameters': 5, 'test_accuracy': .5, 'heldout_accuracy': .25}
   >>> result = {'rounds': 9, 'seconds': 1.25, 'pools': {'small': small}}
@@ -465,12 +466,12 @@ def align(
   """Formats columns of cells as a plain-text table.
 
   Args:
-    columns: each from its heads down.
-    heads: how many lines of heads there are.
-    names: how many of the columns, the first ones, are of names.
+    columns: the columns, each starting with its headers.
+    heads: how many header lines there are.
+    names: how many of the first columns hold names.
 
   Returns:
-    The table, with a rule below the heads.
+    The table, with a rule below the headers.
 
   >>> print(align([['algorithm', 'fml'], ['test %', '50.0']]))
   algorithm  test %
@@ -484,7 +485,7 @@ def align(
   ]
   lines = []
   for i, cells in enumerate(zip(*columns)):
-    # Names to the left, numbers and their heads to the right.
+    # Names are aligned left, numbers and their headers right.
     lines.append(
       "  ".join(
         cell.ljust(w) if j < names or i < heads - 1 else cell.rjust(w)
@@ -506,7 +507,7 @@ def _points(
 
 
 def _of_seeds(rows: Rows | Sequence[Rows]) -> Sequence[Rows]:
-  """The rows of each of several seeds, or of the one whose rows are given."""
+  """A list of rows per seed, of length one if the rows of one are given."""
   one = all(isinstance(row, Mapping) for row in rows)
   return [rows] if one else rows  # type: ignore[list-item, return-value]
 
@@ -525,13 +526,13 @@ def _mean_line(
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-  """The mean of numbers and their sample standard deviation; 0 for one.
+  """The mean and the sample standard deviation, which is 0 for one number.
 
   Args:
     values: n numbers, at least one.
 
   Returns:
-    The mean and the deviation, whose squares are divided by n - 1.
+    The mean and the deviation, whose sum of squares is divided by n - 1.
 
   >>> mean_and_deviation([1.0, 2.0, 3.0])
   (2.0, 1.0)
@@ -549,8 +550,8 @@ def cell(
   """A cell of a table: a number, or mean ± standard deviation of several.
 
   Args:
-    values: of one run or of several seeds; whole numbers are alike in all.
-    form: how a number is written.
+    values: of one run or of several seeds; integers are the same for all seeds.
+    form: the format string of a number.
     factor: from the values' unit to the table's.
 
   Returns:

@@ -1,9 +1,9 @@
-"""The loop: rounds, evaluations, checkpoints, and going on after a stop.
+"""The training loop: rounds, evaluations, checkpoints, and resuming.
 
-A run that was stopped, in whatever way, and started again gives bit for bit
-what it gives undisturbed. That holds because the state, the sums of the
-metrics since the last evaluation and the last evaluation itself are in the
-checkpoint, and because a round's plan is a pure function of the round.
+A run that is stopped, in whatever way, and resumed gives bit for bit the
+results of an uninterrupted run: checkpoints hold the state, the sums of the
+metrics since the last evaluation and the last evaluation itself, and a round's
+plan is a pure function of the round.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ import numpy as np
 
 from hetfl import checkpoint, checks, core, engine, logs, planning
 
-# Metrics of this many rounds are fetched at once, when as many more rounds
-# have been dispatched: the device need not wait for Python.
+# Metrics of this many dispatches are fetched at once, after as many more have
+# been dispatched, so that the device need not wait for Python.
 _BATCH = 10
 
 
@@ -42,7 +42,7 @@ class _Means:
 
   def add(self, metrics: core.Metrics) -> None:
     for name, (total, count) in metrics.items():
-      # In this order and in float64 whatever the batches were.
+      # In this order and in float64, however fetches were batched.
       self.totals[name] = self.totals.get(name, 0.0) + float(total)
       self.counts[name] = self.counts.get(name, 0.0) + float(count)
 
@@ -58,7 +58,7 @@ class _Means:
 
 
 class _Fetcher:
-  """Device metrics on their way to the host."""
+  """Fetches metrics from the device in batches."""
 
   def __init__(self, means: _Means, stop_on_nonfinite: bool):
     self._means = means
@@ -69,20 +69,21 @@ class _Fetcher:
   def add(
     self, rounds: range, metrics: core.Metrics
   ) -> dict[str, float] | None:
-    """Takes a dispatch's metrics; fetches a batch when it is time to.
+    """Adds a dispatch's metrics; fetches a batch once enough are pending.
 
     Args:
       rounds: the rounds of the dispatch.
-      metrics: theirs, with an axis of rounds if they are several.
+      metrics: their metrics, with a leading axis of rounds if there are
+        several.
 
     Returns:
-      The last of the values that were fetched, if any were.
+      The values of the last round that was fetched, or None.
     """
     self._pending.append((rounds, metrics))
     return self.fetch(_BATCH) if len(self._pending) >= 2 * _BATCH else None
 
   def fetch(self, number: int | None = None) -> dict[str, float] | None:
-    """Fetches the oldest metrics, by default all; returns the last of them."""
+    """Fetches the oldest metrics, by default all; returns the last round's."""
     number = len(self._pending) if number is None else number
     batch, self._pending = self._pending[:number], self._pending[number:]
     values = None
@@ -136,19 +137,20 @@ def run(
   rounds_per_dispatch: int = 1,
   scanned_step: Callable | None = None,
 ) -> dict[str, Any]:
-  """Trains, or goes on training, to the last round.
+  """Trains to the last round, resuming from the newest checkpoint if any.
 
   Rounds are numbered from 1. After every `eval_every`-th and after the last,
   a row goes to `metrics.jsonl`: `round`, what `evaluate` returns, the means
-  of the step's metrics over the rounds since the row before, and `seconds`.
+  of the step's metrics over the rounds since the previous row, and `seconds`.
 
-  SIGINT, SIGTERM and SIGUSR1 (where `run` is called from the main thread) end
-  the process with status 128 + signal after the round and a checkpoint; a
-  second one ends it without a checkpoint, when the programs at work are done.
+  On SIGINT, SIGTERM or SIGUSR1 (if `run` is called from the main thread) the
+  process finishes the dispatched rounds, saves a checkpoint and exits with
+  status 128 + signal; on a second one it exits without a checkpoint, once the
+  running programs are done.
 
-  Where several processes run one program (`jax.distributed`), all call this
-  with the same arguments and a folder each. The first one's counts: its
-  checkpoint is where all go on, and the others' may be thrown away. A signal
+  If several processes run one program (`jax.distributed`), all call this with
+  the same arguments and a folder each. Only the first process's folder counts:
+  all resume from its checkpoint, and the other folders may be deleted. A signal
   then acts after the next evaluation or checkpoint.
 
   Args:
@@ -157,37 +159,39 @@ def run(
     key: for `algorithm.init`.
     plan_fn: round -> plan, a pure function; called one dispatch ahead, from
       another thread.
-    data: handed to each `step` as it is.
+    data: passed to each `step` unchanged.
     evaluate: state -> numbers by name; must not change anything.
     rounds: how many rounds the run has in all.
-    folder: the run's folder. Its config should hold whatever changes the
-      result, `rounds` and `eval_every` among it.
-    summarize: (state, last evaluation) -> what `result.json` is to say.
+    folder: the run's folder. Its config should hold every value that changes
+      the result, including `rounds` and `eval_every`.
+    summarize: (state, last evaluation) -> the contents of `result.json`.
     eval_every: rounds from one evaluation to the next.
-    checkpoint_every: rounds from one checkpoint to the next; changes nothing
-      but the time.
+    checkpoint_every: rounds from one checkpoint to the next; changes only the
+      time.
     keep: how many checkpoints are kept.
     tensorboard: whether to write `tensorboard/`.
     stop_on_nonfinite: whether to end the run when a metric whose name ends in
       "loss" is not finite, instead of warning once.
-    rounds_per_dispatch: how many rounds are one program, where neither an
-      evaluation nor a checkpoint falls between them; the others are dispatched
-      one by one. Changes nothing but rounding.
-    scanned_step: that program, for more than one:
+    rounds_per_dispatch: how many rounds are dispatched as one program, if no
+      evaluation or checkpoint falls between them; other rounds are dispatched
+      one by one. Changes results by floating-point rounding only.
+    scanned_step: the program of several rounds, required if
+      `rounds_per_dispatch` is above 1:
       `engine.compile(scanned(step), donate=(0,))`.
 
   Returns:
-    What `result.json` holds: what `summarize` returned, `rounds`, `seconds`
-    (of wall time, over all parts of the run), `versions` and `git_commit`.
+    The contents of `result.json`: what `summarize` returned, `rounds`,
+    `seconds` (of wall time, over all parts of the run), `versions` and
+    `git_commit`.
 
   Raises:
     FloatingPointError: see `stop_on_nonfinite`.
     SystemExit: after a signal.
-    ValueError: an argument is out of its range, there is no `scanned_step` for
-      more than one round per dispatch, `evaluate` and the step name one metric
-      or one is called `round` or `seconds`, another process is at work in the
-      folder, or its checkpoint is of another kind of state or of a later round
-      than the last.
+    ValueError: an argument is out of its range; `scanned_step` is missing for
+      more than one round per dispatch; `evaluate` and the step return a metric
+      of the same name, or one named `round` or `seconds`; another process is
+      using the folder; or its checkpoint is of another kind of state, or of a
+      later round than `rounds`.
   """
   checks.counts(
     rounds=rounds,
@@ -210,7 +214,7 @@ def run(
     return _shared(folder)
 
   started = time.monotonic()
-  commit = git_commit()  # That of the code at work, not of a later checkout.
+  commit = git_commit()  # Of the running code, not of a later checkout.
   checkpoints = checkpoint.Checkpoints(folder.checkpoints, keep)
   with contextlib.ExitStack() as stack:
     signals = stack.enter_context(_signals())
@@ -237,7 +241,7 @@ def run(
     def save() -> None:
       fetcher.fetch()
       if jax.process_index():
-        return  # The first process's is enough for all.
+        return  # The first process's checkpoint serves all.
       checkpoints.save(
         done,
         _local(state),
@@ -287,9 +291,9 @@ def run(
         }
       )
   if jax.process_count() == 1:
-    stop = bool(signals)  # One may have come after the last round.
+    stop = bool(signals)  # A signal may have come after the last round.
   if stop:
-    # Of several processes another may have had it.
+    # Another process may have received the signal.
     _exit(signals[0] if signals else signal.SIGTERM, folder, done, rounds)
   return _shared(folder)
 
@@ -297,7 +301,7 @@ def run(
 def final_state(
   algorithm: core.Algorithm, key: Any, folder: logs.RunFolder
 ) -> Any:
-  """What a finished run ended with, in every process.
+  """The final state of a finished run, in every process.
 
   Args:
     algorithm: the run's algorithm.
@@ -308,8 +312,8 @@ def final_state(
     The state after the last round.
 
   Raises:
-    ValueError: the run is not finished, or the folder has no checkpoint of its
-      last round any more.
+    ValueError: the run is not finished, or the checkpoint of its last round is
+      gone.
   """
   rounds = _shared(folder)["rounds"]
   found = _latest(
@@ -325,14 +329,14 @@ def final_state(
 
 
 def scanned(step: Callable) -> Callable:
-  """A step over a plan of several rounds, as one program.
+  """Turns a step into one program over several rounds.
 
   Args:
-    step: one that can be traced.
+    step: a traceable step.
 
   Returns:
-    `(state, plans, data) -> (state, metrics)`, where plans and metrics have
-    rounds on the first axis of each array; for `engine.compile`.
+    `(state, plans, data) -> (state, metrics)`, where the first axis of each
+    array in plans and metrics is the round; pass it to `engine.compile`.
 
   >>> step = lambda state, plan, data: (state + plan, {'sum': state + plan})
   >>> state, metrics = scanned(step)(jax.numpy.zeros(()), np.ones(3), None)
@@ -351,10 +355,10 @@ def scanned(step: Callable) -> Callable:
 
 
 def versions(*more: str) -> dict[str, str]:
-  """The versions of what the numbers of a run depend on, and the device.
+  """The device, and the versions of the packages that results depend on.
 
   Args:
-    *more: packages beside those that every run depends on.
+    *more: packages besides those that every run depends on.
 
   Returns:
     Version by package; the device's `platform` and `device_kind`.
@@ -386,7 +390,7 @@ def git_commit() -> str | None:
     ).stdout.strip()
 
   try:
-    # A package installed below somebody else's checkout is not part of it.
+    # A package installed inside another project's checkout is not part of it.
     if pathlib.Path(git("rev-parse", "--show-toplevel")).resolve() != root:
       return None
     return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
@@ -401,7 +405,7 @@ def _begin(
   rounds: int,
   folder: logs.RunFolder,
 ) -> tuple[int, Any, dict[str, Any]]:
-  """Rounds done, the state and the rest: the newest checkpoint's, or new."""
+  """Rounds done, state and extra: of the newest checkpoint, or initial ones."""
   state = core.strong(engine.jit(algorithm.init, once=True)(key))
   found = _latest(checkpoints, state)
   if found is None:
@@ -473,7 +477,7 @@ def _latest(
 
 
 def _shared(folder: logs.RunFolder) -> dict[str, Any]:
-  """The first process's result, and its files in the others' folders too."""
+  """Returns the first process's result; copies its files to the others."""
   if not engine.from_first(folder.result() is not None):
     raise ValueError(
       f"{folder.path}: the run is not finished: it has no result.json; go on"
@@ -486,12 +490,12 @@ def _shared(folder: logs.RunFolder) -> dict[str, Any]:
       if not first:
         logs.write_bytes(path, content)
   result = folder.result()
-  assert result is not None  # The first process has one, so all do.
+  assert result is not None  # The first process has a result, so all do.
   return result
 
 
 def _local(state: Any) -> Any:
-  """Copies of this process's own of arrays that all processes have."""
+  """Replaces arrays that all processes hold with this process's copies."""
 
   def local(leaf):
     there = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
@@ -503,10 +507,10 @@ def _local(state: Any) -> Any:
 def _dispatches(
   first: int, last: int, multiples: Sequence[int], size: int
 ) -> Iterator[range]:
-  """Cuts rounds into dispatches.
+  """Splits rounds into dispatches.
 
-  Those of `size` rounds cross no multiple; the rest are single rounds, so that
-  two programs serve all.
+  A dispatch is either `size` rounds that cross no multiple or a single round,
+  so two programs are enough.
 
   >>> [list(d) for d in _dispatches(2, 9, (6, 100), 3)]
   [[2], [3], [4, 5, 6], [7, 8, 9]]
@@ -522,7 +526,7 @@ def _ahead(
   plan_fn: Callable[[int], Any],
   dispatches: Iterator[range],
 ) -> Generator[tuple[range, Any], None, None]:
-  """Dispatches and their plans, made while the ones before are at work."""
+  """Yields dispatches with their plans, made while earlier ones run."""
 
   def plan(rounds):
     plans = [plan_fn(round) for round in rounds]
@@ -546,7 +550,7 @@ def _ahead(
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-  """Gathers signals to stop in a list; the second one acts at once."""
+  """Collects stop signals in a list; a second one acts at once."""
   caught: list[int] = []
   when = "this round"
   if jax.process_count() > 1:
@@ -559,7 +563,7 @@ def _signals() -> Iterator[list[int]]:
       raise SystemExit(128 + number)
     caught.append(number)
     name = signal.Signals(number).name
-    # Not by `logging`, which may be at work as the signal comes.
+    # Not by `logging`: the signal may have interrupted a call of it.
     os.write(2, f"{name}: ends after {when}; again: at once\n".encode())
 
   with on_signals(handler):
@@ -568,21 +572,21 @@ def _signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def on_signals(handler: Callable[[int], None]) -> Iterator[None]:
-  """Has signals to stop call a handler; changes nothing off the main thread.
+  """Makes stop signals call a handler; does nothing outside the main thread.
 
-  They are SIGINT, SIGTERM, and SIGUSR1, by which batch systems say that a job's
-  time is nearly over.
+  Stop signals are SIGINT, SIGTERM, and SIGUSR1, which batch systems send when a
+  job's time is nearly over.
 
   Args:
-    handler: what takes the signal's number.
+    handler: called with the signal's number.
 
   Yields:
-    Nothing; the handlers of before are back afterwards.
+    Nothing; the previous handlers are restored afterwards.
   """
   if threading.current_thread() is not threading.main_thread():
     yield
     return
-  # A handler not set from Python reads as None, and cannot be set again.
+  # A handler not set from Python reads as None and cannot be restored.
   before = {
     number: signal.getsignal(number) or signal.SIG_DFL
     for name in ("SIGINT", "SIGTERM", "SIGUSR1")

@@ -1,11 +1,10 @@
-"""Trials of an experiment side by side: a batch axis, or runs on threads.
+"""Trials of an experiment side by side: on a batch axis, or as threaded runs.
 
-Hyper-parameters are arrays in an algorithm's state, so that trials with
-different values are one program under `jax.vmap` (`Vmapped`), for accelerators;
-on CPUs they are runs over one engine (`SideBySide`), which keeps its threads
-full.
-Trials cannot touch each other, and one whose numbers are no longer finite
-stays as it last was.
+Hyper-parameters are arrays in an algorithm's state. On accelerators, trials
+with different values are therefore one program under `jax.vmap` (`Vmapped`); on
+CPUs, they are separate runs that keep the threads of one engine busy
+(`SideBySide`). Trials do not affect each other, and a diverged trial keeps its
+last finite state.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,13 +30,13 @@ class Problem(NamedTuple):
     init: `(values, seed) -> state`; traceable.
     step: `(state, plan, data) -> (state, metrics)`, one round.
     plan: `(seed, round) -> plan`, the same for all trials.
-    data: handed to each step as it is.
-    evaluate: `(state, data) -> {name: Mean}`, accuracies on what `eval_data`
-      holds.
-    eval_data: `heldout`, to choose trials by, and perhaps `test`, to report
-      those that were trained to the end; handed to evaluations as they are.
-    objective: `{name: accuracy} -> float` of the held-out accuracies, what is
-      to be as large as possible.
+    data: passed to each step unchanged.
+    evaluate: `(state, data) -> {name: Mean}`, accuracies on one of the sets in
+      `eval_data`.
+    eval_data: `heldout`, to choose trials by, and optionally `test`, to report
+      trials that were trained to the end; passed to `evaluate` unchanged.
+    objective: `{name: accuracy} -> float` of the held-out accuracies, to be
+      maximised.
     rounds: how many rounds a trial has.
   """
 
@@ -55,7 +54,7 @@ def all_finite(tree: PyTree) -> jax.Array:
   """Whether all floating-point numbers of a tree are finite.
 
   Args:
-    tree: a pytree of arrays; whole numbers and keys are passed over.
+    tree: a pytree of arrays; integers and keys are ignored.
 
   Returns:
     `bool[]`.
@@ -75,10 +74,10 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 
 class Runner(Protocol):
-  """Trains the trials of a block; `states` are a pytree of its own kind.
+  """Trains the trials of a block; the runner defines the pytree `states`.
 
   Attributes:
-    seeds: each trial is trained with each.
+    seeds: each trial is trained with each of them.
   """
 
   seeds: tuple[int, ...]
@@ -87,7 +86,7 @@ class Runner(Protocol):
     """States before the first round.
 
     Args:
-      values: each of N trials' hyper-parameters, by the same names.
+      values: the hyper-parameters of each of N trials, with the same names.
 
     Returns:
       The states.
@@ -104,15 +103,15 @@ class Runner(Protocol):
     """Runs rounds of the trials that are alive.
 
     Args:
-      states: after round `first - 1`; they may be given up.
-      alive: `bool[N]`; the others stay as they are.
+      states: the states after round `first - 1`; they may be donated.
+      alive: `bool[N]`; the states of the other trials do not change.
       first: the first round.
       last: the last round.
-      tick: told how many trials have done another round, in parts of one if
-        they have several seeds; from any thread.
+      tick: called, from any thread, with the number of trials that have done
+        another round; with several seeds, a round of one seed is a fraction.
 
     Returns:
-      The states, and `int[N]`: up to which round each trial was finite.
+      The states, and `int[N]`: the round up to which each trial was finite.
     """
 
   def evaluate(
@@ -121,19 +120,19 @@ class Runner(Protocol):
     """Each trial's accuracies on a set, the mean over the seeds.
 
     Args:
-      states: of N trials.
+      states: the states of N trials.
       which: the set, one of the problem's `eval_data`.
 
     Returns:
-      For each trial accuracies by name, shares in [0, 1].
+      For each trial, accuracies by name, in [0, 1].
     """
 
   def take(self, states: PyTree, trials: Sequence[int]) -> PyTree:
     """The states of some of the trials.
 
     Args:
-      states: of N trials.
-      trials: their places among the N, in the order they are to have.
+      states: the states of N trials.
+      trials: the indices of the trials to take, in their new order.
 
     Returns:
       The states.
@@ -141,16 +140,16 @@ class Runner(Protocol):
 
 
 class SideBySide:
-  """Several trials at once, each a run of its own, over one CPU engine.
+  """Runs several trials at once, each as a run of its own, on one CPU engine.
 
-  A trial's bits do not depend on the trials beside it. While one waits for a
-  round's last program, another's fill the threads.
+  A trial's bits do not depend on the trials beside it. While one trial waits
+  for a round's last program, the programs of others fill the threads.
 
   Args:
     problem: the experiment; its step dispatches programs (`Threads`), or is
       jitted.
-    seeds: each trial is trained with each.
-    at_once: how many runs go on at once.
+    seeds: each trial is trained with each of them.
+    at_once: how many runs are active at once.
   """
 
   def __init__(
@@ -184,7 +183,7 @@ class SideBySide:
     """Runs rounds; see `Runner`."""
     share = 1 / len(self.seeds)
     stop = threading.Event()
-    self._plans = {}  # Those of earlier rounds.
+    self._plans = {}  # Drops the plans of earlier rounds.
 
     def run(state, seed):
       for round in range(first, last + 1):
@@ -248,11 +247,11 @@ class SideBySide:
 
 
 class Vmapped:
-  """One program for all trials of a block, split over the devices.
+  """Runs all trials of a block as one program, split over the devices.
 
   Args:
     problem: the experiment; its step and evaluation can be traced (`Inline`).
-    seeds: each trial is trained with each.
+    seeds: each trial is trained with each of them.
     devices: the devices that share the trials; by default the first.
   """
 
@@ -274,7 +273,7 @@ class Vmapped:
       jax.vmap(lambda v, seed: core.strong(problem.init(v, seed)), (0, None)),
       once=True,
     )
-    # Once, and not in each round.
+    # Transferred once, not in each round.
     self._data, self._eval_data = jax.device_put(
       (problem.data, problem.eval_data),
       jax.sharding.NamedSharding(mesh, same),
@@ -347,9 +346,9 @@ class Vmapped:
     return jax.tree.map(lambda a: a[index], states)
 
   def _guarded(self, state, done, plan, data):
-    """A step that leaves a diverged trial as it last was.
+    """A step that keeps the last finite state of a diverged trial.
 
-    `done` is the last round that went well; -1 for a trial that is masked.
+    `done` is the last round with a finite state; -1 for a masked trial.
     """
     new, _ = self._problem.step(state, plan, data)
     fine = (done == plan.round - 1) & all_finite(new)
@@ -357,7 +356,7 @@ class Vmapped:
     return state, jnp.where(fine, plan.round, done)
 
   def _padded(self, states):
-    """As many trials as the devices can share, and how many are real."""
+    """Pads trials to a multiple of the devices; returns the old number too."""
     number = len(jax.tree.leaves(states)[0])
     missing = -number % self._devices
     if missing:

@@ -1,10 +1,10 @@
-"""Search for hyper-parameters: many trials of one experiment at a time.
+"""Hyper-parameter search: many trials of one experiment at a time.
 
 A *block* of trials trains side by side on the same plans (`hetfl.trials`), and
-successive halving drops the worse half of it at its rungs. Blocks follow one
-another; what a block tries is a pure function of the seed and of the rows of
-the blocks before, and the state of a block is in its checkpoints, so a search
-that was killed goes on to the same trials.
+successive halving drops the worse half of it at each rung. Blocks run one
+after another. The values that a block tries are a pure function of the seed
+and the rows of earlier blocks, and its state is in its checkpoints, so a
+search that was killed resumes with the same trials.
 
 Reference: Lichtarge et al. 2023, appendix F; Jamieson & Talwalkar 2016
 (successive halving).
@@ -31,15 +31,15 @@ from hetfl.proposers import Row
 def rungs(rounds: int, halvings: int) -> list[int]:
   """The rounds after which the worse half of a block is dropped.
 
-  `ceil(T / 2^h)` for h from `halvings` to 1: with T rounds in all, each rung
-  doubles what the survivors have had.
+  `ceil(T / 2^h)` for h from `halvings` to 1, with T rounds in all: each rung is
+  at twice the rounds of the one before.
 
   Args:
     rounds: T.
     halvings: how many rungs.
 
   Returns:
-    The rounds, in order; fewer if there are not as many rounds.
+    The rounds, in order; fewer than `halvings` if T is too small.
 
   >>> rungs(100, 2)
   [25, 50]
@@ -49,9 +49,9 @@ def rungs(rounds: int, halvings: int) -> list[int]:
 
 
 class TrialLog:
-  """`trials.jsonl`: a row a trial, appended a block at a time.
+  """`trials.jsonl`: one row per trial, appended one block at a time.
 
-  Opening it cuts off what a kill left of a block that was being written.
+  Opening it removes a block that was only partly written.
 
   Args:
     path: the file.
@@ -60,7 +60,7 @@ class TrialLog:
   def __init__(self, path: str | os.PathLike[str]):
     self._path = pathlib.Path(path)
     rows = logs.read_rows(path)
-    # A row says how large its block is.
+    # A row says where its block ends.
     while rows and rows[-1]["trial"] != rows[-1]["block_end"] - 1:
       rows.pop()
     content = b"".join(map(logs.json_line, rows))
@@ -76,7 +76,7 @@ class TrialLog:
       f.write(b"".join(map(logs.json_line, rows)))
       f.flush()
       os.fsync(f.fileno())
-    # As they will be read: floats that are not finite are None.
+    # As they will be read back: floats that are not finite are None.
     self.rows += [json.loads(logs.json_line(row)) for row in rows]
 
 
@@ -91,17 +91,17 @@ def search(
   halvings: int = 2,
   checkpoint_every: int = 50,
 ) -> list[Row]:
-  """Runs a search, or goes on with it.
+  """Runs a search, or resumes it.
 
-  A bar on a terminal shows the block's rounds; elsewhere there is a line where
-  trials are dropped. SIGINT, SIGTERM and SIGUSR1 end the process with status
-  128 + signal; the block then goes on from its last checkpoint.
+  A progress bar shows the block's rounds on a terminal; a log line reports each
+  rung. SIGINT, SIGTERM and SIGUSR1 end the process with status 128 + signal;
+  the next call resumes the block from its last checkpoint.
 
   Args:
     problem: the experiment.
-    proposer: says what to try.
+    proposer: proposes the values to try.
     runner: trains the trials.
-    folder: holds `trials.jsonl` and, for the block at work, checkpoints.
+    folder: holds `trials.jsonl` and the checkpoints of the current block.
     trials: how many trials in all.
     block: how many of them train side by side.
     halvings: how often the worse half of a block is dropped.
@@ -110,10 +110,10 @@ def search(
   Returns:
     A row for each trial: `trial`, `block_end`, `values`, `status` (`complete`,
     `halved` or `diverged`), `round` (the last one done), `objective` and
-    `heldout` after it (None if diverged), `test` (of those that are complete,
-    if the problem has test data), `rungs` (round -> objective), and `seconds`
-    of the block. Seconds aside, a search that was killed and started
-    again gives the same rows.
+    `heldout` after it (None if diverged), `test` (of complete trials, if the
+    problem has test data), `rungs` (round -> objective), and `seconds` of the
+    block. Apart from `seconds`, a search that was killed and resumed gives the
+    same rows.
 
   Raises:
     SystemExit: after a signal.
@@ -154,10 +154,10 @@ def join(searches: Sequence[str | os.PathLike[str]]) -> list[Row]:
     searches: their folders.
 
   Returns:
-    All rows, `trial` and `block_end` counted on from one search to the next.
+    All rows, with `trial` and `block_end` numbered through all searches.
 
   Raises:
-    ValueError: two searches proposed the same.
+    ValueError: two trials have the same values.
   """
   rows: list[Row] = []
   for search in searches:
@@ -174,12 +174,12 @@ def join(searches: Sequence[str | os.PathLike[str]]) -> list[Row]:
 
 
 class _Signal(BaseException):
-  """A signal, on its way out of whatever the main thread does."""
+  """Carries a signal out of whatever the main thread is doing."""
 
 
 @contextlib.contextmanager
 def _ended_by_signals(work: "_Block") -> Iterator[None]:
-  """Ends the process at a signal to stop, and says where it will go on."""
+  """Ends the process on a stop signal; logs where the search will resume."""
 
   def handler(number):
     raise _Signal(number)
@@ -213,7 +213,7 @@ def _say(rows, first, trials):
 
 
 def _counts(rows):
-  """How many are complete or going on, how many halved and diverged."""
+  """The numbers of complete (or running), halved and diverged trials."""
   status = [row["status"] for row in rows]
   return [status.count(s) for s in ("complete", "halved", "diverged")]
 
@@ -226,7 +226,7 @@ def _best(rows):
 
 
 class _Block:
-  """Some trials from their first round to their last.
+  """Trains some trials from their first round to their last.
 
   Attributes:
     name: which trials.
@@ -310,7 +310,7 @@ class _Block:
     )
 
   def _judge(self, members, states, round, drop):
-    """Evaluates the block, and drops the worse half of it."""
+    """Evaluates the block; drops its worse half if `drop`, else tests it."""
     results = self._runner.evaluate(states)
     places = self._alive(members)
     rows = [self._rows[members[j]] for j in places]
@@ -319,7 +319,7 @@ class _Block:
       row |= dict(objective=objective, heldout=results[j])
       row["rungs"] |= {str(round): objective}
     if drop:
-      # The earlier trial of two equal ones goes on.
+      # Of two equal trials the earlier one survives.
       rows.sort(key=lambda row: (-row["objective"], row["trial"]))
       for row in rows[-(-len(rows) // 2) :]:
         row["status"] = "halved"
@@ -329,7 +329,7 @@ class _Block:
         row["test"] = test
 
   def _compact(self, members, states):
-    """Leaves out trials that have ended, once half of those held have."""
+    """Leaves out trials that have ended, once half of the members have."""
     alive = self._alive(members)
     if not alive or len(alive) > (len(members) + 1) // 2:
       return members, states
@@ -355,10 +355,10 @@ class _Block:
         shutil.rmtree(other, ignore_errors=True)
 
   def _restore(self):
-    """The newest checkpoint of the block, or its start."""
+    """The newest checkpoint of the block, or its initial states."""
     start = self._runner.start(self._values)
     if self._folder.is_dir():
-      # The fewer trials are left, the later it was.
+      # The fewer trials a checkpoint holds, the newer it is.
       for number in range(1, len(self._values) + 1):
         like = self._runner.take(start, range(number))
         if not self._checkpoints(number).folder.is_dir():
@@ -372,7 +372,7 @@ class _Block:
           self.saved = done
           logging.info("%s: going on after round %d.", self.name, done)
           return done, extra["seconds"], extra["members"], states
-      # Of a block of other trials, such as one that had ended.
+      # The checkpoints are of another block, such as one that has ended.
       shutil.rmtree(self._folder)
     return 0, 0.0, list(range(len(self._values))), start
 
@@ -390,15 +390,15 @@ def top(rows: Sequence[Row], k: int) -> list[Row]:
 
 
 def summary(rows: Sequence[Row], k: int) -> dict[str, Any]:
-  """What the k best trials come to in the mean.
+  """The mean accuracies of the k best trials.
 
   Args:
-    rows: the search's rows, one of them at least complete.
-    k: how many, at most.
+    rows: the search's rows, at least one of them complete.
+    k: how many trials to average, at most.
 
   Returns:
     `trials` and `complete`, how many there are; `top`, how many the means are
-    of; `heldout` and, if it was measured, `test`, the mean accuracies.
+    over; `heldout` and, if it was measured, `test`, the mean accuracies.
 
   Reference: Lichtarge et al. 2023, Figure 4: "the averaged test accuracy of the
   25 tuning runs with the best performance on the held-out set".
@@ -425,7 +425,7 @@ def summary(rows: Sequence[Row], k: int) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row], space: proposers.Space, k: int = 10) -> str:
-  """Formats the k best trials, a line each.
+  """Formats the k best trials, one line each.
 
   Args:
     rows: the search's rows.

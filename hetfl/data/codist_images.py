@@ -1,7 +1,7 @@
-"""The federations of images that codistillation is tried on.
+"""The image federations for codistillation.
 
-A federation is cut once, by `partition_seed`, and not by the seed of a run:
-runs that differ in their seed see the same clients in the same parts.
+A federation depends on `partition_seed`, not on the seed of a run: runs that
+differ only in their seed have the same clients in the same parts.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ class CodistImages:
 
   Attributes:
     name: the data set.
-    partition: how its clients were made, for the record of a run: 'tff',
+    partition: how its clients were made, to be recorded with a run: 'tff',
       'pachinko' or 'dirichlet'.
     num_classes: number of classes of the pools, of `heldout` and of `test`.
     image_shape: (height, width, channels).
-    pools: the small model's clients, all of the pool, and the large model's,
-      those of the pool with high capacity.
-    distill: the server's images. Those from another data set have that one's
-      labels, which are for no model here.
+    pools: the small model's clients, which are the whole pool, and the large
+      model's, which are the pool's clients with high capacity.
+    distill: the server's images. Images from another data set keep its labels,
+      which no model here uses.
     heldout: the images of the held-out clients, to choose hyper-parameters.
     test: the data set's own test images.
   """
@@ -48,7 +48,7 @@ class CodistImages:
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-  """How many clients of a data set serve for what."""
+  """How many clients of a data set are in each part."""
 
   clients: int
   distill_clients: int
@@ -63,7 +63,7 @@ _TASKS = {
   "cifar100": _Task(500, 135, 50, 47, ("in_domain", "cifar10")),
 }
 _EXAMPLES_PER_CLIENT = 100  # of the CIFARs
-# Concentrations of the Dirichlet over labels, for CIFAR-100 coarse ones.
+# Concentrations of the Dirichlet over labels; coarse labels for CIFAR-100.
 _ALPHA = {"digits": 0.5, "cifar10": 0.5, "cifar100": 0.1}
 
 
@@ -81,35 +81,35 @@ def load_codist_images(
 ) -> CodistImages:
   """Two pools of clients over one bank, and the server's data.
 
-  - `cifar100`: 500 clients of 100 images; 315 are the pool, 135 distillation,
-    50 held out; 47 of the pool have high capacity (the paper has 31, 47 and
-    63). The clients are TensorFlow Federated's own if FedJAX's
-    `federated_cifar100_train.sqlite` lies in `data_dir` or a folder in it, else
-    a Pachinko allocation by the same law (alpha 0.1, beta 10).
-    `federated_cifar100_test.sqlite` there serves in place of the official
-    test images, which are the same.
+  - `cifar100`: 500 clients of 100 images: 315 in the pool, 135 for
+    distillation, 50 held out; 47 of the pool have high capacity (the paper has
+    31, 47 and 63). The clients are TensorFlow Federated's own if FedJAX's
+    `federated_cifar100_train.sqlite` is in `data_dir` or a folder in it, else a
+    Pachinko allocation from the same distribution (alpha 0.1, beta 10).
+    `federated_cifar100_test.sqlite` there replaces the official test images,
+    which are the same.
   - `cifar10`: the same numbers; each client draws its labels from its own
     Dirichlet(0.5) over the 10 classes. Not in the paper.
-  - `digits`: 60 clients of different sizes, 1,437 images shared by a
-    Dirichlet(0.5) for each label; 42, 12 and 6 clients, 8 with high capacity.
-    Not in the paper; made for trying out, with no download.
+  - `digits`: 60 clients of different sizes that share 1,437 images by a
+    Dirichlet(0.5) for each label: 42 in the pool, 12 for distillation, 6 held
+    out; 8 of the pool have high capacity. Not in the paper; for trying out,
+    needs no download.
 
   Args:
     dataset: 'digits', 'cifar10' or 'cifar100'.
-    data_dir: where the CIFARs lie, see `hetfl.data.vision`.
+    data_dir: the folder of the CIFARs, see `hetfl.data.vision`.
     high_capacity_clients: clients of the pool that train the large model too;
-      by default as above. Fewer are nested in more, and the other parts do
-      not change.
-    distill_data: 'in_domain', the images of the distillation clients, or the
-      other CIFAR's name, all its 50,000 training images.
-    seed: the run's seed. It draws the images that `distill_examples` keeps,
-      and nothing else; fewer are nested in more.
-    download: download a CIFAR that is not there into `data_dir`.
-    distill_examples: keep so many distillation images; by default all.
-    partition_alpha: concentration of the Dirichlet over labels (CIFAR-100's
-      coarse ones), small is skewed; by default as above. Not for TFF's clients.
-    partition_seed: makes the clients (but TFF's) and says which part each is
-      in.
+      by default as above. A smaller number takes a subset of the clients of a
+      larger one; the other parts do not change.
+    distill_data: 'in_domain', for the images of the distillation clients, or
+      the other CIFAR's name, for all its 50,000 training images.
+    seed: the run's seed. It only draws the images that `distill_examples`
+      keeps; a smaller number keeps a subset of the images of a larger one.
+    download: download a missing CIFAR into `data_dir`.
+    distill_examples: how many distillation images to keep; by default all.
+    partition_alpha: concentration of the Dirichlet over labels (coarse ones for
+      CIFAR-100), small is skewed; by default as above. Not for TFF's clients.
+    partition_seed: makes the clients (except TFF's) and assigns them to parts.
 
   Returns:
     The pools and the server's data.
@@ -133,7 +133,7 @@ def load_codist_images(
   pool_clients = task.clients - task.distill_clients - task.heldout_clients
   if high_capacity_clients is None:
     high_capacity_clients = task.high_capacity_clients
-  # Arguments first, before minutes of reading.
+  # Arguments are checked first, before minutes of reading.
   if not 1 <= high_capacity_clients <= pool_clients:
     raise ValueError(
       f"high_capacity_clients={high_capacity_clients}: {dataset}'s pool "
@@ -259,5 +259,5 @@ def _load(
 
 
 def _without_coarse(bank: AnyBank) -> AnyBank:
-  """The same arrays, not copied, without coarse labels: all banks are alike."""
+  """Leaves out coarse labels, without a copy, so that all banks are alike."""
   return {"x": bank["x"], "y": bank["y"]}

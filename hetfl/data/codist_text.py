@@ -1,10 +1,9 @@
-"""The federations of text that codistillation is tried on.
+"""The text federations for codistillation.
 
-Users are shared out once, by `partition_seed`: those of the pools, of the
-distillation data, the held-out and the test users are different people, but for
-Stack Overflow's test users, who may also be in the training split, with what
-they wrote before 2018. The vocabulary is trained on the users of the pools
-alone.
+`partition_seed` assigns users to parts: the pools, the distillation data, the
+held-out data and the test data have different users, except that Stack
+Overflow's test users may also be in the training split, with what they wrote
+before 2018. The vocabulary is trained on the users of the pools alone.
 """
 
 import dataclasses
@@ -34,13 +33,13 @@ class CodistText:
   Attributes:
     name: the data set.
     vocabulary: the tokens.
-    pools: the small model's clients and the large model's. By capacity: all of
-      the pool, and those with high capacity. By domain: those who answer, and
-      those who ask; no client is in both.
+    pools: the small model's clients and the large model's. By capacity: the
+      whole pool, and its clients with high capacity. By domain: clients who
+      mostly answer, and clients who mostly ask; no client is in both.
     distill: the server's sentences.
     heldout: sentences of the held-out users, to choose hyper-parameters.
     test: sentences of the test users.
-    skipped: what was left out in reading, by reason.
+    skipped: how much was left out while reading, by reason.
   """
 
   name: str
@@ -54,7 +53,7 @@ class CodistText:
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-  """How a data set's users serve for what."""
+  """Which shares of a data set's users are in each part."""
 
   distill_share: float
   heldout_share: float
@@ -65,19 +64,19 @@ class _Task:
 _TASKS = {
   "pydoc": _Task(0.25, 0.05, 0.15, 40),
   "stackexchange": _Task(0.25, 0.05, 0.10, 600),
-  # Shares do not apply: the paper's own numbers of users, held-out and test
-  # sentences of the official splits.
+  # Shares do not apply: the pool has the paper's number of users, and held-out
+  # and test sentences come from the official splits.
   "stackoverflow": _Task(0.0, 0.0, 0.0, 684),
 }
 DATASETS = tuple(_TASKS)
 _SO_POOL_CLIENTS = 34_248
 _SO_DOMAIN_CLIENTS = 30_000  # of each domain
-_SO_SENTENCES = 100_000  # held out, and of the test
-# Distillation sentences unless asked for; the paper's 122,250,952 are too many
-# for most memories.
+_SO_SENTENCES = 100_000  # of the held-out split, and of the test split
+# Distillation sentences by default; the paper's 122,250,952 are too many for
+# most memories.
 SO_DISTILL_EXAMPLES = 1_000_000
-# Sentences are drawn from about so many, those of 23,000 users or more: for
-# 100,000 a hundredth of each user's. Looking at one takes 2 microseconds.
+# Sentences are drawn from about this many, those of 23,000 users or more: to
+# get 100,000, a hundredth of each user's. Reading one takes 2 microseconds.
 _SO_LOOKED_AT = 10_000_000
 _C4_SENTENCES = 4_488_694
 
@@ -101,40 +100,42 @@ def load_codist_text(
   """Two pools of clients over one bank, and the server's data.
 
   - `pydoc`: docstrings and comments of the installed Python's standard
-    library, a client a module; 25 % of the modules are distillation, 5 % held
-    out, 15 % test. Not in the paper; made for trying out, with no download.
+    library; a client is a module. 25 % of the modules are for distillation, 5 %
+    held out, 15 % for testing. Not in the paper; for trying out, needs no
+    download.
   - `stackexchange`: users of a dump, `data_dir/Posts.xml` or
-    `data_dir/stackexchange/Posts.xml`; 25 %, 5 % and 10 % of them. Not in the
-    paper.
-  - `stackoverflow`: FedJAX's files. 34,248 users of the training split are the
-    pool; by domain, users are drawn until 30,000 are there for each. Users that
-    were not drawn are the distillation data; 100,000 sentences of the held-out
-    and of the test split each. These, and the distillation's, are a share of
-    each user's sentences, so that they are of thousands of users; the paper
-    draws them from all.
+    `data_dir/stackexchange/Posts.xml`; the shares are 25 %, 5 % and 10 %. Not
+    in the paper.
+  - `stackoverflow`: FedJAX's files. The pool is 34,248 users of the training
+    split; by domain, users are drawn until each domain has 30,000. Distillation
+    sentences come from users that were not drawn; held-out and test sentences,
+    100,000 each, from the official splits. All of these are a share of each
+    user's sentences, so that they come from thousands of users; the paper draws
+    from all sentences.
 
-  By capacity the large model's clients are a sample of the pool; fewer are
-  nested in more. By domain a user belongs to the domain of most of their
-  sentences, questions if there are as many, and only those are kept.
+  By capacity, the large model's clients are a sample of the pool; a smaller
+  sample is nested in a larger one. By domain, a user belongs to the domain of
+  most of their sentences (questions on a tie), and only those are kept.
 
   Args:
     dataset: 'pydoc', 'stackexchange' or 'stackoverflow'.
     vocabulary: 'word' or 'wordpiece'.
-    vocabulary_size: words or pieces at most; V is four more.
+    vocabulary_size: words or pieces at most; V counts four more.
     pools: 'capacity' or 'domain'.
-    data_dir: where the files lie.
+    data_dir: the folder of the files.
     high_capacity_clients: clients of the pool that train the large model too.
-    max_sentences_per_client: a user's further sentences are left out (by
-      domain, those beyond so many of the domain that is kept).
+    max_sentences_per_client: how many sentences of a user to keep (by domain,
+      of the user's domain).
     distill_data: 'in_domain', sentences of the distillation users, or 'c4'.
-    distill_examples: keep so many distillation sentences. By default all, but
-      of C4 the paper's 4,488,694 at most, and of Stack Overflow's own 1,000,000
-      at most, where the paper has 122,250,952.
+    distill_examples: how many distillation sentences to keep. By default all,
+      but at most 4,488,694 of C4, as in the paper, and at most 1,000,000 of
+      Stack Overflow's own, of which the paper has 122,250,952.
     c4_path: for 'c4', see `text_sources.c4_mod`.
     c4_tokenizer: for 'c4', 'rules' or 'nltk'.
-    seed: the run's seed; draws what `distill_examples` keeps, and no more.
-    partition_seed: shares out the users; of Stack Overflow it draws the
-      distillation sentences too.
+    seed: the run's seed; it only draws the sentences that `distill_examples`
+      keeps.
+    partition_seed: assigns users to parts; for Stack Overflow it also draws the
+      sentences of the distillation, held-out and test data.
 
   Returns:
     The pools and the server's data.
@@ -241,13 +242,14 @@ def load_codist_text(
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-  """The corpora, and who is in what.
+  """The corpora, and which users and sentences are in each part.
 
   Attributes:
     train: the corpus of the pools' users.
-    train_clients: their numbers in it.
-    others: `distill`, `heldout`, `test`: a corpus, and its sentences.
-    skipped: what was left out in reading.
+    train_clients: the indices of these users in the corpus.
+    others: for `distill`, `heldout` and `test`, a corpus and the indices of
+      the part's sentences in it.
+    skipped: how much was left out while reading, by reason.
   """
 
   train: text.Corpus
@@ -257,7 +259,7 @@ class _Parts:
 
 
 def _shared_out(dataset, data_dir, max_sentences, partition_seed) -> _Parts:
-  """One corpus, whose users are shared out."""
+  """Divides the users of one corpus among the parts."""
   if dataset == "pydoc":
     corpus = text_sources.pydoc(max_words=LENGTH)
   else:
@@ -289,7 +291,7 @@ def _shared_out(dataset, data_dir, max_sentences, partition_seed) -> _Parts:
 def _stackoverflow(
   data_dir, pools, max_sentences, distill_examples, partition_seed
 ) -> _Parts:
-  """FedJAX's three files; only what is needed of each is read."""
+  """Reads only what is needed of each of FedJAX's three files."""
   folder = pathlib.Path(data_dir).expanduser()
   names = {
     split: f"stackoverflow_{split}.sqlite"
@@ -339,7 +341,7 @@ def _stackoverflow(
 
 
 def _check_domains(path: pathlib.Path, corpus: text.Corpus) -> None:
-  """Says so if a domain has not its number of users, though all are read."""
+  """Warns if a domain has too few users; raises `DataError` if it has none."""
   domains = corpus.domains[[members[0] for members in corpus.members]]
   for domain, name in (
     (text_sources.ANSWER, "answers"),
@@ -404,7 +406,7 @@ def _bank(vocabulary: text.Vocabulary, corpus: text.Corpus) -> Bank:
 
 
 def _subset(vocabulary, bank, train, corpus, chosen) -> Subset:
-  """A part's sentences, in the pools' bank if they come from one corpus."""
+  """A part's sentences, in the pools' bank if the corpus is the same."""
   if corpus is not train:
     bank = _bank(vocabulary, corpus)
   return Subset(bank, chosen.astype(np.int32))

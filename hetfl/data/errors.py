@@ -1,4 +1,4 @@
-"""The one error of bad or missing data."""
+"""The error raised for bad or missing data."""
 
 
 class DataError(ValueError):

@@ -1,8 +1,8 @@
-"""FedJAX's federated data sets in and out.
+"""Conversion from and to FedJAX's federated data sets.
 
 Only FedJAX's data layer is used, and it is imported when a function here is
 called: `fedjax.FederatedData`, in memory or in SQLite files, is an interface
-that other code shares; its algorithms do not run on current JAX.
+shared with other code; FedJAX's algorithms do not run on current JAX.
 """
 
 import collections
@@ -39,15 +39,15 @@ def from_fedjax(
   Args:
     federated_data: a `fedjax.FederatedData`.
     features: names of the features to keep, or `{FedJAX's name: name in the
-      bank}`; by default all, with their names.
+      bank}`; by default all, under FedJAX's names.
 
   Returns:
-    The population. Ids that are bytes are decoded as UTF-8 (bytes that are not
-    UTF-8 as surrogates, so that any id survives `to_fedjax`).
+    The population. Ids that are bytes are decoded as UTF-8 (invalid bytes as
+    surrogates, so that any id survives `to_fedjax`).
 
   Raises:
     ValueError: no clients, an unknown feature, clients whose features are of
-      different types or shapes, or two clients with one id.
+      different types or shapes, or two clients with the same id.
 
   >>> import fedjax
   >>> data = fedjax.InMemoryFederatedData({
@@ -72,8 +72,8 @@ def to_fedjax(population: ClientPopulation) -> Any:
     population: K >= 1 clients.
 
   Returns:
-    The data set; client ids are bytes (UTF-8), as FedJAX has them. FedJAX
-    gives its clients in sorted order.
+    The data set; client ids are bytes (UTF-8), as in FedJAX, which gives the
+    clients in sorted order.
 
   Raises:
     ImportError: FedJAX is not installed.
@@ -98,17 +98,17 @@ def write_sqlite(
 ) -> None:
   """Writes a population as a FedJAX SQLite file.
 
-  The file appears whole or not at all. `fedjax.SQLiteFederatedData.new` and
+  The file is written atomically. `fedjax.SQLiteFederatedData.new` and
   `read_sqlite` read it.
 
   Args:
     population: the clients; client ids are written as bytes (UTF-8).
     path: the file to write.
-    overwrite: replace a file that is there already.
+    overwrite: replace an existing file.
 
   Raises:
-    FileExistsError: the file is there and `overwrite` is false.
-    FileNotFoundError: the folder to write into is not there.
+    FileExistsError: the file exists and `overwrite` is false.
+    FileNotFoundError: the folder to write into does not exist.
     ImportError: FedJAX is not installed.
 
   >>> population = ClientPopulation.from_lists(
@@ -139,10 +139,10 @@ def read_sqlite(
   path: str | os.PathLike,
   features: Sequence[str] | Mapping[str, str] | None = None,
 ) -> ClientPopulation:
-  """Reads a FedJAX SQLite file, whoever wrote it.
+  """Reads a FedJAX SQLite file, whatever program wrote it.
 
   Args:
-    path: the file; it is opened for reading only.
+    path: the file; it is opened read-only.
     features: as in `from_fedjax`.
 
   Returns:
@@ -157,7 +157,7 @@ def read_sqlite(
   from fedjax.core import sqlite_federated_data
 
   path = os.path.expanduser(os.fspath(path))
-  # FedJAX would create a file that is missing, so look first.
+  # FedJAX would create a missing file, so look first.
   if not os.path.isfile(path):
     raise DataError(f"{path}: no such file: give the path of a FedJAX SQLite")
   with open(path, "rb") as stream:
@@ -192,7 +192,7 @@ def read_sqlite(
         raise ValueError(f"client {client_id!r} has not its {size} examples")
   except DataError:
     raise
-  # What SQLite, zlib, msgpack and NumPy raise of bytes that are wrong.
+  # What SQLite, zlib, msgpack and NumPy raise on damaged bytes.
   except (
     sqlite3.Error,
     zlib.error,
@@ -220,7 +220,7 @@ def load_federated_cifar100(
 
   Args:
     path_or_dir: one of those files, or the folder that holds them.
-    split: 'train' or 'test', which file of a folder.
+    split: 'train' or 'test': which file of a folder to read.
 
   Returns:
     The population; its bank has `x` `uint8[N, 32, 32, 3]`, `y` `int32[N]` in
@@ -229,7 +229,7 @@ def load_federated_cifar100(
   Raises:
     DataError: the file is missing, damaged, or not CIFAR-100.
     ImportError: FedJAX is not installed.
-    ValueError: another split.
+    ValueError: `split` is neither of the two.
   """
   if split not in ("train", "test"):
     raise ValueError(f"split={split!r}: want 'train' or 'test'")
@@ -308,7 +308,7 @@ def _collect(
         raise ValueError(f"client {client_id!r}: no feature {name!r}")
       array = np.asarray(examples[name])
       like = parts[new][0] if parts[new] else array
-      # Joining different types would convert them all, without a word.
+      # Joining different types would silently convert them all.
       if array.dtype != like.dtype or array.shape[1:] != like.shape[1:]:
         raise ValueError(
           f"client {client_id!r}: feature {name!r} is "

@@ -1,7 +1,7 @@
-"""FedMD's environments: public images for all, a few private ones a party.
+"""FedMD's environments: public images for all, a few private ones per party.
 
-The shares are cut by `partition_seed`, and not by the seed of a run: runs that
-differ in their seed have the same parties.
+The parties' images depend on `partition_seed`, not on the seed of a run: runs
+that differ only in their seed have the same parties.
 """
 
 from collections.abc import Sequence
@@ -31,16 +31,17 @@ _DIGITS_PUBLIC = 6  # of digits: 0 to 5 are public, 6 to 9 private
 
 @dataclasses.dataclass(frozen=True)
 class FedMDImages:
-  """An environment: public data, the parties' own, and where to test.
+  """An environment: public data, the parties' private data, and test data.
 
   Every bank has `x` `uint8[N, H, W, C]` and `y` `int32[N]`. Labels of public
-  classes come first, then those of private classes; models have an output for
-  each of both. Private sets share one bank object.
+  classes come first, then those of private classes; models have one output per
+  class, public or private. `private` and `private_stopping` share one bank
+  object.
 
   Attributes:
     name: the environment.
-    source: where the private images come from, for the record of a run.
-    num_classes: C, public and private classes.
+    source: where the private images come from, to be recorded with a run.
+    num_classes: C, the number of public and private classes.
     image_shape: (height, width, channels).
     public: the public training images.
     public_stopping: public images that nobody trains on; `None` if none are
@@ -49,11 +50,11 @@ class FedMDImages:
     private: the P parties and their images.
     private_stopping: training images of the private classes that no party
       holds; `None` if there are none, or none are held out.
-    private_test: test images of the private classes, all parties' task.
-    public_mean: `float32[H, W, C]`, mean of the whole public training set's
-      images, in [0, 1].
-    private_mean: the same of the whole set that the private images are from,
-      all its classes.
+    private_test: test images of the private classes, the task of all parties.
+    public_mean: `float32[H, W, C]`, the mean image of the whole public training
+      set, in [0, 1].
+    private_mean: the same for the whole training set from which the private
+      images are taken, with all its classes.
   """
 
   name: str
@@ -85,34 +86,36 @@ def load_fedmd_images(
 ) -> FedMDImages:
   """Loads an environment.
 
-  - `mnist_letters_iid`: MNIST; letters a to f, three of each a party.
-  - `mnist_letters_by_writer`: MNIST; a party has all letters a to f of one
-    writer who wrote 18 or more of them.
-  - `cifar_iid`: CIFAR-10; CIFAR-100's apple, baby, chair, porcupine, sea and
-    sunflower, three of each a party.
-  - `cifar_noniid`: CIFAR-10; six superclasses of CIFAR-100, of each of which a
-    party has 20 images of one subclass, and is tested on all.
-  - `digits`: 0 to 5, and 6 to 9, three of each a party, at 16 x 16 pixels. Not
-    in the paper; made for trying out, with no download.
+  - `mnist_letters_iid`: public MNIST; private letters a to f, three of each per
+    party.
+  - `mnist_letters_by_writer`: public MNIST; a party has all letters a to f of
+    one writer who wrote 18 or more of them.
+  - `cifar_iid`: public CIFAR-10; private images of CIFAR-100's apple, baby,
+    chair, porcupine, sea and sunflower, three of each per party.
+  - `cifar_noniid`: public CIFAR-10; six private superclasses of CIFAR-100. A
+    party has 20 images of one subclass of each, and is tested on all
+    subclasses.
+  - `digits`: public digits 0 to 5; private digits 6 to 9, three of each per
+    party; 16 x 16 pixels. Not in the paper; for trying out, needs no download.
 
   Args:
     environment: its name.
-    data_dir: where the files lie, see `hetfl.data.vision`, `mnist`, `letters`.
+    data_dir: the folder of the files, see `hetfl.data.vision`, `mnist`,
+      `letters`.
     num_parties: P.
-    examples_per_class: images of each private class of a party; by default
-      as above.
+    examples_per_class: images of each private class per party; by default as
+      above.
     min_writer_examples: letters a to f that a writer must have written, all
       six together. 18 is the released code's number; the paper's table 3 has
       "around 20 (varies)" per class and party.
-    superclasses: 'paper', CIFAR-100's 0 to 5, or 'code', 0, 1, 7, 9, 12, 18,
-      those of the released code.
-    heldout_examples: images, at most, of each stopping set. Public ones, drawn
-      by their shares of labels, are taken out of training.
-    public_examples: keep so many public training images, drawn by their
-      shares of labels; by default all.
+    superclasses: 'paper', for CIFAR-100's 0 to 5, or 'code', for those of the
+      released code: 0, 1, 7, 9, 12, 18.
+    heldout_examples: images in each stopping set, at most. The public ones, a
+      stratified sample, are removed from training.
+    public_examples: how many public training images to keep, a stratified
+      sample; by default all.
     partition_seed: draws the parties' images and the stopping sets.
-    download: download a set that is not there into `data_dir`, where that can
-      be done.
+    download: download a missing set into `data_dir`, where possible.
 
   Returns:
     The environment.
@@ -121,8 +124,8 @@ def load_fedmd_images(
     DataError: the data is missing or damaged.
     ValueError: an argument out of its range.
 
-  Reference: Li & Wang 2019, section 3 and table 3; the released code for the
-  scaling, by the mean image, and for the writers.
+  Reference: Li & Wang 2019, section 3 and table 3; the released code for
+  scaling by the mean image and for the choice of writers.
 
   >>> images = load_fedmd_images('digits', num_parties=5)
   >>> images.num_classes, images.private.sizes.tolist(), images.image_shape
@@ -200,13 +203,13 @@ def equal_classes(
   examples_per_class: int,
   seed: int,
 ) -> list[np.ndarray]:
-  """Gives every client so many examples of each class, no one twice.
+  """Gives each client the same number of examples per class, none twice.
 
   Args:
     labels: `int[N]`, label of each example.
-    classes: the classes that are shared out.
+    classes: the classes to distribute.
     num_clients: K.
-    examples_per_class: examples of each class of a client.
+    examples_per_class: examples of each class per client.
     seed: non-negative integer; with the other arguments it fixes the result.
 
   Returns:
@@ -250,12 +253,12 @@ def one_writer(
   min_examples: int,
   seed: int,
 ) -> list[np.ndarray]:
-  """Gives every client all that one writer wrote of some classes.
+  """Gives each client all examples of some classes by one writer.
 
   Args:
     labels: `int[N]`, label of each example.
-    writers: `int[N]`, its writer.
-    classes: the classes that count.
+    writers: `int[N]`, writer of each example.
+    classes: the classes to keep.
     num_clients: K.
     min_examples: writers with fewer examples of those classes, taken
       together, are left out.
@@ -301,18 +304,18 @@ def one_subclass(
   examples_per_class: int,
   seed: int,
 ) -> list[np.ndarray]:
-  """Gives every client one fine class of each coarse class.
+  """Gives each client one fine class of each coarse class.
 
-  Client `k` has the fine class number `k mod F` of each coarse class, in
-  ascending order of the fine classes; clients that share one draw from it
-  independently and may hold the same examples.
+  Of the F fine classes of each coarse class, in ascending order, client `k` has
+  number `k mod F`. Clients with the same fine class draw from it independently
+  and may hold the same examples.
 
   Args:
     coarse: `int[N]`, coarse label of each example.
     fine: `int[N]`, fine label of each example, within its coarse label.
     classes: the coarse classes.
     num_clients: K.
-    examples_per_class: examples of each coarse class of a client.
+    examples_per_class: examples of each coarse class per client.
     seed: non-negative integer; with the other arguments it fixes the result.
 
   Returns:
@@ -323,7 +326,7 @@ def one_subclass(
 
   Reference: Li & Wang 2019, section 3, FedMD's CIFAR non-i.i.d. environment.
   Departure: the released code numbers fine classes in the order of a Python
-  set, which says only which of them come together.
+  set. The order affects only which of them a client combines.
 
   >>> fine = np.repeat(np.arange(4), 3)
   >>> clients = one_subclass(fine // 2, fine, classes=[0, 1], num_clients=3,
@@ -352,14 +355,14 @@ def one_subclass(
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-  """The data of an environment before it is shared out."""
+  """The data of an environment before it is partitioned."""
 
   source: str
   num_public: int
   classes: tuple[int, ...]  # labels of the private classes
   public: Bank
   public_test: Bank
-  train: Bank  # private images and what partitions want to know of them
+  train: Bank  # private images, and what the partitions need to know of them
   test: Bank
   public_mean: np.ndarray
   private_mean: np.ndarray
@@ -434,7 +437,7 @@ def _new_labels(classes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _relabelled(bank: Bank, classes: Sequence[int]) -> Bank:
-  """The examples of some classes, which get the labels after the public."""
+  """The examples of some classes, with labels that follow the public ones."""
   keep = np.isin(bank["y"], classes)
   kept = {name: array[keep] for name, array in bank.items()}
   new = np.full(max(*classes, int(bank["y"].max())) + 1, -1, np.int32)
@@ -457,7 +460,7 @@ def _or(value: int | None, default: int) -> int:
 
 
 def _hold_out(subset: Subset, size: int, seed: int):
-  """Takes a stratified sample out of a set."""
+  """Splits a stratified sample off a set."""
   if not size:
     return subset, None
   y = np.asarray(subset.bank["y"])[subset.index]
@@ -486,7 +489,7 @@ def _some(subset: Subset, size: int, seed: int) -> Subset:
 
 
 def _left_over(bank, classes, parts, size, seed) -> Subset | None:
-  """Images of the private classes that are nobody's, by shares of labels."""
+  """A stratified sample of private-class images that no party holds."""
   free = np.isin(bank["y"], classes)
   free[np.concatenate(parts)] = False
   free = np.flatnonzero(free).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Files of data sets: downloads, hashes, and sets that TFDS has prepared."""
+"""Files of data sets: downloads, hashes, and sets prepared by TFDS."""
 
 from collections.abc import Callable, Iterable
 import glob
@@ -23,14 +23,14 @@ _TIMEOUT_SECONDS = 10
 
 
 def record(sets: Iterable[Subset | ClientPopulation | None], **facts) -> bytes:
-  r"""What tells a run's data from other data.
+  r"""A line that identifies a run's data.
 
   Args:
-    sets: all that the run uses; their banks are read once each.
-    **facts: what else is known of the data.
+    sets: all sets that the run uses; each bank is read once.
+    **facts: further facts about the data.
 
   Returns:
-    A line of JSON: the facts, and a CRC-32 of who holds what and of it all.
+    A line of JSON: the facts, and a CRC-32 of the positions and the banks.
 
   >>> bank = {'y': np.arange(3)}
   >>> record([Subset(bank, np.array([0, 2])), None], source='here')
@@ -49,17 +49,17 @@ def record(sets: Iterable[Subset | ClientPopulation | None], **facts) -> bytes:
     arrays += [bank[name] for name in sorted(bank)]
   crc = 0
   for array in arrays:
-    # Any: that arrays are buffers NumPy's types say from Python 3.12 on only.
+    # Any: NumPy's types declare arrays as buffers only from Python 3.12 on.
     content: Any = np.ascontiguousarray(array)
     crc = zlib.crc32(content, crc)
   return (json.dumps({**facts, "crc32": f"{crc:08x}"}) + "\n").encode()
 
 
 def find(data_dir: str | os.PathLike | None, name: str) -> str | None:
-  """A file's path, in a folder or in one of its folders.
+  """Finds a file in a folder or in one of its subfolders.
 
   Args:
-    data_dir: the folder; `None`: nowhere.
+    data_dir: the folder; with `None`, nothing is found.
     name: the file's name.
 
   Returns:
@@ -76,14 +76,14 @@ def find(data_dir: str | os.PathLike | None, name: str) -> str | None:
 
 
 def tfds_roots(data_dir: str | None) -> list[str]:
-  """The folders in which sets that TFDS prepared may lie.
+  """The folders that may hold sets prepared by TFDS.
 
   Args:
-    data_dir: a folder to look in first, taken as it is; `None`: none.
+    data_dir: a folder to look in first, used as it is; `None` for none.
 
   Returns:
-    Paths: that one, and TFDS's own, `$TFDS_DATA_DIR` or, where it is not set,
-    `~/tensorflow_datasets`.
+    Paths: `data_dir`, if given, and TFDS's own folder: `$TFDS_DATA_DIR` or, if
+    that is not set, `~/tensorflow_datasets`.
   """
   default = os.environ.get(
     "TFDS_DATA_DIR", os.path.join("~", "tensorflow_datasets")
@@ -93,7 +93,7 @@ def tfds_roots(data_dir: str | None) -> list[str]:
 
 
 def _version(path: str) -> list[int]:
-  """The numbers of the version that a path of a TFDS set holds."""
+  """The version in the path of a TFDS set, as numbers."""
   folder = os.path.basename(os.path.dirname(path))
   return [int(number) for number in re.findall(r"\d+", folder)]
 
@@ -101,14 +101,14 @@ def _version(path: str) -> list[int]:
 def prepared_tfds(
   name: str, data_dir: str | None
 ) -> tuple[str | None, list[str]]:
-  """A set prepared by TFDS as array_record, and those in another format.
+  """Finds a set prepared by TFDS as array_record, or in other formats.
 
-  Looks at the files only: TFDS, asked for a set that is not there, would try
-  the network for minutes.
+  Looks at the files only: asked for a missing set, TFDS would try the network
+  for minutes.
 
   Args:
     name: the set's name in TFDS.
-    data_dir: a folder to look in beside TFDS's own.
+    data_dir: a folder to look in besides TFDS's own.
 
   Returns:
     The newest version's folder or `None`, and folders of other formats.
@@ -137,17 +137,17 @@ def prepared_tfds(
 def read_tfds(
   folder: str, name: str, split: str, visit: Callable[[dict[str, Any]], None]
 ) -> None:
-  """Shows every example of a prepared set to a function.
+  """Calls a function with every example of a prepared set.
 
   Args:
-    folder: what `prepared_tfds` gave.
+    folder: the folder that `prepared_tfds` returned.
     name: the set's name in TFDS.
     split: 'train' or 'test'.
-    visit: takes an example.
+    visit: called with each example.
 
   Raises:
-    DataError: the set cannot be read, or `visit` finds no sense in it.
-    ImportError: TFDS is not there.
+    DataError: the set cannot be read, or `visit` raised an error.
+    ImportError: TFDS is not installed.
   """
   try:
     import tensorflow_datasets as tfds
@@ -171,10 +171,10 @@ def read_tfds(
 def read_tfds_images(
   folder: str, name: str, split: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Images and labels of a prepared set, in its order.
+  """Images and labels of a prepared set, in stored order.
 
   Args:
-    folder: what `prepared_tfds` gave.
+    folder: the folder that `prepared_tfds` returned.
     name: the set's name in TFDS.
     split: 'train' or 'test'.
 
@@ -183,7 +183,7 @@ def read_tfds_images(
 
   Raises:
     DataError: the set cannot be read, or its images are of different shapes.
-    ImportError: TFDS is not there.
+    ImportError: TFDS is not installed.
   """
   images, labels = [], []
 
@@ -201,13 +201,13 @@ def read_tfds_images(
 
 
 def download(url: str, path: str, md5: str, page: str) -> None:
-  """Downloads a file; it appears whole and checked, or not at all.
+  """Downloads a file atomically and checks its hash.
 
   Args:
-    url: where it is.
-    path: where it goes.
-    md5: what it must be.
-    page: where its publication is described.
+    url: the file's address.
+    path: where to write it.
+    md5: its expected hash, hexadecimal.
+    page: the web page about the file, for the error.
 
   Raises:
     DataError: the download failed or gave another file.
@@ -234,11 +234,11 @@ def download(url: str, path: str, md5: str, page: str) -> None:
 
 
 def check_md5(path: str, md5: str, remedy: str) -> None:
-  """Raises `DataError` if a file is not the one that has this hash.
+  """Raises `DataError` if a file does not have the expected hash.
 
   Args:
     path: the file.
-    md5: its hash, hexadecimal.
+    md5: its expected hash, hexadecimal.
     remedy: what to do, for the error.
 
   Raises:
@@ -256,5 +256,5 @@ def check_md5(path: str, md5: str, remedy: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
-  """What an error says, on one line."""
+  """An error's message on one line."""
   return " ".join(str(error).split()) or type(error).__name__

@@ -1,7 +1,7 @@
-"""The federations of images that Federated Mutual Learning is tried on.
+"""The image federations for Federated Mutual Learning.
 
-A federation is cut once, by `partition_seed`, and not by the seed of a run:
-runs that differ in their seed see the same clients.
+A federation depends on `partition_seed`, not on the seed of a run: runs that
+differ only in their seed have the same clients.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from hetfl.data import partition as partition_lib
 from hetfl.data.streams import generator, Stream
 from hetfl.population import Subset
 
-# The concentration of `dirichlet`, if none is given.
+# The default concentration of `dirichlet`.
 DIRICHLET_ALPHA = 0.5
 PARTITIONS = ("iid", "noniid1", "noniid2", "noniid3", "dirichlet")
-# Shards of a client, as a share of the classes: 6, 4 and 2 of 10.
+# Shards per client, as a share of the classes: 6, 4 and 2 of 10.
 _SHARDS = {"noniid1": 0.6, "noniid2": 0.4, "noniid3": 0.2}
 _LOADERS = {
   "digits": lambda data_dir, download: vision.load_digits(),
@@ -37,9 +37,9 @@ class ClientData(NamedTuple):
     dataset: the name of its data set.
     train: its private training examples.
     heldout: private training examples that it does not train on, to choose
-      hyper-parameters; none unless asked for.
-    validation: its private validation examples, a part of the test images in
-      which classes have the same pattern.
+      hyper-parameters; empty by default.
+    validation: its private validation examples, a part of the test images with
+      the same pattern of classes as its training examples.
   """
 
   dataset: str
@@ -57,7 +57,7 @@ class FmlImages(NamedTuple):
   Attributes:
     clients: K clients.
     test: for each data set, all its test images.
-    num_classes: for each data set.
+    num_classes: for each data set, its number of classes.
     image_shape: (height, width, channels), the same for all.
   """
 
@@ -68,7 +68,7 @@ class FmlImages(NamedTuple):
 
   @property
   def sets(self) -> list[Subset]:
-    """All there is, for `files.record`."""
+    """All subsets, for `files.record`."""
     held = [subset for c in self.clients for subset in c[1:]]
     return [*held, *self.test.values()]
 
@@ -86,33 +86,33 @@ def load_fml_images(
   heldout_examples: int = 0,
   download: bool = False,
 ) -> FmlImages:
-  """Clients that share out the images of one or more data sets.
+  """Divides the images of one or more data sets among clients.
 
-  All training images are shared out, and the test images in the same pattern
-  as the clients' validation examples; all test images together test the
-  global model.
+  All training images are divided, and in the same pattern the test images,
+  which become the clients' validation examples; all test images together test
+  the global model.
 
   - `iid`: shuffled and dealt out evenly.
-  - `noniid1`, `noniid2`, `noniid3`: 6, 4, 2 shards of one class each for a
-    client (60, 40, 20 for CIFAR-100); see `hetfl.data.partition.shards`.
-  - `dirichlet`, which the paper has not: each class shared out by a Dirichlet,
-    so clients are of different sizes; see `hetfl.data.partition.dirichlet`.
+  - `noniid1`, `noniid2`, `noniid3`: 6, 4, 2 shards per client, each of one
+    class (60, 40, 20 for CIFAR-100); see `hetfl.data.partition.shards`.
+  - `dirichlet`, not in the paper: a Dirichlet divides each class, so clients
+    are of different sizes; see `hetfl.data.partition.dirichlet`.
 
   Args:
     datasets: one data set, or one for each client; clients of the same one
       share it.
     num_clients: K.
     partition: one of the above.
-    data_dir: where data sets lie, see `hetfl.data.vision` and
+    data_dir: the folder of the data sets, see `hetfl.data.vision` and
       `hetfl.data.mnist`.
     partition_alpha: the Dirichlet's concentration: small is skewed.
     partition_seed: makes the clients.
     bad_clients: the numbers of clients with wrong training labels.
-    bad_label_share: the share of their labels that is replaced by uniform
-      draws of a class.
-    heldout_examples: training examples of all clients together that are held
-      out, as many of each client; the paper has none.
-    download: download a data set that is not there into `data_dir`.
+    bad_label_share: the share of their labels that are replaced by classes
+      drawn uniformly.
+    heldout_examples: how many training examples of all clients together are
+      held out, equally many per client; the paper has none.
+    download: download a missing data set into `data_dir`.
 
   Returns:
     The federation.
@@ -128,8 +128,8 @@ def load_fml_images(
   360
 
   Reference: Shen et al. 2020, section 5.1. The released code makes the
-    clients' validation parts and then overwrites them by the whole test set;
-    here they are kept apart, as in the paper's text.
+    clients' validation parts and then overwrites them with the whole test set;
+    here the parts are kept, as in the paper's text.
   """
   for dataset in datasets:
     if dataset not in _LOADERS:

@@ -1,10 +1,9 @@
 """Handwritten letters: EMNIST's, or others in one `.npz` file.
 
 EMNIST is looked for in this order: the official MATLAB file, the official idx
-files, FedJAX's federated EMNIST, and a set that TensorFlow Datasets has
-prepared (read without TensorFlow). Where none of them is there, `letters.npz`
-stands in. The idx files and TFDS do not say who wrote what. Nothing is ever
-unpickled.
+files, FedJAX's federated EMNIST, and a set prepared by TensorFlow Datasets
+(read without TensorFlow). If none is found, `letters.npz` is used instead. The
+idx files and TFDS do not name the writers. Nothing is ever unpickled.
 """
 
 import os
@@ -36,7 +35,8 @@ class Letters(NamedTuple):
   Attributes:
     source: 'mat', 'idx', 'fedjax', 'tfds' or 'npz': where they come from.
     train: `x` `uint8[N, 28, 28, 1]`, ink bright; `y` `int32[N]`, 0 is a, upper
-      and lower case alike; and, but for 'idx' and 'tfds', `writer` `int32[N]`.
+      and lower case alike; and, except from 'idx' and 'tfds', `writer`
+      `int32[N]`.
     test: the same, for testing.
   """
 
@@ -48,10 +48,10 @@ class Letters(NamedTuple):
 def load_letters(
   data_dir: str | os.PathLike | None = None, *, writers: bool = False
 ) -> Letters:
-  """Letters a to z, from the first source that is there.
+  """Letters a to z, from the first source that is found.
 
   Args:
-    data_dir: folder that holds, in itself or in a folder in it,
+    data_dir: folder that holds, directly or in a subfolder,
       `emnist-letters.mat`; `emnist-letters-{train,test}-{images-idx3,
       labels-idx1}-ubyte`, plain or as `.gz`;
       `federated_emnist_{train,test}.sqlite`; or `letters.npz`: `images`
@@ -59,17 +59,16 @@ def load_letters(
       A set `emnist/letters` that TFDS prepared as array_record is looked for
       in it and in TFDS's own directory; TFDS keeps 88,800 and 14,800 of the
       official 124,800 and 20,800 images.
-    writers: pass over sources that do not say who wrote what.
+    writers: skip sources that do not name the writers.
 
   Returns:
-    The letters. Those of `letters.npz` have no official test images: the
-    writers with the larger numbers, half of them, are the test writers.
-    Images that are not 28 x 28 are brought to that as MNIST's were (see
-    `like_mnist`).
+    The letters. `letters.npz` has no official test images: the half of the
+    writers with the larger numbers are the test writers. Images that are not
+    28 x 28 are brought to that size as MNIST's were (see `like_mnist`).
 
   Raises:
-    DataError: no source was found, or none that says who wrote what, or a
-      file is damaged.
+    DataError: no source was found, or none that names the writers, or a file
+      is damaged.
 
   Reference: Cohen et al. 2017, EMNIST. Li & Wang 2019 call their letters
   FEMNIST; the released code reads `emnist-letters.mat`.
@@ -114,9 +113,9 @@ def load_letters(
 def like_mnist(image: np.ndarray) -> np.ndarray:
   """Brings a drawing to 28 x 28 as MNIST's digits were.
 
-  The ink's bounding box is scaled to fit into 20 x 20, each pixel the mean of
-  what it covers, its brightest pixel made 255, and put so that the centre of
-  its mass is in the middle.
+  The ink's bounding box is scaled to fit into 20 x 20, each pixel being the
+  mean of the area it covers. Brightness is scaled so that the brightest pixel
+  is 255. The centre of mass is moved to the middle.
 
   Args:
     image: `uint8[H, W]`, ink bright on 0, H and W any.
@@ -124,8 +123,8 @@ def like_mnist(image: np.ndarray) -> np.ndarray:
   Returns:
     `uint8[28, 28]`.
 
-  Reference: LeCun et al. 1998, on MNIST; the gain in brightness is ours, for
-  lines that are thin.
+  Reference: LeCun et al. 1998, on MNIST; the scaling of brightness is ours, for
+  thin lines.
 
   >>> image = np.zeros((100, 80), np.uint8)
   >>> image[10:90, 30:50] = 200
@@ -154,7 +153,7 @@ def like_mnist(image: np.ndarray) -> np.ndarray:
 
 
 def _coverage(source: int, target: int) -> np.ndarray:
-  """`float[target, source]`: the share of each pixel in the means of fewer."""
+  """`float[target, source]`: each source pixel's share in each target pixel."""
   edges = np.linspace(0, source, target + 1)
   pixels = np.arange(source)
   overlap = np.minimum(edges[1:, None], pixels + 1) - np.maximum(
@@ -173,7 +172,7 @@ def _idx() -> list[str]:
 
 
 def _bank(where: str, x, y, writer=None, *, first: int, split=None) -> Bank:
-  """A bank of letters, checked; `first` is the label of a."""
+  """A bank of letters, checked; `first` is the label of the letter a."""
   x, y = np.asarray(x), np.asarray(y).reshape(-1).astype(np.int64) - first
   if x.ndim == 2:
     x = x.reshape(-1, _SIDE, _SIDE) if x.shape[1] == _SIDE**2 else x
@@ -213,7 +212,7 @@ def _read_mat(path: str) -> tuple[Bank, Bank]:
       split: [part[name] for name in ("images", "labels", "writers")]
       for split, part in parts.items()
     }
-  # What SciPy raises of bytes that are wrong is of many kinds.
+  # SciPy raises many kinds of errors on damaged bytes.
   except Exception as error:
     raise DataError(
       f"{path}: cannot be read ({files.one_line(error)}): get it again from"
@@ -263,7 +262,7 @@ def _read_idx(data_dir: str) -> tuple[Bank, Bank]:
 
 
 def _read_sqlite(path: str) -> Bank:
-  """FedJAX's: ink dark on 1.0; labels digits, upper case, lower case."""
+  """FedJAX's file: ink dark on 1.0; labels digits, upper case, lower case."""
   population = fedjax_source.read_sqlite(path, {"pixels": "x", "label": "y"})
   writer = np.empty(len(population.members), np.int32)
   writer[population.members] = np.repeat(

@@ -1,9 +1,8 @@
-"""MNIST, and the idx files that it and its kin are published in.
+"""MNIST, and the idx format of MNIST and related data sets.
 
 MNIST is looked for in this order: the official files, with or without their
-`.gz`; a set that TensorFlow Datasets has prepared (read without TensorFlow);
-and, only if asked for, a download of the official files. Nothing is ever
-unpickled.
+`.gz`; a set prepared by TensorFlow Datasets (read without TensorFlow); and,
+only if asked for, a download of the official files. Nothing is ever unpickled.
 """
 
 import gzip
@@ -39,7 +38,7 @@ class _File(NamedTuple):
 
   name: str
   shape: tuple[int, ...]
-  sha256: str  # of what is in it
+  sha256: str  # of the uncompressed file
   md5: str  # of the .gz
 
 
@@ -80,10 +79,10 @@ def read_idx(path: str | os.PathLike) -> np.ndarray:
     path: the file; gzipped if its first bytes say so.
 
   Returns:
-    The array, of the type and shape that the file's head gives.
+    The array, of the type and shape that the file's header gives.
 
   Raises:
-    DataError: it is missing, no idx file, damaged, or cut short.
+    DataError: the file is missing, not an idx file, damaged, or cut short.
 
   Reference: LeCun, Cortes and Burges, "The MNIST database", file formats.
 
@@ -101,17 +100,17 @@ def load_mnist(
 ) -> VisionDataset:
   """MNIST: 60,000 + 10,000 handwritten digits, 28 x 28 x 1.
 
-  TFDS keeps no positions, so from a set that it prepared the images come in
-  its shuffled order: the same images, but another partition by positions.
+  TFDS does not keep the official positions, so a set that it prepared has the
+  same images in shuffled order, and partitions by positions differ.
 
   Args:
     data_dir: folder with `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`,
       `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte`, each with or
       without `.gz`, in `mnist/`, in `MNIST/raw/` or in the folder itself; or a
-      set that TFDS prepared as array_record. TFDS's own folder is looked in as
+      set that TFDS prepared as array_record. TFDS's own folder is searched as
       well.
     download: if none of those is there, download the official files into
-      `mnist/` in `data_dir`; if some of the four are there, the others to them.
+      `mnist/` in `data_dir`; if some of the four are there, add the others.
 
   Returns:
     The data set, of 10 classes; its banks have `x` and `y`.
@@ -149,7 +148,7 @@ def _official_folder(data_dir: str) -> str | None:
   for name in _FOLDERS:
     folder = os.path.join(data_dir, name)
     if any(_find(folder, file) is not None for file in _TRAIN + _TEST):
-      return folder  # a missing file among others is told when it is read
+      return folder  # missing files are reported when the folder is read
   return None
 
 
@@ -190,7 +189,7 @@ def _bank(folder: str, files: tuple[_File, ...]) -> Bank:
 
 
 def _content(path: str) -> bytes:
-  """The bytes in a file that may be gzipped."""
+  """The uncompressed bytes of a file that may be gzipped."""
   try:
     with open(path, "rb") as stream:
       content = stream.read()
@@ -204,7 +203,7 @@ def _content(path: str) -> bytes:
 
 
 def _parse(path: str, content: bytes) -> np.ndarray:
-  """An idx file's array: two zeros, type, rank, big-endian sizes, values."""
+  """Parses an idx file: two zeros, type, rank, big-endian sizes, values."""
   rank = content[3] if len(content) > 3 else 0
   head = 4 + 4 * rank
   if content[:2] != b"\0\0" or content[2:3] == b"" or len(content) < head:
@@ -224,7 +223,7 @@ def _parse(path: str, content: bytes) -> np.ndarray:
 
 
 def _read_tfds(folder: str) -> tuple[Bank, Bank]:
-  """Reads a prepared set, in its order."""
+  """Reads a prepared set, in stored order."""
   banks: list[Bank] = []
   for split, files in (("train", _TRAIN), ("test", _TEST)):
     images, labels = files_lib.read_tfds_images(folder, "mnist", split)

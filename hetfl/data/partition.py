@@ -19,7 +19,7 @@ from hetfl.population import Positions
 
 
 class CodistSplit(NamedTuple):
-  """The clients of a codistillation experiment, by what they serve for.
+  """The clients of a codistillation experiment, by their role.
 
   Attributes:
     pool: `int64[K_pool]`, the clients that train the small model.
@@ -51,8 +51,8 @@ def pachinko(
 
   Client after client draws a distribution over the coarse labels that still
   have examples, Dirichlet(alpha), and for each of them one over its remaining
-  fine labels, Dirichlet(beta). Each of its examples is then a draw of a coarse
-  label, of a fine label, and of an unused example of that label, uniformly.
+  fine labels, Dirichlet(beta). Each of the client's examples is then a draw of
+  a coarse label, a fine label and, uniformly, an unused example of that label.
   A label that runs out is removed and the distribution renormalised. With
   `coarse` equal to `fine` this is a partition by label skew with clients of
   equal size (Hsu et al. 2019).
@@ -62,7 +62,7 @@ def pachinko(
     fine: `int[N]`, fine label of each example, within its coarse label.
     num_clients: K.
     examples_per_client: examples of each client; K times this may be at most
-      N. Where it is less, the rest stays unused.
+      N. If it is less, the other examples stay unused.
     seed: non-negative integer; with the other arguments it fixes the result.
     alpha: concentration of the Dirichlet over coarse labels, for each label.
     beta: concentration of the Dirichlet over fine labels, for each label.
@@ -82,10 +82,11 @@ def pachinko(
 
   Reference: Li and McCallum 2006 for the prior; Reddi et al. 2021 and the
     CIFAR-100 of TensorFlow Federated (TFF) for its use here. TFF's seed and
-    script are not public, so this draws from the same law, not TFF's clients.
+    script are not public, so this draws from the same distribution, but does
+    not give TFF's clients.
 
-  Departure: where every label that is left had probability zero (an underflow
-    at small alpha), the distribution is drawn afresh over those labels.
+  Departure: if every remaining label has probability zero (an underflow at
+    small alpha), a new distribution is drawn over those labels.
   """
   coarse, fine = np.asarray(coarse), np.asarray(fine)
   if coarse.shape != fine.shape or coarse.ndim != 1:
@@ -119,8 +120,8 @@ def pachinko(
   clients = []
   for _ in range(num_clients):
     to_root = _Multinomial(rng, alive, alpha)
-    # Only the coarse labels that are drawn need their fine distribution; which
-    # ones are drawn does not depend on it, so drawing it late changes nothing.
+    # Only coarse labels that are drawn need a fine distribution. It does not
+    # affect which ones are drawn, so it can be drawn late.
     to_leaf = {}
     picked = []
     for u, v in rng.random((examples_per_client, 2)).tolist():
@@ -144,13 +145,13 @@ def pachinko(
 def dirichlet(
   labels: np.ndarray, *, num_clients: int, seed: int, alpha: float
 ) -> list[np.ndarray]:
-  """Label-skew partition: each label's examples are shared by a Dirichlet.
+  """Label-skew partition: a Dirichlet divides each label's examples.
 
   For each label, shares of the K clients are drawn from Dirichlet(alpha) and
   the label's examples, shuffled, are cut at their cumulative sums. Clients
   differ in size. Every example is used exactly once. A client left
   empty then takes one example, chosen uniformly, from the client that has
-  most (the first of those, on a tie), so no client is empty.
+  the most (on a tie, the first), so no client is empty.
 
   Args:
     labels: `int[N]`, label of each example.
@@ -172,7 +173,7 @@ def dirichlet(
 
   Reference: Yurochkin et al. 2019.
 
-  Departure: the paper leaves empty clients out of account.
+  Departure: the paper does not consider empty clients.
   """
   labels = np.asarray(labels)
   _check_positive(alpha=alpha, num_clients=num_clients)
@@ -191,15 +192,15 @@ def matching(
   *,
   seed: int,
 ) -> list[np.ndarray]:
-  """Shares out other examples in the pattern of a partition.
+  """Divides other examples in the pattern of a partition.
 
-  Of each label a client gets the share that it has in the partition; of one
-  that is not in it all get the same. No client is left empty, as in
-  `dirichlet`.
+  Of each label a client gets the share that it has in the partition; labels
+  that are not in the partition are divided equally. No client is left empty, as
+  in `dirichlet`.
 
   Args:
     clients: K arrays of positions, the partition.
-    labels: `int[N]`, the labels of the examples it is of.
+    labels: `int[N]`, the labels of the partitioned examples.
     other: `int[M]`, the labels of other examples, such as the test images; M
       at least K.
     seed: non-negative integer; with the other arguments it fixes the result.
@@ -237,7 +238,7 @@ def _share_out(
   shares: Callable[[int], np.ndarray],
   rng: np.random.Generator,
 ) -> list[np.ndarray]:
-  """Cuts each label's shuffled examples at the sums of the clients' shares."""
+  """Cuts each label's shuffled examples at the shares' cumulative sums."""
   owner = np.empty(len(labels), np.int64)
   for label in np.unique(labels):
     positions = rng.permutation(np.flatnonzero(labels == label))
@@ -301,8 +302,8 @@ def shards(
   Every class is cut into `K p / C` shards, so that a shard has one class only;
   the K p shards are shuffled and dealt out, p to each client, which then has
   at most p classes. Several sets of labels, such as those for training and
-  for validation, are dealt out in the same pattern: a client has as many
-  shards of each class in one as in the other.
+  for validation, are dealt out in the same pattern: in every set a client has
+  the same number of shards of each class.
 
   Args:
     *labels: for each set `int[N]`, the label of each example, 0 to C - 1.
@@ -315,15 +316,14 @@ def shards(
     together all of `0..N-1` once each.
 
   Raises:
-    ValueError: K p is no multiple of C, or a class has fewer examples than
+    ValueError: K p is not a multiple of C, or a class has fewer examples than
       shards.
 
   Reference: Shen et al. 2020, section 5.1 (K = 5; p = 6, 4, 2 of 10 classes,
-    60, 40, 20 of 100). "We divide the dataset by label into K p shards" is
-    read as above; equal cuts of the sorted examples, the other reading, are
-    the same where classes are equally large (CIFAR). Where they are not
-    (MNIST) such cuts would straddle classes; ours leave clients of different
-    sizes.
+    60, 40, 20 of 100). We read "We divide the dataset by label into K p shards"
+    as above. The other reading, equal cuts of the sorted examples, is the same
+    if classes are equally large (CIFAR). If they are not (MNIST), equal cuts
+    would straddle classes, while ours give clients of different sizes.
 
   >>> train, test = shards(np.arange(12) % 4, np.arange(8) % 4,
   ...                      num_clients=2, shards_per_client=2, seed=0)
@@ -372,11 +372,11 @@ def codist_split(
   heldout_clients: int,
   high_capacity_clients: int,
 ) -> CodistSplit:
-  """Splits clients into pool, distillation and held-out ones.
+  """Splits clients into pool, distillation and held-out clients.
 
-  The pool is what the distillation and held-out clients leave. The high
-  capacity clients are a sample of the pool; for one seed a smaller sample is
-  nested in a larger one, and the other parts do not depend on its size.
+  The pool is all clients except the distillation and held-out clients. The
+  high capacity clients are a sample of the pool; for one seed a smaller sample
+  is nested in a larger one, and the other parts do not depend on its size.
 
   Args:
     num_clients: K.
@@ -397,7 +397,7 @@ def codist_split(
   >>> [len(part) for part in split]
   [315, 47, 135, 50]
 
-  Reference: Lichtarge et al. 2023, which gives these in examples: CIFAR-100's
+  Reference: Lichtarge et al. 2023, which counts examples: CIFAR-100's
     50,000 are a pool of 31,500, 13,500 for distillation (Table 4) and 5,000
     held out (Table 3); the high capacity pool has 4,700 (Table 4), 3,100 or
     6,300 (Table 1).
@@ -435,22 +435,22 @@ def codist_split(
 def stratified(
   labels: np.ndarray, *, size: int, seed: int | Sequence[int]
 ) -> np.ndarray:
-  """Draws a sample in which labels have the shares that they have in all.
+  """Draws a sample in which labels have the same shares as in all examples.
 
-  Each label gives the whole part of its share of `size`; those with the
+  Each label gives the integer part of its share of `size`; those with the
   largest remainders, ties broken at random, give one more.
 
   Args:
     labels: `int[N]`, label of each example.
     size: size of the sample, at most N.
-    seed: whole number or numbers that fix the result.
+    seed: integer or integers that fix the result.
 
   Returns:
     `int32[size]`, positions in random order.
 
   Raises:
-    ValueError: the sample would be empty or larger than N, or labels are not
-      one number an example.
+    ValueError: the sample would be empty or larger than N, or `labels` is not
+      one number per example.
 
   >>> labels = np.array([0] * 6 + [1] * 3)
   >>> np.bincount(labels[stratified(labels, size=6, seed=0)])
@@ -477,7 +477,7 @@ def stratified(
 
 
 class _Multinomial:
-  """A Dirichlet draw over some outcomes, one of which may be removed."""
+  """A Dirichlet draw over some outcomes, any of which can be removed."""
 
   def __init__(self, rng, outcomes, concentration):
     self._rng = rng

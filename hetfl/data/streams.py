@@ -1,4 +1,4 @@
-"""Streams of random numbers: one for each thing that is drawn of the data."""
+"""Streams of random numbers: one for each kind of draw from the data."""
 
 import enum
 
@@ -8,8 +8,8 @@ import numpy as np
 class Stream(enum.IntEnum):
   """The numbers of the streams; a new one takes a new number.
 
-  Results depend on them, so they stay as they are. Those of texts share two
-  with those of images, which no run has both of.
+  Results depend on them, so they must not change. Streams for texts share two
+  numbers with streams for images; no run uses both.
   """
 
   PACHINKO = 1
@@ -33,8 +33,8 @@ def generator(stream: Stream, *numbers: int) -> np.random.Generator:
 
   Args:
     stream: what is drawn.
-    *numbers: a seed and what else the draw depends on. NumPy ignores zeros at
-      the end, so draws of a stream have equally many.
+    *numbers: a seed and what else the draw depends on. NumPy ignores trailing
+      zeros, so all draws of a stream must have equally many.
 
   Returns:
     The generator.

@@ -1,10 +1,10 @@
 """Text as data: sentences, words, corpora and vocabularies.
 
-All sources (`hetfl.data.text_sources`) give a `Corpus`, split into sentences
-and lower-case words by the rules here, which need no trained models: words are
-runs of letters, digits and underscores, every other character is a word of its
-own, and contractions are put together again as the paper's appendix G lists
-them.
+All sources (`hetfl.data.text_sources`) give a `Corpus` of sentences and words.
+By default the rules here split text that is not tokenized already; they need no
+trained models. Words are lower-case runs of letters, digits and underscores,
+every other character is a word of its own, and the contractions listed in the
+paper's appendix G are rejoined.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from hetfl.data.errors import DataError
 from hetfl.next_word import BOS, EOS, PAD
 
 MAX_WORD = 64  # Characters; longer ones are cut.
-# Lichtarge et al. 2023, appendix G, with spaces around the apostrophe there.
+# Lichtarge et al. 2023, appendix G, which has spaces around the apostrophe.
 CONTRACTIONS = tuple(
   """aren't can't couldn't didn't doesn't don't hadn't hasn't haven't he'd he'll
   he's i'd it's i'll i'm i've isn't let's mightn't mustn't shan't she'd she'll
@@ -32,7 +32,7 @@ CONTRACTIONS = tuple(
 )
 _HALVES = {tuple(word.split("'")) for word in CONTRACTIONS}
 _WORD = re.compile(r"\w+|[^\w\s]")
-# From the first of a run on, and never back: linear in any text.
+# Starts at the first stop of a run and never backtracks: linear in any text.
 _STOP = re.compile(r"(?<![.!?])[.!?]++[\"')\]]*+\s+")
 _LAST_WORD = re.compile(r"[^\s(]*$")
 _ABBREVIATIONS = frozenset("e.g i.e etc vs cf mr mrs dr no fig approx".split())
@@ -41,13 +41,13 @@ _ABBREVIATIONS = frozenset("e.g i.e etc vs cf mr mrs dr no fig approx".split())
 def sentences(text: str) -> list[str]:
   r"""Splits text at line ends, and at `.`, `!`, `?` before a space.
 
-  Abbreviations such as "e.g." and single letters end no sentence.
+  Abbreviations such as "e.g." and single letters do not end a sentence.
 
   Args:
     text: any text.
 
   Returns:
-    The sentences that hold anything, stripped.
+    The sentences that are not empty, stripped.
 
   >>> sentences('Use it, e.g. here. Then stop!\n\nDone')
   ['Use it, e.g. here.', 'Then stop!', 'Done']
@@ -56,7 +56,7 @@ def sentences(text: str) -> list[str]:
   for line in text.splitlines():
     start = 0
     for stop in _STOP.finditer(line):
-      # Of an endless line no more than a word is looked at.
+      # Looks back by one word at most, however long the line.
       before = line[max(start, stop.start() - MAX_WORD) : stop.start()]
       last = _LAST_WORD.search(before)[0].lower()  # type: ignore[index]
       if stop[0][0] == "." and (last in _ABBREVIATIONS or len(last) == 1):
@@ -70,11 +70,11 @@ def sentences(text: str) -> list[str]:
 def words(
   sentence: str, tokenize: Callable[[str], Sequence[str]] = _WORD.findall
 ) -> list[str]:
-  """Lower-case words, contractions put together as in appendix G.
+  """Lower-case words, with contractions rejoined as in appendix G.
 
   Args:
     sentence: one sentence.
-    tokenize: splits it, apostrophes apart.
+    tokenize: splits the sentence into words, with apostrophes apart.
 
   Returns:
     The words.
@@ -104,7 +104,7 @@ def words(
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-  """Sentences of clients, as numbers of words in a lexicon of their own.
+  """Sentences of clients, as indices of words in the corpus's own lexicon.
 
   Attributes:
     lexicon: W different words.
@@ -114,9 +114,9 @@ class Corpus:
       (comments).
     members: for each of K clients, `int64[n_k]`, its sentences.
     ids: K client ids.
-    skipped: what was left out, by reason.
-    clients_read: of a file with a row a client, the rows that were read, those
-      that gave nothing too.
+    skipped: how much was left out, by reason.
+    clients_read: for a file with one row per client, how many rows were read,
+      including those that gave nothing.
   """
 
   lexicon: tuple[str, ...]
@@ -129,13 +129,13 @@ class Corpus:
   clients_read: int = 0
 
   def counts(self, chosen: np.ndarray) -> Counter:
-    """How often each word stands in some sentences.
+    """How often each word occurs in some sentences.
 
     Args:
-      chosen: `int[n]`, the sentences' numbers; those named twice count once.
+      chosen: `int[n]`, the sentences' indices; repeated ones count once.
 
     Returns:
-      Words and counts, without words that are not there.
+      Words and counts, without words that do not occur.
 
     >>> builder = CorpusBuilder(max_words=9)
     >>> for words in (['a', 'b', 'a'], ['c'], ['b']):
@@ -151,11 +151,11 @@ class Corpus:
 
 
 class CorpusBuilder:
-  """Gathers sentences, client by client or in any order.
+  """Collects sentences, client by client or in any order.
 
   Args:
-    max_words: words of a sentence that are kept; models see no more.
-    max_sentences_per_client: sentences of a client that are kept; `None`: all.
+    max_words: words to keep of a sentence; models see no more.
+    max_sentences_per_client: sentences to keep of a client; `None` for all.
 
   Raises:
     ValueError: a number is not at least 1.
@@ -191,8 +191,8 @@ class CorpusBuilder:
   def add(self, client: str, domain: int, words: Sequence[str]) -> None:
     """Adds a sentence; one without words is counted as skipped.
 
-    So is one beyond `max_sentences_per_client`; words beyond `max_words` are
-    left out without a count.
+    A sentence beyond `max_sentences_per_client` is counted as skipped, too;
+    words beyond `max_words` are left out without being counted.
 
     Args:
       client: the client's id.
@@ -227,7 +227,7 @@ class CorpusBuilder:
       self.add(client, domain, words(sentence))
 
   def build(self) -> Corpus:
-    """The corpus; clients in the order in which they first came."""
+    """The corpus, with clients in the order in which they were first added."""
     self._flush()
     clients = {c: m for c, m in self._members.items() if m}
     return Corpus(
@@ -250,9 +250,9 @@ class Vocabulary:
   """The tokens of a language model.
 
   Tokens are numbered PAD 0, BOS 1, EOS 2, then `tokens`, and OOV last. A
-  `wordpiece` vocabulary cuts a word into the longest pieces that it has, from
-  the left, those after the first with `##` in front; a word that cannot be cut
-  so is OOV.
+  `wordpiece` vocabulary splits a word from the left into the longest pieces
+  that it has; pieces after the first start with `##`. A word that cannot be
+  split like this is OOV.
 
   Attributes:
     kind: 'word' or 'wordpiece'.
@@ -283,10 +283,10 @@ class Vocabulary:
 
     Args:
       word: in lower case, as `words` gives it.
-      numbers: `self.numbers()`; `None` makes it anew.
+      numbers: `self.numbers()`; computed if `None`.
 
     Returns:
-      The tokens' numbers; OOV's alone, if the word cannot be spelt.
+      The tokens' numbers; only OOV's if the word cannot be spelt.
 
     >>> vocabulary = Vocabulary('word', ('a', 'b'))
     >>> vocabulary.pieces('b'), vocabulary.pieces('c'), vocabulary.oov
@@ -312,9 +312,10 @@ class Vocabulary:
     return {token: i + EOS + 1 for i, token in enumerate(self.tokens)}
 
   def encode(self, corpus: Corpus, length: int) -> np.ndarray:
-    """Sentences as tokens: BOS, the words, EOS, then PAD; longer ones are cut.
+    """Sentences as tokens: BOS, the words, EOS, then PAD; long ones are cut.
 
-    `x` is all columns but the last, `y` all but the first.
+    The inputs `x` are all columns but the last, the labels `y` all but the
+    first.
 
     Args:
       corpus: N sentences.
@@ -332,7 +333,7 @@ class Vocabulary:
     n = len(corpus.offsets) - 1
     out = np.full((n, length + 1), PAD, kind)
     out[:, 0] = BOS
-    block = 1 << 16  # Sentences at once, so that the work arrays stay small.
+    block = 1 << 16  # Sentences at once, so that temporary arrays stay small.
     for first in range(0, n, block):
       offsets = corpus.offsets[first : first + block + 1]
       word = corpus.words[offsets[0] : offsets[-1]]
@@ -352,7 +353,7 @@ class Vocabulary:
     return out
 
   def to_bytes(self) -> bytes:
-    """As the content of a `vocabulary.json`."""
+    """The content of a `vocabulary.json`."""
     value = {
       "kind": self.kind,
       "special": {"PAD": PAD, "BOS": BOS, "EOS": EOS, "OOV": self.oov},
@@ -372,14 +373,14 @@ class Vocabulary:
     """Reads the content of a `vocabulary.json`.
 
     Args:
-      content: what `to_bytes` gave.
+      content: what `to_bytes` returned.
       name: the file's name, for errors.
 
     Returns:
       The vocabulary.
 
     Raises:
-      DataError: it is no such content.
+      DataError: `content` is not a vocabulary.
 
     >>> Vocabulary.from_bytes(Vocabulary('word', ('a',)).to_bytes(), 'v.json')
     Vocabulary(kind='word', tokens=('a',))
@@ -397,10 +398,10 @@ class Vocabulary:
 
 
 def train_words(counts: Counter, size: int) -> Vocabulary:
-  """The most common words; of equally common ones the first by alphabet.
+  """The most common words; ties are broken alphabetically.
 
   Args:
-    counts: how often each word stands in the training split.
+    counts: how often each word occurs in the training split.
     size: words at most; the model's V is larger by four.
 
   Returns:
@@ -416,17 +417,17 @@ def train_words(counts: Counter, size: int) -> Vocabulary:
 def train_wordpiece(
   counts: Counter, size: int, *, max_words: int = 50_000
 ) -> Vocabulary:
-  """Word pieces: characters, then the commonest pair of pieces, joined, ...
+  """Trains word pieces: characters, then the commonest pairs, joined in turn.
 
-  What Hugging Face's `WordPieceTrainer` does, which gives another vocabulary
-  in each process (it breaks ties by a random hash); here of equally common
-  pairs the first by alphabet is joined.
+  Does what Hugging Face's `WordPieceTrainer` does. That gives another
+  vocabulary in each process, since it breaks ties by a random hash; here ties
+  are broken alphabetically.
 
   Args:
-    counts: how often each word stands in the training split.
-    size: pieces at most; the model's V is larger by four. The commonest
-      characters take the first half of it at most.
-    max_words: the commonest words that are learnt from.
+    counts: how often each word occurs in the training split.
+    size: pieces at most; the model's V is larger by four. At most the first
+      half of them are single characters, the commonest.
+    max_words: how many words to learn from, the commonest.
 
   Returns:
     The vocabulary: characters, then pairs in the order they were joined.
@@ -459,7 +460,7 @@ def train_wordpiece(
   while heap and len(tokens) < size:
     n, pair = heapq.heappop(heap)
     if -n != pairs[pair]:
-      continue  # Its count has changed since; the new one is in the heap too.
+      continue  # Its count has changed; the new count is in the heap too.
     left, right = pair
     joined = left + right.removeprefix("##")
     tokens[joined] = None
@@ -503,13 +504,13 @@ def first_sentences(
     lines: paragraphs.
     tokenizer: 'rules' for `sentences` and `words`; 'nltk' for NLTK's Punkt
       sentences and its `wordpunct_tokenize`, which sets apostrophes apart as
-      appendix G has them. NLTK's data is never fetched.
+      appendix G does. NLTK's data is never downloaded.
 
   Yields:
-    Words.
+    The words of a sentence.
 
   Raises:
-    DataError: NLTK or its data is not there.
+    DataError: NLTK or its data is not installed.
 
   Reference: Lichtarge et al. 2023, appendix C.2 and G.
 

@@ -1,8 +1,8 @@
 """Where text comes from: `pydoc`, Stack Exchange, Stack Overflow, C4.
 
-A file that is broken as a whole is a `DataError`; a row that is broken in
-itself is left out and counted in `Corpus.skipped`. Files are read in blocks,
-and no block or row may be larger than the bounds here.
+A file that is damaged as a whole raises `DataError`; a damaged row is left out
+and counted in `Corpus.skipped`. Files are read in blocks, and no block or row
+may be larger than the bounds here.
 """
 
 import ast
@@ -31,10 +31,10 @@ from hetfl.data.errors import DataError
 
 QUESTION, ANSWER = 0, 1
 _BLOCK = 1 << 20
-_MAX_ROW = 16 << 20  # Bytes of XML in which one element at least must end.
+_MAX_ROW = 16 << 20  # Bytes of XML that must hold one element at least.
 _MAX_HTML = 100_000  # Characters; Stack Overflow's own limit is 30,000.
 _MAX_LINE = 16 << 20  # Characters of a C4 document.
-_MAX_CLIENT = 256 << 20  # Bytes of one client's examples, unpacked.
+_MAX_CLIENT = 256 << 20  # Bytes of one client's examples, decompressed.
 # Parts of the standard library that are data, demonstrations or programs.
 _NOT_PROSE = (
   *("antigravity", "encodings", "idlelib", "pydoc_data", "test"),
@@ -47,9 +47,9 @@ def pydoc(
 ) -> text.Corpus:
   """Docstrings and comments of Python's standard library; needs no download.
 
-  A client is a module; docstrings are domain 0, comments (of lines of their
-  own) domain 1. The same for one version of Python. Doctests and underlines
-  are left out.
+  A client is a module; docstrings are domain 0, comments (on lines of their
+  own) domain 1. One version of Python always gives the same corpus. Doctests
+  and underlines are left out.
 
   Args:
     max_words: see `text.CorpusBuilder`.
@@ -59,7 +59,7 @@ def pydoc(
     The corpus.
 
   Raises:
-    DataError: the standard library's sources are not there.
+    DataError: the standard library's sources are missing.
   """
   root = pathlib.Path(sysconfig.get_path("stdlib"))
   builder = text.CorpusBuilder(
@@ -114,7 +114,7 @@ def _python(builder: text.CorpusBuilder, client: str, path: pathlib.Path):
 
 
 def _prose(builder, client, domain, lines):
-  """Adds the sentences of paragraphs whose lines are broken anywhere."""
+  """Adds the sentences of paragraphs; their line breaks mean nothing."""
   for empty, group in itertools.groupby(lines, lambda line: not line.strip()):
     group = [line.strip() for line in group]
     if empty or any(line.startswith((">>>", "...")) for line in group):
@@ -122,7 +122,7 @@ def _prose(builder, client, domain, lines):
     paragraph = " ".join(line for line in group if line.strip("-=~*#+_ "))
     for sentence in text.sentences(paragraph):
       words = text.words(sentence)
-      # Signatures and section marks are no sentences.
+      # Signatures and section marks are not sentences.
       if len(words) > 3:
         builder.add(client, domain, words)
 
@@ -136,7 +136,7 @@ def stackexchange(
   """A Stack Exchange dump's `Posts.xml`, read as a stream.
 
   A client is a post's owner; questions (`PostTypeId` 1) are domain 0, answers
-  (2) domain 1. HTML and code blocks are taken out. Titles are not read.
+  (2) domain 1. HTML and code blocks are removed. Titles are not read.
 
   Args:
     path: the file, or the folder that it is in.
@@ -147,7 +147,8 @@ def stackexchange(
     The corpus; clients are owners' numbers.
 
   Raises:
-    DataError: the file is missing, no well-formed XML, or declares entities.
+    DataError: the file is missing, is not well-formed XML, or declares
+      entities.
 
   Reference: https://archive.org/details/stackexchange.
   """
@@ -187,7 +188,7 @@ def stackexchange(
 
 
 def _rows(path: pathlib.Path) -> Iterator[dict[str, str]]:
-  """Attributes of the elements `row`; never more than a block at once."""
+  """Attributes of the `row` elements; never more than one block at once."""
   rows, elements = [], 0
 
   def start(name, attributes):
@@ -242,7 +243,7 @@ _INLINE = frozenset(
 
 
 def strip_html(body: str) -> str:
-  r"""The text of a post: a line a paragraph, without code blocks.
+  r"""The text of a post: one line per paragraph, without code blocks.
 
   Args:
     body: HTML, well-formed or not.
@@ -260,7 +261,7 @@ def strip_html(body: str) -> str:
 
   def keep(text):
     if not dropped:
-      # Lines of a paragraph may be broken anywhere.
+      # Line breaks within a paragraph mean nothing.
       parts.append(_LINE_END.sub(" ", html.unescape(text)))
 
   body = _without_comments(body)
@@ -280,7 +281,7 @@ def _without_comments(body: str) -> str:
   at = 0
   while (start := body.find("<!--", at)) >= 0:
     end = body.find("-->", start + 4)
-    if end < 0:  # No end: to the last line, as browsers have it.
+    if end < 0:  # Unclosed: it runs to the end of the body, as in browsers.
       return "".join(parts) + body[at:start]
     parts.append(body[at:start])
     at = end + 3
@@ -288,7 +289,7 @@ def _without_comments(body: str) -> str:
 
 
 def prevailing(domains: Sequence[int]) -> int:
-  """The domain of most sentences; questions if there are as many.
+  """The domain of most sentences; questions on a tie.
 
   Args:
     domains: `int[n]`, each sentence's: `QUESTION` or `ANSWER`.
@@ -317,23 +318,24 @@ def stackoverflow(
 ) -> text.Corpus:
   """Some clients of a FedJAX Stack Overflow SQLite file.
 
-  Clients are drawn at random, and only theirs is read. Needs no TensorFlow.
+  Clients are drawn at random, and only their rows are read. Needs no
+  TensorFlow.
 
   Args:
     path: `stackoverflow_{train,held_out,test}.sqlite`.
     seed: draws the order of the clients, and their sentences for `share`.
     max_words: see `text.CorpusBuilder`.
     max_clients: clients to read; `None` for all.
-    max_sentences: stop after the client that reaches so many.
+    max_sentences: stop after the client that brings the total to this many.
     max_sentences_per_client: see `text.CorpusBuilder`.
-    skip_clients: of the order drawn, leave so many out first: those that
-      serve for something else.
-    clients_per_domain: read on until each domain prevails with so many
-      clients, and keep a client's sentences of that domain only; `None` for
-      any clients.
-    share: of each client about this share of its sentences, in (0, 1], so that
-      `max_sentences` are of many clients. If all clients together have too few
-      then, as much again of each, and so on.
+    skip_clients: how many clients to skip at the start of the drawn order,
+      because they are used elsewhere.
+    clients_per_domain: read until each domain prevails in this many clients,
+      and keep only a client's sentences of its prevailing domain; `None` for
+      clients of any domain.
+    share: about which share of each client's sentences to read, in (0, 1], so
+      that `max_sentences` come from many clients. If this gives too few, the
+      share is doubled, and so on.
 
   Returns:
     The corpus; words are the file's own tokens. Damaged clients are counted
@@ -341,7 +343,7 @@ def stackoverflow(
 
   Raises:
     DataError: the file is missing, damaged as a whole or of another kind, or
-      nobody is left after `skip_clients`.
+      no client is left after `skip_clients`.
     ValueError: `share` is out of its range.
 
   Reference: `fedjax/datasets/stackoverflow.py`; type `question` is domain 0,
@@ -405,7 +407,7 @@ def stackoverflow(
 
 
 def _parts(share: float) -> Iterator[tuple[float, float]]:
-  """[0, share), then as much again, and so on up to 1.
+  """[0, share), then as much again as there is so far, and so on up to 1.
 
   >>> list(_parts(0.3))
   [(0.0, 0.3), (0.3, 0.6), (0.6, 1.0)]
@@ -416,13 +418,13 @@ def _parts(share: float) -> Iterator[tuple[float, float]]:
     low, high = high, min(2 * high, 1.0)
 
 
-# What zlib, msgpack and Python raise of a client's bytes that are wrong.
+# What zlib, msgpack and Python raise on a client's damaged bytes.
 _DAMAGED = (ValueError, TypeError, KeyError, AttributeError, zlib.error)
 
 
 @contextlib.contextmanager
 def _fedjax_file(path: pathlib.Path) -> Iterator[sqlite3.Connection]:
-  """Opens a file that FedJAX wrote; only to read."""
+  """Opens a file that FedJAX wrote, read-only."""
   uri = path.resolve().as_uri() + "?mode=ro"
   try:
     with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
@@ -434,7 +436,7 @@ def _fedjax_file(path: pathlib.Path) -> Iterator[sqlite3.Connection]:
 
 
 def _drawn_clients(connection: sqlite3.Connection, seed: int) -> list[int]:
-  """The numbers of all clients, in an order drawn at random."""
+  """The numbers of all clients, in random order."""
   rows = connection.execute("SELECT rowid FROM federated_data ORDER BY rowid")
   numbers = [number for (number,) in rows]
   random.Random(f"{seed}/clients").shuffle(numbers)
@@ -444,7 +446,7 @@ def _drawn_clients(connection: sqlite3.Connection, seed: int) -> list[int]:
 def _fedjax_client(
   connection: sqlite3.Connection, number: int
 ) -> tuple[str, list[int], list[bytes]]:
-  """One client's id, domains and sentences; `_DAMAGED` if they are so."""
+  """One client's id, domains and sentences; raises `_DAMAGED` if damaged."""
   import msgpack
 
   client_id, data = connection.execute(
@@ -456,7 +458,7 @@ def _fedjax_client(
     raise ValueError("too large, or cut off")
 
   def extension(code, content):
-    if code != 4:  # Numbers: scores, which nobody needs here.
+    if code != 4:  # Numbers: scores, which are not needed here.
       return None
     shape, flat = msgpack.unpackb(content, raw=True)
     if list(shape) != [len(flat)]:
@@ -493,13 +495,15 @@ def c4_mod(
   max_sentences: int | None = None,
   tokenizer: str = "rules",
 ) -> text.Corpus:
-  """C4-MOD, the out-of-domain distillation text: one client, first sentences.
+  """C4-MOD, the out-of-domain distillation text, as one client.
+
+  It holds the first sentence of each paragraph.
 
   Args:
-    path: a C4 shard (`*.json.gz` or `*.json`: a JSON object with `text` a
-      line), any other text file (a paragraph a line), or a folder of such.
+    path: a C4 shard (`*.json.gz` or `*.json`: one JSON object with `text` per
+      line), any other text file (one paragraph per line), or a folder of such.
     max_words: see `text.CorpusBuilder`.
-    max_sentences: read no more; 4,488,694 in the paper.
+    max_sentences: how many to read at most; 4,488,694 in the paper.
     tokenizer: see `text.first_sentences`.
 
   Returns:
@@ -546,7 +550,7 @@ def c4_mod(
 
 
 def _lines(file: pathlib.Path) -> Iterator[str]:
-  """Lines, each of a bounded size; what is not UTF-8 is replaced."""
+  """Lines, each of bounded size; invalid UTF-8 is replaced."""
   opened = gzip.open(file) if file.name.endswith(".gz") else open(file, "rb")
   with opened as raw, io.TextIOWrapper(raw, "utf-8", "replace") as stream:
     while line := stream.readline(_MAX_LINE):

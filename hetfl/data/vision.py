@@ -1,10 +1,10 @@
 """Image data sets: handwritten digits, CIFAR-10 and CIFAR-100.
 
 CIFAR is looked for in this order: the official binary files, the official
-archive, a set that TensorFlow Datasets has prepared (read without
-TensorFlow), and, only if asked for, a download of the official archive. All
-give the same arrays in the same order, so that a partition by positions is the
-same partition whichever it was. Nothing is ever unpickled.
+archive, a set prepared by TensorFlow Datasets (read without TensorFlow), and,
+only if asked for, a download of the official archive. All sources give the same
+arrays in the same order, so a partition by positions does not depend on the
+source. Nothing is ever unpickled.
 """
 
 from collections.abc import Generator, Iterator
@@ -24,7 +24,7 @@ from hetfl.population import Bank
 
 _PIXELS = 32 * 32 * 3
 _PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
-# The digits have no official test images here: these 20% are ours.
+# The digits come without official test images: these 20% are our choice.
 _DIGITS_TEST = 360
 _DIGITS_SPLIT_SEED = 0
 
@@ -34,8 +34,8 @@ class VisionDataset(NamedTuple):
 
   Attributes:
     name: the name of the data set.
-    train: `x` `uint8[N, H, W, C]` in 0..255, `y` `int32[N]`; CIFAR-100 has its
-      20 coarse labels too, `coarse` `int32[N]`.
+    train: `x` `uint8[N, H, W, C]` in 0..255, `y` `int32[N]`; CIFAR-100 also has
+      its 20 coarse labels, `coarse` `int32[N]`.
     test: the same, for testing.
     num_classes: number of classes of `y`.
   """
@@ -55,7 +55,7 @@ class _File(NamedTuple):
 
 
 class _Cifar(NamedTuple):
-  """What the official publication of a data set looks like."""
+  """The files and labels of a data set's official publication."""
 
   name: str
   folder: str
@@ -64,8 +64,8 @@ class _Cifar(NamedTuple):
   url: str
   train: tuple[_File, ...]
   test: tuple[_File, ...]
-  # The bytes before the pixels of each image: key of the bank, key in TFDS,
-  # number of classes.
+  # The label bytes before the pixels of each image: key in the bank, key in
+  # TFDS, number of classes.
   labels: tuple[tuple[str, str, int], ...]
 
 
@@ -105,7 +105,7 @@ _CIFAR10 = _Cifar(
 
 
 def load_digits() -> VisionDataset:
-  """1,797 real handwritten digits, which come with the package.
+  """1,797 real handwritten digits that come with the package.
 
   Images are 8 x 8 x 1; their values 0..16 are scaled to 0..255 and rounded.
   360 images, drawn once and for all, are the test images, 1,437 are for
@@ -142,9 +142,9 @@ def load_cifar100(
   """CIFAR-100: 50,000 + 10,000 images of 100 classes in 20 coarse ones.
 
   Args:
-    data_dir: directory that holds `train.bin` and `test.bin`, in it or in
+    data_dir: directory that holds `train.bin` and `test.bin`, directly or in
       `cifar-100-binary/`, or `cifar-100-binary.tar.gz`, or a set that TFDS
-      prepared as array_record. TFDS's own directory is looked in as well.
+      prepared as array_record. TFDS's own directory is searched as well.
     download: if none of those is there, download the official archive into
       `data_dir`.
 
@@ -166,9 +166,9 @@ def load_cifar10(
 
   Args:
     data_dir: directory that holds `data_batch_1.bin` to `data_batch_5.bin`
-      and `test_batch.bin`, in it or in `cifar-10-batches-bin/`, or
+      and `test_batch.bin`, directly or in `cifar-10-batches-bin/`, or
       `cifar-10-binary.tar.gz`, or a set that TFDS prepared as array_record.
-      TFDS's own directory is looked in as well.
+      TFDS's own directory is searched as well.
     download: if none of those is there, download the official archive into
       `data_dir`.
 
@@ -186,7 +186,7 @@ def load_cifar10(
 def _load_cifar(
   cifar: _Cifar, data_dir: str | os.PathLike | None, download: bool
 ) -> VisionDataset:
-  """Reads a CIFAR from the first of its sources that is there."""
+  """Reads a CIFAR from the first source that is found."""
   folder = archive = None
   if data_dir is not None:
     data_dir = os.path.expanduser(os.fspath(data_dir))
@@ -233,7 +233,7 @@ def _official_folder(cifar: _Cifar, data_dir: str) -> str | None:
   names = [file.name for file in cifar.train + cifar.test]
   folder = os.path.join(data_dir, cifar.folder)
   if any(os.path.exists(os.path.join(folder, name)) for name in names):
-    return folder  # a missing file among others is told when it is read
+    return folder  # missing files are reported when the folder is read
   if all(os.path.exists(os.path.join(data_dir, name)) for name in names):
     return data_dir
   return None
@@ -242,7 +242,7 @@ def _official_folder(cifar: _Cifar, data_dir: str) -> str | None:
 def _files_of_folder(
   cifar: _Cifar, folder: str
 ) -> Iterator[tuple[_File, str, np.ndarray]]:
-  """Gives each official file, the path to name in errors, and its bytes."""
+  """Yields each official file, the path to name in errors, and its bytes."""
   for file in cifar.train + cifar.test:
     path = os.path.join(folder, file.name)
     if not os.path.isfile(path):
@@ -257,7 +257,7 @@ def _files_of_folder(
 def _files_of_archive(
   cifar: _Cifar, archive: str
 ) -> Generator[tuple[_File, str, np.ndarray], None, None]:
-  """The same from the official archive, in whichever order it has them."""
+  """Yields the same from the official archive, in the archive's order."""
   wanted = {
     f"{cifar.folder}/{file.name}": file for file in cifar.train + cifar.test
   }
@@ -332,7 +332,7 @@ def _check_size(cifar: _Cifar, file: _File, path: str, size: int):
 
 
 def _check_labels(cifar: _Cifar, where: str, bank: Bank):
-  """Every class of these data sets has equally many images."""
+  """Checks that labels are in range and that classes are equally large."""
   for key, _, classes in cifar.labels:
     label = bank[key]
     if label.min() < 0 or label.max() >= classes:
@@ -359,7 +359,7 @@ def _read_tfds(cifar: _Cifar, folder: str) -> tuple[Bank, Bank]:
     seen = np.zeros(n, bool)
 
     def visit(example, bank=bank, seen=seen):
-      # TFDS shuffles when it prepares, and keeps the official position:
+      # TFDS shuffles the images, but keeps their official positions in the ids:
       # "train_00017".
       at = int(bytes(example["id"]).rpartition(b"_")[2])
       bank["x"][at] = example["image"]
