@@ -1,7 +1,7 @@
 """Heterogeneous federated learning by distillation, in JAX.
 
-`hetfl.fedavg`, `hetfl.fml` and `hetfl.fedmd` are the functions; what else is in
-the modules of these names you get by `from hetfl.fml import as_lanes`.
+`hetfl.fedavg`, `hetfl.fml` and `hetfl.fedmd` are the functions; import other
+members of the modules of these names as in `from hetfl.fml import as_lanes`.
 """
 
 from hetfl.codist import merge_gradients, merged_codist, periodic_codist

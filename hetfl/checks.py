@@ -1,4 +1,4 @@
-"""What calls are checked for, and what they say.
+"""Checks of arguments.
 
 Errors name the argument, its value and what to do.
 """
@@ -17,10 +17,10 @@ def counts(**numbers: int | None) -> None:
   """Checks numbers of rounds, steps, examples and the like.
 
   Args:
-    **numbers: names and values; `None` is passed over.
+    **numbers: names and values; `None` is skipped.
 
   Raises:
-    ValueError: naming the first that is no whole number of at least one.
+    ValueError: naming the first that is not a whole number of at least one.
 
   >>> counts(rounds=20, batch_size=0)
   Traceback (most recent call last):
@@ -41,11 +41,11 @@ def between(low: float, high: float, **values: Any) -> None:
   Args:
     low: the least allowed value.
     high: the greatest.
-    **values: names and values; `None` is passed over, and of values under
-      tracing their shapes alone are seen.
+    **values: names and values; `None` is skipped, and only the shapes of traced
+      values are checked.
 
   Raises:
-    ValueError: naming the first that is no number, more than one, or out of
+    ValueError: naming the first that is not a number, not a scalar, or out of
       its range.
 
   >>> between(0, 1, alpha=1.5)
@@ -75,7 +75,7 @@ def between(low: float, high: float, **values: Any) -> None:
 
 
 def positive(**values: Any) -> None:
-  """Checks hyper-parameters that divide: at least a millionth.
+  """Checks hyper-parameters used as divisors: at least a millionth.
 
   Args:
     **values: as `between`.
@@ -99,7 +99,7 @@ def schedule(
   Args:
     name: its name.
     value: a number, or a function of the round.
-    *rounds: in which rounds a schedule is looked at.
+    *rounds: the rounds in which a schedule is checked.
     allowed: the least and the greatest allowed value.
 
   Raises:
@@ -116,15 +116,16 @@ def schedule(
 
 
 def factories(**optimizers: Any) -> None:
-  """Checks that optimizers come as functions of their learning rate.
+  """Checks that optimizers are given as functions of their learning rate.
 
-  Their states must not hold the rate: it may change from step to step.
+  Their states must not hold the rate, which may change from step to step.
 
   Args:
     **optimizers: names and what should be such functions.
 
   Raises:
-    ValueError: naming the first that does not, or holds it.
+    ValueError: naming the first that is no such function, or whose state holds
+      the rate.
 
   >>> import optax
   >>> factories(server_optimizer=optax.adam(1e-3))
@@ -151,7 +152,7 @@ def _holds_rate(optimizer: Any) -> bool:
   try:
     states = [optimizer(rate).init(np.zeros(1)) for rate in (0.0, 1.0)]
     first, second = (list(map(np.asarray, jax.tree.leaves(s))) for s in states)
-  except Exception:  # It wants parameters of a structure: it is not checked.
+  except Exception:  # It needs parameters of some structure: not checked.
     return False
   return any(not np.array_equal(a, b) for a, b in zip(first, second))
 
@@ -160,12 +161,12 @@ def alike(what: str, given: Any, wanted: Any) -> None:
   """Checks that a pytree has another's structure and shapes.
 
   Args:
-    what: what gave it.
+    what: what returned the pytree, for error messages.
     given: the pytree.
     wanted: the other one, of arrays or `jax.ShapeDtypeStruct`s.
 
   Raises:
-    ValueError: naming the first array that differs. Types may.
+    ValueError: naming the first array that differs in shape. Types may differ.
 
   >>> alike('init', {'w': jnp.ones(2)}, {'w': jnp.ones(3)})
   Traceback (most recent call last):
@@ -189,12 +190,12 @@ def takes(what: str, function: Any, *arguments: str) -> None:
   """Checks that a function takes as many arguments as it will be given.
 
   Args:
-    what: what it is.
-    function: the function; those that do not say what they take are taken.
-    *arguments: what its arguments will be.
+    what: what the function is, for error messages.
+    function: the function; one without a signature passes the check.
+    *arguments: the names of the arguments it will be given.
 
   Raises:
-    ValueError: it takes others.
+    ValueError: it takes other arguments.
 
   >>> takes('a transform', lambda batch: batch, 'key', 'batch')
   Traceback (most recent call last):
@@ -215,17 +216,17 @@ def takes(what: str, function: Any, *arguments: str) -> None:
 
 
 def bank(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-  """The bank `data[name]`, of what a step is given.
+  """The bank `data[name]` in the data of a step.
 
   Args:
-    data: what the step is given: banks by name.
-    name: which of them.
+    data: the step's data: banks by name.
+    name: the name of the bank.
 
   Returns:
     The bank: arrays by name.
 
   Raises:
-    ValueError: it is not there, or no bank.
+    ValueError: it is missing, or not a bank.
 
   >>> bank({'pool': 1}, 'train')
   Traceback (most recent call last):
@@ -253,7 +254,7 @@ def _as_bank(given, name):
 
 
 def _is_several(given):
-  """Whether it is a sequence, and no NamedTuple, which is one thing."""
+  """Whether it is a list or tuple; a NamedTuple counts as one thing."""
   return isinstance(given, list | tuple) and not hasattr(given, "_fields")
 
 
@@ -267,16 +268,16 @@ def _not_a(given):
 
 
 def kind(name: str, given: Any, wanted: type, hint: str) -> None:
-  """Checks for a thing of a kind.
+  """Checks that something is of a type.
 
   Args:
-    name: what an error calls it.
-    given: the thing.
-    wanted: its type.
+    name: its name in error messages.
+    given: what should be of the type.
+    wanted: the type.
     hint: where such things come from.
 
   Raises:
-    ValueError: it is of another.
+    ValueError: it is of another type.
 
   >>> kind('plan', 3, str, 'as plan_round makes it')
   Traceback (most recent call last):
@@ -288,12 +289,12 @@ def kind(name: str, given: Any, wanted: type, hint: str) -> None:
 
 
 def each(name: str, given: Any, wanted: type, number: int, hint: str) -> None:
-  """Checks for a sequence of N things of a kind.
+  """Checks that something is a sequence of N things of a type.
 
   Args:
-    name: what an error calls it.
-    given: the sequence.
-    wanted: their type.
+    name: its name in error messages.
+    given: what should be the sequence.
+    wanted: the type.
     number: N.
     hint: where such things come from.
 
@@ -320,12 +321,12 @@ def sequence(name: str, given: Any, kind: type) -> None:
   """Raises if given a single `kind` where a sequence of them belongs.
 
   Args:
-    name: what an error calls it.
-    given: what should be a sequence; what else it is or holds is not checked.
+    name: its name in error messages.
+    given: what should be a sequence; nothing else about it is checked.
     kind: the type of its entries.
 
   Raises:
-    ValueError: it is one.
+    ValueError: it is a single `kind`.
 
   >>> sequence('counts', 3, int)
   Traceback (most recent call last):
@@ -339,18 +340,18 @@ def sequence(name: str, given: Any, kind: type) -> None:
 
 
 def banks(data: Mapping[str, Any], name: str, number: int) -> Sequence[Any]:
-  """`data[name]`, of what a step is given, if it is a sequence of N banks.
+  """The sequence of N banks `data[name]` in the data of a step.
 
   Args:
-    data: what the step is given: sequences of banks, and banks, by name.
-    name: which of them.
+    data: the step's data: sequences of banks, and banks, by name.
+    name: the name of the sequence.
     number: N.
 
   Returns:
     The sequence.
 
   Raises:
-    ValueError: it is not there, or not that.
+    ValueError: it is missing, or not a sequence of N banks.
 
   >>> banks({'pools': {'x': 1, 'y': 2}}, 'pools', 2)
   Traceback (most recent call last):
@@ -370,7 +371,7 @@ def banks(data: Mapping[str, Any], name: str, number: int) -> Sequence[Any]:
 
 
 def num_examples(bank: Mapping[str, Any]) -> int:
-  """Number of examples of a bank, if all its arrays agree on it.
+  """Number of examples in a bank, if all its arrays agree on it.
 
   Args:
     bank: arrays `[N, ...]` by name.
@@ -379,7 +380,8 @@ def num_examples(bank: Mapping[str, Any]) -> int:
     N.
 
   Raises:
-    ValueError: they do not, or there are none.
+    ValueError: an entry is not an array, lengths differ, or there are no
+      arrays.
 
   >>> num_examples({'x': np.zeros((3, 8)), 'y': np.zeros(4)})
   Traceback (most recent call last):
@@ -409,8 +411,8 @@ def losses(values: Any, mask: jax.Array) -> None:
     mask: `float[B]`.
 
   Raises:
-    ValueError: it is neither, such as a pair; `[B, 1]` by a mask would be
-      `[B, B]`.
+    ValueError: it gives neither, such as a pair, or `[B, 1]`, which times a
+      mask would be `[B, B]`.
 
   >>> losses(jnp.zeros((8, 1)), jnp.ones(8))
   Traceback (most recent call last):
@@ -438,7 +440,7 @@ def labels(logits: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
     `y`.
 
   Raises:
-    ValueError: it is not there, or something else.
+    ValueError: `y` is missing, or of another type or shape.
 
   >>> labels(jnp.zeros((8, 3)), {'y': jnp.zeros((8, 3))})
   Traceback (most recent call last):
@@ -486,7 +488,7 @@ def same_outputs(*logits: jax.Array) -> None:
   """Checks that models which learn from each other have the same outputs.
 
   Args:
-    *logits: what each of them says of the same examples.
+    *logits: each model's logits for the same examples.
 
   Raises:
     ValueError: they are of different shapes.
@@ -508,10 +510,10 @@ other need the same classes
 
 
 def statistics(stats: Any) -> None:
-  """Warns of whole numbers among statistics that are averaged over clients.
+  """Warns of integers among the statistics that are averaged over clients.
 
   Args:
-    stats: a model's.
+    stats: a model's statistics.
   """
   for path, leaf in jax.tree.leaves_with_path(stats):
     if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):

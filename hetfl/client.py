@@ -90,8 +90,8 @@ def local_sgd(
   Args:
     model: the model.
     loss: the loss of each example, or a batch's mean; see `core.Loss`.
-    transform: what is done to a training batch as it lies in the bank.
-    optimizer: a learning rate to an optax optimizer; its state is new in each
+    transform: applied to each training batch as stored in the bank.
+    optimizer: `learning rate -> optax optimizer`; its state is new in each
       round.
     proximal: whether to add FedProx's term with weight `hyper['prox_mu']`.
 
@@ -156,8 +156,8 @@ def lane_program(
 
   Args:
     client: the local update.
-    delta_transform: `(key, w_server - w_k) -> ` what client k sends in its
-      place; see `hetfl.Pool`.
+    delta_transform: `(key, w_server - w_k) -> delta`, which client k sends
+      instead; see `hetfl.Pool`.
 
   Returns:
     `(server, hyper, key, bank, lane, steps) -> ClientSums`, where `server` is
@@ -165,12 +165,12 @@ def lane_program(
     examples on the device, `lane` a `LanePlan` without its first axis, and
     `steps` how many steps to run. Each client starts from the server's
     variables, and step `s` of client `k` draws from
-    `fold_in(fold_in(key, k), s)`, wherever it is run; what it sends from the
-    step `2**32 - 1`, which there is not.
+    `fold_in(fold_in(key, k), s)`, wherever it is run; `delta_transform` draws
+    with `s = 2**32 - 1`, which no step has.
   """
 
   def train_lane(server, hyper, key, bank, lane, steps):
-    lane = jax.tree.map(jnp.asarray, lane)  # NumPy's, if not under jit.
+    lane = jax.tree.map(jnp.asarray, lane)  # NumPy arrays, if not under jit.
     start = client.init(server, hyper)
 
     def finish(state, sums, client_key, weight):
@@ -193,7 +193,7 @@ def lane_program(
       step_key = jax.random.fold_in(client_key, lane.step[s])
       batch = core.gather(bank, lane.index[s])
       state, loss = client.step(state, server, hyper, step_key, batch)
-      # Steps that only fill up a lane hold no example.
+      # Padding steps hold no example.
       active = jnp.any(batch["mask"] > 0).astype(jnp.float32)
       sums = sums._replace(
         loss=sums.loss + core.Mean(jnp.where(active > 0, loss, 0), active)
@@ -206,7 +206,7 @@ def lane_program(
           lambda a, b: jnp.where(ends, a, b), new, (state, sums)
         )
 
-      # Of lanes side by side, and only where one of them ends a client.
+      # Lanes side by side run `end` only in steps where one ends a client.
       return jax.lax.cond(
         core.any_of_batch(ends),
         end,

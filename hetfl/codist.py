@@ -5,8 +5,8 @@ models teach each other on distillation data, without sharing parameters.
 
 Reference: Lichtarge et al. 2023, "Heterogeneous Federated Learning Using
 Knowledge Codistillation", appendix B, algorithms 1 and 2. The paper has two
-pools, L and H; here are any number, the teacher of one being the mean of the
-others.
+pools, L and H; here there may be any number, and the teacher of one is the mean
+of the others.
 """
 
 from collections.abc import Sequence
@@ -80,22 +80,22 @@ class _Exchange:
     checks.kind(
       "distiller", distiller, distill_lib.Distiller, "such as Distiller()"
     )
-    distiller.hyper(num_pools)  # Raises if there are not as many values.
+    distiller.hyper(num_pools)  # Raises if the number of values is wrong.
     self._engine = engine
     models = [pool.model for pool in pools]
     self._predictors = [distiller.predictor(model) for model in models]
     self._students = [distiller.student(models, i) for i in range(num_pools)]
 
   def jobs(self, teachers, hyper, key, plan, data, decay, when):
-    """Runs the teachers and gives the jobs that distil to each student.
+    """Runs the teachers and returns the jobs that distil to each student.
 
     Args:
-      teachers: P `Variables`, the models as they are; students start there.
+      teachers: P `Variables`, the current models; students start from them.
       hyper: the exchange's hyper-parameters.
       key: the exchange's key of the round.
       plan: the round's plan.
       data: `distill` holds the distillation bank.
-      decay: how far the rounds are, from 1 to 0.
+      decay: the linear decay over the rounds, from 1 to 0.
       when: whether this round distils; if not, students stay as they are.
 
     Returns:
@@ -148,34 +148,34 @@ def periodic_codist(
   `theta_i <- FedAvg(theta_i)`; if `t % p == 0`, for all i at once,
   `theta_i <- distil(student=theta_i, teachers={theta_j, j != i})`.
 
-  After each codistillation the server optimizers begin anew, counts of steps
-  included, "as the models have departed from their initial parameters"
-  (appendix C.4, which speaks of the momentum variables).
+  After each codistillation the server optimizers' states are reset, including
+  their step counts, "as the models have departed from their initial parameters"
+  (appendix C.4, which speaks only of the momentum variables).
 
   Args:
     pools: P >= 2 pools.
     distiller: how students learn.
     period: p; more than `rounds` gives FedAvg.
-    rounds: T, over which all but the clients' learning rates fall linearly;
+    rounds: T, over which all learning rates but the clients' fall linearly;
       `None` keeps them constant.
     engine: where the work runs; `Inline()` by default. With `Threads()` the
       step dispatches programs itself and must not be traced.
 
   Returns:
-    The algorithm. Its `init` takes a key and, to go on from models that there
-    are, P `Variables`. Its `step` takes a `RoundPlan` with distillation batches
-    and `{'pools': (bank, ...), 'distill': bank}`, the banks on the device. Its
+    The algorithm. Its `init` takes a key and, to continue from existing models,
+    P `Variables`. Its `step` takes a `RoundPlan` with distillation batches and
+    `{'pools': (bank, ...), 'distill': bank}`, the banks on the device. Its
     metrics are each pool's `NAME/client_loss` and `NAME/distill_loss`, means
-    over steps; the second of nothing in rounds without exchange.
+    over steps; the second is an empty mean in rounds without codistillation.
 
   Raises:
     ValueError: if a value is out of its range.
 
   Reference: Lichtarge et al. 2023, algorithm 1.
 
-  Two models that say (1/2, 1/2) and (3/4, 1/4) of the only image, of class 0.
-  FedAvg brings the first one to logits (1/2, -1/2); then each learns from the
-  other.
+  For the only image, of class 0, the two models predict (1/2, 1/2) and
+  (3/4, 1/4). FedAvg brings the first one to logits (1/2, -1/2); then each model
+  learns from the other.
 
   >>> from hetfl import fedavg_server, planning, population
   >>> def pool(name, *w):
@@ -256,36 +256,36 @@ def merged_codist(
   `delta_i = theta_i - distil(student=theta_i, teachers={theta_j, j != i})`;
   `theta_i <- server_optimizer(theta_i, alpha g_i + (1 - alpha) delta_i
   ||g_i|| / ||delta_i||)`. Statistics such as batch normalisation's are the
-  clients' mean; the student's are dropped with it.
+  clients' mean; those of the student are dropped.
 
   Args:
     pools: P >= 2 pools.
     distiller: how students learn.
     alpha: the merging factor, in [0, 1]: a value, which trials may vary, or a
-      schedule `round -> alpha`. Rounds with alpha = 1 are FedAvg's and skip
-      the distillation (section 4).
-    rounds: T, over which all but the clients' learning rates fall linearly;
+      schedule `round -> alpha`. Rounds with alpha = 1 are FedAvg rounds and
+      skip the distillation (section 4).
+    rounds: T, over which all learning rates but the clients' fall linearly;
       `None` keeps them constant.
-    every: alpha is 1 in all but each `every`-th round.
+    every: alpha is 1 except in every `every`-th round.
     engine: where the work runs; `Inline()` by default. With `Threads()` the
       step dispatches programs itself and must not be traced.
 
   Returns:
-    The algorithm. Its `init` takes a key and, to go on from models that there
-    are, P `Variables`. Its `step` takes a `RoundPlan` with distillation batches
-    and `{'pools': (bank, ...), 'distill': bank}`, the banks on the device. Its
+    The algorithm. Its `init` takes a key and, to continue from existing models,
+    P `Variables`. Its `step` takes a `RoundPlan` with distillation batches and
+    `{'pools': (bank, ...), 'distill': bank}`, the banks on the device. Its
     metrics are each pool's `NAME/client_loss` and `NAME/distill_loss`, means
-    over steps; the second of nothing in rounds without exchange.
+    over steps; the second is an empty mean in rounds without codistillation.
 
   Raises:
-    ValueError: if a value is out of its range. A schedule that leaves it in a
-      later round gives NaN there.
+    ValueError: if a value is out of its range. A schedule that leaves its range
+      in a later round gives NaN in that round.
 
   Reference: Lichtarge et al. 2023, algorithm 2.
 
-  Two models that say (1/2, 1/2) and (3/4, 1/4) of the only image, of class 0.
-  The first one's clients and the second model both pull it up, so that it goes
-  by ||g||; the second one's are held back by as much as they pull.
+  For the only image, of class 0, the two models predict (1/2, 1/2) and
+  (3/4, 1/4). For the first model the clients' and the distillation gradient
+  agree, so that it moves by ||g||; for the second they are opposite and cancel.
 
   >>> from hetfl import fedavg_server, planning, population
   >>> def pool(name, *w):
@@ -343,7 +343,7 @@ def merged_codist(
       decay,
       a < 1,
     )
-    # Line 3: aggregate client gradients, beside the distillation.
+    # Line 3: aggregate client gradients, in parallel with the distillation.
     clients = client_jobs(pools, state, keys, plan, data)
     results = engine.run(*students, *clients)
     distilled, sums = results[: len(pools)], results[len(pools) :]

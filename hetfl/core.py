@@ -1,4 +1,4 @@
-"""The nouns: losses, algorithms, metrics, and models, whose file is their own.
+"""The basic types: losses, algorithms, metrics and, from `hetfl.model`, models.
 
 Letters used throughout: K clients, L lanes, S steps, B batch size, C classes,
 P pools (or parties).
@@ -20,14 +20,14 @@ from hetfl.model import Variables as Variables
 PyTree = Any
 # arrays by name; `x` may be a tree of them
 Batch = Mapping[str, PyTree]
-# (logits [B, C], or what else the model gives, batch) -> losses [B]; or a
-# scalar, the mean over those examples whose mask is 1
+# (logits [B, C] or other model outputs, batch) -> losses [B]; or a scalar, the
+# mean over the examples whose mask is 1
 Loss = Callable[[PyTree, Batch], jax.Array]
-# (key, batch as it lies in the bank) -> batch as model and loss take it: inputs
-# `x` and, for the losses here, labels `y`; without a transform the bank holds
-# them itself. `mask` stays as it was unless the transform gives another.
+# (key, batch as stored in the bank) -> batch for the model and the loss: inputs
+# `x` and, for the losses here, labels `y`; without a transform the bank itself
+# holds these. `mask` is kept unless the transform returns another one.
 Transform = Callable[[jax.Array, Batch], Batch]
-# The same where nothing is drawn: batch -> batch
+# A transform that draws nothing: batch -> batch
 Preparation = Callable[[Batch], Batch]
 # learning rate -> optimizer, whose state does not depend on the rate
 Optimizer = Callable[[jax.Array], optax.GradientTransformation]
@@ -36,7 +36,7 @@ Schedule = Callable[[jax.Array], jax.Array | float]
 
 
 class Mean(NamedTuple):
-  """A mean in the making, so that means of different rounds add up rightly.
+  """A mean as a sum and a count, so that means of rounds add up correctly.
 
   Attributes:
     total: weighted sum, a scalar.
@@ -52,12 +52,12 @@ class Mean(NamedTuple):
     return self.total / self.count
 
   def __add__(self, other: "Mean") -> "Mean":  # type: ignore[override]
-    """The mean over what either was measured of."""
+    """The mean over everything that either mean covers."""
     return Mean(self.total + other.total, self.count + other.count)
 
   @classmethod
   def zero(cls) -> "Mean":
-    """Of nothing, which changes no other that it is added to."""
+    """The empty mean; adding it changes nothing."""
     return cls(jnp.zeros(()), jnp.zeros(()))
 
 
@@ -65,13 +65,13 @@ Metrics = dict[str, Mean]
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-  """The means of what was measured at all, on the host.
+  """The values of the means that are not empty, on the host.
 
   Args:
     metrics: names and means.
 
   Returns:
-    Names and numbers, without means of nothing.
+    Names and numbers, without empty means.
 
   >>> values({'loss': Mean(jnp.array(6.), jnp.array(4.)), 'none': Mean.zero()})
   {'loss': 1.5}
@@ -84,14 +84,14 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 
 def unchanged(state: PyTree, *_) -> tuple[PyTree, Mean]:
-  """What training gives where there is none: the same, and no loss.
+  """The result of training that is skipped: the same state, and no loss.
 
   Args:
     state: what would have been trained.
-    *_: what else training takes.
+    *_: the other arguments of the training.
 
   Returns:
-    The state, and a mean of nothing.
+    The state, and an empty mean.
   """
   return state, Mean.zero()
 
@@ -100,15 +100,16 @@ class Algorithm(NamedTuple):
   """A federated algorithm as a pair of pure functions.
 
   Attributes:
-    init: `(key, models=None) -> state`, an immutable pytree. The key alone
-      starts anew; models are what to go on from, see each algorithm.
-    step: `(state, plan, data) -> (state, metrics)`, one round. Pure, and open
-      to `jax.jit`, `jax.vmap` and `jax.lax.scan`, unless the algorithm was
-      built with an engine that says otherwise. Its loops are as long as the
-      plan says, so that it has derivatives by `jax.jvp`; and of pools and
-      `fedmd`, on one device, by `jax.grad` where the plan is closed over, not
-      an argument of what is traced. Adaptive convolutions and the losses of
-      tokens have none of the first kind.
+    init: `(key, models=None) -> state`, an immutable pytree. Without models it
+      makes new ones; otherwise it continues from those given, see each
+      algorithm.
+    step: `(state, plan, data) -> (state, metrics)`, one round. Pure, and
+      traceable by `jax.jit`, `jax.vmap` and `jax.lax.scan`, unless the
+      algorithm's engine says otherwise. The plan sets the lengths of its loops,
+      so it is differentiable by `jax.jvp`; for pools and `fedmd`, on one
+      device, also by `jax.grad` if the plan is closed over, not an argument of
+      the traced function. Adaptive convolutions and the losses of tokens are
+      not differentiable by `jax.jvp`.
   """
 
   init: Callable[..., PyTree]
@@ -116,13 +117,13 @@ class Algorithm(NamedTuple):
 
 
 def wide(x: jax.Array) -> jax.Array:
-  """The same numbers as float32 at least, to take differences of.
+  """Casts numbers to float32 at least, before differences are taken.
 
   Args:
     x: `[...]`, numbers of any type.
 
   Returns:
-    `float32[...]`; of float64 float64.
+    `float32[...]`; `float64[...]` if `x` is float64.
 
   >>> wide(jnp.ones(2, jnp.bfloat16)).dtype, wide(jnp.ones(2)).dtype
   (dtype('float32'), dtype('float32'))
@@ -138,7 +139,7 @@ def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
     batch: holds `y: int32[B]`.
 
   Returns:
-    `float[B]`, in nats; NaN where a label is no class.
+    `float[B]`, in nats; NaN where a label is out of range.
 
   Raises:
     ValueError: as `checks.labels`.
@@ -157,13 +158,13 @@ def gather(bank: Batch, index: jax.Array | np.ndarray) -> Batch:
 
   Args:
     bank: arrays with examples on their first axis.
-    index: `int32[B]`, positions; -1 marks an empty place, which holds the
-      batch's first example with `mask` 0, and the bank's first if there is
-      none. Positions beyond the bank give its last example: a plan is for one
-      bank only.
+    index: `int32[B]`, positions; -1 marks an empty place, which is filled with
+      the batch's first example (the bank's first if the batch is empty) and has
+      `mask` 0. Positions beyond the bank give its last example: a plan is for
+      one bank only.
 
   Returns:
-    The batch, with `mask: float32[B]` beside the bank's arrays.
+    The batch: the bank's arrays and `mask: float32[B]`.
 
   Raises:
     ValueError: the bank has a `mask` of its own, or arrays of different
@@ -178,7 +179,7 @@ def gather(bank: Batch, index: jax.Array | np.ndarray) -> Batch:
       " it another name"
     )
   checks.num_examples(bank)
-  # Not the bank's first, which may be anything: 0 times NaN is NaN.
+  # Not the bank's first example, which may hold NaN: 0 times NaN is NaN.
   taken = jnp.maximum(jnp.where(index < 0, index[0], index), 0)
   batch = {
     name: jnp.take(array, taken, axis=0, mode="clip")
@@ -192,7 +193,7 @@ def prepare(
   batch: Batch,
   key: jax.Array | None = None,
 ) -> Batch:
-  """A gathered batch as model and loss take it.
+  """Prepares a gathered batch for the model and the loss.
 
   Args:
     transform: `None` leaves the batch as it is.
@@ -200,11 +201,11 @@ def prepare(
     key: a random key, for a `Transform`; `None` for a `Preparation`.
 
   Returns:
-    What the transform gives, with the batch's own `mask` where it gives none.
+    The transform's result, with the batch's `mask` unless it has its own.
 
   Raises:
-    ValueError: the transform takes other arguments, or what it gives is no
-      dict, or has no `x`.
+    ValueError: the transform takes other arguments or does not return a dict,
+      or the result has no `x`.
 
   >>> batch = {'image': jnp.ones(2), 'mask': jnp.ones(2)}
   >>> sorted(prepare(lambda batch: {'x': batch['image']}, batch))
@@ -231,7 +232,7 @@ def prepare(
 
 
 def sums_like(tree: PyTree) -> PyTree:
-  """Zeros to add arrays such as these up in: of float32 at least.
+  """Zeros, of float32 at least, in which to add up such arrays.
 
   Args:
     tree: a pytree of arrays.
@@ -246,14 +247,14 @@ def sums_like(tree: PyTree) -> PyTree:
 
 
 def as_type(x: jax.Array, dtype: Any) -> jax.Array:
-  """An array of another type; of whole numbers the nearest.
+  """Casts an array; to an integer type, it rounds to the nearest integer.
 
   Args:
-    x: `[...]`, floating-point or whole numbers.
-    dtype: the type it is to have.
+    x: `[...]`, floating-point numbers or integers.
+    dtype: the new type.
 
   Returns:
-    `dtype[...]`; of two whole numbers as near the even one.
+    `dtype[...]`; ties are rounded to the even integer.
 
   >>> as_type(jnp.array([6.9999995, 2.5]), jnp.int32)
   Array([7, 2], dtype=int32)
@@ -265,15 +266,16 @@ def as_type(x: jax.Array, dtype: Any) -> jax.Array:
 
 @jax.custom_batching.custom_vmap
 def any_of_batch(when: jax.Array) -> jax.Array:
-  """The same; under `jax.vmap`, whether it is so for any, and for all alike.
+  """Returns `when`; under `jax.vmap`, one value: whether it is true for any.
 
-  So a `jax.lax.cond` stays one, where `vmap` would run both of its branches.
+  A `jax.lax.cond` on it stays a `cond`; on `when`, `vmap` would run both
+  branches.
 
   Args:
     when: `bool[]`.
 
   Returns:
-    `bool[]`, without an axis of the batch.
+    `bool[]`, without a batch axis.
 
   >>> when = jnp.array([False, True])
   >>> jax.vmap(any_of_batch, out_axes=None)(when)
@@ -326,33 +328,33 @@ def num_parameters(params: PyTree) -> int:
 
 
 def of_trials(state: PyTree) -> bool:
-  """Whether a state has an axis of trials: whether its key has one.
+  """Whether a state has a trial axis, which it has if its key has one.
 
   Args:
     state: the state of any algorithm here.
 
   Returns:
-    That.
+    True if the state has a trial axis.
   """
   key = getattr(state, "key", None)
   return key is not None and jax.random.key_data(key).ndim > 1
 
 
 def with_hyper(state: PyTree, **values: Any) -> PyTree:
-  """A trial's state: the same, with hyper-parameters of its own.
+  """Sets hyper-parameters in a state, such as those of a trial.
 
   Args:
     state: the state of any algorithm here.
-    **values: hyper-parameters by their names in the state's `hyper`, or in
-      those of its pools or parties; one value, or one for each. They are not
-      checked: tracers could not be.
+    **values: hyper-parameters by their names in the `hyper` of the state or of
+      its pools or parties; each is one value, or one for each pool or party.
+      Values are not checked, since tracers could not be.
 
   Returns:
-    The state.
+    The new state.
 
   Raises:
-    ValueError: the state has no hyper-parameter of a name, or one of another
-      shape; or it is of several trials.
+    ValueError: the state has no hyper-parameter of that name, or has it in
+      another shape; or the state holds several trials.
 
   >>> from hetfl.fedavg import PoolsState
   >>> state = PoolsState(None, (), {'alpha': jnp.zeros(())})
@@ -404,7 +406,7 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
 
 
 def _check_shape(name, value, shape):
-  """Raises unless a value is one, or of the state's shape or its last axes."""
+  """Raises unless a value is a scalar or has the shape, or its last axes."""
   if value.shape != shape[len(shape) - value.ndim :]:
     raise ValueError(
       f"{name}: an array of shape {value.shape}; give one value"
@@ -422,12 +424,12 @@ def descend(
   """One step of an optimizer.
 
   Args:
-    optimizer: of optax.
+    optimizer: an optax optimizer.
     params: the parameters.
     opt_state: the optimizer's state.
     grads: the gradient, shaped as the parameters.
-    **extra: what some optimizers take beside it, such as the loss as `value`;
-      those that do not are not given it.
+    **extra: extra arguments, such as the loss as `value`, for optimizers that
+      take them; others do not get them.
 
   Returns:
     The parameters and the optimizer's state after the step.
@@ -442,13 +444,13 @@ def descend(
 
 
 def identity(field: Any) -> Any:
-  """What tells a field from others: itself, or where it lies, without a hash.
+  """A key that identifies a field: itself, or its `id` if it has no hash.
 
   Args:
     field: anything, such as a model's function.
 
   Returns:
-    What can be a key of a dict while the field lives.
+    A key for a dict, valid while the field lives.
 
   >>> identity(max) is max, isinstance(identity([]), int)
   (True, True)
@@ -465,12 +467,13 @@ def scheduled(
 ) -> jax.Array:
   """A schedule's value in a round; NaN if it is out of its range.
 
-  So a run shows it, where training would go on in the wrong direction.
+  NaN shows in a run's results; with a value out of range, training would
+  continue in the wrong direction.
 
   Args:
     schedule: the schedule.
     round: the number of the round.
-    high: its greatest allowed value; the least is 0.
+    high: the greatest allowed value; the least is 0.
 
   Returns:
     The value, `float32[]`.
@@ -485,10 +488,10 @@ def scheduled(
 
 
 def strong(tree: PyTree) -> PyTree:
-  """The same without weak types, which a checkpoint does not keep.
+  """Removes weak types, which a checkpoint does not keep.
 
-  Otherwise a state that was restored could promote otherwise than one that
-  was not; and a step would compile twice.
+  With weak types, a restored state could be promoted to other types than the
+  original, and a step would compile twice.
 
   Args:
     tree: a pytree of arrays and other leaves.
@@ -516,11 +519,11 @@ def num_parts(
   Args:
     batch_size: B.
     at_most: examples in a part, at most; `None` for all.
-    multiple: what the number is to be a multiple of; a divisor of B.
+    multiple: the number of parts must be a multiple of this; a divisor of B.
 
   Returns:
-    A divisor of B. A warning says where it makes parts much smaller than asked
-    for, as of a B that is prime.
+    A divisor of B. Logs a warning if it makes the parts much smaller than
+    asked for, as when B is prime.
 
   >>> num_parts(128, 32), num_parts(128, 60), num_parts(7, None)
   (4, 4, 1)

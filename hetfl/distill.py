@@ -13,8 +13,9 @@ from hetfl import checks, core
 from hetfl.models.language import TokenLogits
 
 PyTree = Any
-# (student's logits, teachers' logits, own logits, teachers' temperatures,
-#  regularization, label weight, batch, weights) -> sum over the batch
+# (student's logits, teachers' logits, student's initial logits, teachers'
+#  temperatures, regularization, label weight, batch, weights) -> sum over the
+#  batch
 Divergence = Callable[..., jax.Array]
 
 
@@ -31,7 +32,7 @@ def tempered_softmax(
     `float[..., C]`, probabilities.
 
   Raises:
-    ValueError: there is but one class, of which the softmax is always 1.
+    ValueError: there is only one class, whose softmax is always 1.
 
   Reference: Lichtarge et al. 2023, appendix C.4.
 
@@ -67,7 +68,7 @@ def kl_divergence(target: jax.Array, logits: jax.Array) -> jax.Array:
   """
   checks.dense(logits)
   log_p = jax.nn.log_softmax(core.wide(logits), axis=-1)
-  # Minus infinity for a class that neither has, as where classes are masked.
+  # log_p may be minus infinity where the target is 0, as for masked classes.
   log_p = jnp.where(target == 0, 0.0, log_p)
   return optax.losses.kl_divergence(log_p, target, axis=-1)
 
@@ -81,7 +82,7 @@ def codist_target(
   labels: jax.Array | None = None,
   label_weight: float | jax.Array = 0.0,
 ) -> jax.Array:
-  """What a student learns: the teachers' view, held back by its own.
+  """A student's target: the teachers' prediction, mixed with its own.
 
   `(1 - r) [(1 - v) mean_j softmax(z_j / T_j) + v y] + r softmax(z_student)`
 
@@ -90,16 +91,16 @@ def codist_target(
     student: logits of the student as it was at the start, `float[..., C]`.
     temperatures: each teacher's T.
     regularization: r, in [0, 1].
-    labels: y as `label_target` has them; `None` without.
+    labels: y, as `label_target` returns it; `None` for no labels.
     label_weight: v, in [0, 1].
 
   Returns:
     `float[..., C]`, probabilities.
 
-  Reference: Lichtarge et al. 2023, appendix C.4, which has labels interpolate
-  with "the teacher soft-labels", and none in its experiments. With more than
-  two pools, the paper's "any number of pools", the teacher is the mean of the
-  others.
+  Reference: Lichtarge et al. 2023, appendix C.4, which interpolates between
+  labels and "the teacher soft-labels", but uses no labels in its experiments.
+  With more than two pools, the paper's "any number of pools", the teacher is
+  the mean of the others.
 
   >>> p = jnp.log(jnp.array([.2, .8]))
   >>> q = jnp.log(jnp.array([.6, .4]))
@@ -120,8 +121,8 @@ def codist_target(
 def symmetric_beta(key: jax.Array, beta: float, shape=()) -> jax.Array:
   """Draws from Beta(beta, beta).
 
-  For a whole number `n` this is the median of `2 n - 1` uniform draws, much
-  cheaper than `jax.random.beta`.
+  For a whole number `beta` up to 8 this is the median of `2 beta - 1` uniform
+  draws, much cheaper than `jax.random.beta`.
 
   Args:
     key: a random key.
@@ -151,7 +152,7 @@ def mixup(x: PyTree, weight: jax.Array) -> PyTree:
     weight: `float[B]`, drawn from Beta(beta, beta).
 
   Returns:
-    As `x`; of whole numbers float32.
+    As `x`, but float32 for integers.
 
   Reference: Zhang et al. 2017, section 2; Lichtarge et al. 2023, appendix C.1
   ("mixup with beta = 2", read as Beta(2, 2)).
@@ -169,14 +170,14 @@ def mixup(x: PyTree, weight: jax.Array) -> PyTree:
 
 
 def label_target(like: jax.Array, batch: core.Batch) -> jax.Array:
-  """The labels as distributions that are certain.
+  """The labels as one-hot distributions.
 
   Args:
     like: `float[..., C]`, such as a target.
     batch: holds `y: int[...]`.
 
   Returns:
-    `float[..., C]`; NaN where a label is no class.
+    `float[..., C]`; NaN where a label is out of range.
 
   Raises:
     ValueError: as `checks.labels`.
@@ -190,10 +191,10 @@ def label_target(like: jax.Array, batch: core.Batch) -> jax.Array:
 
 
 def example_weights(batch: core.Batch) -> jax.Array:
-  """What counts in a distillation batch: the examples whose mask is 1.
+  """The weights of the examples in a distillation batch: their mask.
 
   Args:
-    batch: holds `mask: float32[B]`, as `core.gather` has it.
+    batch: holds `mask: float32[B]`, as `core.gather` returns it.
 
   Returns:
     `float32[B]`.
@@ -206,40 +207,44 @@ def example_weights(batch: core.Batch) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Distiller:
-  """How students learn from teachers; its configuration.
+  """The configuration of distillation: how students learn from teachers.
 
   The first four values may be one number for all pools or one for each.
 
   Attributes:
     learning_rate: the students' learning rate in the first round.
-    final_share: what is left of it at the end, in [0, 1]: it falls linearly
-      over the rounds from `learning_rate` to `final_share * learning_rate`.
+    final_share: the share of the learning rate left at the end, in [0, 1]: the
+      rate falls linearly over the rounds from `learning_rate` to
+      `final_share * learning_rate`.
     temperature: the softmax temperature of each pool's model as a teacher.
-    regularization: r, the weight of the student's own view, in [0, 1].
+    regularization: r, the weight of the student's initial prediction in its
+      target, in [0, 1].
     label_weight: weight of the true labels beside the teachers, in [0, 1]; 0
       is the paper's unlabelled distillation.
-    transform: what is done to a batch as it lies in the distillation bank.
-    mixup_beta: mixes images by weights from Beta(beta, beta); `None`: none.
-    optimizer: a learning rate to an optax optimizer, new for each exchange;
-      one that draws random numbers would draw the same in each.
-    microbatch: how many examples pass through a model at once, at most; the
-      batch is cut into equal parts. `None` for all. Changes speed and memory
-      only, but for dropout and batch normalisation, which act on the parts.
-    weights: a batch to what its examples `[B]`, or their positions `[B, T]`,
-      count in the mean.
-    divergence: `None` for `kl_divergence` from `codist_target`. Else a function
-      such as `next_word.token_divergence`, for models whose outputs are arrays
-      with examples on their first axis, or `TokenLogits`, which are too many to
-      keep: kept are their features, those of all steps.
+    transform: applied to each batch as stored in the distillation bank.
+    mixup_beta: mixes inputs with weights from Beta(beta, beta); `None` for no
+      mixup.
+    optimizer: `learning rate -> optax optimizer`. Its state is new in each
+      exchange: an optimizer that draws random numbers draws the same ones each
+      time.
+    microbatch: the most examples that pass through a model at once; the batch
+      is cut into equal parts. `None` for all. Changes only speed and memory,
+      except for dropout and batch normalisation, which act on the parts.
+    weights: a function of the batch that gives the weights in the mean of its
+      examples, `[B]`, or of their positions, `[B, T]`.
+    divergence: `None` for `kl_divergence` from `codist_target`. Otherwise a
+      function such as `next_word.token_divergence`, for models whose outputs
+      are arrays with examples on their first axis, or `TokenLogits`, which are
+      too large to keep: only their features are kept, for all steps.
 
   Raises:
-    ValueError: a value is out of its range, the optimizer is no function of a
-      rate or holds it in its state, or a divergence of one's own comes with
-      mixup.
+    ValueError: a value is out of its range, the optimizer is not a function of
+      a rate or holds the rate in its state, or a custom divergence is combined
+      with mixup.
 
   Reference: Lichtarge et al. 2023, appendix C.4, whose rate falls linearly to
-    0; `final_share` is how we read "decay coefficient" among the values of
-    appendix F's search.
+    0; `final_share` is our reading of "decay coefficient" in the search space
+    of appendix F.
   """
 
   learning_rate: float | Sequence[float] = 1e-3
@@ -283,7 +288,7 @@ class Distiller:
       `distill_lr`, `final_share`, `temperature`, `regularization`.
 
     Raises:
-      ValueError: if a value is not one for each pool.
+      ValueError: if there is neither one value nor one for each pool.
 
     >>> Distiller(temperature=(1., 2.)).hyper(2)['temperature']
     Array([1., 2.], dtype=float32)
@@ -303,7 +308,7 @@ class Distiller:
     return hyper
 
   def batch(self, key, bank: core.Batch, step, index) -> core.Batch:
-    """Distillation batch number `step`, the same whoever asks.
+    """Distillation batch number `step`, the same for teachers and students.
 
     Args:
       key: the exchange's key of the round.
@@ -312,7 +317,8 @@ class Distiller:
       index: `int32[B]`, positions in the bank.
 
     Returns:
-      The batch as models take it, with `mixup: float32[B]` if it was mixed.
+      The batch as models take it, with its weights `mixup: float32[B]` if it
+      was mixed.
     """
     transform_key, mixup_key = jax.random.split(jax.random.fold_in(key, step))
     batch = core.prepare(
@@ -330,8 +336,8 @@ class Distiller:
       model: the model.
 
     Returns:
-      `(variables, key, bank, (step [N], index [N, B])) -> view`: logits
-      `float[N, B, C]`; of `TokenLogits` the features.
+      `(variables, key, bank, (step [N], index [N, B])) -> view`: the logits
+      `float[N, B, C]` or, if these are `TokenLogits`, their features.
     """
 
     def view_of_batches(variables, key, bank, rows):
@@ -355,7 +361,7 @@ class Distiller:
   def student(
     self, models: Sequence[core.Model], index: int
   ) -> Callable[..., tuple[core.Variables, core.Mean]]:
-    """The program that teaches one pool's model: `s` optimizer steps.
+    """The program that distils to one pool's model in S optimizer steps.
 
     Args:
       models: each pool's model.
@@ -363,9 +369,9 @@ class Distiller:
 
     Returns:
       `(variables, hyper, decay, key, bank, steps [S], index [S, B], teachers)
-      -> (student, loss)`, where `teachers` are each pool's `Variables` at the
-      start and their view of the batches, from `predictor`; the student's own
-      are among them. The loss is the mean KL to the target.
+      -> (student, loss)`, where `teachers` holds, for each pool including the
+      student's, its `Variables` at the start and their view of the batches,
+      from `predictor`. The loss is the mean KL to the target.
       With `shard`, an `engine.Shard`, each device takes its share of every
       batch, and gradients are added up.
     """
@@ -377,7 +383,7 @@ class Distiller:
       final = hyper["final_share"][index]
       rate = hyper["distill_lr"][index] * (final + (1 - final) * decay)
       optimizer = self.optimizer(rate)
-      # Apart from the batches' keys, and from the other students'.
+      # Differs from the batches' keys, and from the other students'.
       student_key = jax.random.fold_in(key, 2**31 + index)
       mix = (
         [hyper["temperature"][j] for j in others],
@@ -472,7 +478,7 @@ class Distiller:
       )
       return (total + value, optax.tree.add(grads, g), stats), None
 
-    # A batch that the devices cannot share equally is for each of them.
+    # If the devices cannot share the batch equally, each takes all of it.
     batch_size = len(examples["weights"])
     if shard is not None and batch_size % shard.count:
       shard = None
@@ -494,15 +500,15 @@ class Distiller:
 
 
 def _view(outputs: PyTree) -> PyTree:
-  """What a model's outputs say of single examples, without its output layer."""
+  """The part of a model's outputs that is per example, not the output layer."""
   return outputs.features if isinstance(outputs, TokenLogits) else outputs
 
 
 def _outputs(
   model: core.Model, variables: core.Variables, x: PyTree, view: PyTree
 ) -> PyTree:
-  """A model's outputs, of which the view is known."""
-  # Of what is computed here the output layer alone is used, and so run.
+  """A model's outputs, given their view."""
+  # Of these only the output layer is used; the compiler drops the rest.
   outputs = model.predict(variables, x)
   if isinstance(outputs, TokenLogits):
     return dataclasses.replace(outputs, features=view)
@@ -512,8 +518,8 @@ def _outputs(
 def _batches_at_once(batch_size: int) -> int:
   """Batches that a teacher sees at once: on accelerators a thousand examples.
 
-  A student takes them one after another, and so few examples leave a large
-  device idle; on CPUs the activations of one stay in the caches.
+  One batch at a time, as a student takes them, leaves a large device idle; on
+  CPUs the activations of one batch stay in the caches.
   """
   if jax.default_backend() == "cpu":
     return 1

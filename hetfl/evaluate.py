@@ -35,7 +35,7 @@ def classification(
   0.5
   """
   checks.dense(logits)
-  # Of NaN the largest is the first.
+  # argmax takes the first NaN for the largest.
   known = ~jnp.isnan(logits).any(axis=-1)
   correct = known & (jnp.argmax(logits, axis=-1) == batch["y"])
   mask = batch["mask"]
@@ -47,12 +47,13 @@ def classification(
 
 
 def batch_size_or_default(batch_size: int | None) -> int:
-  """Examples evaluated at once: so many, or what suits the device.
+  """The given evaluation batch size, or a default that suits the device.
 
-  On CPUs 40, whose activations stay in the caches; elsewhere 1,000.
+  The default is 40 on CPUs, where activations then stay in the caches, and
+  1,000 elsewhere.
 
   Args:
-    batch_size: so many; `None` for what suits the device.
+    batch_size: examples evaluated at once; `None` for the default.
 
   Returns:
     B.
@@ -73,9 +74,9 @@ class Evaluator:
 
   Args:
     models: P models.
-    sets: a name to a set of examples; its bank should be on the device.
-    transform: what is done to a batch as it lies in the bank.
-    measure: sums over a batch.
+    sets: sets of examples by name; their banks should be on the device.
+    transform: applied to each batch as stored in the bank.
+    measure: `(outputs, batch) -> sums over the batch`, by name.
     engine: where the work runs; `Inline()` by default.
     batch_size: examples at once, by default 40 on CPUs and 1,000 elsewhere;
       changes speed and memory only.
@@ -83,9 +84,9 @@ class Evaluator:
       all.
 
   Raises:
-    ValueError: `only` names a set that there is not or is not one for each
+    ValueError: `only` names an unknown set or does not have one entry for each
       model, a set is a bare bank or has positions outside its bank,
-      `batch_size` is below 1, or `models` is one model.
+      `batch_size` is below 1, or `models` is a single model.
 
   >>> model = core.Model(
   ...     lambda key: core.Variables(jnp.array([[1., 0.]]), {}),
@@ -145,11 +146,11 @@ class Evaluator:
     """Evaluates P models.
 
     Args:
-      variables: what each model holds.
+      variables: each model's variables.
 
     Returns:
-      For each model a flat dict such as `{'test_accuracy': 0.5}`, without what
-      a set has nothing to measure for.
+      For each model a flat dict such as `{'test_accuracy': 0.5}`, without
+      metrics for which a set has nothing to measure.
 
     Raises:
       ValueError: there are not as many variables as models, or they are traced.
@@ -168,7 +169,7 @@ class Evaluator:
     return [core.values(model) for model in jax.device_get(sums)]
 
   def data(self, *names: str) -> PyTree:
-    """What `sums` needs of some of the sets."""
+    """The data of the named sets, as `sums` takes it."""
     return tuple(
       {name: tree[name] for name in names}
       for tree in (self._banks, self._plans)
@@ -177,11 +178,11 @@ class Evaluator:
   def sums(
     self, variables: Sequence[core.Variables], data: PyTree
   ) -> list[core.Metrics]:
-    """The sums over the sets of `data`, as open to tracing as the engine.
+    """The sums over the sets in `data`; traceable if the engine is.
 
     Args:
-      variables: what each model holds.
-      data: of some sets, from `data`.
+      variables: each model's variables.
+      data: some of the sets, from the method `data`.
 
     Returns:
       For each model a flat dict such as `{'test_accuracy': Mean}`.
@@ -225,8 +226,8 @@ def measure_program(
 
   Args:
     model: the model.
-    transform: what is done to a batch as it lies in the bank.
-    measure: sums over a batch.
+    transform: applied to each batch as stored in the bank.
+    measure: `(outputs, batch) -> sums over the batch`, by name.
 
   Returns:
     The program `(variables, bank, lane [S, B], steps) -> sums`, where `lane`
@@ -248,7 +249,7 @@ def measure_program(
     return dict(sums)
 
   def evaluate_lane(variables, bank, lane, steps):
-    lane = jnp.asarray(lane)  # NumPy's, if not under jit.
+    lane = jnp.asarray(lane)  # A NumPy array, if not under jit.
     zeros = engine_lib.zeros_of(of_batch, variables, bank, lane[0])
     return jax.lax.fori_loop(
       0,

@@ -2,8 +2,8 @@
 
 The building block of codistillation, and its baseline when several pools run
 side by side without exchange. The five differ in two places only: FedProx
-adds a term to the clients' loss, and the others take another server
-optimizer.
+adds a term to the clients' loss, and FedAvgM, FedAdam and FedYogi use another
+server optimizer.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from hetfl import engine as engine_lib
 
 PyTree = Any
 
-# Server optimizers: a learning rate to an optax optimizer that takes the
+# Server optimizers: `learning rate -> optax optimizer`, which takes the
 # clients' mean delta as its gradient (Reddi et al. 2021, algorithm 2; optax's
 # Adam and Yogi correct their moments' bias, which that algorithm does not).
 fedavg_server = optax.sgd
@@ -34,7 +34,7 @@ fedyogi_server = functools.partial(optax.yogi, b1=0.9, b2=0.999, eps=1e-3)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pool:
-  """A pool of clients that train one model; its configuration.
+  """The configuration of a pool: clients that train one model.
 
   Attributes:
     name: its name in metrics and results.
@@ -43,21 +43,21 @@ class Pool:
     server_lr: the server's learning rate in the first round; see `rounds` in
       `hetfl.fedavg`.
     loss: the loss of each example, or a batch's mean; see `core.Loss`.
-    transform: what is done to a training batch as it lies in the bank.
-    client_optimizer: a learning rate to an optax optimizer, whose state is new
-      for each client and round: one that draws random numbers from its state
-      would draw the same each time.
-    server_optimizer: a learning rate to an optax optimizer.
+    transform: applied to each training batch as stored in the bank.
+    client_optimizer: `learning rate -> optax optimizer`. Its state is new for
+      each client and round: an optimizer that draws random numbers from its
+      state draws the same ones each time.
+    server_optimizer: `learning rate -> optax optimizer`.
     prox_mu: FedProx's weight; `None` leaves its term out.
-    delta_transform: `(key, delta) -> delta`, what a client does to its update
+    delta_transform: `(key, delta) -> delta`, applied to a client's update
       `w_server - w_k` before it is sent, such as clipping, noise, quantisation;
-      `None` sends it as it is. Batch statistics and the loss are sent as they
-      are in any case.
+      `None` sends it unchanged. Batch statistics and the loss are always sent
+      unchanged.
 
   Raises:
-    ValueError: the model is a bare Flax module, a rate is no number or
-      negative, or an optimizer is no function of a rate or holds it in its
-      state.
+    ValueError: the model is a bare Flax module, a rate is negative or not a
+      number, or an optimizer is not a function of a rate or holds the rate in
+      its state.
   """
 
   name: str
@@ -108,12 +108,12 @@ class Pool:
     The program `(state, gradient, stats, decay) -> state`: `gradient` is what
     the optimizer takes as its gradient, `stats` are the model's new
     statistics and `decay` is the factor of the server's rate in this round.
-    Algorithms share it, so that equal gradients give equal bits.
+    Algorithms share this program, so that equal gradients give equal bits.
     """
 
     def step_server(state, gradient, stats, decay):
       optimizer = self.server_optimizer(decay * state.hyper["server_lr"])
-      # Sums are float32 at least; the model and its optimizer stay as they are.
+      # Sums are float32 at least; the model and its optimizer keep their types.
       like = lambda x, old: core.as_type(x, old.dtype)
       gradient = jax.tree.map(like, gradient, state.params)
       params, opt_state = core.descend(
@@ -126,7 +126,7 @@ class Pool:
 
   @functools.cached_property
   def reset_server(self) -> Callable[..., "PoolState"]:
-    """The program that makes the server optimizer's state anew."""
+    """The program that resets the server optimizer's state."""
 
     def reset_server(state):
       optimizer = self.server_optimizer(state.hyper["server_lr"])
@@ -137,11 +137,11 @@ class Pool:
   def init(
     self, key: jax.Array, variables: core.Variables | None = None
   ) -> "PoolState":
-    """Makes a model and a fresh server.
+    """Makes a model and a new server state.
 
     Args:
       key: a random key.
-      variables: the model to go on from; `None` makes one.
+      variables: the model to continue from; `None` makes a new one.
 
     Returns:
       The pool's state before the first round.
@@ -195,7 +195,7 @@ class PoolState:
     stats: the model's mutable collections; `{}` if none.
     opt_state: the server optimizer's state.
     hyper: `client_lr`, `server_lr` and, for FedProx, `prox_mu`: `float32[]`
-      each, so that trials with different values are a batch axis.
+      each, so that trials with different values can form a batch axis.
   """
 
   params: PyTree
@@ -214,7 +214,7 @@ class PoolsState:
   """The state of federated training over P pools.
 
   Attributes:
-    key: the run's key; never changes, every draw folds the round into it.
+    key: the run's key; it never changes, every draw folds the round into it.
     pools: P `PoolState`s, of models that may differ.
     hyper: the exchange's hyper-parameters; empty for FedAvg.
   """
@@ -225,17 +225,18 @@ class PoolsState:
 
 
 def check_pools(pools: Sequence[Pool], at_least: int = 1) -> tuple[Pool, ...]:
-  """The pools, if they are enough and can be told apart.
+  """Checks that there are enough pools and that their names differ.
 
   Args:
     pools: P pools.
     at_least: how many are needed.
 
   Returns:
-    The same.
+    The pools, as a tuple.
 
   Raises:
-    ValueError: if not.
+    ValueError: there are too few, their names do not differ, or they are no
+      pools.
   """
   checks.sequence("pools", pools, Pool)
   pools = tuple(pools)
@@ -249,7 +250,7 @@ def check_pools(pools: Sequence[Pool], at_least: int = 1) -> tuple[Pool, ...]:
 
 
 def check_plan(plan: planning.RoundPlan, number: int) -> None:
-  """Checks that a plan is one for so many pools.
+  """Checks that a plan is for P pools.
 
   Args:
     plan: the plan.
@@ -274,14 +275,14 @@ def init_pools(
   Args:
     pools: P pools.
     key: the run's key.
-    variables: P models to go on from; `None` makes new ones.
+    variables: P models to continue from; `None` makes new ones.
     hyper: the exchange's hyper-parameters, plain numbers or arrays.
 
   Returns:
     The state.
 
   Raises:
-    ValueError: `variables` are something else.
+    ValueError: `variables` is something else.
   """
   if variables is not None:
     hint = "[pool.variables for pool in state.pools] of another run"
@@ -400,10 +401,10 @@ def client_metrics(
 
   Args:
     pools: P pools.
-    sums: what the clients of each sent.
+    sums: what the clients of each pool sent.
 
   Returns:
-    `NAME/client_loss` of each, a mean over steps, in nats.
+    `NAME/client_loss` of each pool, a mean over steps, in nats.
   """
   return {
     f"{pool.name}/client_loss": total.loss for pool, total in zip(pools, sums)
@@ -420,9 +421,9 @@ def fedavg(
 
   `w <- server_optimizer(w, sum_k n_k (w - w_k) / sum_k n_k)`
 
-  The server optimizer is each pool's: FedAdam unless it says otherwise. With
-  `server_optimizer=hetfl.fedavg_server, server_lr=1., rounds=None` it is
-  McMahan's FedAvg.
+  Each pool has its own server optimizer, by default FedAdam. With
+  `server_optimizer=hetfl.fedavg_server, server_lr=1., rounds=None` the
+  algorithm is McMahan's FedAvg.
 
   Args:
     pools: P pools.
@@ -432,19 +433,20 @@ def fedavg(
       step dispatches programs itself and must not be traced.
 
   Returns:
-    The algorithm. Its `init` takes a key and, to go on from models that there
-    are, P `Variables`. Its `step` takes a `RoundPlan` and
+    The algorithm. Its `init` takes a key and, to continue from existing models,
+    P `Variables`. Its `step` takes a `RoundPlan` and
     `{'pools': (bank, ...)}`, the banks on the device. Its metrics are each
     pool's `NAME/client_loss`, the mean over its clients' steps.
 
   Raises:
-    ValueError: if there are no rounds or no pools, or two of one name.
+    ValueError: if `rounds` is below 1, there are no pools, or two pools have
+      the same name.
 
   Reference: McMahan et al. 2017, algorithm 1; Reddi et al. 2021, algorithm 2;
   Lichtarge et al. 2023, appendix C.3.
 
-  One client, one image of class 0, and logits (0, 0): the client goes to
-  (1/2, -1/2), and so does the server, at a rate of 1.
+  With one client, one image of class 0 and logits (0, 0), the client moves to
+  (1/2, -1/2), and so does the server, at a learning rate of 1.
 
   >>> model = core.Model(
   ...     lambda key: core.Variables(jnp.zeros((1, 2)), {}),

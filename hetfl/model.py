@@ -1,4 +1,4 @@
-"""Models as pure functions, of Flax modules or of one's own."""
+"""Models as pure functions, made from Flax modules or written by hand."""
 
 from collections.abc import Callable
 import dataclasses
@@ -16,7 +16,7 @@ PyTree = Any
 
 
 class Variables(NamedTuple):
-  """What a model holds.
+  """A model's parameters and statistics.
 
   Attributes:
     params: the trained parameters.
@@ -28,7 +28,7 @@ class Variables(NamedTuple):
 
 
 class Model(NamedTuple):
-  """Any pair of pure functions that makes and applies a model.
+  """Any pair of pure functions that initialises and applies a model.
 
   Attributes:
     init: `key -> Variables`.
@@ -47,8 +47,8 @@ class Model(NamedTuple):
     """Checks that something is a model.
 
     Args:
-      owner: whose it is, or what it is called.
-      given: what should be one.
+      owner: its owner, or its name, for error messages.
+      given: what should be a model.
 
     Raises:
       ValueError: it is something else, such as a bare Flax module, or its
@@ -67,17 +67,17 @@ and Model.from_nnx make one of a Flax module
     checks.takes(f"{owner}: apply", given.apply, *arguments)
 
   def start(self, key: jax.Array) -> Variables:
-    """What `init` gives, if it is `Variables`.
+    """Calls `init`, and checks that it returns `Variables`.
 
     Args:
       key: a random key.
 
     Returns:
       A new model's parameters and statistics: copies, since states may be
-      donated, and `init` may give arrays that it holds.
+      donated, and `init` may return arrays that it keeps.
 
     Raises:
-      ValueError: `init` gives something else.
+      ValueError: `init` returns something else.
 
     >>> Model(lambda key: {'w': jnp.zeros(3)}, None).start(jax.random.key(0))
     Traceback (most recent call last):
@@ -94,17 +94,17 @@ stats); without mutable collections, stats are {}
     return jax.tree.map(jnp.copy, variables)
 
   def adopt(self, owner: str, variables: Variables) -> Variables:
-    """What a model is to go on from, if it is of the model's shapes.
+    """Copies variables to continue from, if they have the model's shapes.
 
     Args:
-      owner: whose it is, or what it is called.
+      owner: the model's owner, or its name, for error messages.
       variables: the parameters and statistics.
 
     Returns:
       Copies, since states may be donated.
 
     Raises:
-      ValueError: they are of other shapes than `init` gives.
+      ValueError: their shapes differ from those that `init` returns.
 
     >>> model = Model(lambda key: Variables(jnp.zeros(3), {}), None)
     >>> model.adopt('global_model', Variables(jnp.zeros(2), {}))
@@ -126,10 +126,10 @@ stats); without mutable collections, stats are {}
     key: jax.Array | None,
     train: bool,
   ) -> tuple[PyTree, PyTree]:
-    """What `apply` gives, if it is a pair with statistics like the model's.
+    """Calls `apply`, and checks that it returns logits and statistics.
 
     Args:
-      variables: what the model holds.
+      variables: the model's parameters and statistics.
       x: inputs.
       key: a random key.
       train: whether this is training.
@@ -138,8 +138,8 @@ stats); without mutable collections, stats are {}
       The logits and the statistics.
 
     Raises:
-      ValueError: `apply` gives no pair, or in training statistics of another
-        structure.
+      ValueError: `apply` does not return a pair or, in training, returns
+        statistics of another structure.
     """
     outputs = self.apply(variables, x, key, train)
     if not isinstance(outputs, tuple) or len(outputs) != 2:
@@ -160,11 +160,11 @@ stats); without mutable collections, stats are {}
     """The logits in inference mode.
 
     Args:
-      variables: what the model holds.
+      variables: the model's parameters and statistics.
       x: inputs.
 
     Returns:
-      The logits, or what else `apply` gives first.
+      The logits, or whatever `apply` returns first.
 
     Raises:
       ValueError: as `outputs`.
@@ -175,23 +175,24 @@ stats); without mutable collections, stats are {}
   def from_flax(cls, module: nn.Module, example: PyTree) -> "Model":
     """Wraps a Flax Linen module.
 
-    Models of equal modules and examples of one shape are equal, and share
-    programs.
+    Models of equal modules and of examples with the same shape and type are
+    equal, and share compiled programs.
 
     Args:
-      module: the module. If its `__call__` takes `train`, it is passed on.
+      module: the module. If its `__call__` takes `train`, `apply` passes it on.
         Collections other than `params` become `Variables.stats`. In training
-        it has random numbers for `dropout`; for other streams, and for values
-        sown into collections of one's own, write `init` and `apply`. On CPUs
-        its convolutions are far faster as `hetfl.models.layers.Conv`, which has
-        the parameters of `nn.Conv`.
-      example: an input with a batch axis; only shape and type count.
+        it gets the random-number stream `dropout`; for other streams, and for
+        values sown into custom collections, write `init` and `apply` yourself.
+        On CPUs convolutions are far faster as `hetfl.models.layers.Conv`, which
+        has the parameters of `nn.Conv`.
+      example: an input with a batch axis; only its shape and type matter.
 
     Returns:
       The model.
 
     Raises:
-      ValueError: it is no Linen module, or its switch has another name.
+      ValueError: `module` is not a Linen module, or its `train` argument has
+        another name.
 
     >>> model = Model.from_flax(nn.Dense(3), jnp.zeros((1, 2)))
     >>> variables = model.init(jax.random.key(0))
@@ -221,17 +222,19 @@ stats); without mutable collections, stats are {}
 
     Args:
       make: `flax.nnx.Rngs -> module`, such as `lambda rngs: Net(rngs=rngs)`.
-        The module's `nnx.Param` become `Variables.params` and its other
-        variables, such as `nnx.BatchStat`, `Variables.stats`, by their paths.
-        It is in training by `train()` and out of it by `eval()`, and is passed
-        `train` if its `__call__` takes it; all its streams of random numbers
-        come from the key that `apply` is given. It is made once here.
+        The module's `nnx.Param` variables become `Variables.params`, and its
+        other variables, such as `nnx.BatchStat`, become `Variables.stats`, both
+        by path. `apply` sets the module's mode by `train()` or `eval()`, passes
+        `train` if its `__call__` takes it, and seeds all its random-number
+        streams from `key`. `make` is called once here.
 
     Returns:
-      The model. Make one for all clients that share it: two are unequal.
+      The model. Make one and give it to all clients that share it: two models
+      are unequal.
 
     Raises:
-      ValueError: `make` makes no NNX module, or its switch has another name.
+      ValueError: `make` does not return an NNX module, or the module's `train`
+        argument has another name.
 
     >>> from flax import nnx
     >>> model = Model.from_nnx(lambda rngs: nnx.Linear(2, 3, rngs=rngs))
@@ -250,7 +253,7 @@ def _takes_train(module: Any) -> bool:
   """Whether a module's `__call__` takes `train`.
 
   Raises:
-    ValueError: its switch has another name.
+    ValueError: this argument has another name.
   """
   arguments = inspect.signature(module.__call__).parameters
   for name in (
@@ -272,10 +275,10 @@ class _Nnx:
   """An NNX module as pure functions; see `Model.from_nnx`."""
 
   def __init__(self, make):
-    from flax import nnx  # Only where it is used: it takes a while.
+    from flax import nnx  # Only when needed: the import takes a while.
 
     self._make, self._nnx = make, nnx
-    # It is callable too.
+    # A module given in place of `make` may be callable too.
     module = None if isinstance(make, nnx.Module) else make(nnx.Rngs(0))
     if not isinstance(module, nnx.Module):
       raise ValueError(
@@ -308,7 +311,7 @@ class _Nnx:
     module.train()
     logits = module(x, **mode)
     stats = self._flat(self._split(module)[3])
-    # What a module sows in between is none of them.
+    # Without the variables that the module sows in this call.
     return logits, {name: stats[name] for name in variables.stats}
 
   def _split(self, module):
@@ -316,7 +319,7 @@ class _Nnx:
     return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
   def _flat(self, state):
-    """A state's arrays by path, as `layers/0/kernel`."""
+    """A state's arrays by path, such as `layers/0/kernel`."""
     arrays = flax.traverse_util.flatten_dict(self._nnx.to_pure_dict(state))
     return {
       "/".join(map(str, path)): a if hasattr(a, "dtype") else jnp.asarray(a)
@@ -324,17 +327,17 @@ class _Nnx:
     }
 
   def _filled(self, state, arrays):
-    """A state of that structure with these arrays."""
+    """A state of the same structure, filled with these arrays."""
     paths = flax.traverse_util.flatten_dict(self._nnx.to_pure_dict(state))
     pure = {path: arrays["/".join(map(str, path))] for path in paths}
-    state = jax.tree.map(lambda leaf: leaf, state)  # It is filled in place.
+    state = jax.tree.map(lambda leaf: leaf, state)  # A copy, filled in place.
     self._nnx.replace_by_pure_dict(
       state, flax.traverse_util.unflatten_dict(pure)
     )
     return state
 
   def _seeded(self, key):
-    """Keys and counts of all streams; equal ones where there is no key."""
+    """Keys and counts of all random streams; without a key, from `key(0)`."""
     key = jax.random.key(0) if key is None else key
     arrays = {}
     for i, (name, leaf) in enumerate(self._flat(self._states[1]).items()):
@@ -348,7 +351,7 @@ class _Nnx:
 
 
 class _Alike:
-  """Equal to others of equal fields, which need not have hashes."""
+  """Equal to another if the fields are, even if they have no hashes."""
 
   def __eq__(self, other):
     try:

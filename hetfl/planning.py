@@ -1,9 +1,9 @@
 """Who trains on what in a round.
 
-What a round does is a `RoundPlan`: a small pytree of integer arrays that says
-which client trains on which examples in which order. A plan is a pure
-function of (seed, round, pool), so a run can be repeated, resumed and
-compared with another one client by client.
+A `RoundPlan` describes a round: a small pytree of arrays that says which client
+trains on which examples in which order. A plan is a pure function of (seed,
+round, pool), so a run can be repeated, resumed and compared with another one
+client by client.
 
 Letters used throughout: K clients, L lanes, S steps, B batch size.
 """
@@ -30,15 +30,15 @@ class LanePlan(NamedTuple):
   """The work of one pool in one round, laid out as L lanes of S steps.
 
   Each lane trains its clients one after another. A client's last step carries
-  its weight; every other step, and those that only fill up a lane, carry 0.
+  its weight; all other steps, including padding, carry 0.
 
   Attributes:
     index: `int32[L, S, B]`, positions in the bank; -1 marks an empty place.
     client: `int32[L, S]`, the client's number in its population.
     step: `int32[L, S]`, the number of the step within the client's work.
     weight: `float32[L, S]`, the client's weight at its last step, else 0. It
-      also says where a client ends, so that none can be taken out by a 0.
-    steps: `int32[L]`, how many steps of each lane are work.
+      also marks where a client ends, so a weight of 0 cannot exclude a client.
+    steps: `int32[L]`, the number of steps in each lane that are not padding.
   """
 
   index: np.ndarray  # type: ignore[assignment]
@@ -49,7 +49,7 @@ class LanePlan(NamedTuple):
 
 
 class RoundPlan(NamedTuple):
-  """What one round does.
+  """The plan of one round.
 
   Attributes:
     round: `int32[]`, the number of the round, from 1.
@@ -73,8 +73,7 @@ def pack_lanes(
   """Packs clients into lanes, longest client first into the shortest lane.
 
   S is the longest lane's length rounded up to 32, 128, 512, ..., so that
-  different rounds share compiled programs; the steps added that way are not
-  run.
+  different rounds share compiled programs; the added steps are not run.
 
   Args:
     batches: for each client `int32[s_k, B]`, its batches in order.
@@ -128,7 +127,7 @@ def pack_lanes(
 
 
 def _longest_first(lengths: Sequence[int], num_lanes: int) -> list[list[int]]:
-  """Who is in each lane: longest client first into the shortest lane."""
+  """The clients of each lane: longest client first into the shortest lane."""
   lanes: list[list[int]] = [[] for _ in range(num_lanes)]
   heap = [(0, lane) for lane in range(num_lanes)]
   for k in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
@@ -146,11 +145,11 @@ def enough_lanes(
   epochs: int = 1,
   max_steps: int | None = None,
 ) -> int:
-  """The fewest lanes whose rounds are hardly longer than with one a client.
+  """The fewest lanes whose rounds are hardly longer than with one per client.
 
-  Where lanes are one program, each runs as many steps as the longest has. With
-  a lane for each of some clients of different sizes most of that is empty; in
-  fewer lanes the small ones train one after another beside the largest.
+  When lanes are one program, each runs as many steps as the longest. With one
+  lane per client and clients of different sizes, most of these steps are empty;
+  in fewer lanes the small clients train one after another beside the largest.
 
   Args:
     population: the pool's clients.
@@ -160,9 +159,9 @@ def enough_lanes(
     max_steps: see `plan_clients`.
 
   Returns:
-    L, between 1 and `clients_per_round`; the longest lanes of sixteen rounds'
-    samples together have at most a tenth more steps than their longest clients.
-    A pure function of its arguments.
+    L, between 1 and `clients_per_round`. Over sixteen sampled rounds, the
+    longest lanes together have at most a tenth more steps than the longest
+    clients. A pure function of the arguments.
 
   Raises:
     ValueError: as `plan_clients`.
@@ -199,7 +198,7 @@ def enough_lanes(
 def _steps_of(
   sizes: np.ndarray, batch_size: int, epochs: int, max_steps: int | None
 ) -> np.ndarray:
-  """How many steps clients of so many examples make."""
+  """The number of steps of clients with these numbers of examples."""
   steps = -(-sizes * epochs // batch_size)
   return steps if max_steps is None else np.minimum(steps, max_steps)
 
@@ -223,11 +222,12 @@ def padded_length(length: int, *, at_least: int) -> int:
   """The least of `at_least`, four times that, and so on, that is enough.
 
   Args:
-    length: what is needed.
+    length: the length needed.
     at_least: the least length.
 
   Returns:
-    The length; of few values, so that different rounds share compiled programs.
+    The padded length. It takes few values, so that different rounds share
+    compiled programs.
 
   >>> [padded_length(n, at_least=32) for n in (1, 32, 33, 129)]
   [32, 32, 128, 512]
@@ -266,7 +266,7 @@ def plan_clients(
     batch_size: B.
     epochs: passes of a client over its examples.
     max_steps: a limit to the steps of a client; `None` for none.
-    uniform_weights: weight clients alike, not by their number of examples.
+    uniform_weights: weight clients equally, not by their number of examples.
     num_lanes: L; lanes beyond `clients_per_round` stay empty.
 
   Returns:
@@ -274,7 +274,7 @@ def plan_clients(
     layout if only `num_lanes` differs.
 
   Raises:
-    ValueError: if the pool has fewer clients than a round needs, is a bare
+    ValueError: if the pool has fewer clients than a round needs or is a bare
       bank, or a number is not at least 1.
 
   Reference: FedJAX's `ClientDataset.shuffle_repeat_batch`; Lichtarge et al.
@@ -326,8 +326,8 @@ def plan_distillation(
     `int32[S, B]`, positions in the bank of `examples`.
 
   Raises:
-    ValueError: if there are no examples, one that is drawn is not in the bank,
-      they are a bare bank, or a number is not at least 1.
+    ValueError: if there are no examples, a drawn one is not in the bank,
+      `examples` is a bare bank, or a number is not at least 1.
 
   >>> examples = Subset({'y': np.zeros(9)}, np.array([2, 5, 7]))
   >>> plan = plan_distillation(
@@ -384,9 +384,9 @@ def plan_round(
     max_steps: see `plan_clients`.
     uniform_weights: see `plan_clients`.
     num_lanes: L, one number, or one for each pool; an engine's
-      `num_lanes(clients_per_round)` is a good one.
-      By default one for each client, which suits accelerators, if clients are
-      of one size; see `enough_lanes`.
+      `num_lanes(clients_per_round)` is a good choice.
+      By default one lane per client, which suits accelerators if clients are
+      of equal size; see `enough_lanes`.
     distill_steps: see `plan_distillation`.
     distill_batch_size: see `plan_distillation`.
 
@@ -395,7 +395,7 @@ def plan_round(
 
   Raises:
     ValueError: as `plan_clients` and `plan_distillation`, such as for a pool
-      of fewer clients than a round needs; or `pools` is one population.
+      with fewer clients than a round needs; or `pools` is a single population.
 
   >>> bank = {'y': np.arange(6)}
   >>> clients = ClientPopulation.from_lists(bank, [[0, 1, 2], [3, 4, 5]])
@@ -457,8 +457,9 @@ def localize(
 ) -> tuple[RoundPlan, dict[str, Any]]:
   """Cuts the banks down to what one round needs of them.
 
-  For banks that are too large for a device: the round's own are a few clients'
-  examples and the distillation batches, and the results are the same.
+  For banks that are too large for a device: the new ones hold only the examples
+  of the round's few clients and of its distillation batches. The results are
+  the same.
 
   Args:
     plan: the round's plan.
@@ -471,7 +472,7 @@ def localize(
     rounds share a few compiled programs.
 
   Raises:
-    ValueError: the plan is of another number of pools, or has batches of a
+    ValueError: the plan is for another number of pools, or has batches of a
       distillation set that is not given.
 
   >>> clients = ClientPopulation.from_lists({'y': np.arange(9)}, [[4, 8], [2]])
@@ -500,7 +501,7 @@ def localize(
   positions, cut = {}, {}
   for key, (bank, indices) in together.items():
     there = np.unique(np.concatenate(indices))
-    if not len(there):  # Nothing of it is needed, but a bank has examples.
+    if not len(there):  # Nothing of it is needed, but no bank may be empty.
       there = np.zeros(1, np.int32)
     positions[key] = there
     length = max(8, 1 << (len(there) - 1).bit_length())
@@ -525,11 +526,11 @@ def localize(
 
 
 def stack_plans(plans: Sequence[Any]) -> Any:
-  """Puts the plans of several rounds on one axis, for `jax.lax.scan`.
+  """Stacks the plans of several rounds, for `jax.lax.scan`.
 
   Args:
-    plans: plans of one kind; a `RoundPlan`'s lanes of different lengths are
-      filled up, all else must be of one shape.
+    plans: plans of one type; the lanes of `RoundPlan`s are padded to the
+      longest, all other shapes must be equal.
 
   Returns:
     A plan with rounds on the first axis of each array.
@@ -557,7 +558,7 @@ def stack_plans(plans: Sequence[Any]) -> Any:
 
 
 def _filled(lanes: Sequence[LanePlan]) -> list[LanePlan]:
-  """Plans of a pool in several rounds, all as long as the longest."""
+  """Pads a pool's plans of several rounds to the length of the longest."""
   size = max(plan.client.shape[1] for plan in lanes)
 
   def fill(array, value):

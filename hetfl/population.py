@@ -23,7 +23,7 @@ class Subset(NamedTuple):
 
   Attributes:
     bank: the arrays, each with examples on its first axis: inputs `x` and
-      labels `y`, or what a transform makes them of.
+      labels `y`, or what a transform makes these from.
     index: `int32[N]`, the positions of the examples in the bank.
   """
 
@@ -61,14 +61,14 @@ class Subset(NamedTuple):
 
     Args:
       n: how many.
-      seed: NumPy's.
-      name: what an error calls `n`.
+      seed: a seed for NumPy.
+      name: the name of `n` in error messages.
 
     Returns:
       The examples, of the same bank.
 
     Raises:
-      ValueError: `n` is not between 1 and how many there are.
+      ValueError: `n` is not between 1 and the number of examples.
 
     >>> Subset.whole({'y': np.arange(9)}).draw(3, seed=0, name='n').index
     array([2, 4, 5], dtype=int32)
@@ -110,7 +110,7 @@ def positions_in(bank: AnyBank, positions: Any, name: str) -> np.ndarray:
   Args:
     bank: the bank.
     positions: whole numbers.
-    name: what an error calls them.
+    name: their name in error messages.
 
   Returns:
     The positions.
@@ -131,15 +131,15 @@ of a mask
 
 
 def check_kind(given: Any, name: str, want: type) -> None:
-  """Checks that examples come as a set, or as a population.
+  """Checks that examples are given as a set, or as a population.
 
   Args:
     given: the examples.
-    name: what an error calls them.
+    name: their name in error messages.
     want: `Subset` or `ClientPopulation`.
 
   Raises:
-    ValueError: they do not.
+    ValueError: they are given as something else.
 
   >>> check_kind({'x': np.zeros(3)}, 'test', Subset)
   Traceback (most recent call last):
@@ -160,15 +160,15 @@ of its examples
 
 
 def check_subset(subset: "Subset", name: str) -> None:
-  """Checks examples that a step is given, as far as tracing shows them.
+  """Checks examples that are given to a step, as far as tracing permits.
 
   Args:
     subset: the examples.
-    name: what an error calls them.
+    name: their name in error messages.
 
   Raises:
-    ValueError: it is a bare bank, there are none, or their positions are not
-      in the bank.
+    ValueError: `subset` is a bare bank, is empty, or has positions outside its
+      bank.
 
   >>> check_subset(Subset({'x': np.zeros(3)}, np.array([3])), 'stopping')
   Traceback (most recent call last):
@@ -196,8 +196,8 @@ class ClientPopulation:
     ids: K client ids; unique.
 
   Raises:
-    ValueError: positions are no whole numbers or outside the bank, ids are not
-      K different ones, offsets do not begin at 0 and end at M, or a client
+    ValueError: positions are not whole numbers or are outside the bank, ids are
+      not K different ones, offsets do not begin at 0 and end at M, or a client
       holds no examples.
   """
 
@@ -293,7 +293,7 @@ class ClientPopulation:
     return self.members[self.offsets[k] : self.offsets[k + 1]]
 
   def client(self, k: int) -> dict[str, np.ndarray | jax.Array]:
-    """The examples of client `k` themselves.
+    """The examples of client `k`.
 
     Args:
       k: the client's number, from 0.
@@ -314,7 +314,7 @@ class ClientPopulation:
     """The population of some of the clients, over the same bank.
 
     Args:
-      clients: their numbers, in the order they are to have.
+      clients: their numbers, in their new order.
 
     Returns:
       The population.
@@ -341,13 +341,13 @@ def holdings(
   """Each client's positions in its bank.
 
   Args:
-    clients: a population, or of each its subset or the positions themselves.
+    clients: a population, or for each client its subset or its positions.
 
   Returns:
     K arrays `int32[n_k]`.
 
   Raises:
-    ValueError: a client holds nothing, or positions are no integers.
+    ValueError: a client holds nothing, or positions are not integers.
 
   >>> holdings([[3, 1], [2]])
   [array([3, 1], dtype=int32), array([2], dtype=int32)]
@@ -369,13 +369,13 @@ def holdings(
 
 
 def put_banks(*sets: ClientPopulation | Subset) -> list[dict[str, jax.Array]]:
-  """Puts the banks of some sets on the device, those they share once.
+  """Puts the banks of some sets on the device, shared banks only once.
 
   Args:
     *sets: populations and subsets.
 
   Returns:
-    The bank of each.
+    The bank of each set.
 
   Raises:
     ValueError: one is a bare bank.

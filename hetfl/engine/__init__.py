@@ -2,21 +2,21 @@
 
 A step is written as rounds of *jobs* that do not depend on each other. The
 engine runs them and hands back their results; the algorithms know nothing of
-devices. Three engines give the same results to rounding, except that on a
-mesh a student's dropout and batch normalisation act on each device's share of a
-batch:
+devices. The three engines give the same results up to rounding, except that on
+a mesh a student's dropout and batch normalisation act on each device's share of
+a batch:
 
 * `Inline()`: every job becomes part of the program being traced, lanes as a
   `jax.vmap`. The step stays a pure function, for `jax.jit`, `jax.vmap` over
   trials and `jax.lax.scan` over rounds. The choice for one accelerator.
 * `Inline(mesh)`: the same, with the work on lanes, chunks and rows split over a
-  mesh axis by `jax.shard_map`. What goes in and comes out is whole on every
-  device. The choice for several accelerators.
+  mesh axis by `jax.shard_map`. Inputs and outputs are whole on every device.
+  The choice for several accelerators.
 * `Threads()`: for CPUs. Each lane, row and call is a program of its own, run
-  by a pool of threads, the longest first. XLA uses one core well in a program
-  of small matrix products and several badly, so this is the fast way to use
-  all cores; it also keeps collectives out of programs, which can starve XLA's
-  CPU thread pool. The step then dispatches programs itself and must not be
+  by a pool of threads, the longest first. XLA runs a program of small matrix
+  products well on one core and badly on several, so this is the fast way to use
+  all cores; it also keeps collectives, which can starve XLA's CPU thread pool,
+  out of programs. The step then dispatches programs itself and must not be
   traced.
 """
 
@@ -64,7 +64,7 @@ def default_engine(num_threads: int | None = None) -> Engine:
   """The engine for the devices at hand.
 
   Args:
-    num_threads: how many threads to use on a CPU; by default one a core.
+    num_threads: how many threads to use on a CPU; by default one per core.
 
   Returns:
     `Threads()` on the CPU of one process, `Inline()` for one accelerator, and

@@ -9,20 +9,21 @@ import jax
 def jit(
   fn: Callable, donate: tuple[int, ...] = (), *, once: bool = False
 ) -> Callable:
-  """`jax.jit` with what shortens compilation on CPUs.
+  """`jax.jit` with options that shorten compilation on CPUs.
 
-  There XLA's fusion emitters take half of it and make programs no faster; they
-  are switched off.
+  There XLA's fusion emitters take half of the compilation time and make
+  programs no faster; they are switched off.
 
   Args:
     fn: the function; it must not be called in a function that is traced.
-    donate: the arguments given up to it.
-    once: it runs once or twice, such as an `init`: on CPUs its compilation
-      takes far longer than its run, and is done quickly, rather than well. As
-      one program it still takes far less than as hundreds of small ones.
+    donate: the numbers of the arguments to donate.
+    once: whether it runs only once or twice, such as an `init`. On CPUs its
+      compilation takes far longer than its run, and so is done quickly, without
+      optimization. One program still takes far less time than hundreds of small
+      ones.
 
   Returns:
-    The same, jitted.
+    The jitted function.
 
   >>> float(jit(lambda x: 2 * x)(3.0)), float(jit(lambda x: x, once=True)(3.0))
   (6.0, 3.0)
@@ -37,7 +38,7 @@ def jit(
 
 @functools.cache
 def _known(name: str, value: bool | int) -> dict[str, bool | int]:
-  """The option, or nothing, if this XLA has none of that name."""
+  """The option as a dict; empty if this version of XLA does not have it."""
   option = {name: value}
   try:
     jax.jit(lambda: 0, compiler_options=option).lower().compile()

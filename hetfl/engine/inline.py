@@ -1,4 +1,4 @@
-"""The engine of accelerators: all jobs within one program."""
+"""The engine for accelerators: all jobs within one program."""
 
 from collections.abc import Callable
 import functools
@@ -25,18 +25,18 @@ from hetfl.engine.jobs import (
 
 
 class Inline:
-  """Runs jobs within the program being traced; see the module's docstring.
+  """Runs jobs within the program being traced; see `hetfl.engine`.
 
-  Calls run on every device alike, but for those that share their work, such as
-  the students of a codistillation, and those that go to a device each, such as
+  Every device runs all calls, except those that share their work, such as the
+  students of a codistillation, and those that run on one device each, such as
   FedMD's parties.
 
   Args:
     mesh: a mesh with one axis, over which lanes and chunks are split. It may
       span processes, all of which then call the same functions with the same
-      arguments. `None`: one device.
-    max_lanes: how many lanes to run side by side on a device; `None`: as many
-      as there are clients, which suits accelerators.
+      arguments. `None` for one device.
+    max_lanes: how many lanes to run side by side on a device; `None` for as
+      many as there are clients, which suits accelerators.
 
   Raises:
     ValueError: the mesh has several axes, or `max_lanes` is below 1.
@@ -59,27 +59,27 @@ class Inline:
           f"mesh: has the axes {mesh.axis_names}, give one, such as"
           f" jax.make_mesh(({mesh.size},), ('lanes',))"
         )
-      # With explicit axes, inputs would have to come split already.
+      # With explicit axes, inputs would have to be sharded already.
       auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
       mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
     self._mesh = mesh
     self._max_lanes = max_lanes
     self.num_pieces = mesh.size if mesh else 1
     # On CPUs a device may begin one loop with collectives before it has ended
-    # another, in an order of its own, and take the one's for the other's. The
-    # jobs of one `run` take turns there; those of the next wait for what they
-    # are given.
+    # another, in an order of its own, and mix up their collectives. There the
+    # jobs of one `run` take turns; those of the next wait for their arguments.
     self._in_turn = mesh is not None and mesh.devices.flat[0].platform == "cpu"
     self._placed: dict[int, jax.Array] = {}
 
   def num_lanes(self, num_clients: int) -> int:
-    """The clients or `max_lanes` a device, a multiple of the mesh's size.
+    """One per client, at most `max_lanes` per device, in equal numbers on each.
 
     Args:
       num_clients: see `Engine`.
 
     Returns:
-      The number of lanes; of 10 clients on a mesh of eight 16, two a device.
+      The number of lanes; for 10 clients on a mesh of eight devices it is 16,
+      two per device.
 
     >>> Inline().num_lanes(10), Inline(max_lanes=4).num_lanes(10)
     (10, 4)
@@ -101,7 +101,7 @@ class Inline:
     results, last = [], None
     for i, job in enumerate(jobs):
       rows = [result for (number, _), result in there.items() if number == i]
-      if rows:  # They came from devices of their own.
+      if rows:  # They were run on one device each.
         results.append(stack(*rows) if isinstance(job, Each) else rows[0])
         continue
       waits = self._in_turn and _has_collectives(job)
@@ -111,10 +111,10 @@ class Inline:
     return tuple(results)
 
   def _split(self, jobs: tuple[Job, ...]) -> dict[tuple[int, int], Call]:
-    """The calls that go to a device each, by the job's number and the row's.
+    """The calls that run on one device each, by numbers of their job and row.
 
-    The rows of several groups do too, where there are no more than devices:
-    else each device would run a row of every group.
+    The rows of several `Each` jobs do too, if there are no more rows than
+    devices: otherwise each device would run a row of every job.
     """
     if self._mesh is None:
       return {}
@@ -136,10 +136,10 @@ class Inline:
     return calls
 
   def _apart(self, calls: list[Call]) -> list[PyTree]:
-    """Runs each call on one device; then all devices have all results."""
+    """Runs each call on one device, and gives all results to all devices."""
     size = self.num_pieces
     whens = [None if call.when is True else call.when for call in calls]
-    # Here, since within each device's part a mesh is another one.
+    # Here, since the mesh is another one within `shard_map`.
     likes = [jax.eval_shape(call.fn, *call.args) for call in calls]
     shapes = [jax.eval_shape(_as_numbers, like) for like in likes]
 
@@ -169,15 +169,16 @@ class Inline:
     return jax.tree.map(_of_type, likes, self._on_devices(run, whens, args))
 
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
-    """Jits the function; arguments `donate` are given up to it.
+    """Jits the function, and donates the arguments `donate`.
 
     Args:
       fn: see `Engine`.
       donate: see `Engine`.
 
     Returns:
-      The jitted function. With a mesh it copies arrays of one device to all,
-      those that are not given up, such as banks, once while they live.
+      The jitted function. With a mesh it copies arrays on one device to all
+      devices; those that are not donated, such as banks, only once while they
+      live.
     """
     program = jit(fn, donate)
     if self._mesh is None:
@@ -191,15 +192,15 @@ class Inline:
     return run
 
   def _place(self, tree: PyTree, keep: bool) -> PyTree:
-    """Makes arrays of one device arrays of the whole mesh.
+    """Copies arrays on one device to the whole mesh.
 
-    Otherwise each call would copy them anew, and the first, whose state lies
-    on one device, would be compiled by itself.
+    Otherwise each call would copy them again, and the first call, whose state
+    is on one device, would be compiled separately.
 
     Args:
       tree: arrays, the same in every process.
-      keep: whether to remember them while they live, as for a bank that comes
-        every round.
+      keep: whether to keep the copies while the arrays live, as for a bank that
+        is passed every round.
     """
     assert self._mesh is not None
     everywhere = jax.sharding.NamedSharding(
@@ -207,7 +208,7 @@ class Inline:
     )
 
     def place(leaf):
-      # NumPy's count as everywhere.
+      # NumPy arrays count as on all devices.
       if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return leaf
       if leaf.sharding.device_set == everywhere.device_set:
@@ -254,8 +255,8 @@ class Inline:
       results = job.fn(*args), otherwise(*args)
       return jax.tree.map(lambda x, y: jnp.where(job.when, x, y), *results)
 
-    # Of trials that differ each keeps what it asks for. With a predicate of
-    # their own `vmap` would run both branches always, on a bank for each trial.
+    # If trials differ, each selects its own result. With a predicate for each
+    # trial, `vmap` would always run both branches, on a bank for each trial.
     when = core.any_of_batch(job.when)
     return jax.lax.cond(when, run, otherwise, *job.args)
 
@@ -266,8 +267,8 @@ class Inline:
       return job.fn(*job.shared, lane, job.steps[0])
 
     def run(shared, lanes, steps):
-      # Where these are no tracers the loop's length is known, and `jax.grad`
-      # goes through it.
+      # If these are not tracers, the loop's length is known, and `jax.grad` can
+      # differentiate it.
       longest = steps.max()
       results = jax.vmap(lambda lane: job.fn(*shared, lane, longest))(lanes)
       return jax.tree.map(lambda a: jnp.sum(a, axis=0), results)
@@ -276,7 +277,7 @@ class Inline:
       return run(job.shared, job.lanes, job.steps)
     missing = -num_lanes % self._mesh.size
     if missing:
-      # Lanes of another number of devices: filled up with ones that count not.
+      # Lanes for another number of devices: padded with ones that do not count.
       fn, counts = job.fn, np.arange(num_lanes + missing) < num_lanes
 
       def counted(*args):
@@ -300,7 +301,7 @@ class Inline:
   def _chunks(self, job: Chunks):
     args, count = (*job.shared, job.rows), len(jax.tree.leaves(job.rows)[0])
     if self._mesh is None or count % self._mesh.size:
-      # Rows that the devices cannot share equally are for each of them.
+      # If the devices cannot share the rows equally, each takes all of them.
       return self._call(Call(job.fn, args, job.when))
 
     def on_device(*args, shard):
@@ -319,7 +320,7 @@ class Inline:
     if self._mesh is None:
       return run(job.shared, job.rows)
     count = len(jax.tree.leaves(job.rows)[0])
-    # The last row again and again, up to as many for each device.
+    # Repeats the last row, until each device has as many rows.
     padded = -(-count // self._mesh.size) * self._mesh.size
     taken = jnp.minimum(jnp.arange(padded), count - 1)
 
@@ -332,10 +333,10 @@ class Inline:
     return jax.tree.map(lambda a: a[:count], results)
 
   def _on_devices(self, fn: Callable, *args: PyTree) -> PyTree:
-    """Runs `fn(*args, shard)` on each device, to the same result on all.
+    """Runs `fn(*args, shard)` on each device, with the same result on all.
 
-    Arguments and results are whole on every device: were they split, the
-    compiler would split what lies before and after, with collectives between.
+    Arguments and results are whole on every device: if they were split, the
+    compiler would also split the code before and after, and add collectives.
     """
     assert self._mesh is not None
     shard = Shard(self._mesh.axis_names[0], self._mesh.size)
@@ -354,26 +355,26 @@ def _is_key(a) -> bool:
 
 
 def _as_numbers(tree: PyTree) -> PyTree:
-  """What can be added up over devices: of random keys their words."""
+  """Arrays that can be summed over devices: random keys as their data."""
   return jax.tree.map(
     lambda a: jax.random.key_data(a) if _is_key(a) else a, tree
   )
 
 
 def _of_type(like: jax.ShapeDtypeStruct, numbers: jax.Array) -> jax.Array:
-  """Back from `_as_numbers`; sums of truth values are numbers too."""
+  """The inverse of `_as_numbers`; it also makes sums of bools bools again."""
   if _is_key(like):
     return jax.random.wrap_key_data(numbers, impl=like.dtype)
   return numbers.astype(like.dtype)
 
 
 def _has_collectives(job: Job) -> bool:
-  """Whether it takes turns; `Each` does not, its gather comes at its end."""
+  """Whether a job takes turns; `Each` need not, its gather is at its end."""
   return job.shared if isinstance(job, Call) else not isinstance(job, Each)
 
 
 def _after(result: PyTree, job: Job) -> Job:
-  """The same job, which a program can only begin once it has the result."""
+  """The same job, which a program can begin only once it has `result`."""
   floats = [
     a
     for a in jax.tree.leaves(result)
@@ -389,12 +390,12 @@ def _after(result: PyTree, job: Job) -> Job:
 
 @jax.custom_batching.custom_vmap
 def _never(x: jax.Array) -> jax.Array:
-  """False, which no compiler knows."""
+  """False, but the compiler cannot know it."""
   return jnp.any(jnp.sign(x) > 1)
 
 
 @_never.def_vmap
 def _never_of_trials(axis_size, in_batched, x):
-  # One for all trials, or branches on it would become selections.
+  # One value for all trials; otherwise a `cond` on it would run both branches.
   del axis_size, in_batched
   return _never(x), False

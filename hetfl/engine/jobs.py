@@ -22,11 +22,11 @@ class Shard(NamedTuple):
   count: int  # type: ignore[assignment]
 
   def take(self, tree: PyTree) -> PyTree:
-    """Its rows of arrays whose rows all devices have.
+    """The device's own rows of arrays that are whole on every device.
 
     Args:
-      tree: arrays `[N, ...]`, N a multiple of `count`: rows left over would be
-        no device's.
+      tree: arrays `[N, ...]`, N a multiple of `count`: rows left over would go
+        to no device.
 
     Returns:
       Arrays `[N / count, ...]`.
@@ -59,7 +59,7 @@ class Shard(NamedTuple):
     return jax.lax.psum(tree, self.axis)
 
   def gather(self, tree: PyTree) -> PyTree:
-    """The rows of all devices, where each has its own.
+    """The rows of all devices, each of which has its own.
 
     Args:
       tree: arrays `[n, ...]`, each device's own.
@@ -81,13 +81,13 @@ class Call(NamedTuple):
     fn: a pure function; keep the same object from round to round.
     args: its arguments.
     when: whether to run it; if not, the result is that of `otherwise`. Under
-      `vmap` it is run if any of the batch asks for it.
+      `vmap` it is run if `when` is true for any element of the batch.
     otherwise: a cheap function of the same arguments with results of the same
       shapes; by default zeros.
-    shared: whether devices may share the work: where there are several, `fn`
-      is called with `shard`, a `Shard`, and must give all the same result.
-    apart: whether the calls of one `run` may go to a device each; for long
-      ones of different functions. Results must be numbers.
+    shared: whether devices may share the work: if there are several, `fn` is
+      called with `shard`, a `Shard`, and must return the same result on all.
+    apart: whether the calls of one `run` may run on one device each; for long
+      calls of different functions. Results must be numbers.
   """
 
   fn: Callable[..., PyTree]
@@ -105,8 +105,8 @@ class Lanes(NamedTuple):
     fn: a pure function of one lane.
     shared: arguments that all lanes see.
     lanes: a pytree with lanes on the first axes.
-    steps: `int32[L]`, how many steps of each lane are work. Side by side in
-      one program all lanes are told the largest.
+    steps: `int32[L]`, the number of steps in each lane that are not padding. If
+      lanes run side by side in one program, all get the largest number.
   """
 
   fn: Callable[..., PyTree]
@@ -119,10 +119,10 @@ class Chunks(NamedTuple):
   """Applies `fn(*shared, chunk)` to chunks of the rows of `rows`.
 
   Attributes:
-    fn: a pure function of some rows that gives as many rows.
+    fn: a pure function of some rows that returns as many rows.
     shared: arguments that all chunks see.
     rows: a pytree of arrays with N rows.
-    when: as in `Call`; zeros if not.
+    when: as in `Call`; the results are zeros if it is false.
   """
 
   fn: Callable[..., PyTree]
@@ -162,15 +162,16 @@ class Stages(NamedTuple):
 class Each(NamedTuple):
   """Applies `fn(*shared, row)` to each row of `rows` and stacks the results.
 
-  For clients that keep a state of their own: each is a program of its own on
-  threads, and one of a `jax.vmap` elsewhere.
+  For clients that keep a state of their own: on threads each row is a program
+  of its own, elsewhere rows are mapped by `jax.vmap`.
 
   Attributes:
     fn: a pure function of one row.
     shared: arguments that all rows see.
     rows: a pytree of arrays with N rows.
-    stages: the same in stages, so that threads can change rows between them,
-      and the number of steps of each row, `int32[N]`; `None` if it has none.
+    stages: the same function as `Stages`, so that threads can switch rows
+      between steps, and the number of steps of each row, `int32[N]`; `None` if
+      it has no stages.
   """
 
   fn: Callable[..., PyTree]
@@ -195,8 +196,8 @@ class Engine(Protocol):
     """How many lanes a round's clients are best packed into.
 
     Args:
-      num_clients: how many clients train, all of about one size; see
-        `planning.enough_lanes` for others.
+      num_clients: how many clients train, all of about the same size; for
+        others see `planning.enough_lanes`.
 
     Returns:
       The number of lanes.
@@ -206,12 +207,12 @@ class Engine(Protocol):
     """Returns the jobs' results, in their order."""
 
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
-    """Makes a function that runs jobs ready for a loop on the host.
+    """Prepares a function that runs jobs for use in a loop on the host.
 
     Args:
       fn: the function, such as an algorithm's `step`.
-      donate: numbers of arguments that are given up to it, whose memory its
-        results may take.
+      donate: the numbers of the arguments to donate, whose memory the results
+        may reuse.
 
     Returns:
       A function of the same arguments.
@@ -237,5 +238,5 @@ def zeros_of(fn: Callable, *args) -> PyTree:
 
 
 def stack(*trees: PyTree) -> PyTree:
-  """Trees on one new first axis."""
+  """Stacks trees on a new first axis."""
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

@@ -1,4 +1,4 @@
-"""What processes that train as one tell each other."""
+"""Communication between the processes of one run."""
 
 import jax
 from jax.experimental import multihost_utils
@@ -8,14 +8,14 @@ from hetfl.engine.jobs import PyTree
 
 
 def from_first(value: PyTree) -> PyTree:
-  """What the first process holds, in every process.
+  """Broadcasts the first process's value to every process.
 
   Args:
-    value: a pytree of arrays and numbers, alike in structure, shape and dtype
-      in every process.
+    value: a pytree of arrays and numbers, with the same structure, shapes and
+      dtypes in every process.
 
   Returns:
-    Its first process's leaves, as NumPy arrays.
+    The first process's leaves, as NumPy arrays; with one process, `value`.
 
   >>> from_first({'round': 3})
   {'round': 3}
@@ -26,10 +26,10 @@ def from_first(value: PyTree) -> PyTree:
 
 
 def bytes_from_first(content: bytes) -> bytes:
-  """What the first process has read, in every process.
+  """Broadcasts the first process's bytes to every process.
 
   Args:
-    content: the bytes; those of the other processes do not count.
+    content: the bytes; those of the other processes are ignored.
 
   Returns:
     The first process's bytes.

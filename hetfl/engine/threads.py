@@ -1,4 +1,4 @@
-"""The engine of CPUs: programs on threads."""
+"""The engine for CPUs: programs on threads."""
 
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -32,15 +32,15 @@ class Threads:
 
   Which thread runs what never changes a result: every program is the same
   wherever it runs, and sums are taken in the order of the lanes. JAX's context
-  managers act on one thread; set options with `jax.config.update`.
+  managers affect one thread only; set options with `jax.config.update`.
 
   Args:
     num_threads: how many programs run at once; by default one for each core
       this process may use.
 
   Raises:
-    ValueError: `num_threads` is below 1. Its `run` raises a TypeError under
-      tracing.
+    ValueError: `num_threads` is below 1. The method `run` raises a TypeError
+      under tracing.
 
   >>> job = Call(lambda x: 2 * x, (np.ones(()),))
   >>> [float(y) for y in Threads(2).run(job, job._replace(when=False))]
@@ -50,19 +50,19 @@ class Threads:
   def __init__(self, num_threads: int | None = None):
     checks.counts(num_threads=num_threads)
     self.num_threads = num_threads or num_cores()
-    # Twice as many as threads, so that a late thread costs half a piece.
+    # Two per thread, so that waiting for a late thread costs half as much.
     self.num_pieces = 2 * self.num_threads
     self._pool = futures.ThreadPoolExecutor(self.num_threads, "hetfl")
     self._programs: dict[Callable, Callable] = {}
-    # Programs with the shapes of their arguments: those that are compiled, and
-    # a lock for each of the others that are being compiled.
+    # By program and shapes of its arguments: the compiled programs, and a lock
+    # for each one that is being compiled.
     self._ready: set[tuple[Any, ...]] = set()
     self._locks: dict[tuple[Any, ...], threading.Lock] = {}
     self._seconds: dict[Callable, float] = {}
     self._lock = threading.Lock()
 
   def num_lanes(self, num_clients: int) -> int:
-    """Twice as many as threads, if there are as many clients.
+    """Two per thread, but at most one per client.
 
     Args:
       num_clients: see `Engine`.
@@ -80,7 +80,7 @@ class Threads:
 
     Args:
       fn: see `Engine`.
-      donate: of no effect: no argument is given up.
+      donate: has no effect: no argument is donated.
 
     Returns:
       `fn`.
@@ -89,7 +89,7 @@ class Threads:
     return fn
 
   def run(self, *jobs: Job) -> tuple[PyTree, ...]:
-    """Returns the jobs' results, in their order, when all are there."""
+    """Returns the jobs' results, in their order, once all are complete."""
     if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(jobs)):
       raise TypeError(
         "Threads() dispatches programs itself: its steps cannot be part of"
@@ -97,14 +97,14 @@ class Threads:
       )
     tasks = [self._tasks(job) for job in jobs]
     flat = [task for group in tasks for task in group]
-    # Longest first, by what the program took before; new ones lead.
+    # Longest first, by the program's last run time; new programs come first.
     order = sorted(
       range(len(flat)), key=lambda i: -self._cost(flat[i][0], flat[i][2])
     )
     running = {i: self._start(*flat[i]) for i in order}
     try:
       results = iter([running[i].result() for i in range(len(flat))])
-    except BaseException:  # Such as a second signal: no more are begun.
+    except BaseException:  # Such as a second signal: no more tasks are started.
       for future in running.values():
         future.cancel()
       raise
@@ -145,10 +145,10 @@ class Threads:
     ]
 
   def _start(self, fn: Callable | Stages, args: tuple, size: int):
-    """Submits a task, and one in stages piece by piece.
+    """Submits a task; if it has stages, piece by piece.
 
-    Rows that the threads cannot share equally take turns: the next piece goes
-    to the end of the queue, so that all rows end at about the same time.
+    Rows that the threads cannot share equally take turns: a row's next piece
+    goes to the end of the queue, so that all rows end at about the same time.
     """
     if not isinstance(fn, Stages):
       return self._pool.submit(self._execute, fn, args, size)
@@ -184,7 +184,7 @@ class Threads:
     if isinstance(job, Call) and not results:
       return zeros_of(job.fn, *job.args)
     if isinstance(job, Chunks) and not results:
-      # As many as there would be, in no memory.
+      # Zeros of the full shapes that take no memory.
       shapes = jax.eval_shape(job.fn, *job.shared, job.rows)
       zeros = lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape)
       return jax.tree.map(zeros, shapes)
@@ -229,7 +229,7 @@ def num_cores() -> int:
 
 
 def _unstack(tree):
-  """The rows of a tree: one program, where slices of arrays would be many."""
+  """The rows of a tree, by one program; slicing arrays would take many."""
   rows = len(jax.tree.leaves(tree)[0])
   return [jax.tree.map(lambda a, i=i: a[i], tree) for i in range(rows)]
 
