@@ -2,9 +2,10 @@
 
   python examples/fedmd_any_model.py
 
-Three companies have 20 handwritten digits each and a model each: a linear one
-in plain JAX, a dense and a convolutional one in Flax. They share nothing but
-what their models say of 600 public digits, of whose labels they learn nothing.
+Each of three companies has 20 handwritten digits and a model of its own: a
+linear one in plain JAX, a dense and a convolutional one in Flax. They share
+only their models' outputs on 600 public digits, whose labels no model learns
+from.
 """
 
 import flax.linen as nn
@@ -50,12 +51,12 @@ def linear() -> hetfl.Model:
 
 
 def prepare(batch):
-  """Pixels from 0 to 1."""
+  """Scales pixels to [0, 1]."""
   return {**batch, "x": batch["x"] / 255.0}
 
 
 def main(rounds: int = 15) -> list[list[dict[str, float]]]:
-  """Trains each alone, then together, and prints test accuracies of both."""
+  """Trains each alone, then all together, and prints both test accuracies."""
   digits = load_digits()
   order = np.random.default_rng(0).permutation(len(digits.train["y"]))
   companies = hetfl.ClientPopulation.from_lists(

@@ -1,11 +1,12 @@
-"""hetfl's step functions in a loop of one's own: personalisation.
+"""hetfl's step functions in a custom loop: personalisation.
 
   python examples/fine_tuning.py
 
-FedAvg trains one model for 20 clients, each of whom knows two to four digits.
+FedAvg trains one model for 20 clients, each with images of two to four digits.
 Then each client takes a few steps of its own from that model: the same client
 update that FedAvg runs, under a `jax.vmap` over clients and a `jax.lax.scan`
-over steps. It is tested on those of its images that nobody trained on.
+over steps. Each client is tested on those of its images that no client trained
+on.
 """
 
 import flax.linen as nn
@@ -32,13 +33,13 @@ class Dense(nn.Module):
 
 
 def prepare(key, batch):
-  """Pixels from 0 to 1; a training batch comes with a key."""
+  """Scales pixels to [0, 1]; a training batch comes with a key."""
   del key
   return {**batch, "x": batch["x"] / 255.0}
 
 
 def main(rounds: int = 40) -> tuple[float, float]:
-  """Trains, and prints the clients' mean accuracy before and after."""
+  """Trains, and prints the mean accuracy before and after fine-tuning."""
   digits, rng = load_digits().train, np.random.default_rng(0)
   shards = np.array_split(np.argsort(digits["y"], kind="stable"), 40)
   holdings = [rng.permutation(np.concatenate(shards[k::20])) for k in range(20)]
@@ -75,7 +76,7 @@ def main(rounds: int = 40) -> tuple[float, float]:
     return client.variables
 
   def accuracy(variables, index):
-    """Of one client's model on its images; -1 marks an empty place."""
+    """Accuracy of a client's model on its images; -1 marks an empty place."""
     batch = prepare(None, gather(bank, index))
     logits, _ = model.apply(variables, batch["x"], None, False)
     return classification(logits, batch)["accuracy"].value

@@ -1,12 +1,12 @@
-"""Federated Mutual Learning on a table of one's own, with different models.
+"""Federated Mutual Learning on your own table, with different models.
 
   python examples/mutual_hospitals.py
 
 Four hospitals hold different numbers of patients' records (569 tumours, 30
 measurements each: scikit-learn's breast cancer data, so `pip install
-scikit-learn` first). Each keeps its records and a model of its own design; what
-travels is one small network that all of them train, and that teaches their
-models as it learns from them.
+scikit-learn` first). Each keeps its records and a model of its own design. Only
+one small network travels: all hospitals train it, and it teaches their models
+and learns from them.
 """
 
 import flax.linen as nn
@@ -34,7 +34,7 @@ class Mlp(nn.Module):
 
 
 def main(rounds: int = 20) -> list[dict[str, float]]:
-  """Trains each alone, then together, and prints test accuracies of both."""
+  """Trains each alone, then all together, and prints both test accuracies."""
   x, y = datasets.load_breast_cancer(return_X_y=True)
   bank = {
     "x": ((x - x.mean(axis=0)) / x.std(axis=0)).astype(np.float32),

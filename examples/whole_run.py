@@ -1,13 +1,13 @@
-"""A whole comparison on data of one's own: seeds, checkpoints, curves, table.
+"""A whole comparison on your own data: seeds, checkpoints, curves, table.
 
   python examples/whole_run.py
 
-Scikit-learn's handwritten digits (`pip install scikit-learn` first) are dealt
-to thirty clients by a Dirichlet(0.3), so that each knows a few classes. All
-train a linear model and a third of them a network too; the two models learn
-with and without codistillation, three seeds each. Every run has a folder under
-`runs/whole_run`; one that was stopped goes on there when the command is given
-again, and one of other settings or data is refused.
+Scikit-learn's handwritten digits (`pip install scikit-learn` first) are split
+among thirty clients by a Dirichlet(0.3), so that each has a few classes. All
+clients train a linear model, and a third of them also a network; the two models
+learn with and without codistillation, with three seeds each. Every run has a
+folder under `runs/whole_run`. Running the command again resumes a run that was
+stopped there; a folder from other settings or data is refused.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ import hetfl
 from hetfl import logs, report, training
 from hetfl.data import files, partition
 
-# All that changes a result, but for the algorithm and the seed.
+# Everything that changes a result, except the algorithm and the seed.
 SETTINGS = dict(
   rounds=60,
   eval_every=5,
@@ -50,7 +50,7 @@ def main(
   workdir: str = "runs/whole_run",
   settings: Mapping[str, Any] = SETTINGS,
 ) -> dict[str, np.ndarray]:
-  """Runs both algorithms; returns test accuracies, `[seed, model]` of each."""
+  """Runs both algorithms; returns each one's test accuracy, `[seed, model]`."""
   rounds, clients = settings["rounds"], settings["clients_per_round"]
   x, y = datasets.load_digits(return_X_y=True)
   bank = {"x": (x / 16).astype(np.float32), "y": y.astype(np.int32)}

@@ -1,4 +1,4 @@
-"""Image recipes: how images of a bank become what a model sees."""
+"""Image recipes: how images in a bank become a model's inputs."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -24,7 +24,7 @@ def random_crop(key: jax.Array, x: jax.Array, size: int, pad: int) -> jax.Array:
     `[B, size, size, c]`, each image with its own offsets.
 
   Raises:
-    ValueError: the images are smaller.
+    ValueError: the padded images are smaller than the square.
 
   >>> x = jnp.arange(1, 10).reshape(1, 3, 3, 1)
   >>> random_crop(jax.random.key(0), x, 3, 0)[0, :, :, 0].tolist()
@@ -40,7 +40,7 @@ def random_crop(key: jax.Array, x: jax.Array, size: int, pad: int) -> jax.Array:
   limits = jnp.array([[n + 1 for n in room]])
   offsets = jax.random.randint(key, (x.shape[0], 2), 0, limits)
   if jax.default_backend() == "tpu":
-    # Slices of different offsets would be taken one image after another there.
+    # TPUs would take slices with different offsets one image at a time.
     for i, n in enumerate(room):
       for bit in range(n.bit_length()):
         moved = jnp.roll(x, -(1 << bit), 1 + i)
@@ -63,10 +63,11 @@ def center_crop(x: jax.Array, size: int) -> jax.Array:
     size: side of the square.
 
   Returns:
-    `[B, size, size, c]`; of two middles the upper left one.
+    `[B, size, size, c]`; the square is nearer the top left if it cannot be
+    centred exactly.
 
   Raises:
-    ValueError: the images are smaller.
+    ValueError: the images are smaller than the square.
 
   >>> center_crop(jnp.arange(16).reshape(1, 4, 4, 1), 2).ravel()
   Array([ 5,  6,  9, 10], dtype=int32)
@@ -108,7 +109,7 @@ def normalize(
     `float32[..., c]`.
 
   Raises:
-    ValueError: `x` is of another type.
+    ValueError: `x` is not uint8.
 
   >>> normalize(jnp.array([[0], [255]], jnp.uint8), (0.5,), (0.25,)).tolist()
   [[-2.0], [2.0]]
@@ -130,7 +131,7 @@ def center(batch: core.Batch, mean: jax.Array | np.ndarray) -> core.Batch:
     The batch with `x: float32[B, H, W, c]`.
 
   Raises:
-    ValueError: `x` is of another type.
+    ValueError: `x` is not uint8.
 
   Reference: the released code of Li & Wang 2019.
 
@@ -144,7 +145,7 @@ def center(batch: core.Batch, mean: jax.Array | np.ndarray) -> core.Batch:
 
 
 def _check_pixels(x):
-  """Raises unless images are as they lie in files."""
+  """Raises unless images are uint8 pixels."""
   if x.dtype != jnp.uint8:
     raise ValueError(
       f"images of {x.dtype}: want uint8 pixels, 0 to 255, which are divided by"
@@ -161,8 +162,8 @@ class Recipe:
     pad: zeros around an image before it is cropped in training.
     flip: whether training images are flipped left and right, and distillation
       images top and bottom too.
-    padding: the convolutions' padding that fits.
-    pool_after: the pooling that fits.
+    padding: the padding of the network's convolutions.
+    pool_after: where the network pools; see `CodistCNN.pool_after`.
     mean: mean of each channel, of pixels in [0, 1].
     deviation: standard deviation of each channel.
   """
@@ -186,7 +187,7 @@ class Recipe:
       The batch with `x: float32[B, size, size, c]`.
 
     Raises:
-      ValueError: the images are smaller, `pad` counted, or not uint8.
+      ValueError: the images, with `pad`, are smaller than `size`, or not uint8.
 
     >>> batch = {'x': jnp.zeros((5, 32, 32, 3), jnp.uint8), 'y': jnp.arange(5)}
     >>> batch = RECIPES['crop24'].train(jax.random.key(0), batch)
@@ -208,7 +209,7 @@ class Recipe:
     Raises:
       ValueError: as `train`.
 
-    Reference: Lichtarge et al. 2023, appendix C.1. Mixup is the distiller's.
+    Reference: Lichtarge et al. 2023, appendix C.1. `Distiller` does the mixup.
 
     >>> recipe = dataclasses.replace(RECIPES['mnist28'], size=2, flip=True)
     >>> images = jnp.tile(jnp.arange(4, dtype=jnp.uint8), (99, 1))
@@ -233,7 +234,7 @@ class Recipe:
       The batch with `x: float32[B, size, size, c]`.
 
     Raises:
-      ValueError: the images are smaller, or not uint8.
+      ValueError: the images are smaller than `size`, or not uint8.
 
     >>> recipe = dataclasses.replace(
     ...     RECIPES['mnist28'], size=1, mean=(0.5,), deviation=(0.25,))
@@ -253,8 +254,8 @@ class Recipe:
     return normalize(x, self.mean, self.deviation)
 
 
-# FedJAX's defaults for CIFAR-100, which are CIFAR-10's statistics; 24x24 is the
-# crop of its other, TensorFlow Federated's, way.
+# FedJAX's defaults for CIFAR-100, which are CIFAR-10's statistics; the 24x24
+# crop is from FedJAX's other preprocessing, that of TensorFlow Federated.
 _cifar = functools.partial(
   Recipe,
   flip=True,

@@ -1,12 +1,12 @@
-"""FedMD: parties with models of their own agree on class scores.
+"""FedMD: parties with different models agree on class scores.
 
 Each party trains its model on public data, then on its few private examples
-(`hetfl.fit`); in every round of the collaboration (`fedmd`) the parties say
-what they think of some public examples, and each learns the mean of what was
-said. Neither parameters nor private examples leave a party.
+(`hetfl.fit`). In every round of the collaboration (`fedmd`) the parties share
+their models' class scores on some public examples, and each model learns the
+mean of these scores. Neither parameters nor private examples leave a party.
 
 Reference: Li & Wang 2019, "FedMD: Heterogenous Federated Learning via Model
-Distillation", algorithm 1. What the paper leaves open is as in the released
+Distillation", algorithm 1. What the paper leaves open follows the released
 code, github.com/diogenes0319/FedMD_clean.
 """
 
@@ -37,7 +37,7 @@ _SUBSET, _DIGEST, _REVISIT = range(101, 104)  # streams of random numbers
 
 
 class Translator(NamedTuple):
-  """What parties tell each other, and how far they are from the consensus.
+  """The scores that parties share, and the loss between party and consensus.
 
   Attributes:
     scores: `(logits [..., C], temperature) -> float[..., C]`.
@@ -66,7 +66,7 @@ def absolute_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
   >>> jax.grad(lambda z: absolute_error(z, jnp.zeros(2)))(jnp.array([0., 3.]))
   Array([0. , 0.5], dtype=float32)
   """
-  # Also where both are minus infinity, as of classes that are masked.
+  # Zero also where both are minus infinity, as for masked classes.
   logits, consensus = core.wide(logits), core.wide(consensus)
   distance = jnp.where(logits == consensus, 0.0, logits - consensus)
   # The gradient of JAX's abs is 1 at 0, where there is nothing to learn.
@@ -87,7 +87,7 @@ def squared_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
   >>> float(squared_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
   2.5
   """
-  # Also where both are minus infinity, as of classes that are masked.
+  # Zero also where both are minus infinity, as for masked classes.
   logits, consensus = core.wide(logits), core.wide(consensus)
   distance = jnp.where(logits == consensus, 0.0, logits - consensus)
   return jnp.mean(distance**2, axis=-1)
@@ -118,16 +118,16 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
 
   Args:
     scores: P arrays `float[N, C]`.
-    weights: c_k, `float[P]`, not negative; only their ratios count.
+    weights: c_k, `float[P]`, not negative; only their ratios matter.
 
   Returns:
     `float[N, C]`.
 
   Raises:
-    ValueError: scores of different shapes, or not as many as weights.
+    ValueError: the scores differ in shape, or are not as many as the weights.
 
   Reference: Li & Wang 2019, algorithm 1, "Aggregate", and supplement, method
-  4, whose weights are 1 / P but for two weak models.
+  4, where all weights are 1 / P except those of two weak models.
 
   >>> f = [jnp.array([[0., 4.]]), jnp.array([[4., 0.]])]
   >>> consensus(f, jnp.array([3., 1.])).tolist()
@@ -137,7 +137,7 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
   if len(weights) != len(scores):
     raise ValueError(f"weights: {len(weights)} for {len(scores)} scores")
   weights = weights / jnp.sum(weights)
-  # Whom nobody listens to may say anything, NaN too.
+  # A party with weight zero may have any scores, NaN included.
   return sum(  # type: ignore[return-value]
     jnp.where(weights[k] == 0, 0, weights[k] * f) for k, f in enumerate(scores)
   )
@@ -148,9 +148,11 @@ class PartyState:
   """What a party holds between rounds.
 
   Attributes:
-    variables: its model.
-    digest_opt_state: Digest's optimizer, which begins with the collaboration.
-    revisit_opt_state: Revisit's, which goes on from private training.
+    variables: its model's variables.
+    digest_opt_state: state of Digest's optimizer, which starts with the
+      collaboration.
+    revisit_opt_state: state of Revisit's optimizer, which continues from
+      private training.
     hyper: `learning_rate` and, with a penalty, `l2`: `float32[]`.
   """
 
@@ -206,41 +208,42 @@ def fedmd(
 ) -> core.Algorithm:
   """FedMD's rounds: Communicate, Aggregate, Distribute, Digest, Revisit.
 
-  `f~ = sum_k c_k f_k` on the round's public examples, from all models as the
-  round found them; then each party takes epochs towards `f~` on those
-  examples and epochs on its own. Both optimizers of a party persist.
+  The consensus on the round's public examples is `f~ = sum_k c_k f_k`, over all
+  models as they are at the start of the round. Then each party trains for some
+  epochs towards `f~` on those examples and for some on its private examples.
+  Both optimizers of a party persist.
 
   Args:
-    parties: P parties, whose models end in as many outputs.
-    digest_loss: 'mae' or 'mse' between logits, or 'kl' from the mean of the
+    parties: P parties, whose models have the same number of outputs.
+    digest_loss: 'mae' or 'mse' between logits; 'kl' from the mean of the
       tempered softmaxes, without `fml`'s factor T^2; or a `Translator`.
-    consensus_weights: c_k, not negative; only their ratios count; by default
-      equal.
-    temperature: T of 'kl'; the other losses have none.
-    public_transform: what is done to a public batch as it lies in its bank.
+    consensus_weights: c_k, not negative; only their ratios matter. `None`:
+      equal weights.
+    temperature: T of 'kl'; 'mae' and 'mse' do not use it.
+    public_transform: applied to each public batch taken from its bank.
     private_transform: the same for private batches.
-    eval_batch_size: examples at once in Communicate, by default 40 on CPUs and
-      1,000 elsewhere; changes speed only.
+    eval_batch_size: batch size in Communicate, by default 40 on CPUs and 1,000
+      elsewhere; changes speed only.
     engine: where the work runs; `Inline()` by default. With `Threads()` the
       step dispatches programs itself and must not be traced.
 
   Returns:
     The algorithm. Its `init` takes a key and, to start from parties that have
-    gone through transfer learning, P `Trained`, whose optimizers go on in
+    gone through transfer learning, P `Trained`, whose optimizers continue in
     Revisit. Its `step` takes a `FedMDPlan` and `{'public': bank, 'private': P
     banks}`, on the device. Its metrics are each party's `NAME/digest_loss` and
-    `NAME/revisit_loss`, means over the steps of the two.
+    `NAME/revisit_loss`, means over the steps of Digest and of Revisit.
 
   Raises:
     ValueError: if a value is out of its range.
 
-  Reference: Li & Wang 2019, algorithm 1; the paper gives neither the loss, nor
-  epochs, nor batch sizes: those of `plan_fedmd` are the released code's for
-  MNIST and letters, i.i.d.
+  Reference: Li & Wang 2019, algorithm 1. The paper gives neither the loss, nor
+  epochs, nor batch sizes; the defaults of `plan_fedmd` are those of the
+  released code for MNIST and letters, i.i.d.
   Departures: see `shuffled_epochs` and `Party.optimizer`.
 
-  Parties that say (0, 0) and (2, 0) of the only image agree on (3/2, 0) if the
-  second one counts three times as much.
+  Two parties with logits (0, 0) and (2, 0) for the only image agree on
+  (3/2, 0) if the second has three times the weight of the first.
 
   >>> linear = lambda *w: core.Model(
   ...     lambda key: core.Variables(jnp.array([w]), {}),
@@ -332,7 +335,7 @@ def fedmd(
         for program, party in zip(score, state.parties)
       )
     )
-    # Aggregate: the server computes the consensus, before any party moves.
+    # Aggregate: the server computes the consensus, before any party trains.
     (agreed,) = engine.run(
       engine_lib.Call(consensus, (scores, state.hyper["consensus_weights"]))
     )
@@ -370,12 +373,12 @@ def scores_program(
   transform: core.Preparation | None,
   batch_size: int,
 ) -> Callable[..., jax.Array]:
-  """What a party says of some public examples, in inference mode.
+  """A party's scores on some public examples, in inference mode.
 
   Args:
     party: the party.
-    translator: how it says it.
-    transform: what is done to a batch as it lies in the bank.
+    translator: computes the scores from the logits.
+    transform: applied to each batch taken from the bank.
     batch_size: examples at once; changes speed only.
 
   Returns:
@@ -406,7 +409,7 @@ def learn_program(
   Args:
     party: the party.
     translator: gives the loss of Digest.
-    public_transform: what is done to a public batch as it lies in its bank.
+    public_transform: applied to each public batch taken from its bank.
     private_transform: the same for private batches.
 
   Returns:
@@ -458,10 +461,10 @@ def learn_program(
 def bytes_per_round(
   subset: int, num_classes: int, parameters: int
 ) -> dict[str, int]:
-  """What a party sends and receives in a round, in bytes of float32 and int32.
+  """Bytes, of float32 and int32, that a party sends and receives in a round.
 
-  It receives the positions of the round's public examples and the consensus
-  on them, and sends its scores.
+  A party receives the positions of the round's public examples and the
+  consensus on them, and sends its scores.
 
   Args:
     subset: N, public examples of a round.
@@ -469,8 +472,8 @@ def bytes_per_round(
     parameters: number of the party's parameters.
 
   Returns:
-    `sent`, `received`, and `weights`, what sending the parameters, and again
-    what receiving them, would take.
+    `sent`, `received`, and `weights`: the bytes that sending the parameters
+    would take; receiving them would take as many.
 
   >>> bytes_per_round(5000, 16, 989440)
   {'sent': 320000, 'received': 340000, 'weights': 3957760}
@@ -498,10 +501,10 @@ def plan_fedmd(
   revisit_batch_size: int = 5,
   revisit_epochs: int = 2,
 ) -> FedMDPlan:
-  """Draws a round's public subset and orders everybody's examples.
+  """Draws a round's public subset and orders all parties' examples.
 
-  The subset is stratified: its labels have the shares of the public set's. Of
-  a bank without labels `y` all examples are as likely.
+  The subset is stratified: its labels have the same shares as in the public
+  set. From a bank without labels `y` it is drawn uniformly.
 
   Args:
     public: the public examples.
@@ -509,11 +512,11 @@ def plan_fedmd(
       bank.
     seed: the run's seed.
     round: the number of the round, from 1.
-    subset: N, at most as many as there are.
-    digest_batch_size: B of Digest, at most.
+    subset: N, at most the size of the public set.
+    digest_batch_size: B of Digest; N if N is less.
     digest_epochs: epochs over the subset.
-    revisit_batch_size: B of Revisit, at most.
-    revisit_epochs: epochs over the own examples.
+    revisit_batch_size: B of Revisit; all examples of a party that has fewer.
+    revisit_epochs: epochs over the private examples.
 
   Returns:
     The plan; the same for the same arguments.

@@ -1,9 +1,9 @@
 """Federated Mutual Learning, and clients that learn alone.
 
-Each client has a model of its own that never leaves it, and a *meme* model: a
-copy of the global model that it trains beside its own on the same batches,
-each learning from the labels and from what the other says. Only memes are
-sent and merged, so that the clients' models may differ.
+Each client has a local model that never leaves it, and a *meme* model: a copy
+of the global model. It trains both on the same batches, and each learns from
+the labels and from the other's predictions. Only memes are sent and merged, so
+the clients' local models may differ.
 
 Reference: Shen et al. 2020, "Federated Mutual Learning", algorithm 1 and
 equation 5.
@@ -39,9 +39,9 @@ class MutualPlan:
   Attributes:
     round: `int32[]`, the number of the round, from 1.
     groups: a `ClientRounds` for each group of clients.
-    clients: the numbers of each group's clients; not traced, nor is
-      `full_batches`, so that a wrong plan shows under `jax.jit` too.
-    full_batches: of each group, whether no batch has empty places.
+    clients: each group's client numbers. Like `full_batches` they are static,
+      so that a wrong plan raises under `jax.jit` too.
+    full_batches: for each group, whether all of its batches are full.
   """
 
   round: np.integer
@@ -55,11 +55,13 @@ class MutualState:
   """The state of Federated Mutual Learning.
 
   Attributes:
-    key: the run's key; never changes, every draw folds the round into it.
-    server: the global model's variables; `None` if there is none.
+    key: the run's key; it never changes, and every draw folds the round into
+      it.
+    server: the global model's variables; `None` without a global model.
     groups: a `GroupState` for each group.
-    hyper: `learning_rate`, `alpha` and `beta`, unless they are schedules:
-      `float32[]` each, so that trials with different values are a batch axis.
+    hyper: those of `learning_rate`, `alpha` and `beta` that are not schedules;
+      `float32[]` each, so that `jax.vmap` can batch trials with different
+      values.
   """
 
   key: jax.Array
@@ -77,24 +79,24 @@ class MutualState:
       The variables, without the group's axis.
 
     Raises:
-      ValueError: there is no such client, or the state is of several trials.
+      ValueError: there is no such client, or the state holds several trials.
     """
     group, row = self._find(client)
     return jax.tree.map(lambda a: a[row], group.local)
 
   def meme(self, client: int) -> core.Variables:
-    """The variables of a client's meme model as it would be forked now.
+    """The variables of the meme model that a client would fork now.
 
     Args:
       client: the client's number.
 
     Returns:
       The global model's variables, with the client's adaptor if it has one:
-      those of `hetfl.splice(global_model, adaptor)`.
+      variables of the model `hetfl.splice(global_model, adaptor)`.
 
     Raises:
-      ValueError: there is no such client, or no server, or the state is of
-        several trials.
+      ValueError: there is no such client, there is no global model, or the
+        state holds several trials.
     """
     if self.server is None:
       raise ValueError("clients that learn alone have no memes; ask for local")
@@ -116,13 +118,13 @@ class MutualState:
 def group_clients(
   clients: Sequence[MutualClient],
 ) -> tuple[tuple[int, ...], ...]:
-  """The groups of clients that are alike, as clients' numbers.
+  """The groups of clients with equal fields, as client numbers.
 
   Args:
     clients: K clients.
 
   Returns:
-    The groups, each in the order of its first client.
+    The groups, in the order of their first clients.
 
   >>> a, b = (MutualClient(core.Model(None, f)) for f in (max, min))
   >>> group_clients([a, b, a])
@@ -152,34 +154,35 @@ def plan_mutual(
 ) -> MutualPlan:
   """Orders the examples of all clients for a round.
 
-  Each client passes over its examples `epochs` times, reshuffled each time
-  and cut into batches; the last batch of a pass holds what is left.
+  Each client passes over its examples `epochs` times. Each pass reshuffles
+  them and cuts them into batches; its last batch holds the remainder.
 
   Args:
-    held: the clients, or of each its subset, or its positions in its bank,
-      which are not checked against the bank.
-    groups: the clients' groups, see `group_clients`; or the clients.
+    held: the clients' examples as a population, or each client's subset or
+      positions in its bank; bare positions are not checked against the bank.
+    groups: the groups, as `group_clients` returns them; or the clients.
     seed: the run's seed.
     round: the number of the round, from 1.
     batch_size: B.
     epochs: E, passes of a client over its examples.
-    uniform_weights: weight the clients' memes alike in the merge, as the paper
-      does, not by their number of examples, as FedAvg does.
+    uniform_weights: weight all memes equally in the merge, as the paper does,
+      and not by the clients' numbers of examples, as FedAvg does.
     full_batches: fill up the last batch of a pass with the pass's first
-      examples. Models with batch statistics need it: those would count empty
-      places.
+      examples. Models with batch statistics need this, since the statistics
+      would count empty places.
     clients_per_round: how many clients take part, drawn uniformly without
-      replacement; the others keep their models and optimizers as they are. A
-      group has rows for as many, or for all of its clients if they are fewer.
-      `None`: all, as in the paper.
+      replacement; the others keep their models and optimizer states. A group
+      gets this many rows, or one for each of its clients if they are fewer.
+      `None`: all clients take part, as in the paper.
 
   Returns:
-    The plan, a pure function of its arguments; clients do not depend on each
-    other.
+    The plan, a pure function of the arguments; a client's batches do not
+    depend on the other clients.
 
   Raises:
-    ValueError: if a client holds nothing, a number is not at least 1, the
-      groups are not of all clients, or there are fewer than take part.
+    ValueError: if a client holds no examples, a number is not at least 1, the
+      groups do not hold each client once, or `clients_per_round` exceeds the
+      number of clients.
 
   Reference: Shen et al. 2020, algorithm 1, line 4 of ClientUpdate.
 
@@ -220,7 +223,7 @@ def plan_mutual(
     )
   rounds = []
   for group in members:
-    # Those who take part first, then as many others as fill the rows up.
+    # Participants first, then other clients to fill up the rows.
     rows = sorted(range(len(group)), key=lambda row: not active[group[row]])
     rows = sorted(rows[:clients_per_round])
     chosen = [group[row] for row in rows]
@@ -257,16 +260,17 @@ def plan_mutual(
 
 
 def as_lanes(plan: MutualPlan, *, num_lanes: int) -> planning.LanePlan:
-  """The same clients and batches as a plan for FedAvg over one pool.
+  """A plan for FedAvg over one pool, with the same clients and batches.
 
-  With it `hetfl.fedavg`, its server's rate 1 and its clients' optimizer
-  `momentum_sgd`, is FML's baseline, batch by batch and draw by draw. Clients
-  count alike, as in FML's merge and the released code's baseline, unless
-  `plan_mutual(uniform_weights=False)` weights them by their examples, as
-  FedAvg does and the paper's equation 2.
+  With this plan, `hetfl.fedavg` with `rounds=None` is FML's baseline, with the
+  same batches and random draws, if its pool has `server_lr=1`,
+  `server_optimizer=fedavg_server` and `client_optimizer=momentum_sgd`. Clients
+  have equal weights, as in FML's merge and the released code's baseline. With
+  `plan_mutual(uniform_weights=False)` they are weighted by their numbers of
+  examples, as in FedAvg and the paper's equation 2.
 
   Args:
-    plan: the plan, of clients whose examples lie in one bank.
+    plan: the plan; all clients' examples lie in one bank.
     num_lanes: L.
 
   Returns:
@@ -320,12 +324,12 @@ def _check_plan(plan, groups, state):
 
 
 def _rows(group, work):
-  """Those of a group's clients that a plan has work for."""
+  """The rows of a group's state that a plan has work for."""
   return jax.tree.map(lambda a: a[work.row], group)
 
 
 def _with_rows(group, work, kept):
-  """The group with what they have become."""
+  """The group's state with those rows replaced by `kept`."""
   return jax.tree.map(lambda a, new: a.at[work.row].set(new), group, kept)
 
 
@@ -336,7 +340,7 @@ def _whole(stages, *args):
 
 
 def _check_clients(clients, global_model, from_global):
-  """The clients as a tuple, if they and their models are such."""
+  """The clients as a tuple; raises unless they and their models are valid."""
   checks.sequence("clients", clients, MutualClient)
   clients = tuple(clients)
   if not clients:
@@ -368,7 +372,7 @@ def _build(
   sequential=False,
   from_global=False,
 ) -> core.Algorithm:
-  """Algorithm 1, or its clients without a server."""
+  """Algorithm 1; without a global model, clients that learn alone."""
   clients = _check_clients(clients, global_model, from_global)
   engine = engine or engine_lib.Inline()
   highest = {"learning_rate": np.inf, "alpha": 1, "beta": 1}
@@ -403,7 +407,7 @@ def _build(
       raise ValueError("server: clients that learn alone have none")
     if global_model is not None:
       if server is None:
-        # The key that FedAvg's only pool would have.
+        # The key that FedAvg gives its only pool.
         server = global_model.start(jax.random.fold_in(init_key, 0))
       else:
         hint = "state.server of another run"
@@ -416,7 +420,7 @@ def _build(
       local = jax.vmap(client.model.start)(keys(1, group))
       if from_global and client.model == global_model:
         local = jax.tree.map(lambda a: jnp.stack([a] * len(group)), server)
-      # The state does not depend on the rate: `checks.factories` sees to it.
+      # The state does not depend on the rate, as `checks.factories` checks.
       own = (client.optimizer or optimizer)(0.0)
       opt_state = jax.vmap(own.init)(local.params)
       adaptor = None
@@ -490,60 +494,61 @@ def fml(
 ) -> core.Algorithm:
   """Federated Mutual Learning.
 
-  In each round each client forks `meme <- global` and, for each of its
-  batches, takes a step with both of its models at once on
+  In each round each client forks `meme <- global` and, on each of its batches,
+  updates both of its models at once by a step on
 
   `L_local = alpha CE + (1 - alpha) KL(p_meme || p_local)`
   `L_meme = beta CE + (1 - beta) KL(p_local || p_meme)`
 
-  the partner's distribution held fixed. Then `global <- 1/K sum_k meme_k`.
-  The meme's optimizer is new in each round; the local model and its optimizer
-  persist, and so does an adaptor. With beta = 1 the global model is FedAvg's.
+  with the partner's distribution held fixed. Then
+  `global <- 1/K sum_k meme_k`. The meme's optimizer is new in each round; the
+  local model, its optimizer and the adaptor, if any, persist. With beta = 1
+  the global model is FedAvg's.
 
   Args:
-    clients: K clients, of whom the plan says who takes part in a round.
+    clients: K clients; the plan says which of them take part in a round.
     global_model: the global model. If its outputs are features and not
       logits, every client needs an adaptor.
-    alpha: weight of the labels for the local models, in [0, 1]: a value,
+    alpha: weight of the labels in the local models' loss, in [0, 1]: a value,
       which trials may vary, or a schedule `round -> alpha`.
     beta: the same for the memes. The paper finds a falling alpha and a rising
       beta best (section 6).
     learning_rate: of both optimizers; a value or a schedule.
-    optimizer: a learning rate to an optax optimizer; a client's own model may
-      have another, `MutualClient.optimizer`.
+    optimizer: a function from a learning rate to an optax optimizer;
+      `MutualClient.optimizer` replaces it for a client's local model.
     temperature: T of the divergences, which are then multiplied by T^2; the
       paper has none.
-    sequential: as in deep mutual learning (Zhang et al. 2018), the local
-      model steps first and the meme learns from it as it is then. The paper
-      does not say; its code steps with both at once.
-    from_global: whether clients whose model is the global one begin with its
-      weights ("the same model provided by server", section 4.2), and not with
-      a draw of their own.
-    microbatch: how many examples pass through the models at once, at most;
-      the batch is cut into equal parts. `None` for all. Changes speed and
-      memory only, but for dropout and batch normalisation.
+    sequential: whether the local model is updated first and the meme learns
+      from the updated one, as in deep mutual learning (Zhang et al. 2018). The
+      paper does not say; its code updates both at once.
+    from_global: whether clients whose local model is the global model start
+      from its weights ("the same model provided by server", section 4.2),
+      and not from an initialisation of their own.
+    microbatch: maximum number of examples that pass through the models at
+      once; the batch is cut into equal parts. `None`: the whole batch. Changes
+      speed and memory only, except with dropout or batch normalisation.
     engine: where the work runs; `Inline()` by default. With `Threads()` the
       step dispatches programs itself and must not be traced.
 
   Returns:
-    The algorithm. Its `init` takes a key and, to go on from a global model
-    that there is, its `Variables`. Its `step` takes a `MutualPlan` and the
-    banks by name, on the device. Its metrics are means over all clients'
-    examples:
-    `local_loss`, equation 5's for the clients' models, `local_kl`, the
-    divergence in it, and `meme_loss` and `meme_kl`.
+    The algorithm. Its `init` takes a key and, to start from an existing global
+    model, its `Variables`. Its `step` takes a `MutualPlan` and the banks by
+    name, on the device. Its metrics are means over all clients' examples:
+    `local_loss`, equation 5's loss of the local models; `local_kl`, the
+    divergence in it; and `meme_loss` and `meme_kl`, the same for the memes.
 
   Raises:
-    ValueError: if a value is out of its range. A schedule that leaves it in a
-      later round gives NaN there.
+    ValueError: if a value is out of its range. A schedule that leaves its
+      range in a later round gives NaN in that round.
 
   Reference: Shen et al. 2020, algorithm 1 and equation 5; the released code
     for what these leave open: alpha and beta of 1/2, simultaneous steps, a new
     meme optimizer in each round.
 
-  A client that says (1/2, 1/2) of its only image, of class 0, and a global
-  model that says (3/4, 1/4): labels and meme both pull the client's model up,
-  by 1/2 and 1/4; the meme's 1/4 are held back by as much.
+  For its only image, of class 0, a client's local model predicts (1/2, 1/2)
+  and the global model (3/4, 1/4). Label and meme both pull the local model's
+  first logit up, by 1/2 and 1/4; for the meme, the label's pull of 1/4 is
+  cancelled by the local model's.
 
   >>> linear = lambda *w: core.Model(
   ...     lambda key: core.Variables(jnp.array([w]), {}),
@@ -590,10 +595,10 @@ def independent(
   microbatch: int | None = None,
   engine: engine_lib.Engine | None = None,
 ) -> core.Algorithm:
-  """Clients that learn alone, each on its own examples: no server.
+  """Clients that learn alone, each on its own examples, without a server.
 
-  The clients' models are those of `fml` with alpha = 1: the same batches, the
-  same draws, optimizers that persist.
+  The clients' models equal the local models of `fml` with alpha = 1: batches
+  and random draws are the same, and optimizers persist.
 
   Args:
     clients: see `fml`; adaptors are not used.
@@ -603,12 +608,12 @@ def independent(
     engine: see `fml`.
 
   Returns:
-    The algorithm; its state has no `server`, its metrics are `local_loss`,
-    the loss on the labels, and `local_kl`, 0.
+    The algorithm. Its state's `server` is `None`; its metrics are
+    `local_loss`, the loss on the labels, and `local_kl`, which is 0.
 
   Raises:
-    ValueError: if a value is out of its range. A schedule that leaves it in a
-      later round gives NaN there.
+    ValueError: if a value is out of its range. A schedule that leaves its
+      range in a later round gives NaN in that round.
 
   Reference: Shen et al. 2020, figures 5 and 6 ("independently training").
 

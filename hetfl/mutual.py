@@ -1,6 +1,7 @@
 """Deep mutual learning on a client: its own model and its meme.
 
-What `hetfl.fml` runs for each client in a round, and what a client keeps.
+The work that `hetfl.fml` runs for each client in a round, and the state that a
+client keeps.
 
 Reference: Shen et al. 2020, "Federated Mutual Learning", equation 5 and
 ClientUpdate of algorithm 1; Zhang et al. 2018, "Deep Mutual Learning".
@@ -22,22 +23,22 @@ PyTree = Any
 
 
 class MutualClient(NamedTuple):
-  """A client of Federated Mutual Learning; its configuration.
+  """The configuration of a client of Federated Mutual Learning.
 
-  Clients of equal fields form a group, whose states are stacked and whose work
-  is one program. Functions are equal only to themselves: make a transform, and
-  a model that is not of Flax, once and hand it to all.
+  Clients with equal fields form a group, whose states are stacked and whose
+  work is one program. Functions are equal only to themselves: make a transform,
+  or a model without `Model.from_flax`, once and pass it to all clients.
 
   Attributes:
     model: the client's own model, the paper's local or personalized one.
-    transform: what is done to a training batch as it lies in the bank.
-    bank: the name of the bank that its examples lie in.
-    adaptor: where the global model is not a whole one: a model from the
-      global model's outputs to logits, which stays with the client.
-    loss: the loss of each example. Outputs are logits whatever it is: equation
-      5's divergence is between softmaxes.
-    optimizer: of its own model, in place of the one of `fml`, and of the same
-      learning rate unless it scales it: `lambda lr: optax.adam(0.1 * lr)`.
+    transform: applied to each training batch taken from the bank.
+    bank: the name of the bank that holds its examples.
+    adaptor: a model from the global model's outputs to logits, for a global
+      model whose outputs are features; it stays with the client.
+    loss: the loss of each example. Whatever it is, the models' outputs must be
+      logits, since equation 5's divergence is between softmaxes.
+    optimizer: the local model's optimizer, in place of `fml`'s. It is given the
+      same learning rate and may scale it: `lambda lr: optax.adam(0.1 * lr)`.
   """
 
   model: core.Model
@@ -52,11 +53,11 @@ class ClientRounds(NamedTuple):
   """The work of a group's clients in one round.
 
   Attributes:
-    row: `int32[N]`, the rows of the group's state that are worked on.
+    row: `int32[N]`, the clients' rows in the group's state.
     client: `int32[N]`, the clients' numbers.
     index: `int32[N, S, B]`, positions in the bank; -1 marks an empty place.
-    steps: `int32[N]`, how many of the steps are work.
-    weight: `float32[N]`, what each client's meme counts in the merge.
+    steps: `int32[N]`, how many of the S steps each client runs.
+    weight: `float32[N]`, the weight of each client's meme in the merge.
   """
 
   row: np.ndarray
@@ -71,9 +72,10 @@ class GroupState:
   """What the clients of a group keep from round to round.
 
   Attributes:
-    local: their own models' variables, each array with an axis K in front.
-    opt_state: their own models' optimizers, in the same way.
-    adaptor: their adaptors' variables, in the same way; `None` without.
+    local: their local models' variables, each array with a leading axis K.
+    opt_state: the states of their local models' optimizers, likewise stacked.
+    adaptor: their adaptors' variables, likewise stacked; `None` without
+      adaptors.
     clients: K client numbers.
   """
 
@@ -90,17 +92,17 @@ def momentum_sgd(
   weight_decay: float = 5e-4,
   clip_norm: float | None = None,
 ) -> optax.GradientTransformation:
-  """SGD as PyTorch has it: `v <- m v + (g + d w); w <- w - lr v`.
+  """SGD as in PyTorch: `v <- m v + (g + d w); w <- w - lr v`.
 
-  The weight decay is part of the gradient, and the learning rate is outside
-  of the momentum.
+  Weight decay is added to the gradient, and the learning rate is applied after
+  the momentum.
 
   Args:
     learning_rate: lr.
     momentum: m.
     weight_decay: d.
-    clip_norm: gradients of a larger norm are scaled down to it first; `None`
-      for none, as in the paper.
+    clip_norm: gradients with a larger global norm are first scaled down to it;
+      `None`: no clipping, as in the paper.
 
   Returns:
     The optimizer.
@@ -142,17 +144,17 @@ def mutual_loss(
 
   Args:
     logits: `float[B, C]`, of the model that learns.
-    partner: `float[B, C]`, the partner's, through which nothing is learnt.
+    partner: `float[B, C]`, the partner's logits; no gradient flows to them.
     labels_loss: `float[B]`, the model's loss on the labels, CE.
     weight: alpha for the local model, beta for the meme.
     temperature: T, of both softmaxes; the divergence is then multiplied by
       T^2 as in Hinton et al. 2015. The paper has none.
 
   Returns:
-    `float[B]` twice: the loss, and the divergence in it, summed over classes.
+    Two `float[B]`: the loss, and the divergence in it, summed over classes.
 
   Raises:
-    ValueError: the shapes are others.
+    ValueError: the arrays have other shapes.
 
   Reference: Shen et al. 2020, equation 5.
 
@@ -165,7 +167,7 @@ def mutual_loss(
   target = distill_lib.tempered_softmax(
     jax.lax.stop_gradient(partner), temperature
   )
-  # A partner of weight zero may say NaN.
+  # A partner with weight zero may output NaN.
   counts = (weight < 1) | jnp.isfinite(target)
   target = jnp.where(counts, target, 0.0)
   kl = temperature**2 * distill_lib.kl_divergence(
@@ -190,7 +192,7 @@ def splice(trunk: core.Model, adaptor: core.Model | None) -> core.Model:
 
   Args:
     trunk: a model whose outputs are features.
-    adaptor: a model from these to logits; `None` leaves the trunk as it is.
+    adaptor: a model from features to logits; `None` leaves the trunk as it is.
 
   Returns:
     The model; `fork` makes its variables.
@@ -246,7 +248,7 @@ def fork(
 
 
 def _unsplice(meme, adaptor):
-  """What of a meme is sent, and what stays."""
+  """Splits a meme into the part that is sent and the adaptor, which stays."""
   if adaptor is None:
     return meme, None
   return tuple(
@@ -263,16 +265,16 @@ def _part_loss(
   alike = models.get("meme") == client.model
 
   def part_loss(params, variables, hyper, share, batch, key):
-    """The losses of the models in `params`, each example times `share`."""
+    """The losses of the models in `params`; `share` weights each example."""
     own = {
       name: variables[name]._replace(params=params.get(name, held.params))
       for name, held in variables.items()
     }
-    # The meme draws what the model of a FedAvg client would; 2**31 is apart
-    # from what `splice` folds in.
+    # The meme's draws are those of a FedAvg client's model; 2**31 differs from
+    # everything that `splice` folds in.
     keys = {"local": jax.random.fold_in(key, 2**31), "meme": key}
     if alike:
-      # Side by side the first layers of both are one matrix product.
+      # Under `vmap` the first layers of both models are one matrix product.
       out = jax.vmap(client.model.outputs, (0, None, 0, None))(
         jax.tree.map(lambda *a: jnp.stack(a), *(own[n] for n in models)),
         batch["x"],
@@ -363,7 +365,7 @@ def client_program(
 
   Args:
     client: the client.
-    global_model: the global model; `None` leaves the meme out, and the client
+    global_model: the global model; with `None` there is no meme, and the client
       learns alone.
     optimizer: see `fml`.
     temperature: see `fml`.
@@ -389,7 +391,7 @@ def client_program(
 
   def begin(server, hyper, key, bank, row):
     del key, bank
-    kept, _ = jax.tree.map(jnp.asarray, row)  # NumPy's, if not under jit.
+    kept, _ = jax.tree.map(jnp.asarray, row)  # NumPy arrays if not under jit.
     variables = {"local": kept.local}
     opt_states = {"local": kept.opt_state}
     if global_model is not None:

@@ -1,15 +1,14 @@
-"""What language models are trained for and measured by.
+"""Losses and metrics of next-word prediction.
 
-Tokens are numbered `PAD = 0`, `BOS = 1`, `EOS = 2`, then the words, and the
-last one, `V - 1`, is OOV. A batch holds `x: int[B, T]`, BOS and words, and
-`y: int[B, T]`, words and EOS; PAD after that. Letters: V vocabulary size, N
-positions.
+Token ids are `PAD = 0`, `BOS = 1`, `EOS = 2`, then the words, and last OOV,
+`V - 1`. A batch holds `x: int[B, T]`, BOS and words, and `y: int[B, T]`, words
+and EOS, both padded with PAD. Letters: V vocabulary size, N positions.
 
 The output layer is most of the work of a step. With `TokenLogits.chunk` the
-functions here gather the positions that count, take the logits of so many of
-them at a time, and compute value and gradient in one pass, so that the logits
-of a batch never exist as a whole. Without it (on accelerators) they do, in one
-product.
+functions here gather the positions that count, compute the logits of one chunk
+of them at a time, and compute value and gradient in one pass, so that the
+logits of a whole batch never exist at once. Without it (on accelerators) one
+product computes them all.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +35,8 @@ def sentence_loss(expected_length: float = 13.3) -> core.Loss:
   `1 / B sum_b 1 / l sum_(t: y_bt != PAD) -log softmax(z_bt)[y_bt]`
 
   Args:
-    expected_length: l, words of an average sentence: a constant, so that a
-      sentence counts by its length.
+    expected_length: l, the number of words in an average sentence; a constant,
+      so that sentences are weighted by their length.
 
   Returns:
     `(logits, batch) -> float[]`, the mean over the sentences whose `mask` is
@@ -70,18 +69,18 @@ def _cross_entropy(z, y, shared):
   del shared
   log_q = jax.nn.log_softmax(z, axis=-1)
   hit = jnp.arange(z.shape[-1], dtype=y.dtype).reshape(1, -1) == y[:, None]
-  # As a gather; a sum over `hit` would read all the logits once more.
+  # By a gather; a sum over `hit` would read all the logits once more.
   return _negative_log_likelihood(log_q, y), jnp.exp(log_q) - hit
 
 
 def _negative_log_likelihood(log_q, y):
-  """Of each target; NaN for words that there are not."""
+  """The loss of each target; NaN for ids outside the vocabulary."""
   losses = -jnp.take_along_axis(log_q, y[:, None], axis=-1)[:, 0]
   return jnp.where(y < 0, jnp.nan, losses)
 
 
 def token_weights(batch: core.Batch) -> jax.Array:
-  """Which positions a distillation counts: all but padding.
+  """The positions that count in distillation: all but padding.
 
   Args:
     batch: holds `y: int[B, T]` and `mask: float32[B]`.
@@ -108,18 +107,19 @@ def token_divergence(
 ) -> jax.Array:
   """KL from `distill.codist_target` to the student, summed over positions.
 
-  `sum_bt w_bt KL(target_bt || softmax(z_bt))`; the paper leaves open how the
-  positions of a sentence are weighted, here they count alike.
+  `sum_bt w_bt KL(target_bt || softmax(z_bt))`. The paper leaves open how the
+  positions of a sentence are weighted; `token_weights` weights them equally.
 
   Args:
     student: the student's logits, through which gradients flow.
     teachers: each teacher's logits.
-    own: logits of the student as it was at the start.
+    own: logits of the student before distillation.
     temperatures: each teacher's T.
     regularization: r, in [0, 1].
     label_weight: weight of the true next words beside the teachers, in [0, 1].
     batch: holds `y: int[B, T]`.
-    weights: `float[B, T]`; positions of weight zero are not computed.
+    weights: `float[B, T]`; with `TokenLogits.chunk`, positions with weight zero
+      are skipped.
 
   Returns:
     The weighted sum, a scalar in nats.
@@ -176,18 +176,18 @@ def weighted_sum(
   """`sum_bt w_bt divergence(z_bt, rows_bt, shared)`, for training.
 
   Args:
-    divergence: the losses of some positions and their gradients; a function
-      of module level, which computes are cached by.
+    divergence: computes the losses of some positions and their gradients; a
+      function at module level, since compiled programs are cached by it.
     logits: the student's logits; gradients flow to them and nowhere else.
     weights: `float[B, T]`.
-    rows: a pytree of `[B, T, ...]`, what the divergence takes beside them.
-    shared: what it takes for all positions alike.
+    rows: a pytree of `[B, T, ...]`, the divergence's arguments per position.
+    shared: its arguments that are the same for all positions.
 
   Returns:
     A scalar.
 
   Raises:
-    ValueError: the logits are an array, or the weights of other positions.
+    ValueError: the logits are not `TokenLogits`, or the weights' shape differs.
   """
   _check_tokens(logits)
   if jnp.shape(weights) != logits.features.shape[:2]:
@@ -224,9 +224,9 @@ def _check_tokens(logits):
 
 
 def _front(chunk, weights, rows):
-  """Puts the positions that count first; how many, and in whole chunks."""
+  """Counts the positions that count and puts them first, in whole chunks."""
   n = len(weights)
-  # Filled up by positions that do not count, which the gather clips.
+  # Padded with n, which does not count and which the gather clips.
   order = jnp.full(-(-n // chunk) * chunk, n, jnp.int32)
   place = jnp.where(weights != 0, jnp.cumsum(weights != 0) - 1, len(order))
   order = order.at[place].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
@@ -282,7 +282,7 @@ def _fused_forward(
 def _fused_backward(divergence, chunk, saved, cotangent):
   del divergence, chunk
   grads = [(cotangent * grad).astype(grad.dtype) for grad in saved]
-  return (*grads, None, None, None)  # None: no gradient is asked for.
+  return (*grads, None, None, None)  # weights, rows, shared: no gradient.
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
@@ -294,15 +294,15 @@ def next_word_metrics(
   """Accuracies and loss of next-word prediction.
 
   * `accuracy`, in vocabulary: over targets that are neither PAD nor EOS; OOV
-    targets count as errors, for PAD, BOS, EOS and OOV are never predicted.
+    targets count as errors, since PAD, BOS, EOS and OOV are never predicted.
   * `accuracy_questions` and `accuracy_answers`: the same over the sentences of
-    one domain, where the batch has domains.
-  * `accuracy_no_eos`: over the same targets, but anything may be predicted,
-    and OOV is right where it is the target.
-  * `loss`: cross-entropy over targets that are not PAD, EOS and OOV among
-    them; `perplexity` of it is the perplexity.
+    one domain, if the batch has domains.
+  * `accuracy_no_eos`: over the same targets, but any token may be predicted,
+    and OOV is correct where it is the target.
+  * `loss`: cross-entropy over all targets except PAD, so including EOS and
+    OOV; `perplexity(loss)` is the perplexity.
 
-  All are sums over tokens, so that the size of batches changes nothing.
+  All are sums over tokens, so they do not depend on the batch size.
 
   Args:
     logits: the model's logits.
@@ -338,7 +338,7 @@ def next_word_metrics(
     log_q = jax.nn.log_softmax(z, axis=-1)
     nll = _negative_log_likelihood(log_q, y)
     word = jnp.argmax(z[:, EOS + 1 : -1], axis=-1) + EOS + 1
-    # Of NaN the largest is the first.
+    # The argmax of NaN is the first entry, which must not count as a hit.
     hit = lambda word: (word == y) & ~jnp.isnan(log_q[:, 0])
     mean = lambda x, w: core.Mean(jnp.sum(x * w), jnp.sum(w))
     return {
@@ -368,13 +368,13 @@ def next_word_metrics(
 
 
 def perplexity(loss: float) -> float:
-  """`exp(loss)`: how many words the model wavers between.
+  """`exp(loss)`: the effective number of words the model chooses between.
 
   Args:
-    loss: mean cross-entropy of a token, in nats, over a whole set.
+    loss: mean cross-entropy per token, in nats, over a whole set.
 
   Returns:
-    The perplexity; infinite where it is no float64.
+    The perplexity; infinite if it overflows float64.
 
   >>> perplexity(0.0)
   1.0

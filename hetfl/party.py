@@ -1,8 +1,8 @@
 """A party of FedMD: its model, and training that ends when it converges.
 
 Reference: Li & Wang 2019, "FedMD: Heterogenous Federated Learning via Model
-Distillation", the first line of algorithm 1. What the paper leaves open is as
-in the released code, github.com/diogenes0319/FedMD_clean.
+Distillation", the first line of algorithm 1. What the paper leaves open follows
+the released code, github.com/diogenes0319/FedMD_clean.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,24 +28,24 @@ keras_adam = functools.partial(optax.adam, b1=0.9, b2=0.999, eps=1e-7)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Party:
-  """A participant and the model it designed; its configuration.
+  """The configuration of a participant and of the model it designed.
 
   Attributes:
     name: its name in metrics and results.
     model: the model f_k.
-    learning_rate: of all its training.
-    l2: weight of `penalty` in every loss, that of Digest too, as in the
-      released code; the paper has none. Without a penalty it says nothing.
-    penalty: parameters to a scalar, such as the head's `sum(w^2)`; `None`:
-      nothing decays.
-    optimizer: a learning rate to an optax optimizer. Departure: optax's Adam
-      adds epsilon after the correction of the bias, Keras's before.
-    loss: the loss of each example by its label, in all but Digest.
+    learning_rate: the learning rate in all its training.
+    l2: weight of `penalty` in every loss, including that of Digest, as in the
+      released code; the paper has none. Unused without a penalty.
+    penalty: a function from parameters to a scalar, such as the head's
+      `sum(w^2)`; `None`: no penalty.
+    optimizer: a function from a learning rate to an optax optimizer. Departure:
+      optax's Adam adds epsilon after the bias correction, Keras's before it.
+    loss: the loss of each example against its label, except in Digest.
 
   Raises:
-    ValueError: the model is a bare Flax module, a value is no number or
-      negative, or the optimizer is no function of a rate or holds it in its
-      state.
+    ValueError: the model is a bare Flax module, a value is negative or not a
+      number, or the optimizer is not a function of a learning rate or holds
+      the rate in its state.
   """
 
   name: str
@@ -64,7 +64,7 @@ class Party:
   def hyper(self) -> dict[str, jax.Array]:
     """The values that trials may vary: `learning_rate` and `l2`, scalars.
 
-    The second where there is a penalty alone.
+    `l2` is there only with a penalty.
     """
     values = {"learning_rate": self.learning_rate}
     if self.penalty is not None:
@@ -74,25 +74,25 @@ class Party:
   def trainer(
     self, transform: core.Preparation | None, loss: core.Loss
   ) -> Callable[..., tuple["Trained", core.Mean]]:
-    """The program that makes optimizer steps on a bank's examples.
+    """The program that takes optimizer steps on a bank's examples.
 
     `w <- Adam(w, grad [mean_b loss(f(x_b; w), b) + l2 penalty(w)])`, in
     training mode: with dropout, and batch statistics updated.
 
     Args:
-      transform: what is done to a batch as it lies in the bank.
+      transform: applied to each batch taken from the bank.
       loss: the loss of each example.
 
     Returns:
       `(trained, hyper, key, bank, index [S, B], more, steps) -> (trained,
-      loss)`, where `more` holds arrays `[S, ...]`, whose rows join the batches,
-      `steps` says how many of the S are run, and the loss is the mean over
-      them, without the penalty.
+      loss)`, where `more` holds arrays `[S, ...]`, whose row s joins batch s,
+      `steps` says how many of the S batches are run, and the loss is the mean
+      over those, without the penalty.
     """
 
     def train_batches(trained, hyper, key, bank, index, more, steps):
       optimizer = self.optimizer(hyper["learning_rate"])
-      rows = jax.tree.map(jnp.asarray, (index, more))  # NumPy's, if not traced.
+      rows = jax.tree.map(jnp.asarray, (index, more))  # NumPy if not traced.
 
       def step(s, carry):
         trained, total = carry
@@ -138,7 +138,7 @@ class Trained(NamedTuple):
   """A model and the optimizer that trains it.
 
   Attributes:
-    variables: the model.
+    variables: the model's variables.
     opt_state: the optimizer's state.
   """
 
@@ -148,14 +148,14 @@ class Trained(NamedTuple):
 
 @flax.struct.dataclass
 class Learner:
-  """A party that trains until it gets no better.
+  """A party that trains until its accuracy stops rising.
 
   Attributes:
     trained: the model and its optimizer.
     hyper: `learning_rate` and, with a penalty, `l2`: `float32[]`.
     accuracy: `float32[]`, on the stopping set after the last epoch.
-    best: `float32[]`, the best so far that counted as progress.
-    wait: `int32[]`, epochs since the best.
+    best: `float32[]`, the last accuracy that counted as progress.
+    wait: `int32[]`, epochs since then.
     epochs: `int32[]`, epochs trained.
   """
 
@@ -186,8 +186,8 @@ class FitPlan(NamedTuple):
   Attributes:
     round: `int32[]`, the number of the epoch, from 1.
     batches: P arrays `int32[S_k, B_k]`, positions in each party's bank; S_k is
-      128, 512, ..., so that different phases share compiled programs.
-    steps: how many of the S_k batches are work, `int32[]` each.
+      padded to 128, 512, ..., so that different phases share compiled programs.
+    steps: P scalars `int32[]`, how many of the S_k batches are run.
   """
 
   round: np.integer
@@ -206,31 +206,32 @@ def fit(
 ) -> core.Algorithm:
   """Trains each party by itself, to convergence; a step is an epoch.
 
-  A party stops, and keeps what its last epoch gave, when its accuracy on the
+  A party stops, and keeps its last epoch's model, when its accuracy on the
   stopping set has not risen by more than `min_delta` above its best for
-  `patience` epochs. That is a classifier's accuracy, whatever its loss; models
-  of another kind do without a stopping set.
+  `patience` epochs. This is classification accuracy, whatever the loss; train
+  models that are not classifiers without a stopping set.
 
   Args:
     parties: P parties.
-    transform: what is done to a batch as it lies in the bank.
+    transform: applied to each batch taken from the bank.
     patience: epochs without progress after which a party stops.
-    min_delta: how much is progress, as a share.
+    min_delta: the accuracy, as a fraction, must rise by more than this to count
+      as progress.
     eval_batch_size: examples evaluated at once, by default 40 on CPUs and 1,000
       elsewhere; changes speed only.
     engine: where the work runs; `Inline()` by default. With `Threads()` the
       step dispatches programs itself and must not be traced.
 
   Returns:
-    The algorithm. Its `init` takes a key and, to go on from models that there
-    are, P `Variables`, whose optimizers begin anew. Its `step` takes a
-    `FitPlan` and `{'train': P banks, 'stopping': Subset}`, the banks on the
-    device; without a stopping set no party stops. Its metrics are each
-    party's `NAME/loss`, the mean over the epoch's steps.
+    The algorithm. Its `init` takes a key and, to start from existing models, P
+    `Variables`; optimizers start afresh. Its `step` takes a `FitPlan` and
+    `{'train': P banks, 'stopping': Subset}`, the banks on the device; without
+    a stopping set no party stops. Its metrics are each party's `NAME/loss`,
+    the mean over the epoch's steps.
 
   Raises:
     ValueError: if a value is out of its range, or the stopping set has no
-      examples, or, where it is not traced, other positions than its bank.
+      examples or, unless it is traced, positions outside its bank.
 
   Reference: Li & Wang 2019, algorithm 1, "Transfer learning", and table 4's
   training on pooled data; Keras's `EarlyStopping` without
@@ -278,7 +279,7 @@ def fit(
           trained=party.start(v),
           hyper=party.hyper(),
           accuracy=jnp.zeros((), jnp.float32),
-          # Less than any accuracy, and finite, as `trials.all_finite` wants it.
+          # Below any accuracy, and finite, as `trials.all_finite` requires.
           best=jnp.full((), jnp.finfo(jnp.float32).min, jnp.float32),
           wait=jnp.zeros((), jnp.int32),
           epochs=jnp.zeros((), jnp.int32),
@@ -339,7 +340,7 @@ def fit(
 
 
 def _epoch_program(party, transform, min_delta, batch_size):
-  """One epoch of a party, and what it says of going on."""
+  """The program of a party's epoch, which updates its stopping criterion."""
   train = party.trainer(transform, party.loss)
   measure = evaluate_lib.measure_program(party.model, transform)
 
@@ -378,14 +379,14 @@ def shuffled_epochs(
 ) -> np.ndarray:
   """Shuffles examples into batches, epoch after epoch.
 
-  A last batch that would be short is filled up with the epoch's first
-  examples, so that all batches are alike: batch normalisation could not tell
-  empty places from images. Departure: Keras's last batch is short.
+  A short last batch is filled up with the epoch's first examples, so that all
+  batches have the same size: batch normalisation would treat empty places as
+  images. Departure: Keras's last batch is short.
 
   Args:
     positions: `int[n]`, the examples.
-    seed: whole numbers that fix the result.
-    batch_size: B; n if that is less.
+    seed: one or more integers that determine the result.
+    batch_size: B; n if n is less.
     epochs: E.
 
   Returns:
@@ -415,14 +416,14 @@ def plan_fit(
   round: int,
   batch_size: int,
 ) -> FitPlan:
-  """One epoch of every party over its examples, in an order of its own.
+  """One epoch of every party over its examples, each in its own random order.
 
   Args:
     examples: the parties' examples, or each party's positions in its bank.
     seed: the run's seed.
-    phase: tells apart the phases of a run, which train one after another.
+    phase: distinguishes the phases of a run, which train one after another.
     round: the number of the epoch, from 1.
-    batch_size: B, at most.
+    batch_size: B; all examples of a party that has fewer.
 
   Returns:
     The plan; the same for the same arguments.
@@ -455,16 +456,16 @@ def plan_fit(
 
 
 def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
-  """The parties, if they are parties and can be told apart.
+  """The parties as a tuple, if each is a `Party` with a name of its own.
 
   Args:
     parties: P parties.
 
   Returns:
-    The same.
+    The parties as a tuple.
 
   Raises:
-    ValueError: if not.
+    ValueError: one is not a `Party`, two share a name, or there are none.
   """
   checks.sequence("parties", parties, Party)
   parties = tuple(parties)
@@ -485,11 +486,11 @@ def check_work(work: Sequence[Any], parties: Sequence[Party]) -> None:
 
 
 def fresh_models(parties, key) -> list[core.Variables]:
-  """New models of all parties.
+  """Newly initialised models of all parties.
 
   Args:
     parties: P parties.
-    key: the run's key; 2**31 + k, folded into it, is apart from any round.
+    key: the run's key; 2**31 + k, folded into it, differs from any round.
 
   Returns:
     P `Variables`.
@@ -505,7 +506,7 @@ def padded_rows(index: jax.Array, batch_size: int) -> jax.Array:
 
   Args:
     index: `int32[N]`.
-    batch_size: B; N if that is less.
+    batch_size: B; N if N is less.
 
   Returns:
     `int32[ceil(N / B), B]`.

@@ -64,7 +64,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(filters: Sequence[int]) -> tuple[Block, ...]:
-  """The blocks that go with two, three or four numbers of filters.
+  """The blocks of a network with two, three or four convolutions.
 
   Args:
     filters: n_1 to n_2, n_3 or n_4.
@@ -73,12 +73,11 @@ def blocks_of(filters: Sequence[int]) -> tuple[Block, ...]:
     The blocks.
 
   Raises:
-    ValueError: another number of convolutions.
+    ValueError: there is another number of convolutions.
 
   Reference: strides, padding and pooling of two and three convolutions are
-  the released code's; the paper does not give them. It has no code for the
-  fourth convolution of table 2's model 9, which here is one more like the
-  third.
+  the released code's; the paper does not give them. The released code lacks
+  the fourth convolution of table 2's model 9; here it is like the third.
 
   >>> [block.pool for block in blocks_of((64, 128, 256))]
   [1, 2, 0]
@@ -96,8 +95,8 @@ def blocks_of(filters: Sequence[int]) -> tuple[Block, ...]:
 class PartyCNN(nn.Module):
   """Convolutional blocks and a linear head without bias.
 
-  Weights are Glorot-uniform, biases zero; batch normalisation has epsilon
-  1e-3; dropout is of single elements; all as in Keras.
+  As in Keras, weights are Glorot-uniform, biases zero, batch normalisation has
+  epsilon 1e-3, and dropout drops single elements.
 
   Attributes:
     blocks: the blocks, first to last.
@@ -107,8 +106,8 @@ class PartyCNN(nn.Module):
     momentum: of batch normalisation's running statistics; 0.99 is Keras's.
 
   Reference: Li & Wang 2019, tables 1 and 2, for filters and dropout; the rest
-  is the released code's. Departure: the running variance is that of the batch,
-  which Keras's fused layer scales by n / (n - 1), n = B H W.
+  is the released code's. Departure: the running variance takes the batch's
+  variance as it is; Keras's fused layer scales it by n / (n - 1), n = B H W.
 
   >>> from hetfl import core
   >>> def count(table, shape):
@@ -154,7 +153,7 @@ class PartyMLP(nn.Module):
   """A weak party: two fully connected layers.
 
   Attributes:
-    hidden: width of the first.
+    hidden: width of the first layer.
     num_classes: C.
 
   Reference: Li & Wang 2019, supplement, results 3, which gives no width.
@@ -214,10 +213,10 @@ def party_models(
 
   Args:
     table: 'table1', 'table2' or 'small'.
-    num_parties: P; beyond the table's end it begins again.
+    num_parties: P; if the table has fewer models, it repeats.
     num_classes: C.
     width: factor on all numbers of filters, which are rounded and at least 1.
-    weak_parties: how many of the parties, the last ones, are `PartyMLP`s.
+    weak_parties: how many parties, the last ones, are `PartyMLP`s.
     batch_norm_momentum: of the running statistics.
     conv: form of the convolutions; changes speed only.
 
@@ -225,7 +224,7 @@ def party_models(
     P names, such as `cnn(128,256)`, and modules.
 
   Raises:
-    ValueError: an argument out of its range.
+    ValueError: an argument is out of its range.
 
   >>> models = party_models('table2', 10, 16, width=0.125, weak_parties=2)
   >>> [name for name, _ in models[:2] + models[8:]]

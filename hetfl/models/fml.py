@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from hetfl.models import layers
 
-# PyTorch's default weights: uniform between -1 and 1 over sqrt(fan_in).
+# PyTorch's default weights: uniform in [-1, 1] / sqrt(fan_in).
 torch_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 NAMES = ("mlp", "lenet5", "cnn1", "cnn2")
@@ -20,13 +20,14 @@ class Net(nn.Module):
     filters: channels of the convolutions; none for a multi-layer perceptron.
     kernel: side of their kernels.
     dense: widths of the hidden dense layers, each followed by ReLU.
-    num_classes: C; `None` gives the features before the first dense layer, as
-      one row an image, for a global model that is the convolutions alone.
+    num_classes: C; `None` gives the features before the first dense layer, one
+      row per image, for a global model that has only the convolutions.
     padding: `SAME` or `VALID`.
-    border: rows and columns by which the edges of an image are repeated first.
-    conv: the form of the convolutions; changes speed only. `patches`, and
-      `winograd` where no layer has channels enough for it, put the batch last
-      for images of 16x16 or more.
+    border: number of rows and columns by which each edge of an image is first
+      extended, repeating the edge.
+    conv: the form of the convolutions; changes speed only. For images of 16x16
+      or more, `patches`, and `winograd` where no layer has enough channels for
+      it, put the batch axis last.
 
   >>> import jax
   >>> net = Net((4,), 3, (), num_classes=None)
@@ -53,12 +54,12 @@ class Net(nn.Module):
     most = max(self.filters[:-1], default=0)
     tiled = self.kernel == 3 and most >= layers.MANY_CHANNELS
     planes = self.conv == "patches" or (self.conv == "winograd" and not tiled)
-    planes &= min(x.shape[1:3]) >= 16  # Else compiling them costs the most.
+    planes &= min(x.shape[1:3]) >= 16  # Else compile time dominates.
     if planes:
       x = x.transpose(3, 1, 2, 0)
     for i, features in enumerate(self.filters):
       size, name = (self.kernel, self.kernel), f"Conv_{i}"
-      # Pooling before the ReLU: the same value and gradient, on a quarter.
+      # ReLU after pooling: same value and gradient, a quarter of the elements.
       if planes:
         x = nn.relu(
           layers.PooledPlanes(
@@ -103,13 +104,13 @@ def net(
   | cnn1 | 3x3 6, 16; dense 120, C | 50,270 | 71,498 | 82,388 |
   | cnn2 | 3x3 128, 128, 128; dense C | 297,738 | 303,882 | 350,052 |
 
-  Every convolution is followed by 2x2 max pooling and ReLU, and is without
-  padding, as in the networks that the authors released. LeNet5 sees MNIST's
-  images with their edges repeated to 32x32, as the released code has it.
+  Every convolution has no padding and is followed by 2x2 max pooling and ReLU,
+  as in the networks that the authors released. LeNet5 sees MNIST's images
+  extended to 32x32 by repeating their edges, as in the released code.
 
   For images smaller than 28x28 (digits) the convolutions are padded and the
-  networks narrower, so that the names stand for nets of like rank: dense
-  layers of 32 and, in cnn2, 32 channels.
+  networks narrower, so that each name stands for a network of similar relative
+  size: dense layers have width 32 and, in cnn2, convolutions 32 channels.
 
   Args:
     name: 'mlp', 'lenet5', 'cnn1' or 'cnn2'.
@@ -121,8 +122,8 @@ def net(
     The network.
 
   Raises:
-    ValueError: there is no such network, or it has no convolutions though
-      they are all that is asked for.
+    ValueError: there is no such network, or `num_classes` is `None` for 'mlp',
+      which has no convolutions.
 
   Reference: Shen et al. 2020, section 5.1; McMahan et al. 2017 for the
     multi-layer perceptron; LeCun et al. 1998 for LeNet5, with maximum pooling

@@ -13,14 +13,14 @@ class TokenLogits:
   """Logits of all positions, not yet computed: `features @ kernel + bias`.
 
   With a vocabulary of ten thousand the logits of a batch are far larger than
-  all else; `hetfl.next_word` takes losses and metrics of them part by part,
-  at the positions that count.
+  everything else; `hetfl.next_word` computes losses and metrics from them part
+  by part, at the positions that count.
 
   Attributes:
     features: `float[B, T, E]`.
     kernel: `float[E, V]`.
     bias: `float[V]`.
-    chunk: positions whose logits are to be held at once; `None` for all.
+    chunk: number of positions whose logits are held at once; `None` for all.
       Changes speed and memory only.
   """
 
@@ -35,14 +35,14 @@ class TokenLogits:
 
 
 class LSTM(nn.Module):
-  """A layer of long short-term memory, over whole sequences from zero states.
+  """An LSTM layer over whole sequences, with zero initial states.
 
   `i, g, f, o = x_t W_x + h_(t-1) W_h + b`;
   `c_t = sigmoid(f + 1) c_(t-1) + sigmoid(i) tanh(g)`;
   `h_t = sigmoid(o) tanh(c_t)`.
 
-  The one added to the forget gate, the order of the gates and the initial
-  weights are Haiku's. `(in + H) 4 H + 4 H` parameters.
+  The 1 added to the forget gate, the order of the gates and the initial weights
+  are Haiku's. The layer has `(in + H) 4 H + 4 H` parameters.
 
   Attributes:
     hidden: H.
@@ -56,7 +56,7 @@ class LSTM(nn.Module):
   def __call__(self, x):
     """Maps `float[B, T, in]` to `float[B, T, H]`."""
     batch, length, width = x.shape
-    # Haiku has one matrix for both, hence one fan-in.
+    # Haiku has one matrix for x and h, hence one fan-in.
     scale = (1 + self.hidden / width) ** -0.5
     kernel = self.param(
       "kernel",
@@ -72,7 +72,7 @@ class LSTM(nn.Module):
     bias = self.param(
       "bias", nn.initializers.zeros, (4 * self.hidden,), jnp.float32
     )
-    # What does not wait for h, at all times in one product.
+    # The part that does not depend on h: one product for all time steps.
     gates = x.reshape(-1, width) @ kernel + bias.reshape(1, -1)
     gates = gates.reshape(batch, length, -1).swapaxes(0, 1)
     return recur(gates, recurrent).swapaxes(0, 1)
@@ -82,8 +82,9 @@ class LSTM(nn.Module):
 def recur(gates: jax.Array, recurrent: jax.Array) -> jax.Array:
   """The recurrence of an LSTM; see `LSTM`.
 
-  Its own gradient, since that of a `lax.scan` adds the kernel's gradient up
-  step by step; here it is one product over all steps. Reverse mode only.
+  It has a gradient of its own: that of a `lax.scan` adds up the kernel's
+  gradient step by step; here it is one product over all steps. Reverse mode
+  only.
 
   Args:
     gates: `float[T, B, 4 H]`, the inputs' part of the gates `i, g, f, o`.
@@ -148,9 +149,9 @@ recur.defvjp(_recur_forward, _recur_backward)
 class LSTMLanguageModel(nn.Module):
   """Next-word model: embedding, (LSTM, tanh, projection) x layers, output.
 
-  The output layer is not tied to the embedding and has a bias. The gradient of
-  the embedding is a gather's transpose, a scatter: on CPU a seventh to a tenth
-  of the time of the one-hot product in its stead.
+  The output layer is not tied to the embedding and has a bias. The embedding is
+  a gather, whose gradient is a scatter: on CPU it takes a seventh to a tenth of
+  the time of a one-hot product.
 
   Attributes:
     vocabulary_size: V, with PAD, BOS, EOS and OOV.

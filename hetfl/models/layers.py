@@ -12,7 +12,7 @@ import numpy as np
 
 from hetfl.models.winograd import check_size, winograd_conv
 
-# Input channels from which Winograd's products are the faster way on CPUs.
+# Number of input channels from which Winograd's form is faster on CPUs.
 MANY_CHANNELS = 16
 
 ConvForm = Literal["patches", "winograd", "native", "adaptive"]
@@ -20,15 +20,15 @@ Padding = Literal["SAME", "VALID"]
 
 
 def haiku_init(key, shape, dtype=jnp.float32):
-  """Haiku's default weights: a normal of deviation `1 / sqrt(fan_in)`, cut.
+  """Haiku's default weights: a truncated normal of scale `1 / sqrt(fan_in)`.
 
-  The normal is cut at two deviations and not rescaled, which leaves a standard
-  deviation of `0.88 / sqrt(fan_in)`.
+  The normal is truncated at two standard deviations and not rescaled, which
+  leaves a standard deviation of `0.88 / sqrt(fan_in)`.
 
   Args:
     key: a random key.
     shape: the kernel's shape, outputs last.
-    dtype: its type.
+    dtype: the kernel's type.
 
   Returns:
     The kernel.
@@ -48,15 +48,15 @@ class Conv(nn.Module):
   """A convolution, with the parameters of `flax.linen.Conv`.
 
   `patches` copies each output's receptive field into a row and multiplies by
-  the kernel as one matrix. Under `vmap` over client weights that stays one
+  the kernel as one matrix. Under `vmap` over client weights this stays one
   batched matrix product, where XLA's own convolution falls back to slow paths,
-  and on CPU it is faster in any case. `winograd` is the same for all but 3x3
-  kernels of stride 1 and 16 input channels or more, which then take 2.25 to 3
+  and on CPU it is faster in any case. `winograd` is the same except for 3x3
+  kernels with stride 1 and at least 16 input channels, which take 2.25 to 3
   times fewer multiplications; see `hetfl.models.winograd`. `native` is XLA's
-  own. `adaptive` is `native` of one kernel and `patches` under `vmap` over
-  many, so that on GPUs a round's clients and its students each have the faster
-  one; it has gradients, but no forward-mode derivatives. All give the same
-  numbers to rounding.
+  own convolution. `adaptive` is `native` for one kernel and `patches` under
+  `vmap` over many, so that on GPUs a round's clients and its students each use
+  the faster form; it has gradients, but no forward-mode derivatives. All forms
+  give the same numbers up to rounding.
 
   Attributes:
     features: number of output channels.
@@ -65,12 +65,11 @@ class Conv(nn.Module):
     form: `patches`, `winograd`, `native` or `adaptive`; changes speed only.
     kernel_init: draws the kernel; the bias starts at zero.
     strides: steps between receptive fields, down and across.
-    pool: whether `max_pool_2x2` follows. It comes before the bias then, which
-      gives the same outputs and adds to a quarter as many.
+    pool: whether `max_pool_2x2` follows. It is then applied before the bias,
+      which gives the same outputs with a quarter of the additions.
 
   Raises:
-    ValueError: there is no such form, no such padding, or an image is too
-      small for it.
+    ValueError: there is no such form or padding, or the images are too small.
 
   >>> x = jnp.ones((1, 4, 4, 2))
   >>> variables = Conv(3, (3, 3)).init(jax.random.key(0), x)
@@ -110,7 +109,7 @@ class Conv(nn.Module):
     return y + bias.reshape(1, 1, 1, -1)
 
   def _without_bias(self, x, kernel):
-    """The convolution in the form that was asked for."""
+    """The convolution without bias, computed as `form` says."""
     if self.form == "native":
       return native_conv(x, kernel, self.strides, self.padding)
     if self.form == "adaptive":
@@ -140,7 +139,7 @@ def native_conv(x, kernel, strides, padding):
   >>> native_conv(x, jnp.ones((2, 2, 1, 1)), (1, 1), 'VALID').ravel()
   Array([ 8., 12.], dtype=float32)
   """
-  check_size(x, kernel.shape[:2], padding)  # Else it gives an empty map.
+  check_size(x, kernel.shape[:2], padding)  # XLA would give an empty map.
   return jax.lax.conv_general_dilated(
     x,
     kernel,
@@ -151,7 +150,7 @@ def native_conv(x, kernel, strides, padding):
 
 
 def patches_conv(x, kernel, strides, padding):
-  """The same as one matrix product.
+  """`native_conv` as one matrix product.
 
   Args:
     x: `float[B, H, W, c]`.
@@ -174,7 +173,7 @@ def patches_conv(x, kernel, strides, padding):
   matrix = kernel.reshape(-1, features)
   if len(matrix) > features:
     # The gradient of a tall kernel is faster as (cotangent^T patches)^T, on
-    # CPUs up to 1.5 times. The barrier keeps XLA from turning it around.
+    # CPUs up to 1.5 times. The barrier keeps XLA from reversing this.
     matrix = jax.lax.optimization_barrier(matrix.T).T
   y = patches.reshape(-1, patches.shape[-1]) @ matrix
   return y.reshape(*patches.shape[:-1], features)
@@ -182,9 +181,10 @@ def patches_conv(x, kernel, strides, padding):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def adaptive_conv(x, kernel, strides, padding):
-  """The same: `native_conv` of one kernel, `patches_conv` of many.
+  """`native_conv` for one kernel, `patches_conv` for many.
 
-  Many are kernels under `jax.vmap`. Without forward-mode derivatives.
+  Many kernels means a `jax.vmap` over the kernel. There are no forward-mode
+  derivatives.
 
   Args:
     x: `float[B, H, W, c]`.
@@ -196,7 +196,7 @@ def adaptive_conv(x, kernel, strides, padding):
     `float[B, H', W', f]`.
 
   Raises:
-    ValueError: as the one that is used.
+    ValueError: as the convolution that is used.
 
   >>> x = jnp.arange(6.).reshape(1, 2, 3, 1)
   >>> kernels = jnp.array([1., 2.]).reshape(2, 1, 1, 1, 1)
@@ -231,7 +231,7 @@ adaptive_conv.defvjp(_adaptive_forward, _adaptive_backward)
 
 
 def _of_one_kernel_or_many(one, many):
-  """A function of `x, kernel, ...`; another one under `vmap` over kernels."""
+  """`one(x, kernel, ...)`, but `many` under `vmap` over kernels."""
   function = jax.custom_batching.custom_vmap(one)
 
   @function.def_vmap
@@ -240,7 +240,7 @@ def _of_one_kernel_or_many(one, many):
     first, later = (
       jax.vmap(conv, in_axes=axes, axis_size=axis_size) for conv in (one, many)
     )
-    if not in_batched[1]:  # Kernels may yet be, by another vmap.
+    if not in_batched[1]:  # Another vmap may batch them.
       later = _of_one_kernel_or_many(first, later)
     out = later(*args)
     return out, jax.tree.map(lambda _: True, out)
@@ -249,7 +249,7 @@ def _of_one_kernel_or_many(one, many):
 
 
 def _check_choice(name, value, choices):
-  """Raises a `ValueError` unless the value is one of a `Literal`'s."""
+  """Raises a `ValueError` unless the value is among a `Literal`'s values."""
   if value not in get_args(choices):
     raise ValueError(f"{name}={value!r}: choose one of {get_args(choices)}")
 
@@ -260,7 +260,7 @@ def extract_patches(
   padding: Padding,
   strides: Sequence[int] = (1, 1),
 ) -> jax.Array:
-  """Copies each receptive field into a row, in the order of a kernel.
+  """Copies each receptive field into a row, ordered like a kernel's entries.
 
   Args:
     x: `float[B, H, W, c]`.
@@ -299,7 +299,7 @@ def extract_patches(
 
 
 def _places(x, axis, size, stride):
-  """What windows along an axis hold at each of their places."""
+  """For each place in a window, the entries of all windows along an axis."""
   span = (x.shape[axis] - size) // stride * stride + 1
   return [
     jax.lax.slice_in_dim(x, i, i + span, stride, axis) for i in range(size)
@@ -307,10 +307,10 @@ def _places(x, axis, size, stride):
 
 
 def max_pool_2x2(x: jax.Array) -> jax.Array:
-  """Maximum over disjoint 2x2 squares; odd rows and columns at the end drop.
+  """Maximum over disjoint 2x2 squares; drops an odd last row or column.
 
-  As three element-wise maxima, several times faster on CPU than a reduction
-  over windows and its gradient. A tie's gradient is shared out.
+  Computed as three element-wise maxima, which are several times faster on CPU,
+  gradient included, than a reduction over windows. Ties share the gradient.
 
   Args:
     x: `float[B, H, W, c]`.
@@ -319,7 +319,7 @@ def max_pool_2x2(x: jax.Array) -> jax.Array:
     `float[B, H // 2, W // 2, c]`.
 
   Raises:
-    ValueError: there is no square to pool.
+    ValueError: the images are smaller than 2x2.
 
   >>> max_pool_2x2(jnp.arange(8.).reshape(1, 2, 4, 1)).ravel()
   Array([5., 7.], dtype=float32)
@@ -333,7 +333,7 @@ def max_pool_2x2(x: jax.Array) -> jax.Array:
     )
   x = x[:, : 2 * rows, : 2 * columns]
   x = x.reshape(batch, rows, 2, columns, 2, channels)
-  # By `split`, whose gradient joins the places in one go.
+  # By `split`, whose gradient joins the places in one operation.
   top, bottom = (
     jnp.maximum(*jax.lax.split(row, (1, 1), 4))
     for row in jax.lax.split(x, (1, 1), 2)
@@ -344,11 +344,12 @@ def max_pool_2x2(x: jax.Array) -> jax.Array:
 class PooledPlanes(nn.Module):
   """`Conv` and `max_pool_2x2` with the batch as the last axis.
 
-  For convolutions of few channels: pixels of one channel lie together, so that
-  the kernel's few rows multiply long matrices, on CPUs about twice as fast as
-  the other way round. The four outputs of each square are products of their
-  own, so that pooling is a maximum of four matrices. Under `vmap` over kernels,
-  with the same images for all, they stay four.
+  For convolutions with few channels: the pixels of a channel are contiguous, so
+  that the kernel's few rows multiply long matrices, on CPUs about twice as fast
+  as the other way round. Each of a square's four outputs comes from a matrix
+  product of its own, so that pooling is a maximum of four matrices. Under
+  `vmap` over kernels, with the same images for all, there are still four
+  products.
 
   Attributes:
     features: number of output channels.
@@ -357,7 +358,7 @@ class PooledPlanes(nn.Module):
     kernel_init: draws the kernel; the bias starts at zero.
 
   Raises:
-    ValueError: there is no square to pool, or no such padding.
+    ValueError: the images are too small, or there is no such padding.
 
   >>> x = jax.random.normal(jax.random.key(0), (5, 6, 7, 2))
   >>> variables = Conv(3, (3, 3)).init(jax.random.key(1), x)
@@ -401,7 +402,7 @@ class PooledPlanes(nn.Module):
     matrix = kernel.reshape(-1, self.features).T
 
     def outputs(down, across):
-      """The outputs at one place of all squares."""
+      """The outputs at one place in all squares."""
       patches = jnp.concatenate(
         [
           x[:, i : i + 2 * rows - 1 : 2, j : j + 2 * columns - 1 : 2]
@@ -419,12 +420,12 @@ class PooledPlanes(nn.Module):
 
 
 def avg_pool_2x2(x: jax.Array, stride: int) -> jax.Array:
-  """Mean over 2x2 squares, as Keras's `AveragePooling2D` has it.
+  """Mean over 2x2 squares, as in Keras's `AveragePooling2D`.
 
-  With stride 1 the map keeps its size (`SAME`): the last row and column see
-  squares that reach out of the image, whose mean is over what lies inside.
-  With stride 2 squares are disjoint and odd rows and columns at the end drop
-  (`VALID`).
+  With stride 1 the map keeps its size (`SAME`): at the last row and column the
+  squares extend beyond the image, and their mean is over the entries inside.
+  With stride 2 the squares are disjoint and an odd last row or column is
+  dropped (`VALID`).
 
   Args:
     x: `float[B, H, W, c]`.
@@ -442,13 +443,13 @@ def avg_pool_2x2(x: jax.Array, stride: int) -> jax.Array:
   end = 1 if stride == 1 else 0
   total = jax.lax.reduce_window(
     x,
-    np.zeros((), x.dtype),  # a constant, or there is no gradient
+    np.zeros((), x.dtype),  # has a gradient only if this is a constant
     jax.lax.add,
     (1, 2, 2, 1),
     (1, stride, stride, 1),
     ((0, 0), (0, end), (0, end), (0, 0)),
   )
-  # One over how many rows, and columns, of a square lie inside.
+  # One over the number of a square's rows, and columns, inside the image.
   rows, columns = (np.full(n, 0.5) for n in total.shape[1:3])
   if end:
     rows[-1] = columns[-1] = 1

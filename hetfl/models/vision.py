@@ -11,18 +11,18 @@ class CodistCNN(nn.Module):
   """The codistillation paper's CNN: three convolutions, two dense layers.
 
   Convolutions are 3x3 with bias and ReLU, without normalisation. The published
-  parameter counts (109,348 and 410,084) ask for a 6x6 map before the first
-  dense layer, and two readings of the paper give one: 32x32 images, which
-  appendix C.1's "default settings in FedJAX" mean, with VALID padding and
-  pooling after the last two convolutions; or 24x24 crops with SAME padding and
-  pooling after the first two. Pooling is 2x2, by maximum.
+  parameter counts (109,348 and 410,084) imply a 6x6 map before the first dense
+  layer, and two readings of the paper give one: 32x32 images, which appendix
+  C.1's "default settings in FedJAX" mean, with VALID padding and pooling after
+  the last two convolutions; or 24x24 crops with SAME padding and pooling after
+  the first two. Pooling is 2x2 max pooling.
 
   Attributes:
     filters: channels of the convolutions.
     dense: widths of the dense layers before the logits.
     num_classes: C.
     padding: `SAME` or `VALID`.
-    pool_after: the numbers of the convolutions that are followed by pooling.
+    pool_after: indices of the convolutions that are followed by pooling.
     conv: the form of the convolutions; changes speed only.
     dropout: share of each dense layer's inputs that is dropped in training.
 
@@ -51,7 +51,7 @@ class CodistCNN(nn.Module):
   def __call__(self, x, train: bool = False):
     """Maps images `float[B, H, W, c]` to logits `float[B, C]`."""
     for i, features in enumerate(self.filters):
-      # Pooling before the ReLU: the same value and gradient, on a quarter.
+      # ReLU after pooling: same value and gradient, a quarter of the elements.
       x = nn.relu(
         layers.Conv(
           features, (3, 3), self.padding, self.conv, pool=i in self.pool_after

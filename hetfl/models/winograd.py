@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Where polynomials are evaluated, beside infinity, by the outputs of a tile
-# along an axis. 2/3 and 3/2 leave 0.7 of the error that the usual 1 and 2 do.
+# Where polynomials are evaluated, besides infinity, by the number of a tile's
+# outputs along an axis. 2/3 and 3/2 give 0.7 of the error of the usual 1 and 2.
 _POINTS = {2: (0, 1, -1), 4: (0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)}
 
 
@@ -19,10 +19,11 @@ def check_size(x: jax.Array, kernel_size: Sequence[int], padding: str) -> None:
   Args:
     x: the images.
     kernel_size: height and width.
-    padding: `SAME`, for which every image will do but an empty one, or `VALID`.
+    padding: `SAME`, for which any image but an empty one will do, or `VALID`.
 
   Raises:
-    ValueError: they are, and XLA's own convolution would give an empty map.
+    ValueError: they are too small: XLA's own convolution would give an empty
+      map.
 
   >>> check_size(jnp.zeros((1, 2, 4, 1)), (3, 3), 'VALID')
   Traceback (most recent call last):
@@ -43,15 +44,15 @@ padding
 def winograd_conv(
   x: jax.Array, kernel: jax.Array, padding: str = "SAME"
 ) -> jax.Array:
-  """A 3x3 convolution of stride 1 with 24 products where 72 are the rule.
+  """A 3x3 convolution of stride 1 with 24 products in place of 72.
 
   Outputs come in tiles of 4x2, each from 6x4 inputs `d`:
   `Y = A^T [(G g G^T) * (B^T d B)] A`, where `*` is elementwise. Summed over
   channels, each of the 24 places is a matrix product of all tiles by one
   transformed kernel; the transforms before and after are sums of a few inputs
-  or products. So are the gradients, by the same identities. Where tiles of 4x2
-  would overhang so far as to need no fewer products, they are of 2x2, with 16
-  products where 36 are the rule.
+  or products. The gradients have the same form, by the same identities. Where
+  tiles of 4x2 would overhang the image so far that they need no fewer products
+  than tiles of 2x2, the tiles are 2x2, with 16 products in place of 36.
 
   Args:
     x: `float[B, H, W, c]`.
@@ -59,11 +60,11 @@ def winograd_conv(
     padding: `SAME` or `VALID`.
 
   Returns:
-    `float[B, H', W', f]`, a convolution's outputs to rounding: in float32
-    about as far from float64's as the other forms of `layers.Conv`.
+    `float[B, H', W', f]`, a convolution's outputs up to rounding: in float32
+    about as far from the float64 result as the other forms of `layers.Conv`.
 
   Raises:
-    ValueError: if the padding is another, or an image too small for it.
+    ValueError: if there is no such padding, or the images are too small.
 
   Reference: Lavin & Gray 2016, "Fast Algorithms for Convolutional Neural
     Networks", equations 7 to 9, F(2x2, 3x3) and F(4x2, 3x3). Departure: for
@@ -129,7 +130,7 @@ class _Transforms(NamedTuple):
 
 @functools.cache
 def _transforms(m: int) -> _Transforms:
-  """The algorithm of Toom and Cook at `_POINTS[m]` and infinity.
+  """The Toom-Cook algorithm at `_POINTS[m]` and infinity.
 
   >>> _transforms(2).outputs.tolist()
   [[1.0, 1.0, 1.0, 0.0], [0.0, 1.0, -1.0, 1.0]]
@@ -149,7 +150,7 @@ def _transforms(m: int) -> _Transforms:
 
 
 def _down(height: int) -> int:
-  """The outputs of a tile downwards that need the fewest products.
+  """The height of tiles, in outputs, that needs the fewest products.
 
   >>> [_down(height) for height in (6, 7, 12, 28)]
   [2, 4, 4, 4]
@@ -158,9 +159,9 @@ def _down(height: int) -> int:
 
 
 def _overlapping(x, axis, m):
-  """What tiles of m + 2 entries hold at each place; they overlap by two."""
+  """For each place in tiles of m + 2 entries, all tiles' entries there."""
   n, shape = x.shape[axis] // m - 1, x.shape
-  # By `split`, whose gradient joins the places in one go.
+  # By `split`, whose gradient joins the places in one operation.
   places = [
     place.squeeze(axis + 1)
     for place in jax.lax.split(
@@ -175,7 +176,7 @@ def _overlapping(x, axis, m):
 
 
 def _apply(matrix, arrays):
-  """A matrix times a vector of arrays: a sum for each row, without zeros."""
+  """A matrix times a vector of arrays: a sum for each row, skipping zeros."""
   sums = []
   for row in matrix:
     first, *rest = (float(c) * a for c, a in zip(row, arrays) if c)
