@@ -1,8 +1,8 @@
 """Rounds of FedAvg, PeriodicCodist and MergedCodist on the paper's CNNs.
 
-FedAvg against FedJAX and PyTorch (`benchmarks.peers`); codistillation, which
-neither has, against the same algorithm as one would write it in JAX at first: a
-`vmap` over the clients, `nn.Conv`'s convolutions, one program.
+FedAvg is compared with FedJAX and PyTorch (`benchmarks.peers`). Codistillation,
+which neither has, is compared with a plain implementation in JAX: a `vmap` over
+the clients, `nn.Conv`'s convolutions, one program.
 """
 
 import functools
@@ -23,13 +23,13 @@ DISTILL_STEPS, DISTILL_BATCH = 32, 128
 
 
 def scale(key, batch):
-  """Pixels to [0, 1], as the peers do it."""
+  """Scales pixels to [0, 1], as the peers do."""
   del key
   return {**batch, "x": batch["x"].astype(jnp.float32) / 255}
 
 
 def clients_of(sizes) -> population.ClientPopulation:
-  """Clients with so many of the peers' synthetic images."""
+  """Clients with these numbers of the peers' synthetic images."""
   clients = peers.synthetic()
   bank = {
     name: np.concatenate([np.asarray(client[name]) for client in clients])
@@ -40,7 +40,7 @@ def clients_of(sizes) -> population.ClientPopulation:
 
 @functools.cache
 def pool_of(size: str, conv: str | None = None) -> Pool:
-  """The peers' model and rates; by default the form that experiments take."""
+  """The peers' model and rates; `conv` defaults to that of the experiments."""
   if conv is None:
     forms = {"cpu": "winograd", "tpu": "native"}
     conv = forms.get(jax.default_backend(), "adaptive")
@@ -58,7 +58,7 @@ def pool_of(size: str, conv: str | None = None) -> Pool:
 def plan_of(
   clients, round: int, num_lanes: int, num_pools: int, distills: bool
 ) -> planning.RoundPlan:
-  """20 clients of each pool and, if it distils, 32 batches of 128 images."""
+  """20 clients of each pool and, if `distills`, 32 batches of 128 images."""
   return planning.plan_round(
     [clients] * num_pools,
     clients.examples() if distills else None,
@@ -91,7 +91,7 @@ def codist_round(name: str, plain: bool = False) -> rounds.Round:
 
   Args:
     name: 'merged' or 'periodic'.
-    plain: as one would write it at first, instead of ours.
+    plain: whether to use the plain implementation instead of ours.
 
   Returns:
     The round.
@@ -126,7 +126,7 @@ def codist_round(name: str, plain: bool = False) -> rounds.Round:
 
 
 def image_flops(size: str, train: bool) -> float:
-  """FLOPs of the products of one image, trained on or predicted."""
+  """FLOPs of the products for one image, in training or in prediction."""
   shape = (peers.BATCH_SIZE, peers.SIDE, peers.SIDE, 3)
   return rounds.example_flops(
     pool_of(size, "patches").model,

@@ -2,14 +2,14 @@
 
   python benchmarks/compare.py --json=FILE [--only=NAME,...] [--runs=N]
 
-In one process; ours and the peer take turns, so that a machine whose speed
-drifts slows both. The table gives medians; `ratio` is the median of the
-ratios peer / ours turn by turn: above one, ours is faster. `ceiling_share` is
-how much of the speed of large matrix products, measured beside, our round comes
-to, with convolutions counted as direct ones: Winograd's form, which needs fewer
-products, may come to more than all of it. `--only` takes names and beginnings
-of names, such as `fedavg_large` or `fml`; the rows in `_plain` take minutes on
-a CPU. A chart is drawn beside the JSON.
+Ours and the peer take turns in one process, so that drifts of the machine's
+speed affect both. The table gives medians; `ratio` is the median over the turns
+of peer / ours: above one, ours is faster. `ceiling_share` is the speed of our
+round as a share of that of large matrix products, which take turns with both.
+Convolutions count as direct ones, so Winograd's form, which needs fewer
+products, can exceed 100 %. `--only` takes names and prefixes of names, such as
+`fedavg_large` or `fml`; the `_plain` rows take minutes on a CPU. A chart is
+drawn next to the JSON.
 """
 
 import argparse
@@ -33,17 +33,17 @@ from hetfl.engine.threads import num_cores  # noqa: E402
 
 
 def chosen(only: str | None, every: dict[str, rounds.Row]) -> list[str]:
-  """The names that `--only` stands for.
+  """The names that `--only` selects.
 
   Args:
-    only: names or beginnings of names, with commas; `None` for all.
+    only: comma-separated names or prefixes of names; `None` for all.
     every: the rows by name.
 
   Returns:
     The names in the rows' order.
 
   Raises:
-    ValueError: there is none of a name.
+    ValueError: no row has such a name or prefix.
 
   >>> chosen('fedavg_l,fml', dict.fromkeys(['fml', 'fedavg_large', 'lm']))
   ['fml', 'fedavg_large']
@@ -78,10 +78,10 @@ def measure(name: str, row: rounds.Row, runs: int, products) -> dict:
     name: the row's name.
     row: the row.
     runs: rounds of each.
-    products: the callable that shows the ceiling.
+    products: the callable that measures the ceiling.
 
   Returns:
-    What the JSON holds of the row.
+    The row's entry in the JSON.
   """
   result = {"name": name, "peer": row.peer, "runs": runs}
   result |= rounds.take_turns(row.ours(), row.other(), runs, products)
@@ -95,7 +95,7 @@ def measure(name: str, row: rounds.Row, runs: int, products) -> dict:
 
 
 def chart(results: list[dict], path: pathlib.Path) -> None:
-  """Draws how many times as fast as each peer ours is, to a PNG."""
+  """Draws our speed-up over each peer, to a PNG."""
   fig = figure.Figure(
     figsize=(8, 0.9 + 0.3 * len(results)), layout="constrained", dpi=150
   )
@@ -138,7 +138,7 @@ def main() -> None:
   # For FedJAX's pmap; ours uses the first device only.
   if jax.config.jax_platforms in (None, "", "cpu"):
     jax.config.update("jax_num_cpu_devices", num_cores())
-  # Both sides in float32; by default JAX takes less on some accelerators.
+  # Both in float32; JAX's default precision is lower on some accelerators.
   jax.config.update("jax_default_matmul_precision", "float32")
   every = (
     codist.rows()

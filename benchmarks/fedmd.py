@@ -1,8 +1,8 @@
-"""Rounds of FedMD's ten parties, and a plain PyTorch loop of the same.
+"""Rounds of FedMD's ten parties, by hetfl and by a plain PyTorch loop.
 
-The work is a round's Digest and Revisit, and Communicate before them: scores
-on 5,000 public images, an epoch towards their mean in batches of 256, two
-epochs on 18 private images in batches of 5; 28 x 28 x 1, sixteen outputs.
+A round has Communicate, Digest and Revisit: scores on 5,000 public images, one
+epoch towards their mean in batches of 256, and two epochs on 18 private images
+in batches of 5. Images are 28 x 28 x 1, with sixteen outputs.
 """
 
 import functools
@@ -33,7 +33,7 @@ def synthetic(n: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def scaled(batch):
-  """Pixels around zero, as the peer has them."""
+  """Centers pixels around zero, as the peer does."""
   return {**batch, "x": batch["x"].astype(jnp.float32) / 255 - 0.5}
 
 
@@ -92,7 +92,7 @@ def parameter_counts(table: str, width: float) -> list[int]:
 
 
 def torch_model(filters, dropout: float):
-  """A party's network, layer by layer as ours."""
+  """A party's network, with the same layers as ours."""
   from torch import nn
 
   layers: list[nn.Module] = []
@@ -107,7 +107,7 @@ def torch_model(filters, dropout: float):
     ]
     side = (side + 2 * pad - block.kernel) // block.stride + 1
     if block.pool == 1:
-      # A mean with the last row repeated is one over what lies inside.
+      # Repeating the last row and column gives the mean of the pixels inside.
       layers += [nn.ReplicationPad2d((0, 1, 0, 1)), nn.AvgPool2d(2, 1)]
     elif block.pool == 2:
       layers.append(nn.AvgPool2d(2))
@@ -166,7 +166,7 @@ def peer(table: str, width: float, channels_last: bool) -> rounds.Round:
       consensus = 0
       for net in nets:
         net.eval()
-        # Batches that fit into the cache; 40 is what ours takes too.
+        # Batches that fit into the cache; ours takes 40 too.
         scores = torch.cat([net(part) for part in x.split(40)])
         consensus = consensus + scores / PARTIES
     for net, digest, revisit in zip(nets, digests, revisits):
@@ -202,7 +202,7 @@ def rows(width: float) -> dict[str, rounds.Row]:
   """The lines of the table.
 
   Args:
-    width: of the ten models of the paper's Table 1, as a share of its.
+    width: width of the ten models, as a share of that in the paper's Table 1.
 
   Returns:
     The rows by name.

@@ -1,8 +1,8 @@
-"""Rounds of Federated Mutual Learning, and a plain PyTorch loop of the same.
+"""Rounds of Federated Mutual Learning, by hetfl and by a plain PyTorch loop.
 
-One epoch of the round of the paper's Table 1, CNN1 on images of CIFAR-10's
-shape: five clients (of 10,000 images each in the paper), batches of 128, SGD
-with momentum and weight decay, random crops and flips.
+A round is that of the paper's Table 1 with one local epoch, for CNN1 on images
+of CIFAR-10's shape: five clients (of 10,000 images each in the paper), batches
+of 128, SGD with momentum and weight decay, random crops and flips.
 """
 
 import functools
@@ -70,7 +70,7 @@ def torch_round(
   """A plain PyTorch loop over the clients, written with care.
 
   The images stay uint8 in memory; a batch is cropped and flipped by one
-  gather, and normalised after it. The threads are left to PyTorch.
+  gather, and then normalised. PyTorch chooses the number of threads.
   """
   import torch
   from torch import nn

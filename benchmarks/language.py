@@ -1,4 +1,4 @@
-"""Rounds of next-word prediction on ragged clients, and others of the same.
+"""Rounds of next-word prediction on ragged clients, in three implementations.
 
 Twenty clients of different sizes train an LSTM for one epoch, in batches of 10
 sentences of 20 positions, vocabulary 4,004:
@@ -7,9 +7,9 @@ sentences of 20 positions, vocabulary 4,004:
 * a `vmap` over the clients, each padded to the batches of the largest;
 * a PyTorch loop over the clients (sparse embedding gradients, packed targets).
 
-The tokens counted are those with a loss, the same for all. Clients are users
-of `DIR/stackexchange/Posts.xml` (at most 100 sentences each) or, without a
-folder, of lognormal sizes like theirs with random words.
+Only tokens with a loss are counted, the same for all. Clients are users of
+`DIR/stackexchange/Posts.xml` (at most 100 sentences each) or, without a folder,
+clients with random words and similar, lognormal sizes.
 """
 
 import functools
@@ -58,7 +58,7 @@ def real(data_dir: str) -> population.ClientPopulation:
 
 
 def split(key, batch):
-  """Sentences to `x` and `y`."""
+  """Splits sentences into inputs `x` and next tokens `y`."""
   del key
   tokens = batch["tokens"].astype(jnp.int32)
   return {"x": tokens[:, :-1], "y": tokens[:, 1:], "mask": batch["mask"]}
@@ -141,7 +141,7 @@ def torch_round(size: str, clients, cycle: int) -> rounds.Round:
       h = self.table(x)
       for lstm, dense in zip(self.lstms, self.denses):
         h = dense(torch.tanh(lstm(h)[0]))
-      return self.output(h[counts])  # The positions that count, alone.
+      return self.output(h[counts])  # Only the positions that count.
 
   torch.manual_seed(0)
   model = Lstm().to(device)
@@ -191,7 +191,7 @@ def torch_round(size: str, clients, cycle: int) -> rounds.Round:
 
 
 def round_flops(size: str, steps: float) -> float:
-  """FLOPs of a round's useful batches, all positions of them."""
+  """FLOPs of a round's useful batches, over all their positions."""
   model = model_of(size, None)
   sentence = rounds.example_flops(
     model, next_word.sentence_loss(), (BATCH, LENGTH), jnp.int32, True

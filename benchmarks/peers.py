@@ -8,7 +8,7 @@ done. The work is the same for all: 60 clients of 100 images (uint8, 24x24x3),
 
     python -m benchmarks.peers --peer fedjax --backend jit --size small
 
-FedJAX's `pmap` spreads clients over devices; on a CPU it has but one, unless
+FedJAX's `pmap` spreads clients over devices; a CPU is only one device unless
 `XLA_FLAGS=--xla_force_host_platform_device_count=2` is set.
 
 Reference: Ro et al., "FedJAX: Federated learning simulation with JAX", 2021;
@@ -63,8 +63,8 @@ def _cohort(rng: np.random.Generator) -> np.ndarray:
 def _shims() -> None:
   """Gives FedJAX 0.0.17 (2023) the names that JAX and NumPy have dropped.
 
-  To be called before FedJAX is imported. Nothing is replaced that still
-  works, and none of it is in the timed path but the two `device_put_*`.
+  Call it before importing FedJAX. Names that still exist are not replaced, and
+  only the two `device_put_*` are in the timed path.
   """
   import jax
   import jax.numpy as jnp
@@ -100,7 +100,7 @@ def _shims() -> None:
 
 
 def _fedjax_backend(name: str) -> Any:
-  """A `for_each_client` backend of FedJAX, mended where JAX has moved on."""
+  """A `for_each_client` backend of FedJAX, fixed for current JAX versions."""
   import fedjax
   from fedjax.core import for_each_client
   import jax
@@ -114,9 +114,9 @@ def _fedjax_backend(name: str) -> Any:
   class Pmap(for_each_client.ForEachClientPmapBackend):
     """The pmap backend, with outputs of the right rank.
 
-    It splits the outputs by `addressable_data(i)`, which used to be without
-    the axis of the devices and now keeps it with length one. Left there, it
-    would give each parameter an axis more, without any error.
+    FedJAX splits the outputs by `addressable_data(i)`, which used to drop the
+    device axis and now keeps it with length one. Unless removed, this axis is
+    silently added to each parameter.
     """
 
     def __call__(self, client_init, client_step, client_final):
@@ -221,10 +221,10 @@ def fedjax_round(
 
 
 def torch_device() -> str:
-  """Where PyTorch trains: on what JAX has.
+  """The device on which PyTorch trains, of the same kind as JAX's.
 
   Raises:
-    ImportError: JAX has an accelerator, but this PyTorch none.
+    ImportError: JAX has an accelerator, but this PyTorch does not support it.
   """
   import jax
   import torch
@@ -238,7 +238,7 @@ def torch_device() -> str:
 
 
 def wait_for_torch(device: str) -> None:
-  """Returns when all that was given to the device is done."""
+  """Blocks until the device has finished all its work."""
   import torch
 
   if torch.device(device).type == "cuda":
@@ -257,7 +257,7 @@ def torch_round(
   """A plain PyTorch loop over the clients, written with care.
 
   One module serves all clients; the images stay uint8 on the device and are
-  made floats batch by batch. The number of threads is left to PyTorch.
+  converted to floats batch by batch. PyTorch chooses the number of threads.
 
   Args:
     filters: of the three convolutions.

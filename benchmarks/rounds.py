@@ -1,4 +1,4 @@
-"""What the benchmarks share: rows, rounds to time, and what they are worth."""
+"""What the benchmarks share: rows, rounds to time, and their FLOPs."""
 
 from collections.abc import Callable
 import functools
@@ -20,13 +20,13 @@ class Row(NamedTuple):
   """A line of the table, not yet measured.
 
   Attributes:
-    ours: makes our round: sets up, compiles, and gives a callable that runs
+    ours: makes our round: sets up, compiles, and returns a callable that runs
       one more round and blocks until it is done.
     peer: what it is compared with, in words.
     other: makes the peer's round.
-    flops: of the matrix products of a round, as the algorithm needs them,
-      with direct convolutions and without padding.
-    work: what a round works on, as `(amount, unit)`.
+    flops: FLOPs of the matrix products that a round needs, with direct
+      convolutions and without padding.
+    work: the data that a round processes, as `(amount, unit)`.
   """
 
   ours: Callable[[], Round]
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 def one_device() -> engine.Engine:
-  """The engine of all that is compared: a CPU's threads, or one accelerator."""
+  """The engine of our rounds: CPU threads, or one accelerator."""
   if jax.default_backend() == "cpu":
     return engine.Threads()
   return engine.Inline()
@@ -47,12 +47,12 @@ def looped(algorithm, runner, plan, data, cycle: int | None = None) -> Round:
   """A callable that runs the next round and blocks till it is done.
 
   Args:
-    algorithm: ours.
+    algorithm: our algorithm.
     runner: the engine it was built with.
-    plan: the round's number to its plan.
+    plan: round -> its plan.
     data: what `step` takes.
-    cycle: begin again after so many rounds, all of which are run once before,
-      so that rounds of different shapes are compiled before the clock runs.
+    cycle: number of rounds after which they repeat; all are run once first, so
+      that rounds of different shapes are compiled before the timing.
 
   Returns:
     The callable.
@@ -76,7 +76,7 @@ def looped(algorithm, runner, plan, data, cycle: int | None = None) -> Round:
 def take_turns(
   ours: Round, peer: Round, runs: int, products: Round | None = None
 ) -> dict[str, float]:
-  """Seconds of a round of both, and of products if there are any, in turn."""
+  """Times rounds of both, and the products if there are any, in turn."""
   turns = (ours, peer, products) if products else (ours, peer)
   seconds = []
   for _ in range(runs):
@@ -127,7 +127,7 @@ def product_flops(jaxpr) -> float:
     jaxpr: of a function whose loops are `lax.scan`s.
 
   Returns:
-    Two for each multiplication with its addition.
+    The FLOPs, two for each multiply-add.
 
   >>> f = lambda a, b: jax.lax.scan(lambda c, _: (c @ b, None), a, None, 5)
   >>> product_flops(jax.make_jaxpr(f)(jnp.ones((2, 3)), jnp.ones((3, 3))).jaxpr)
@@ -144,7 +144,7 @@ def product_flops(jaxpr) -> float:
       _, features, *space = equation.params["dimension_numbers"].rhs_spec
       kernel = equation.invars[1].aval.shape
       depth = math.prod(kernel[axis] for axis in (features, *space))
-      # Between a dilated image's rows lie zeros.
+      # A dilated image has zeros between its rows.
       depth /= math.prod(equation.params["lhs_dilation"])
       total += 2.0 * depth * math.prod(equation.outvars[0].aval.shape)
     times = equation.params.get("length", 1)
@@ -159,18 +159,18 @@ def product_flops(jaxpr) -> float:
 def example_flops(
   model: core.Model, loss: core.Loss, shape: tuple, dtype, train: bool
 ) -> float:
-  """FLOPs of the products of one example, trained on or predicted.
+  """FLOPs of the products for one example, in training or in prediction.
 
   Args:
-    model: a model; convolutions as such or as products of patches, which
-      Winograd's have fewer of.
-    loss: of its outputs.
+    model: a model whose convolutions are native or products of patches, since
+      Winograd's need fewer products.
+    loss: the loss of its outputs.
     shape: of a batch `x`.
     dtype: of `x`.
     train: whether to count the gradient too.
 
   Returns:
-    The FLOPs of the batch by its size.
+    The FLOPs of the batch divided by its size.
   """
   variables = model.init(jax.random.key(0))
   x = jnp.zeros(shape, dtype)
@@ -187,15 +187,15 @@ def example_flops(
 
 
 def ragged_sizes(cohort: int, batch_size: int) -> tuple[list[int], list[int]]:
-  """Clients of 1 to 64 batches, lognormal, and as many of equal size.
+  """Sizes of clients of 1 to 64 batches, lognormal, and of as many equal ones.
 
   Args:
     cohort: how many clients.
     batch_size: B.
 
   Returns:
-    The numbers of examples of the ragged and of the equal clients, whose
-    batches are as many.
+    The numbers of examples of the ragged and of the equal clients, which have
+    the same total number of batches.
 
   >>> unlike, equal = ragged_sizes(20, 10)
   >>> sum(unlike) == sum(equal), max(unlike), max(equal)
@@ -211,7 +211,7 @@ def ragged_sizes(cohort: int, batch_size: int) -> tuple[list[int], list[int]]:
 def gathered(
   bank: dict[str, np.ndarray], sizes: list[int]
 ) -> population.ClientPopulation:
-  """Clients with so many examples, drawn from a bank.
+  """Clients with these numbers of examples, drawn from a bank.
 
   Args:
     bank: the examples.

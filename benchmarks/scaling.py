@@ -1,4 +1,4 @@
-"""Sweeps of what a round costs as its parts grow.
+"""Sweeps that measure how the cost of a round grows.
 
   python benchmarks/scaling.py --json=FILE [--only=NAME,...] [--scale=S]
 
@@ -53,12 +53,12 @@ def many_clients(
 ) -> population.ClientPopulation:
   """Clients of 1 to 1,280 images, lognormal.
 
-  The bank has 2,000 images whatever the number of clients, who hold
-  overlapping runs of it: ids and sizes are what planning looks at.
+  The bank has 2,000 images for any number of clients, which hold overlapping
+  ranges of it: planning looks only at ids and sizes.
 
   Args:
     number: how many clients.
-    examples: of the median client.
+    examples: the number of examples of the median client.
 
   Returns:
     The clients.
@@ -86,7 +86,7 @@ def plan_of(clients, round, per_round, lanes) -> planning.RoundPlan:
 
 
 def timed(run: Callable[[int], object], runs: int) -> Row:
-  """Median, least and greatest seconds of `run(1)`, `run(2)`, ..."""
+  """Median, minimum and maximum seconds of `run(1)`, `run(2)`, ..."""
   seconds = []
   for i in range(1, runs + 1):
     start = time.perf_counter()
@@ -109,7 +109,7 @@ def timed_rounds(
   data = {"pools": (jax.device_put(dict(clients.bank)),)}
   plans = [plan_of(clients, t, per_round, lanes) for t in range(1, runs + 1)]
   run = lambda i: step(state, plans[i - 1], data)
-  timed(run, runs)  # Compiles, for whatever lengths of lanes there are.
+  timed(run, runs)  # Compiles for all lengths of lanes.
   row = timed(run, runs)
   batches = statistics.mean(int(p.pools[0].steps.sum()) for p in plans)
   return row | {"batches": batches, "s_per_batch": row["seconds"] / batches}
@@ -125,7 +125,7 @@ def powers(low: int, high: int, factor: int) -> list[int]:
 
 
 def sweep_clients(scale: float, runs: int) -> Iterator[Row]:
-  """A FedAvg round of 1 to 2,000 clients, of one batch in the median."""
+  """FedAvg rounds of 1 to 2,000 clients; the median client has one batch."""
   runner = engine.default_engine()
   clients = many_clients(2_000, BATCH_SIZE)
   for number in powers(1, max(2, int(2_000 * scale)), 10):
@@ -136,7 +136,7 @@ def sweep_clients(scale: float, runs: int) -> Iterator[Row]:
 
 
 def sweep_population(scale: float, runs: int) -> Iterator[Row]:
-  """Populations of 100 to 342,477 clients: made, planned, 20 trained."""
+  """Populations of 100 to 342,477 clients: making, planning, training of 20."""
   runner = engine.default_engine()
   for number in powers(100, max(101, int(STACK_OVERFLOW * scale)), 10):
     yield population_row(number, runner, runs)
@@ -171,7 +171,7 @@ def population_row(number: int, runner: engine.Engine, runs: int) -> Row:
 
 
 def sweep_lanes(scale: float, runs: int) -> Iterator[Row]:
-  """20 clients in 1 to 20 lanes, as threads' programs and as one program."""
+  """20 clients in 1 to 20 lanes, on the default engine and as one program."""
   clients = many_clients(200, 100)
   for name, runner in (
     ("default", engine.default_engine()),
@@ -186,8 +186,8 @@ def sweep_lanes(scale: float, runs: int) -> Iterator[Row]:
 def sweep_devices(scale: float, runs: int) -> Iterator[Row]:
   """Lanes over 1, 2, 4 and 8 devices by `shard_map`.
 
-  On CPUs they are host devices, more of which than cores make nothing faster:
-  there this shows what a mesh costs.
+  On CPUs these are host devices, and more of them than cores bring no speed-up:
+  there the sweep shows the overhead of a mesh.
   """
   accelerators = jax.default_backend() != "cpu"
   for number in [n for n in (1, 2, 4, 8) if n <= max(2, 8 * scale)]:
@@ -219,7 +219,7 @@ def devices_child(number: int, runs: int) -> Row:
 
 
 def sweep_trials(scale: float, runs: int) -> Iterator[Row]:
-  """FedAvg trials at once, 1 to 64, as `experiments/tune.py` runs them."""
+  """1 to 64 FedAvg trials at once, as `experiments/tune.py` runs them."""
   on_cpu = jax.default_backend() == "cpu"
   runner = engine.default_engine() if on_cpu else engine.Inline()
   lanes = runner.num_lanes(20)
@@ -308,7 +308,7 @@ def host_megabytes() -> float:
   return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-# Name -> sweep, and what its chart shows: x, y, y's name.
+# Name -> sweep, and its chart's x, y and label of y.
 SWEEPS = {
   "clients": (sweep_clients, "clients", "seconds", "Seconds a round"),
   "population": (sweep_population, "population", "plan_ms", "Planning (ms)"),
@@ -320,7 +320,7 @@ SWEEPS = {
 
 
 def chart(results: dict[str, list[Row]], path: pathlib.Path) -> None:
-  """Draws a panel a sweep, to a PNG."""
+  """Draws one panel per sweep, to a PNG."""
   columns = min(3, len(results))
   lines = -(-len(results) // columns)
   fig = figure.Figure(
@@ -340,7 +340,7 @@ def chart(results: dict[str, list[Row]], path: pathlib.Path) -> None:
     heights = [row[y] for row in rows]
     if max(heights) > 10 * min(heights):
       ax.set_yscale("log")
-    else:  # What hardly changes should look so.
+    else:  # From zero, so that small changes look small.
       ax.set_ylim(0, 1.15 * max(heights))
     if ax.get_legend_handles_labels()[1]:
       ax.legend(fontsize=8.5, frameon=False)

@@ -1,4 +1,4 @@
-"""What --autotune measures before a run begins."""
+"""The measurements of --autotune before a run starts."""
 
 from collections.abc import Callable
 import json
@@ -13,7 +13,7 @@ from hetfl import engine as engine_lib
 from hetfl import planning, training
 
 FLAGS = flags.FLAGS
-_OFTEN = 10  # Exchanges that are more rounds apart hardly count.
+_OFTEN = 10  # Rarer exchanges hardly affect the speed.
 
 
 def measure(
@@ -23,7 +23,7 @@ def measure(
   workdir: pathlib.Path,
   every: int,
 ) -> dict:
-  """Measures speed flags that were not given, unless the run has some already.
+  """Tunes the speed flags that are not set, unless the run has stored ones.
 
   Args:
     experiment_class: `(config, speed) ->` an experiment with `algorithm`,
@@ -31,10 +31,10 @@ def measure(
     config: flags that change the result.
     speed: flags that do not.
     workdir: the run's folder.
-    every: rounds from one exchange to the next; 0: there is none.
+    every: rounds from one exchange to the next; 0: none.
 
   Returns:
-    The speed flags with what was found fastest.
+    The speed flags with the fastest values that were found.
 
   Raises:
     UsageError: there are several processes.
@@ -56,7 +56,7 @@ def measure(
   if not on_cpu:
     candidates["lanes"].append(-(-lanes // 4))
   often = 0 < every <= min(config["rounds"], _OFTEN)
-  # With dropout no other microbatch gives the same.
+  # With dropout the microbatch changes the result.
   if not often or config.get("dropout"):
     del candidates["microbatch"]
   if isinstance(experiment.engine, engine_lib.Threads):
@@ -71,7 +71,7 @@ def measure(
 
   def round_seconds(choice: dict) -> float:
     tried = speed | choice
-    # Of the forms of convolution, models are made; all else is read later.
+    # Models are built for a form of convolution; all else is read later.
     one = experiment if tried.get("conv") == speed.get("conv") else None
     one = one or experiment_class(config, tried)
     algorithm = one.algorithm(config, tried)
@@ -89,7 +89,7 @@ def measure(
     rest = number % every if often else 0
     if not rest:
       return usual
-    # Some dispatches have one exchange more than the first has.
+    # Some dispatches contain one more exchange than the first.
     more = seconds_from(every - rest + 1)
     return usual + (more - usual) * rest / every
 

@@ -1,12 +1,14 @@
 r"""Codistillation between two pools of clients with different models.
 
-Without flags: the quick start, FedAvg, PeriodicCodist and MergedCodist side by
-side on the embedded `digits`. The paper's runs are in `experiments/flags`:
+Without flags it runs the quick start: FedAvg, PeriodicCodist and MergedCodist
+side by side on the embedded data set `digits`. The paper's runs are in
+`experiments/flags`:
 
   python experiments/codist.py --flagfile=experiments/flags/NAME.flags \
       --data_dir=DIR
 
-A flag file comes first: flags after it win, those before it lose.
+Put the flag file first: flags after it override it, and it overrides flags
+before it.
 """
 
 import functools
@@ -67,7 +69,7 @@ _DISTILL = (
   "teacher_temperature",
 )
 _MERGE = ("merge_alpha", "merge_every")
-# Flags that an algorithm makes nothing of.
+# Flags that an algorithm ignores.
 UNUSED = {
   "fedavg": (*_DISTILL, "codist_period", *_MERGE, "microbatch"),
   "periodic": _MERGE,
@@ -78,20 +80,20 @@ TASKS = {
   for task in (codist_images, codist_language)
   for dataset in task.DEFAULTS
 }
-# What a flag that was not given means, for each data set and algorithm.
+# The flags' defaults, for each data set and algorithm.
 DEFAULTS = {dataset: task.DEFAULTS[dataset] for dataset, task in TASKS.items()}
 
 
 def define_flags() -> None:
-  """Defines the experiment's flags, those of every experiment too."""
+  """Defines the experiment's flags, including the shared ones."""
   common.define_run_flags()
   codist_images.define_flags()
   codist_language.define_flags()
   flags.DEFINE_list(
     "algorithm",
     list(ALGORITHMS),
-    "fedavg, periodic, merged, or several of them with commas, to be run one"
-    " after another and compared.",
+    "fedavg, periodic or merged, or a comma-separated list of them, which are"
+    " run one after another and compared.",
   )
   flags.DEFINE_enum(
     "dataset",
@@ -104,32 +106,32 @@ def define_flags() -> None:
     "distill_data",
     "in_domain",
     ["in_domain", "cifar10", "cifar100", "c4"],
-    "What the models teach each other on; c4 wants --c4_path.",
+    "Data that the models distil on; c4 requires --c4_path.",
   )
   flags.DEFINE_integer(
     "distill_examples",
     None,
-    "Distillation examples (paper, Figure 4). By default all, but of"
-    " --distill_data=c4 4,488,694 at most, as in the paper, and of"
-    " stackoverflow's in_domain 1,000,000 at most, to save memory, where the"
-    " paper has 122,250,952.",
+    "Number of distillation examples (paper, Figure 4). By default all, but at"
+    " most 4,488,694 of --distill_data=c4, as in the paper, and at most"
+    " 1,000,000 of stackoverflow's in_domain, to save memory (122,250,952 in"
+    " the paper).",
     lower_bound=1,
   )
   flags.DEFINE_integer(
     "high_capacity_clients",
     None,
-    "Clients that train the large model; 31, 47 or 63 in the paper's CIFAR,"
-    " 684 in its Stack Overflow, whose two other pools are about the size of"
-    " 330 and 1,411 clients.",
+    "Number of clients that train the large model. The paper has 31, 47 or 63"
+    " for CIFAR, and 684 for Stack Overflow, where its two other pools have the"
+    " size of about 330 and 1,411 clients.",
     lower_bound=1,
   )
   flags.DEFINE_enum(
     "bank",
     "device",
     ["device", "round"],
-    "Where the examples lie: all on each device, or on the host, from which"
-    " each round's alone are sent, for data sets larger than a device. Changes"
-    " speed and memory only.",
+    "Where the examples are stored: all on each device (device), or on the"
+    " host, which sends only those of each round (round), for data sets that do"
+    " not fit on a device. Changes speed and memory only.",
   )
   flags.DEFINE_integer(
     "clients_per_round",
@@ -144,42 +146,42 @@ def define_flags() -> None:
     "client_epochs", 1, "A client's passes over its examples.", lower_bound=1
   )
   flags.DEFINE_list(
-    "client_lr", None, "Clients' learning rate, one or SMALL,LARGE."
+    "client_lr", None, "Clients' learning rate, one value or SMALL,LARGE."
   )
   flags.DEFINE_float(
     "client_momentum", 0.0, "Clients' momentum.", lower_bound=0, upper_bound=1
   )
   flags.DEFINE_float(
-    "prox_mu", 0.0, "FedProx's weight; 0 for none.", lower_bound=0
+    "prox_mu", 0.0, "Weight of FedProx's term; 0 for none.", lower_bound=0
   )
   flags.DEFINE_enum(
     "client_weights",
     "examples",
     ["examples", "uniform"],
-    "A client's weight in the mean: its number of examples, or the same for"
-    " all.",
+    "Weights of the clients in the mean: their numbers of examples, or the same"
+    " for all.",
   )
   flags.DEFINE_enum(
     "server_optimizer",
     "adam",
     sorted(SERVERS),
-    "What servers do with their clients' mean update: FedAdam, FedYogi, FedAvgM"
+    "How servers apply their clients' mean update: FedAdam, FedYogi, FedAvgM"
     " (momentum) or McMahan's FedAvg (sgd).",
   )
   flags.DEFINE_list(
     "server_lr",
     None,
-    "Servers' learning rate in the first round, one or SMALL,LARGE; it falls"
-    " linearly to zero.",
+    "Servers' learning rate in the first round, one value or SMALL,LARGE; it"
+    " decays linearly to zero.",
   )
   flags.DEFINE_list(
-    "distill_lr", None, "Students' learning rate, one or SMALL,LARGE."
+    "distill_lr", None, "Students' learning rate, one value or SMALL,LARGE."
   )
   flags.DEFINE_list(
     "distill_lr_decay",
     ["0"],
-    "What is left of --distill_lr in the end, one or SMALL,LARGE; it falls"
-    " linearly over the rounds.",
+    "Share of --distill_lr that is left in the last round, one value or"
+    " SMALL,LARGE; the rate decays linearly over the rounds.",
   )
   flags.DEFINE_float(
     "distill_epsilon",
@@ -190,7 +192,7 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     "distill_steps",
     None,
-    "Distillation steps at a time; in the paper 200 for periodic and 32 for"
+    "Distillation steps per exchange; in the paper 200 for periodic and 32 for"
     " merged.",
     lower_bound=1,
   )
@@ -213,19 +215,20 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     "merge_every",
     None,
-    "merged: distil in every N-th round only; alpha is 1 in the others. 1"
-    " in the paper.",
+    "merged: distil only in every N-th round; alpha is 1 in the others. The"
+    " paper distils in every round.",
     lower_bound=1,
   )
   flags.DEFINE_list(
     "teacher_temperature",
     ["1"],
-    "Softmax temperature of each model as a teacher, one or SMALL,LARGE.",
+    "Softmax temperature of each model as a teacher, one value or SMALL,LARGE.",
   )
   flags.DEFINE_list(
     "student_regularization",
     ["0.01"],
-    "Weight of a student's own first view, one or SMALL,LARGE.",
+    "Weight of a student's own initial predictions in its target, one value or"
+    " SMALL,LARGE.",
   )
   flags.DEFINE_float(
     "label_weight",
@@ -242,7 +245,7 @@ def per_pool(name: str, value, low: float, high: float) -> tuple[float, float]:
 
   Args:
     name: the flag.
-    value: what it holds: strings or numbers.
+    value: its value or values, as strings or numbers.
     low: the least allowed value.
     high: the greatest allowed value.
 
@@ -266,7 +269,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   """The run's flags with defaults filled in.
 
   Args:
-    algorithm: which of --algorithm.
+    algorithm: one of --algorithm.
     workdir: the run's folder.
 
   Returns:
@@ -287,7 +290,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
         )
   values |= common.filled(DEFAULTS[FLAGS.dataset][algorithm])
   if values.get("pools") == "domain":
-    # By domain there is no such number; one that was given is refused later.
+    # Pools by domain do not use it; a value that is set is rejected later.
     values["high_capacity_clients"] = FLAGS.high_capacity_clients
   positive = (1e-6, float("inf"))
   ranges = {
@@ -313,7 +316,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   speed = {"checkpoint_every": values["eval_every"]} | task.speed()
   if isinstance(common.run_engine(), engine_lib.Threads):
     lanes = common.run_engine().num_lanes(values["clients_per_round"])
-    speed["lanes"] = lanes  # Else the clients' sizes say how many.
+    speed["lanes"] = lanes  # Else the number depends on the clients' sizes.
   values["algorithm"] = algorithm
   config, speed = common.resolved_flags(__name__, values, speed, workdir)
   never = exchange_every(config) > config["rounds"]
@@ -324,7 +327,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
       f" never teach each other; give a smaller --{name}, more --rounds, or"
       " --algorithm=fedavg, which that would be"
     )
-  # What students drop is drawn for each part of a batch.
+  # Students draw dropout masks per microbatch, so it changes the result.
   if config.get("dropout") and "microbatch" not in UNUSED[algorithm]:
     config["microbatch"] = speed.pop("microbatch")
   if speed["bank"] == "round":
@@ -344,7 +347,7 @@ def exchange_every(config: dict) -> int:
 
 
 def _share_of(config: dict) -> dict[str, int]:
-  """What a round takes of a pool."""
+  """How much of a pool a round uses."""
   return {
     "clients_per_round": config["clients_per_round"],
     "batch_size": config["client_batch_size"],
@@ -389,7 +392,7 @@ class Experiment:
     )
 
   def pools(self, config: dict) -> list[Pool]:
-    """The pools; the same, and their programs, for the same rates."""
+    """The pools; equal rates share pools and so their compiled programs."""
     names = ("client_lr", "server_lr")
     rates = tuple(config[name] for name in names)
     if rates not in self._pools:
@@ -457,7 +460,7 @@ class Experiment:
     )
 
   def lanes(self, config: dict, speed: dict) -> int:
-    """As many as the flags say, or else as are enough for both pools."""
+    """The number of lanes in the flags, or else enough for both pools."""
     if speed["lanes"]:
       return speed["lanes"]
     share = _share_of(config)
@@ -469,7 +472,7 @@ class Experiment:
     return self._lanes[key]
 
   def plan(self, config: dict, speed: dict, round: int) -> planning.RoundPlan:
-    """The plan of a round; a pure function of it."""
+    """The plan of a round; a pure function of the round."""
     every = exchange_every(config)
     due = every and round % every == 0
     shape = (config["distill_steps"], config["distill_batch_size"])
@@ -484,7 +487,7 @@ class Experiment:
       distill_steps=shape[0],
       distill_batch_size=shape[1],
     )
-    if every and not due:  # All rounds have one structure.
+    if every and not due:  # Plans have the same structure in all rounds.
       plan = plan._replace(distill=np.full(shape, -1, np.int32))
     return plan
 
@@ -537,7 +540,7 @@ class Experiment:
 def curves(
   runs: dict, *, config: dict, folder: pathlib.Path, experiment: Experiment
 ) -> None:
-  """Draws the accuracies of algorithms, each of some seeds, over the rounds."""
+  """Draws each algorithm's accuracies, for all its seeds, over the rounds."""
   measured = {n for seeds in runs.values() for n in seeds[0][-1]}
   for suffix, metric in experiment.task.charts.items():
     if any(f"{pool}/{metric}" in measured for pool in POOLS):
@@ -552,7 +555,7 @@ def curves(
 def train(
   experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
 ) -> dict:
-  """Runs one algorithm in a folder of its own, or goes on with it."""
+  """Runs or resumes one algorithm in a folder of its own."""
   folder.keep(experiment.files)
   algorithm = experiment.algorithm(config, speed)
   plan = experiment.plan
@@ -575,7 +578,7 @@ def train(
 
 
 def main() -> None:
-  """Runs what --algorithm names, then prints a table."""
+  """Runs the algorithms of --algorithm, then prints a table."""
   if FLAGS.distill_data != "c4":
     common.warn_of_idle(
       f"it is for --distill_data=c4, not {FLAGS.distill_data}",

@@ -1,4 +1,4 @@
-"""Codistillation of image classifiers: what `codist.py` needs to know of it."""
+"""The parts of `codist.py` that are specific to image classifiers."""
 
 from absl import flags
 import common
@@ -11,8 +11,8 @@ from hetfl.models import vision
 
 FLAGS = flags.FLAGS
 
-# What a flag that was not given means: for CIFAR the paper's appendix C where
-# it says, the best of a few runs (BUILD_NOTES.md) where it does not.
+# The flags' defaults. For CIFAR they are from the paper's appendix C or, where
+# it gives none, from the best of a few runs (BUILD_NOTES.md).
 _CIFAR = dict(
   recipe="pad32",
   high_capacity_clients=47,
@@ -44,7 +44,7 @@ _DIGITS = dict(
   client_lr=0.05,
   server_lr=(0.01, 0.01),
   distill_lr=(1e-3, 1e-3),
-  distill_steps=10,  # of all algorithms, which so share compiled programs
+  distill_steps=10,  # for all algorithms, so that they share programs
   distill_batch_size=64,
   codist_period=10,
   merge_alpha=0.8,
@@ -72,22 +72,22 @@ def define_flags() -> None:
   flags.DEFINE_float(
     "partition_alpha",
     None,
-    "Concentration of the Dirichlet over labels by which clients are made,"
-    " coarse labels for CIFAR-100: small is skewed. By default 0.1 (cifar100);"
-    " 0.5 (cifar10, digits).",
+    "Concentration of the Dirichlet distribution over labels (coarse labels for"
+    " CIFAR-100) that partitions the examples into clients; small values give"
+    " skewed clients. By default 0.1 (cifar100); 0.5 (cifar10, digits).",
     lower_bound=1e-6,
   )
   flags.DEFINE_list(
     "dropout",
     None,
-    "Share of each dense layer's inputs that is dropped in training, one or"
-    " SMALL,LARGE; none by default, and none is named in the paper. With it"
-    " --microbatch changes what students drop, and so the result.",
+    "Dropout rate of each dense layer's inputs, one value or SMALL,LARGE; by"
+    " default no dropout, as the paper names none. With dropout, --microbatch"
+    " changes what students drop, and so the result.",
   )
   flags.DEFINE_float(
     "mixup_beta",
     2.0,
-    "Mixup of distillation images by Beta(b, b); 0 for none.",
+    "b of the Beta(b, b) mixup of distillation images; 0 for no mixup.",
     lower_bound=0,
   )
 
@@ -110,12 +110,12 @@ class Task:
 
   Attributes:
     data: the pools and the server's data.
-    models: the small and the large pool's.
-    pool_options: what a `Pool` takes beside names, models and rates.
-    evaluator_options: what an `Evaluator` takes beside models and sets.
-    metrics: metrics of the test set that `result.json` has of each pool.
-    charts: the suffix of a chart's name, and the metric that it shows.
-    files: name and content of files that belong to a run, beside `data.json`.
+    models: the models of the small and the large pool.
+    pool_options: arguments of a `Pool` besides names, models and rates.
+    evaluator_options: arguments of an `Evaluator` besides models and sets.
+    metrics: test metrics of each pool that go into `result.json`.
+    charts: suffix of a chart's file name -> the metric that it shows.
+    files: name and content of files that belong to a run, besides `data.json`.
   """
 
   metrics = ("test_accuracy",)
@@ -168,13 +168,13 @@ class Task:
     self.evaluator_options = dict(transform=self._recipe.evaluate)
 
   def distiller_options(self, config: dict) -> dict:
-    """What a `Distiller` takes beside rates and the target's values."""
+    """Arguments of a `Distiller` besides rates and those of the target."""
     return dict(
       transform=self._recipe.distill, mixup_beta=config["mixup_beta"] or None
     )
 
   def finish(self, results: dict[str, float]) -> dict[str, float]:
-    """Adds what follows from a pool's means."""
+    """Adds metrics that are computed from a pool's means."""
     return results
 
   def record(self) -> dict:

@@ -1,4 +1,4 @@
-"""Codistillation of language models: what `codist.py` needs to know of it."""
+"""The parts of `codist.py` that are specific to language models."""
 
 import functools
 
@@ -13,9 +13,9 @@ from hetfl.models import language
 
 FLAGS = flags.FLAGS
 
-# What a flag that was not given means: for Stack Overflow the paper's appendix
-# C where it says, Reddi et al. 2021 for the rates and our own choice for the
-# rest.
+# The flags' defaults. For Stack Overflow they are from the paper's appendix C
+# where it gives them; the rates are from Reddi et al. 2021, and the rest is our
+# own choice.
 _PAPER = dict(
   model_size="paper",
   vocabulary="word",
@@ -46,7 +46,7 @@ _STACKEXCHANGE = _PAPER | dict(
   distill_steps=100,
   distill_batch_size=64,
   codist_period=50,
-  # With every round of the paper's scheme models that know little yet hold
+  # In every round, as in the paper, models that have not learned much yet hold
   # each other back: see BUILD_NOTES.md.
   merge_alpha=0.7,
   merge_every=4,
@@ -58,7 +58,7 @@ _PYDOC = _STACKEXCHANGE | dict(
   rounds=50,
   eval_every=10,
   clients_per_round=10,
-  distill_steps=20,  # of all algorithms, which so share compiled programs
+  distill_steps=20,  # for all algorithms, so that they share programs
   distill_batch_size=32,
   codist_period=10,
 )
@@ -90,7 +90,7 @@ MODELS = {
     ),
   ),
 }
-# Positions whose logits a CPU thread holds at once: of 32 to 200 the fastest.
+# Positions whose logits a CPU thread holds at once: the fastest of 32 to 200.
 _CHUNK = 128
 
 
@@ -100,26 +100,27 @@ def define_flags() -> None:
     "vocabulary",
     None,
     ["word", "wordpiece"],
-    "Tokens: the commonest words, or word pieces.",
+    "Tokens: the most common words, or word pieces.",
   )
   flags.DEFINE_integer(
     "vocabulary_size",
     None,
-    "Words or pieces, without PAD, BOS, EOS and OOV.",
+    "Number of words or pieces, not counting PAD, BOS, EOS and OOV.",
     lower_bound=1,
   )
   flags.DEFINE_enum(
     "pools",
     "capacity",
     ["capacity", "domain"],
-    "Who trains what. capacity: all clients the small model, some of them"
-    " (--high_capacity_clients) the large one. domain: those who answer the"
-    " small model, those who ask the large one.",
+    "Which clients train which model. capacity: all clients train the small"
+    " model, and some of them (--high_capacity_clients) also the large one."
+    " domain: users who answer train the small model, users who ask the large"
+    " one.",
   )
   flags.DEFINE_integer(
     "max_sentences_per_client",
     None,
-    "Sentences of a user beyond so many are left out.",
+    "Maximum number of sentences per user; further ones are left out.",
     lower_bound=1,
   )
   flags.DEFINE_enum(
@@ -131,15 +132,15 @@ def define_flags() -> None:
   flags.DEFINE_string(
     "c4_path",
     None,
-    "For --distill_data=c4: a C4 shard (*.json.gz), a text file with a"
-    " paragraph a line, or a folder of such.",
+    "For --distill_data=c4: a C4 shard (*.json.gz), a text file with one"
+    " paragraph per line, or a folder of such files.",
   )
   flags.DEFINE_enum(
     "c4_tokenizer",
     "rules",
     ["rules", "nltk"],
-    "For --distill_data=c4: how sentences and words are found; nltk wants"
-    " NLTK's punkt_tab, which is never fetched.",
+    "For --distill_data=c4: how text is split into sentences and words; nltk"
+    " requires NLTK's punkt_tab, which is never downloaded.",
   )
 
 
@@ -150,7 +151,7 @@ def speed() -> dict:
 
 
 def _split(batch: core.Batch) -> core.Batch:
-  """Sentences to what the model sees and what it is to say."""
+  """Splits sentences into the model's inputs and the next tokens."""
   tokens = batch["tokens"].astype(jnp.int32)
   batch = {name: a for name, a in batch.items() if name != "tokens"}
   return {**batch, "x": tokens[:, :-1], "y": tokens[:, 1:]}
@@ -195,7 +196,7 @@ class Task:
       partition_seed=config["partition_seed"],
     )
     vocabulary = self.data.vocabulary
-    # Side by side in one program, all logits at once are faster.
+    # In one program for all clients, computing all logits at once is faster.
     chunk = _CHUNK if isinstance(engine, engine_lib.Threads) else None
     example = jnp.zeros((1, codist_text.LENGTH), jnp.int32)
     self.models = [
@@ -211,7 +212,7 @@ class Task:
     self.files = {"vocabulary.json": vocabulary.to_bytes()}
 
   def distiller_options(self, config: dict) -> dict:
-    """What a `Distiller` takes beside rates and the target's values."""
+    """Arguments of a `Distiller` besides rates and those of the target."""
     del config
     return dict(
       transform=_transform,
@@ -220,7 +221,7 @@ class Task:
     )
 
   def finish(self, results: dict[str, float]) -> dict[str, float]:
-    """Adds what follows from a pool's means."""
+    """Adds metrics that are computed from a pool's means."""
     return results | {
       name.removesuffix("loss") + "perplexity": next_word.perplexity(value)
       for name, value in results.items()

@@ -8,7 +8,7 @@ import tables as tables_lib
 
 from hetfl.data import codist_text
 
-# A flag file says all of these, though they are the defaults too.
+# Every flag file sets these, although they are also the defaults.
 _SHARED = (
   "recipe",
   "vocabulary",
@@ -26,11 +26,11 @@ _EXTRA = {
   "merged": (*_DISTILL, "merge_alpha"),
 }
 _DOMAIN = {"": "", "in_domain": "_in", "cifar10": "_out", "c4": "_out"}
-# The paper tuned these and published none: see BUILD_NOTES.md.
+# The paper tuned these but did not publish them: see BUILD_NOTES.md.
 _TARGETS = {"teacher_temperature": 1, "student_regularization": 0.01}
-# Clients of 433.6 sentences each, as 684 have 296,597 (the paper's Table 4).
+# Clients have 433.6 sentences each: 684 have 296,597 (the paper's Table 4).
 _CLIENTS = {"143k": 330, "296k": 684, "612k": 1411}
-# Figure 4: the paper's text has 600, its Table 4 all 13,500; others are ours.
+# Figure 4: the paper's text names 600, its Table 4 all 13,500; others are ours.
 _DISTILL_EXAMPLES = (150, 600, 2_400, 13_500)
 
 
@@ -41,7 +41,7 @@ def tables() -> dict[str, tables_lib.Table]:
       "cifar",
       "CIFAR-100",
       "cifar100",
-      # 100 examples a client.
+      # 100 examples per client.
       lambda size: int(size) // 100,
     ),
     "codist_table1_stackoverflow": _table1(
@@ -161,7 +161,7 @@ def _figure4() -> tables_lib.Table:
         name=f"fig4_cifar_{algorithm}" + (f"_{size}" if size else ""),
         title=f"{algorithm}, {size or 'no'} distillation images",
         flags=_flags("cifar100", algorithm, "in_domain" if size else "", own),
-        # Drawn only.
+        # The paper only plots them.
         published={
           f"pools.{pool}.test_accuracy": None for pool in ("small", "large")
         },

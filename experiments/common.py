@@ -21,8 +21,8 @@ from hetfl import logs
 
 FLAGS = flags.FLAGS
 
-# Flags that change the speed of a run and not its result; FedMD's phases are
-# the same, trained anew or taken from another run.
+# Flags that change the speed of a run but not its result. FedMD's phases are
+# the same whether they are retrained or taken from another run (pretrained).
 SPEED_FLAGS = (
   "autotune",
   "bank",
@@ -39,7 +39,7 @@ SPEED_FLAGS = (
   "tensorboard",
   "threads",
 )
-# Flags that say where things are, and how many runs there are.
+# Flags for paths, the processes and the number of runs.
 PLACE_FLAGS = (
   "c4_path",
   "compilation_cache",
@@ -51,7 +51,7 @@ PLACE_FLAGS = (
   "seeds",
   "workdir",
 )
-MAX_SEED = 2**32 - 1  # JAX's keys take the last 32 bits.
+MAX_SEED = 2**32 - 1  # JAX keys use the lowest 32 bits of a seed.
 
 
 class UsageError(ValueError):
@@ -63,52 +63,54 @@ def define_run_flags() -> None:
   flags.DEFINE_string(
     "data_dir",
     os.environ.get("HETFL_DATA_DIR") or None,
-    "Folder with the official files of the data sets; by default what the"
-    " environment variable HETFL_DATA_DIR says.",
+    "Folder with the official files of the data sets; by default the"
+    " environment variable HETFL_DATA_DIR.",
   )
   flags.DEFINE_bool(
     "download",
     False,
-    "Download CIFAR-10, CIFAR-100 or MNIST into --data_dir if it is not there;"
-    " other data sets are never fetched.",
+    "Download CIFAR-10, CIFAR-100 or MNIST into --data_dir if it is missing;"
+    " other data sets are never downloaded.",
   )
   flags.DEFINE_string(
     "workdir",
     None,
-    "Folder of the run; the same command on it resumes where it stopped."
-    " By default runs/EXPERIMENT-DATASET-..., with the names of flag files.",
+    "Folder of the run; repeating the command resumes where it stopped. By"
+    " default runs/EXPERIMENT-DATASET-..., which ends in the names of the flag"
+    " files.",
   )
   flags.DEFINE_integer(
     "rounds",
     None,
-    "Rounds. A finished run of fml (with constant --alpha and --beta) and of"
-    " fedmd can be extended, if its number of rounds is a multiple of"
+    "Number of rounds. A finished run of fml (with constant --alpha and --beta)"
+    " or of fedmd can be extended if its number of rounds is a multiple of"
     " --eval_every.",
     lower_bound=1,
   )
   flags.DEFINE_integer(
     "seed",
     0,
-    "Seeds the first models, who trains in a round, batches, augmentation and"
-    " --distill_examples; not which client has which data (--partition_seed).",
+    "Seeds the initial models, the sampling of clients, batches, augmentation"
+    " and --distill_examples; not which client has which data"
+    " (--partition_seed).",
     lower_bound=0,
     upper_bound=MAX_SEED,
   )
   flags.DEFINE_integer(
     "partition_seed",
     0,
-    "Seeds who has which data.",
+    "Seeds the assignment of data to clients.",
     lower_bound=0,
   )
   flags.DEFINE_list(
     "seeds",
     None,
-    "Seeds of several runs that are otherwise alike, with commas, each in a"
-    " folder seedN of --workdir; the table has the means and standard"
-    " deviations. To add some later, name them all: those that are done are"
-    " not run again. The clients' shares stay the same. In a search each trial"
-    " is trained with all of them, and its objective is the mean; --seed then"
-    " seeds the search.",
+    "Comma-separated seeds of several otherwise identical runs, each in a"
+    " folder seedN of --workdir; the table has means and standard deviations."
+    " To add seeds later, list all of them: finished runs are not repeated."
+    " Which client has which data does not change. In a search each trial is"
+    " trained with all of these seeds, and its objective is the mean; --seed"
+    " then seeds the search.",
   )
   flags.DEFINE_integer(
     "eval_every",
@@ -119,10 +121,10 @@ def define_run_flags() -> None:
   flags.DEFINE_integer(
     "checkpoint_every",
     None,
-    "Rounds from one checkpoint to the next: a run that is resumed repeats at"
-    " most so many. By default --eval_every for codist, but 40 for its"
-    " digits, 10 for fml, and 1 for fedmd, but 10 for its digits and on"
-    " accelerators, where a round takes less time than to save it.",
+    "Rounds from one checkpoint to the next; a resumed run repeats at most that"
+    " many. By default --eval_every for codist (40 for its digits), 10 for fml,"
+    " and 1 for fedmd (10 for its digits and on accelerators, where a round"
+    " takes less time than a checkpoint).",
     lower_bound=1,
   )
   flags.DEFINE_bool("tensorboard", True, "Write TensorBoard scalars.")
@@ -133,124 +135,126 @@ def define_run_flags() -> None:
     "engine",
     "auto",
     ["auto", "threads", "inline", "mesh"],
-    "Where the work runs: programs on CPU threads, one program on one device"
-    " (inline), or one over all devices; auto: threads on the CPU of one"
-    " process, else all devices. Changes speed only, but for what --dropout"
-    " drops on several devices.",
+    "Where the work runs: as programs on CPU threads (threads), as one program"
+    " on one device (inline) or as one over all devices (mesh); auto: threads"
+    " on the CPU of a single process, else all devices. Changes speed only,"
+    " except for what --dropout drops on several devices.",
   )
   flags.DEFINE_integer(
     "threads",
     None,
-    "CPU threads of --engine=threads; by default one a core.",
+    "Number of CPU threads of --engine=threads; by default one per core.",
     lower_bound=1,
   )
   flags.DEFINE_integer(
     "lanes",
     None,
-    "Lanes that a round's clients are packed into; by default two a thread with"
-    " --engine=threads, else one a client or, for codist, as many as clients of"
-    " different sizes fill. Not for FedMD, nor for fml's algorithms fml and"
-    " independent. Changes speed only.",
+    "Number of lanes that a round's clients are packed into; by default two per"
+    " thread with --engine=threads, else one per client or, for codist, the"
+    " fewest that hardly lengthen a round. Not for FedMD, nor for fml's"
+    " algorithms fml and independent. Changes speed only.",
     lower_bound=1,
   )
   flags.DEFINE_integer(
     "cpu_devices",
     None,
-    "Make so many devices of the CPU, to try out --engine=mesh.",
+    "Split the CPU into this many devices, to try out --engine=mesh.",
     lower_bound=1,
   )
   flags.DEFINE_integer(
     "eval_batch_size",
     None,
-    "Examples evaluated at once; by default 40 on CPUs (fml 50), elsewhere"
-    " 1,000 (fml 2,000, language models 400). Changes speed only.",
+    "Batch size of evaluations; by default 40 on CPUs (fml 50), elsewhere 1,000"
+    " (fml 2,000, language models 400). Changes speed only.",
     lower_bound=1,
   )
   flags.DEFINE_enum(
     "conv",
     None,
     ["patches", "winograd", "native", "adaptive"],
-    "Form of the convolutions: products of patches, Winograd's (3x3 layers of"
-    " 16 channels and more; others as patches), XLA's own, or adaptive: XLA's"
-    " own where a model trains alone, products of patches where many do as one."
-    " By default winograd on CPUs where a model has such layers, but for"
-    " digits; native on TPUs, and for FedMD on GPUs, where codist has adaptive;"
-    " else patches. Changes speed only.",
+    "Form of the convolutions: matrix products of patches; winograd (3x3 layers"
+    " of 16 channels and more; others as patches); native, XLA's own; or"
+    " adaptive: native where a model trains alone, patches where several train"
+    " under one vmap. By default winograd on CPUs (patches for digits and"
+    " FedMD), native on TPUs, and on GPUs native for FedMD, adaptive for codist"
+    " and patches for fml. Changes speed only.",
   )
   flags.DEFINE_integer(
     "microbatch",
     None,
-    "Examples that pass through a model at once: distillation examples through"
-    " a student, an FML client's batch through its two models; 0: all. By"
-    " default 16 for images on CPUs, else 0. Not for FedMD. Changes speed"
-    " only, unless there is --dropout.",
+    "Number of examples that pass through a model at once: distillation"
+    " examples through a student, an FML client's batch through its two models;"
+    " 0: all. By default 16 for images on CPUs, else 0. Not for FedMD. Changes"
+    " speed only, unless --dropout is set.",
     lower_bound=0,
   )
   flags.DEFINE_integer(
     "rounds_per_dispatch",
     None,
-    "Rounds that are one program, between evaluations and checkpoints; by"
-    " default 1. Not for --engine=threads (CPUs' default), --bank=round, FedMD"
-    " or searches. Changes speed only.",
+    "Number of rounds that run as one program, between evaluations and"
+    " checkpoints; by default 1. Not for --engine=threads (the default on"
+    " CPUs), --bank=round, FedMD or searches. Changes speed only.",
     lower_bound=1,
   )
   flags.DEFINE_bool(
     "autotune",
     False,
-    "codist only, in one process and not in a search: measure which lanes, form"
-    " of convolution, rounds per dispatch and, if pools exchange at least every"
-    " tenth round, microbatch are fastest here, before the first round. The"
-    " choice is kept in the user's cache folder and, for a run that is resumed,"
-    " in the run's; flags that are given stand. Changes speed only.",
+    "codist only, in one process and not in a search: before the first round,"
+    " measure which lanes, form of convolution, rounds per dispatch and, if"
+    " pools exchange at least every tenth round, microbatch are fastest on this"
+    " machine. The choice is kept in the user's cache folder and, for resuming,"
+    " in the run's folder; flags that are set keep their values. Changes speed"
+    " only.",
   )
   flags.DEFINE_string(
     "distributed_coordinator",
     None,
-    "HOST:PORT of the first of several processes, each with devices of its"
-    " own, which train as one over all devices. The same in all processes, as"
-    " are all other flags but --distributed_process_id. Only the first process"
-    " writes. 'auto' where JAX finds the processes itself: on TPU pods, and"
-    " under SLURM (srun python experiments/...) and Open MPI.",
+    "HOST:PORT of the first of several processes, each with its own devices,"
+    " which train as one over all devices. All flags except"
+    " --distributed_process_id must be the same in all processes. Only the"
+    " first process writes files. Use 'auto' where JAX finds the processes"
+    " itself: on TPU pods, and under SLURM (srun python experiments/...) and"
+    " Open MPI.",
   )
   flags.DEFINE_integer(
     "distributed_processes",
     None,
-    "How many processes; on SLURM $SLURM_NTASKS. Not with"
+    "Number of processes; on SLURM $SLURM_NTASKS. Not with"
     " --distributed_coordinator=auto.",
     lower_bound=1,
   )
   flags.DEFINE_integer(
     "distributed_process_id",
     None,
-    "The number of this process, from 0; on SLURM $SLURM_PROCID. Not with"
+    "Index of this process, from 0; on SLURM $SLURM_PROCID. Not with"
     " --distributed_coordinator=auto.",
     lower_bound=0,
   )
   flags.DEFINE_string(
     "compilation_cache",
     None,
-    "Folder for compiled programs, so that the next run begins sooner; 'none'"
-    " for none. By default what the environment variable"
-    " JAX_COMPILATION_CACHE_DIR says, or one in the user's cache folder.",
+    "Folder for compiled programs, so that later runs start sooner; 'none'"
+    " turns this off. By default the environment variable"
+    " JAX_COMPILATION_CACHE_DIR, or else a folder in the user's cache folder.",
   )
   flags.DEFINE_enum(
     "matmul_precision",
     "float32",
     ["float32", "tensorfloat32", "bfloat16"],
-    "Precision of matrix products on accelerators; CPUs take float32.",
+    "Precision of matrix products on accelerators; CPUs use float32.",
   )
 
 
 def say_defaults(defaults: Mapping[str, Mapping[str, Mapping]]) -> None:
-  """Adds to the help of flags what they mean when they are not given.
+  """Appends the defaults of flags to their help texts.
 
   Args:
-    defaults: what a data set and an algorithm make of flags; `""` for the
-      algorithm if there is one alone.
+    defaults: data set -> algorithm -> flag -> default; the algorithm is `""` if
+      there is only one.
   """
   every = [values for d in defaults.values() for values in d.values()]
   for name in {name for values in every for name in values}:
-    labels = {}  # of each value
+    labels = {}  # value -> where it is the default
     for dataset, algorithms in defaults.items():
       values = {a: _shown(v.get(name)) for a, v in algorithms.items()}
       alike = len(set(values.values())) == 1
@@ -264,14 +268,14 @@ def say_defaults(defaults: Mapping[str, Mapping[str, Mapping]]) -> None:
 
 
 def _shown(value: Any) -> str:
-  """A default as it would be given; empty for none."""
+  """A default as written on the command line; empty for `None`."""
   if isinstance(value, tuple):
     return ",".join(map(str, value))
   return "" if value is None else str(value)
 
 
 def run_engine() -> engine_lib.Engine:
-  """The engine that the flags ask for, one for all of a process.
+  """The engine that the flags ask for, one per process.
 
   Raises:
     UsageError: if flags ask for what the engine cannot do.
@@ -312,12 +316,12 @@ def _engine(kind: str, threads: int | None) -> engine_lib.Engine:
 
 
 def forget_engine() -> None:
-  """Lets go of the engine, and so of all programs that it compiled."""
+  """Drops the engine, and with it all programs that it compiled."""
   _engine.cache_clear()
 
 
 def filled(defaults: Mapping[str, Any]) -> dict[str, Any]:
-  """The values of some flags, a default where one has none."""
+  """The values of some flags, with defaults for those that are not set."""
   return {
     name: default if FLAGS[name].value is None else FLAGS[name].value
     for name, default in defaults.items()
@@ -329,7 +333,7 @@ def default_conv(dataset: str, on_gpu: str = "patches") -> str:
   if jax.default_backend() != "cpu":
     return "native" if jax.default_backend() == "tpu" else on_gpu
   if dataset == "digits":
-    return "patches"  # Rounds of digits take less time than to compile more.
+    return "patches"  # Digits train faster than winograd's extra compilation.
   return "winograd"
 
 
@@ -339,11 +343,11 @@ def resolved_flags(
   """Splits the flags of a run by what they change.
 
   Args:
-    module: the experiment's module, whose flags and the shared ones count.
-    values: values in place of those of the flags, defaults filled in.
-    speed: defaults of flags that change the speed only. A run that goes on
-      keeps those that it began with: other lanes, say, would add the same
-      numbers up in another order.
+    module: the experiment's module; its flags and the shared ones are split.
+    values: values that replace those of the flags, with defaults filled in.
+    speed: defaults of flags that change the speed only. A resumed run keeps the
+      values that it started with: other lanes, for example, would sum the same
+      numbers in another order.
     workdir: the run's folder.
 
   Returns:
@@ -359,8 +363,8 @@ def resolved_flags(
   result |= {n: v for n, v in values.items() if n not in PLACE_FLAGS}
   stored = stored_speed(workdir)
   for name in ("engine", "threads", "cpu_devices"):
-    stored.pop(name, None)  # These are of this machine, now.
-  # A flag that is given, else what the run began with, else the default.
+    stored.pop(name, None)  # These depend on the current machine.
+  # A flag that is set, else what the run started with, else the default.
   fallback = {"rounds_per_dispatch": 1} | speed | stored
   chosen = {
     n: v if FLAGS[n].present else fallback.get(n, v)
@@ -368,12 +372,12 @@ def resolved_flags(
     if n in SPEED_FLAGS
   }
   if isinstance(run_engine(), engine_lib.Threads):
-    chosen["rounds_per_dispatch"] = 1  # Also if it ran elsewhere before.
+    chosen["rounds_per_dispatch"] = 1  # Even if another engine ran it before.
   return result, chosen
 
 
 def stored_speed(workdir: pathlib.Path) -> dict:
-  """The speed flags that a run began with, the same in all processes."""
+  """The speed flags that a run started with, the same in all processes."""
   try:
     content = (workdir / "config.json").read_bytes()
   except OSError:
@@ -392,7 +396,7 @@ def numbers(
   high: float = np.inf,
   kind: type = float,
 ) -> list:
-  """Reads a flag of numbers with commas.
+  """Parses a flag of comma-separated numbers.
 
   Args:
     name: the flag.
@@ -443,7 +447,7 @@ def seed_folders(workdir: pathlib.Path) -> dict[int, pathlib.Path]:
   """The folder of each seed's runs: `workdir` itself without `--seeds`.
 
   Raises:
-    UsageError: if `workdir` holds other things than seeds' folders, or both
+    UsageError: if `workdir` holds anything but folders of seeds, or if both
       --seed and --seeds are given.
   """
   seeds = read_seeds()
@@ -459,18 +463,18 @@ def seed_folders(workdir: pathlib.Path) -> dict[int, pathlib.Path]:
 def only_holds(
   workdir: pathlib.Path, allowed: re.Pattern[str], kind: str, example: str
 ) -> None:
-  """Checks that a folder is fit to hold one folder for each of several runs.
+  """Checks that a folder can hold one folder for each of several runs.
 
   Args:
     workdir: the folder; may be missing.
-    allowed: what may be in it besides charts and what `summarize.py` writes.
+    allowed: names that it may hold besides charts and `summarize.py`'s files.
     kind: what differs between the runs.
-    example: what the folder of such a run is called.
+    example: the name of such a run's folder.
 
   Raises:
-    UsageError: if there is anything else.
+    UsageError: if it holds anything else.
   """
-  # Hidden ones are locks, files half written, or of the system's.
+  # Hidden files are locks, partly written files or the system's.
   charts = re.compile(
     r"\..*|curves(_questions|_answers)?\.png|summary\.(csv|png)"
   )
@@ -492,7 +496,7 @@ def rows_to_draw(folder: logs.RunFolder) -> list[dict[str, Any]]:
     folder: the run's folder.
 
   Returns:
-    One dict a row.
+    One dict per row.
 
   Raises:
     ValueError: there are none.
@@ -517,7 +521,7 @@ def open_folder(
 ) -> logs.RunFolder:
   """Makes a run's folder, or opens it; see `logs.RunFolder`."""
   defaults = {name: FLAGS[name].default for name in FLAGS}
-  # It says where things are, but a run that goes on has to know.
+  # `pretrained` is a path, stored in config.json only for resuming the run.
   shown = {n: v for n, v in (config | speed).items() if n != "pretrained"}
   return logs.RunFolder(
     workdir,
@@ -527,20 +531,20 @@ def open_folder(
     defaults=defaults,
     named=named,
     lengthens=lengthens,
-    # What the data is of tells runs apart all the same.
+    # Runs with other distillation data differ even if they do not use it.
     idle=set(idle) - {"distill_data", "distill_examples", "c4_tokenizer"},
   )
 
 
 def typed() -> set[str]:
-  """The flags that the command line itself gives, not a flag file."""
+  """The flags that are set on the command line itself, not in a flag file."""
   given = [arg for arg in sys.argv[1:] if arg.startswith("-")]
   names = {arg.lstrip("-").partition("=")[0] for arg in given}
   return names | {name.removeprefix("no") for name in names - set(FLAGS)}
 
 
 def warn_of_idle(reason: str, *names: str) -> None:
-  """Says which flags of the command line, not of flag files, change nothing.
+  """Warns of flags on the command line, not in flag files, without effect.
 
   Args:
     reason: why.
@@ -551,15 +555,15 @@ def warn_of_idle(reason: str, *names: str) -> None:
 
 
 def refuse(reason: str, *names: str) -> None:
-  """Refuses flags that every experiment has and one cannot follow.
+  """Rejects shared flags that an experiment does not support.
 
   Args:
     reason: why.
     *names: the flags.
 
   Raises:
-    UsageError: naming the first of them that asks for something. `false` and
-      one round per dispatch, as a run's own `config.flags` has them, do not.
+    UsageError: naming the first of them that is set. `false` and one round per
+      dispatch, which a run's own `config.flags` contains, are accepted.
   """
   for name in names:
     idle = (None, False, 1) if name == "rounds_per_dispatch" else (None, False)
@@ -568,7 +572,7 @@ def refuse(reason: str, *names: str) -> None:
 
 
 def _stem(path: pathlib.Path) -> str:
-  """A flag file's name; of a run's or a search's own, that of its folder.
+  """A flag file's name; for that of a run or a search, its folder's name.
 
   >>> files = ("flags/table.flags", "runs/first/config.flags")
   >>> [_stem(pathlib.Path(file)) for file in files]
@@ -581,11 +585,11 @@ def _stem(path: pathlib.Path) -> str:
 def default_workdir(*parts: str) -> pathlib.Path:
   """`--workdir`, or a folder under `runs/` named after the run.
 
-  Of several processes only the first writes there; the others get a folder
-  that is thrown away when they end.
+  Of several processes only the first writes there; the others get a temporary
+  folder that is deleted when they end.
 
   Args:
-    *parts: of the name, before the names of the flag files.
+    *parts: parts of the name, before the names of the flag files.
 
   Returns:
     The folder.
@@ -596,7 +600,7 @@ def default_workdir(*parts: str) -> pathlib.Path:
     return pathlib.Path(scratch, "run")
   if FLAGS.workdir:
     return pathlib.Path(FLAGS.workdir).expanduser()
-  # absl puts a flag file's content in place of the argument.
+  # absl replaces this argument by the file's content, but not in sys.argv.
   given = re.findall(r"(?m)^--?flagfile[=\n](.+)$", "\n".join(sys.argv[1:]))
   stems = [_stem(pathlib.Path(path)) for path in given]
   return pathlib.Path("runs", "-".join([*parts, *stems]))

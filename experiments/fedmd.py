@@ -1,16 +1,18 @@
 r"""FedMD: parties with models of their own learn from each other's scores.
 
-Without flags: the quick start, five small networks on the embedded `digits`.
-The paper's runs are in `experiments/flags`:
+Without flags it runs the quick start: five small networks on the embedded data
+set `digits`. The paper's runs are in `experiments/flags`:
 
   python experiments/fedmd.py --flagfile=experiments/flags/fedmd_NAME.flags \
       --data_dir=DIR
 
-A flag file comes first: flags after it win, those before it lose.
+Put the flag file first: flags after it override it, and it overrides flags
+before it.
 
 A run has four phases, each in a folder of its own: training on public data
-(`public/`), then on each party's own (`transfer/`), the upper bound on all
-private data pooled (`pooled/`), and the collaboration, in the run's folder.
+(`public/`), then on each party's own data (`transfer/`), the upper bound, which
+is trained on all parties' private data (`pooled/`), and the collaboration, in
+the run's folder.
 """
 
 from collections.abc import Sequence
@@ -134,7 +136,7 @@ class Experiment:
     }
 
   def compiled(self, algorithm: core.Algorithm) -> core.Algorithm:
-    """The algorithm for the loop; `init` takes its arguments as a tuple."""
+    """The compiled algorithm; `init` takes its arguments as a tuple."""
     return core.Algorithm(
       lambda args: algorithm.init(*args),
       self.engine.compile(algorithm.step, donate=(0,)),
@@ -145,7 +147,7 @@ class Experiment:
     return jax.random.fold_in(jax.random.key(self.config["seed"]), phase)
 
   def options(self, folder: logs.RunFolder) -> dict:
-    """What all calls of `training.run` share."""
+    """The arguments that all calls of `training.run` share."""
     return dict(
       folder=folder,
       checkpoint_every=self.speed["checkpoint_every"],
@@ -167,7 +169,7 @@ class Experiment:
     )
 
   def fit_plan(self, phase: str, round: int) -> FitPlan:
-    """An epoch's plan; a pure function of it."""
+    """An epoch's plan; a pure function of the epoch."""
     if phase == "public":
       examples = [self.data.public.index] * len(self.parties)
     elif phase == "transfer":
@@ -184,7 +186,7 @@ class Experiment:
     )
 
   def phase_folder(self, phase: str, workdir: pathlib.Path) -> logs.RunFolder:
-    """The folder of a phase; its config is what the phase depends on."""
+    """A phase's folder; its config has the flags that the phase depends on."""
     public = phase == "public"
     config = settings.of_phase(phase, self.config)
     kept = {"data.json": self.public_record if public else self.record}
@@ -207,12 +209,12 @@ class Experiment:
 
   @functools.cached_property
   def public_record(self) -> bytes:
-    """What tells the public data from other data."""
+    """A fingerprint of the public data."""
     return files.record(self._public_sets)
 
   @functools.cached_property
   def record(self) -> bytes:
-    """What tells the data from other data."""
+    """A fingerprint of all data."""
     data = self.data
     private = (data.private, data.private_stopping, data.private_test)
     return files.record((*self._public_sets, *private), source=data.source)
@@ -228,7 +230,7 @@ class Experiment:
     workdir: pathlib.Path,
     variables: Sequence[core.Variables] | None = None,
   ) -> tuple[list[Trained], dict]:
-    """Runs a phase before the collaboration, or takes what it gave.
+    """Runs or resumes a phase before the collaboration, or reads its result.
 
     Args:
       phase: 'public', 'transfer' or 'pooled'.
@@ -236,7 +238,7 @@ class Experiment:
       variables: the models that it starts from; new ones by default.
 
     Returns:
-      What each party is then, and the phase's result.
+      Each trained party, and the phase's result.
     """
     of = "public" if phase == "public" else "private"
     folder = self.phase_folder(phase, workdir)
@@ -304,7 +306,7 @@ class Experiment:
     )
 
   def plan(self, round: int) -> FedMDPlan:
-    """A round's plan; a pure function of it."""
+    """A round's plan; a pure function of the round."""
     if self.config["public_subset"] > len(self.data.public.index):
       raise common.UsageError(
         f"--public_subset={self.config['public_subset']}: there are"
@@ -360,7 +362,7 @@ class Experiment:
         f"{phase}_epochs": of_each[k]["epochs"]
         for phase, of_each in before.items()
       }
-      # What sending the parameters, and what receiving them, would take.
+      # `weights`: the bytes that sending, or receiving, parameters would take.
       entry |= {f"bytes_{name}_per_round": n for name, n in sizes.items()}
       parties.append(entry)
     return {
@@ -377,7 +379,7 @@ class Experiment:
       },
       "test_examples": len(self.data.private_test.index),
       "bytes_per_round": sent,
-      # Of this run's phases before the collaboration, whose own are `seconds`.
+      # Of the phases in this run's folder; the collaboration's are `seconds`.
       "phase_seconds": {
         phase: result["seconds"]
         for phase, result in phases.items()
@@ -394,12 +396,12 @@ class Experiment:
   def collaborate(
     self, folder: logs.RunFolder, trained: list[Trained], phases: dict
   ) -> dict:
-    """Runs the collaboration, or goes on with it."""
+    """Runs or resumes the collaboration."""
     algorithm = self.compiled(self.algorithm())
     start = (self.key(len(settings.PHASES)), trained)
     begun = folder.result() is not None or logs.read_rows(folder.metrics)
     if not from_first(bool(begun)):
-      # Round 0: what the parties can do before they say a word.
+      # Round 0: the parties before the collaboration.
       with (
         folder.at_work(),
         logs.MetricsLog(folder, tensorboard=self.speed["tensorboard"]) as log,
@@ -452,7 +454,7 @@ def draw(
 
 
 def run(experiment: Experiment, folder: logs.RunFolder) -> dict:
-  """Runs the four phases, and gives the result of the last."""
+  """Runs the four phases, and returns the result of the last."""
   folder.keep({"data.json": experiment.record})
   phases = {}
   public, phases["public"] = experiment.fit("public", folder.path)
@@ -466,11 +468,11 @@ def setup(place: pathlib.Path) -> tuple[dict, dict]:
   """The flags of a seed's run, `config` and `speed`.
 
   Raises:
-    UsageError: if `--pretrained` is no run's folder.
-    ConfigMismatch: if it is that of a run with another public phase.
+    UsageError: if `--pretrained` is not a run's folder.
+    ConfigMismatch: if that run's public phase had other flags.
   """
   config, speed = settings.configuration(place)
-  if jax.process_index() > 0:  # Only the first has the other run's folder.
+  if jax.process_index() > 0:  # Only the first reads the other run's folder.
     speed["pretrained"] = None
   elif FLAGS.pretrained:
     of_run = pathlib.Path(FLAGS.pretrained).expanduser().absolute()
@@ -480,13 +482,13 @@ def setup(place: pathlib.Path) -> tuple[dict, dict]:
   if speed["pretrained"]:
     public = pathlib.Path(speed["pretrained"], "public")
     if not (public / "config.json").exists():
-      if not FLAGS.pretrained:  # The run once had it, and does without.
+      if not FLAGS.pretrained:  # It is gone; a resumed run does without it.
         return config, speed | {"pretrained": None}
       raise common.UsageError(
         f"--pretrained={public.parent}: there is no such folder, or none of a"
         " run, with public/ in it; give a run's --workdir, or leave it out"
       )
-    # It must fit; the others are trained anew if they do not.
+    # The public phase must match; other phases are retrained if they do not.
     of_public = settings.of_phase("public", config)
     common.open_folder(public, of_public, speed, named="--pretrained")
   return config, speed
@@ -516,7 +518,7 @@ def main() -> None:
     setups.append((place, *setup(place)))
   _, config, speed = setups[0]
   experiment = Experiment(config, speed)
-  # All that can be wrong should show before a folder is made.
+  # Raises errors before any folder is made.
   experiment.algorithm()
   experiment.plan(1)
   for phase in settings.PHASES:
@@ -533,7 +535,7 @@ def main() -> None:
   results = []
   for (place, config, speed), folder in zip(setups, folders):
     if place != setups[0][0]:
-      experiment = None  # or two would hold their data at once
+      experiment = None  # frees its data before the next one loads
       common.forget_engine()
       experiment = Experiment(config, speed)
     results.append(run(experiment, folder))

@@ -1,4 +1,4 @@
-"""FedMD's flags: what they mean where they are not given, and their checks."""
+"""FedMD's flags: their defaults and their checks."""
 
 import pathlib
 
@@ -13,8 +13,8 @@ from hetfl.models import fedmd as models
 
 FLAGS = flags.FLAGS
 
-# What a flag that was not given means: the paper's values where it says, the
-# released code's where it does not.
+# The flags' defaults: the paper's values or, where it gives none, the released
+# code's.
 _PAPER = dict(
   models="table1",
   num_parties=10,
@@ -71,7 +71,7 @@ DEFAULTS = {
     revisit_epochs=10,
   ),
 }
-# Runs can share phases that depend on the same values (--pretrained).
+# Runs can share phases that depend on the same flags (--pretrained).
 # Flags that only the collaboration reads:
 COLLABORATION = {
   "rounds",
@@ -85,14 +85,14 @@ COLLABORATION = {
   "revisit_batch_size",
   "revisit_epochs",
 }
-# Flags that the public phase does not read; its data.json tells data apart:
+# Flags that the public phase does not read; its data.json identifies its data:
 PRIVATE = {
   "environment",
   "examples_per_class",
   "min_writer_examples",
   "superclasses",
 }
-# Flags that this phase alone reads:
+# Flags that only this phase reads:
 OF_PHASE = {
   "public": {"public_epochs", "public_batch_size", "public_min_delta"}
   | {"public_patience"},
@@ -105,7 +105,7 @@ PHASES = tuple(OF_PHASE)
 
 
 def of_phase(phase: str, config: dict) -> dict:
-  """Those of a run's flags that a phase depends on."""
+  """The flags of a run that a phase depends on."""
   apart = set().union(*OF_PHASE.values()) - OF_PHASE[phase]
   apart |= COLLABORATION | (PRIVATE if phase == "public" else set())
   return {name: v for name, v in config.items() if name not in apart}
@@ -118,108 +118,113 @@ def define_flags() -> None:
     "environment",
     "digits",
     list(fedmd_images.ENVIRONMENTS),
-    "Public data and the parties' own.",
+    "Public data and the parties' private data.",
   )
   _define_integers(
-    num_parties="Parties; 10 in the paper.",
-    examples_per_class="Images of each private class of a party; not for"
-    " mnist_letters_by_writer, where a party has what its writer wrote.",
-    public_subset="Public examples that a round exchanges scores of.",
-    public_epochs="Epochs on public data, at most.",
+    num_parties="Number of parties; 10 in the paper.",
+    examples_per_class="Number of images per private class of a party; not for"
+    " mnist_letters_by_writer, where a party has all that its writer wrote.",
+    public_subset="Number of public examples per round on which the parties"
+    " exchange scores.",
+    public_epochs="Maximum number of epochs on public data.",
     public_batch_size="Batch size on public data.",
-    public_patience="Training on public data ends after so many epochs without"
-    " progress.",
-    transfer_epochs="Epochs on a party's own data, at most.",
-    transfer_batch_size="Batch size on own, and on pooled, data.",
-    transfer_patience="Training on own, and on pooled, data ends after so many"
-    " epochs without progress.",
-    pooled_epochs="Epochs on pooled private data, at most.",
+    public_patience="Number of epochs without progress after which training on"
+    " public data stops.",
+    transfer_epochs="Maximum number of epochs on a party's own data.",
+    transfer_batch_size="Batch size on a party's own data and on pooled data.",
+    transfer_patience="Number of epochs without progress after which training"
+    " on a party's own data, or on pooled data, stops.",
+    pooled_epochs="Maximum number of epochs on pooled private data.",
     digest_batch_size="Batch size of Digest.",
     digest_epochs="Epochs of Digest over the round's public examples.",
     revisit_batch_size="Batch size of Revisit.",
     revisit_epochs="Epochs of Revisit over a party's own examples.",
-    heldout_examples="Examples of --stopping_set=heldout, at most.",
-    public_examples="Public training examples to keep; by default all.",
+    heldout_examples="Maximum number of examples of --stopping_set=heldout.",
+    public_examples="Number of public training examples used; by default all.",
   )
   flags.DEFINE_integer(
     "min_writer_examples",
     18,
-    "mnist_letters_by_writer: letters a to f of a writer, at least, all six"
-    " together. 18 is the released code's; the paper has around 20 of each.",
+    "mnist_letters_by_writer: minimum number of letters a to f of a writer, all"
+    " six together. The released code has 18; the paper has around 20 of each"
+    " letter.",
     lower_bound=1,
   )
   flags.DEFINE_enum(
     "superclasses",
     "paper",
     sorted(fedmd_images.SUPERCLASSES),
-    "cifar_noniid: the paper's list, 0 to 5, or the released code's.",
+    "cifar_noniid: the paper's superclasses, 0 to 5, or the released code's.",
   )
   flags.DEFINE_enum(
     "models",
     None,
     sorted(models.TABLES),
-    "The parties' networks: the paper's table 1 (letters; the released code has"
-    " it for CIFAR too) or 2 (CIFAR), or small ones.",
+    "The parties' networks: those of the paper's table 1 (letters; in the"
+    " released code CIFAR too) or table 2 (CIFAR), or small ones.",
   )
   flags.DEFINE_float(
     "width",
     1.0,
-    "Factor on all numbers of filters; 1 is the paper's.",
+    "Factor on all numbers of filters; 1 in the paper.",
     lower_bound=1e-6,
   )
   flags.DEFINE_integer(
     "weak_parties",
     None,
-    "The last so many parties have two fully connected layers instead.",
+    "Number of weak parties: the last ones, with two fully connected layers as"
+    " their networks.",
     lower_bound=0,
   )
   flags.DEFINE_float(
-    "learning_rate", None, "Of the parties' Adam, in all phases.", lower_bound=0
+    "learning_rate", None, "Adam's learning rate in all phases.", lower_bound=0
   )
   flags.DEFINE_float(
     "batch_norm_momentum",
     0.99,
-    "Momentum of batch normalisation's running statistics. With few steps a"
-    " round they lag behind, and the parties' logits may grow from round to"
-    " round until all are lost; 0.9 follows faster.",
+    "Momentum of batch normalisation's running statistics. With few steps per"
+    " round the statistics lag behind, and the parties' logits may grow from"
+    " round to round until all parties diverge; with 0.9 they lag less.",
     lower_bound=0,
     upper_bound=1,
   )
   flags.DEFINE_float(
-    "l2", 1e-3, "Weight of the head's sum of squares.", lower_bound=0
+    "l2", 1e-3, "Weight of the head's sum of squared weights.", lower_bound=0
   )
   flags.DEFINE_enum(
     "stopping_set",
     "heldout",
     ["heldout", "test", "none"],
-    "What says when training before the collaboration has converged: training"
-    " images that no party trains on; the test images, as in the released"
-    " code; or nothing: all epochs are run.",
+    "Images that decide when training before the collaboration has converged:"
+    " training images that no party trains on (heldout); the test images, as in"
+    " the released code; or none, so that all epochs are run.",
   )
   for phase, data in (
     ("public", "public"),
-    ("transfer", "own, and on pooled,"),
+    ("transfer", "own or pooled"),
   ):
     flags.DEFINE_float(
       f"{phase}_min_delta",
       None,
-      f"Training on {data} data makes progress where accuracy on the stopping"
-      " set rises by more than this; 0.01 is one percentage point.",
+      f"Training on {data} data makes progress if the accuracy on the stopping"
+      " set exceeds the best so far by more than this; 0.01 is one percentage"
+      " point.",
       lower_bound=0,
       upper_bound=1,
     )
   flags.DEFINE_list(
     "consensus_weights",
     None,
-    "A weight for each party, of which only the ratios count; by default"
-    " equal. The paper's CIFAR runs suppress parties 0 and 9 slightly; their"
-    " flag files have 0.5.",
+    "Weights of the parties in the consensus, of which only the ratios matter;"
+    " by default equal. The paper's CIFAR runs slightly suppress parties 0 and"
+    " 9; their flag files use 0.5.",
   )
   flags.DEFINE_enum(
     "digest_loss",
     "mae",
     sorted(TRANSLATORS),
-    "mae or mse between logits, or kl from the mean tempered softmax.",
+    "Loss of Digest: mae or mse between logits, or kl from the mean tempered"
+    " softmax.",
   )
   flags.DEFINE_float(
     "temperature",
@@ -230,10 +235,11 @@ def define_flags() -> None:
   flags.DEFINE_string(
     "pretrained",
     None,
-    "Folder of an earlier run; with --seeds one that has seedN of each. Its"
-    " training on public data is taken over, or resumed; the flags that it"
-    " depends on must be the same. So are its transfer and pooled phases, if"
-    " theirs are. So environments can share the training on public data.",
+    "Folder of an earlier run; with --seeds one that has a folder seedN for"
+    " each seed. Its training on public data is reused, or resumed; the flags"
+    " that it depends on must be the same. Its transfer and pooled phases are"
+    " reused too if the flags that they depend on are the same. Different"
+    " environments can thus share the training on public data.",
   )
   common.say_defaults({name: {"": d} for name, d in DEFAULTS.items()})
 
@@ -262,7 +268,7 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
       f"--weak_parties={values['weak_parties']}: there are"
       f" {values['num_parties']} parties"
     )
-  elsewhere = {  # What says nothing in other environments.
+  elsewhere = {  # Flags that other environments ignore.
     "examples_per_class": (None, set(DEFAULTS) - {"mnist_letters_by_writer"}),
     "min_writer_examples": (18, {"mnist_letters_by_writer"}),
     "superclasses": ("paper", {"cifar_noniid"}),
@@ -282,9 +288,9 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
   common.refuse("FedMD has none; leave it out", "lanes", "microbatch")
   on_cpu = jax.default_backend() == "cpu"
   speed = {
-    # Else rounds take less time than a checkpoint.
+    # Otherwise a round takes less time than a checkpoint.
     "checkpoint_every": 1 if on_cpu and FLAGS.environment != "digits" else 10,
-    # No party's kernels are a batch axis here, so accelerators' own form.
+    # Kernels have no batch axis here, so accelerators use XLA's own form.
     "conv": "patches" if on_cpu else "native",
     "eval_batch_size": evaluate.batch_size_or_default(None),
   }

@@ -1,6 +1,7 @@
 """The cells of FedMD's Figure 2 and Table 4, and of its weak parties.
 
-What the runs share is here and in `fedmd_settings.DEFAULTS`, once.
+The flags that runs share are defined once, here and in
+`fedmd_settings.DEFAULTS`.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ _TITLES = {
   "cifar_iid": "CIFAR i.i.d.",
   "cifar_noniid": "CIFAR non-i.i.d.",
 }
-# A flag file says all of these, though they are the defaults too.
+# Every flag file sets these, although they are also the defaults.
 _SHARED = (
   "models",
   "num_parties",
@@ -33,22 +34,22 @@ _SHARED = (
   "revisit_epochs",
 )
 # Supplement, method 4: in the CIFAR case models 0 and 9 are "slightly"
-# suppressed; how much is not said there.
+# suppressed; it does not say by how much.
 _SUPPRESSED = [0.5, *[1.0] * 8, 0.5]
-# Supplement, results 3: fully connected parties of two layers, heard as much as
-# the others or less; how many, and how much less, is not said there.
+# Supplement, results 3: parties with two fully connected layers have the weight
+# of the others or less; it does not say how many there are, or how much less.
 _WEAK_NOTES = (
   "That there are two, in place of models 8 and 9, and how much they count, is",
   "our choice.",
 )
-# Of which cells the public phase is the same; the models of others differ.
+# Pairs of cells with the same public phase; other cells have other models.
 _LIKE = {
   "mnist_letters_iid": "fedmd_mnist_letters_by_writer",
   "mnist_letters_by_writer": "fedmd_mnist_letters_iid",
   "cifar_iid": "fedmd_cifar_noniid",
   "cifar_noniid": "fedmd_cifar_iid",
 }
-# Name, title, weak parties, weights, and whose earlier phases are the same.
+# Name, title, weak parties, weights, and the cell with the same earlier phases.
 _WEAK = (
   ("none", "none, equal weights", 0, [1.0] * 10, "fedmd_cifar_iid"),
   (
@@ -122,7 +123,7 @@ def _cell(
 def _published(
   environment: str, quantities: tuple[str, ...]
 ) -> dict[str, float | None]:
-  """Means over the ten parties and each one's; FedMD's own are drawn only."""
+  """Each party's accuracies and their means; `None` if only plotted."""
   numbers = dict.fromkeys(
     f"parties.*.{quantity}_accuracy"
     for quantity in ("public", "transfer", "final", "pooled")
@@ -186,7 +187,7 @@ def _weak() -> list[tables_lib.Cell]:
       title,
       "cifar_iid",
       {"weak_parties": number, "consensus_weights": weights},
-      # The paper has no numbers of parties of which two are weak.
+      # The paper has no numbers for runs with two weak parties.
       () if number else ("public", "pooled"),
       (
         *(_WEAK_NOTES if number else ()),

@@ -1,13 +1,14 @@
 r"""Federated Mutual Learning, and the baselines it is compared with.
 
-Without flags: the quick start, FedAvg, FedProx, FML and independent training
-side by side on the embedded `digits`, five clients with different models. The
-paper's runs are in `experiments/flags`:
+Without flags it runs the quick start: FedAvg, FedProx, FML and independent
+training side by side on the embedded data set `digits`, with five clients that
+have different models. The paper's runs are in `experiments/flags`:
 
   python experiments/fml.py --flagfile=experiments/flags/NAME.flags \
       --data_dir=DIR
 
-A flag file comes first: flags after it win, those before it lose.
+Put the flag file first: flags after it override it, and it overrides flags
+before it.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ _RECIPES = {
 
 
 def linear(values: Sequence[float], rounds: int):
-  """A value, or a schedule from the first value to the last."""
+  """A constant, or a linear schedule from the first value to the last."""
   if len(values) == 1:
     return values[0]
   first, last = values
@@ -78,7 +79,7 @@ class Experiment:
 
     @functools.cache
     def model(name, num_classes):
-      """A network, one object however many have it."""
+      """A network; clients with the same network share one object."""
       module = nets.net(name, num_classes, shape, conv=speed["conv"])
       return core.Model.from_flax(module, example)
 
@@ -111,14 +112,14 @@ class Experiment:
       )
       for name, held in zip(config["client_models"], self.data.clients)
     ]
-    # What a meme is as a whole, for each client.
+    # The complete meme model of each client.
     self.memes = [splice(self.global_model, c.adaptor) for c in self.clients]
     held, sets = self.data.clients, {}
     for k, client in enumerate(held):
       sets[f"client{k}"] = client.validation
       if config["heldout_examples"]:
         sets[f"client{k}_heldout"] = client.heldout
-    if not trunk:  # All clients have one data set.
+    if not trunk:  # All clients share one data set.
       sets["test"] = next(iter(self.data.test.values()))
       if config["heldout_examples"]:
         everywhere = np.concatenate([c.heldout.index for c in held])
@@ -180,7 +181,7 @@ class Experiment:
         from_global=config["clients_start"] == "global",
         **options,
       )
-    # The mean of the clients' models is one step of rate 1.
+    # A server step of rate 1 takes the mean of the clients' models.
     pool = Pool(
       name="global",
       model=self.global_model,
@@ -200,7 +201,7 @@ class Experiment:
     return {"pools": tuple(self.banks.values())}
 
   def plan(self, config: dict, speed: dict, round: int):
-    """The plan of a round; a pure function of it, and alike for all."""
+    """A round's plan, alike for all algorithms; a pure function of `round`."""
     plan = plan_mutual(
       [held.train.index for held in self.data.clients],
       group_clients(self.clients),
@@ -219,8 +220,8 @@ class Experiment:
   def evaluate(self, config: dict, state) -> dict[str, float]:
     """Accuracies and losses of the global model and of the clients' products.
 
-    A client's product is its own model, with FedAvg and FedProx the global
-    one (the paper's Figure 4).
+    A client's product is its own model or, with FedAvg and FedProx, the global
+    model (the paper's Figure 4).
     """
     row, clients = {}, range(len(self.clients))
     kinds = {"validation": ""}
@@ -322,7 +323,7 @@ class Experiment:
 def train(
   experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
 ) -> dict:
-  """Runs one algorithm in a folder of its own, or goes on with it."""
+  """Runs or resumes one algorithm in a folder of its own."""
   folder.keep(experiment.files)
   return launch.train(
     experiment.algorithm(config, speed),
@@ -338,7 +339,7 @@ def train(
 
 
 def main() -> None:
-  """Runs what --algorithm names, then prints a table."""
+  """Runs the algorithms of --algorithm, then prints a table."""
   common.refuse(
     "leave it out: FML's speed choices are not measured", "autotune"
   )
@@ -355,7 +356,7 @@ def main() -> None:
       rows, config, folder
     ),
     table=fml_report.table,
-    # Without schedules, nothing depends on how many rounds there are.
+    # Without schedules, nothing depends on the number of rounds.
     lengthens=lambda config: (
       len({*config["alpha"]}) == len({*config["beta"]}) == 1
     ),

@@ -7,20 +7,20 @@ import numpy as np
 
 from hetfl import report
 
-# With these a client ends with a model of its own, else with the global one.
+# In these a client ends with its own model, in others with the global one.
 _PERSONAL = ("fml", "independent")
 
 
 def curve_rows(
   config: dict, rows: Sequence[dict], personal: bool = True
 ) -> list[dict]:
-  """Rows with the one number of each model that is drawn.
+  """Rows with only the metric of each model that is drawn.
 
   Args:
     config: the run's flags.
     rows: rows of metrics, as `logs.read_rows` reads them.
-    personal: whether the clients' models are their own in all that is drawn;
-      if not, a client goes by its number alone.
+    personal: whether clients have models of their own in all algorithms drawn;
+      if not, their labels have only their numbers.
 
   Returns:
     Rows of `round`, `global/accuracy` and `client .../accuracy`.
@@ -44,10 +44,10 @@ def curve_rows(
 def draw(
   runs: dict[str, list[list[dict]]], config: dict, workdir: pathlib.Path
 ) -> None:
-  """Draws the curves of one or more algorithms, the rows of each seed of each.
+  """Draws the curves of one or more algorithms, with one or more seeds each.
 
-  Beside others independent training has a dashed line too, the best that each
-  client came to (the paper's Figure 5).
+  Next to other algorithms, independent training also has a dashed line: each
+  client's best accuracy (the paper's Figure 5).
   """
   personal = all(name in _PERSONAL for name in runs)
   drawn = {
@@ -73,7 +73,7 @@ def draw(
 
 
 def table(results: dict[str, list[dict]]) -> str:
-  """A plain-text table, a line an algorithm, of the results of each seed."""
+  """A plain-text table of all seeds' results, one line per algorithm."""
   heads = {("global", "test %"): lambda r: r["global"]["test_accuracy"]}
   heads["", "best %"] = lambda r: r["global"]["best_test_accuracy"]
   heads["clients", "mean %"] = lambda r: np.mean(

@@ -1,4 +1,4 @@
-"""Federated Mutual Learning's flags: their defaults, and their checks."""
+"""Federated Mutual Learning's flags: their defaults and their checks."""
 
 import pathlib
 
@@ -18,7 +18,7 @@ _MUTUAL = (
   "temperature",
   "sequential_updates",
 )
-# Flags that an algorithm makes nothing of.
+# Flags that an algorithm ignores.
 UNUSED = {
   "fml": ("lanes", "prox_mu"),
   "fedavg": (*_MUTUAL, "client_models", "microbatch", "prox_mu"),
@@ -27,8 +27,8 @@ UNUSED = {
 }
 TRUNKS = ("lenet5_conv", "cnn1_conv", "cnn2_conv")
 
-# What a flag that was not given means: the paper's section 5.1 where it says,
-# the released code where it does not.
+# The flags' defaults: from the paper's section 5.1 or, where it gives none,
+# from the released code.
 _PAPER = dict(
   rounds=200,
   eval_every=1,
@@ -56,72 +56,74 @@ DEFAULTS = {
 
 
 def define_flags() -> None:
-  """Defines the experiment's flags, those of every experiment too."""
+  """Defines the experiment's flags, including the shared ones."""
   common.define_run_flags()
   flags.DEFINE_list(
     "algorithm",
     list(ALGORITHMS),
-    "fedavg, fedprox, fml, independent, or several of them with commas, to be"
-    " run one after another and compared.",
+    "fedavg, fedprox, fml or independent, or a comma-separated list of them,"
+    " which are run one after another and compared.",
   )
   flags.DEFINE_list(
     "dataset",
     ["digits"],
-    f"Data set, of {', '.join(DEFAULTS)}; or one for each client, with commas:"
-    " clients of the same one share it.",
+    f"Data set, one of {', '.join(DEFAULTS)}; or a comma-separated list with"
+    " one for each client, where clients with the same data set share it.",
   )
   flags.DEFINE_enum(
     "partition",
     None,
     fml_images.PARTITIONS,
-    "How clients share the images: evenly, or 6, 4 or 2 shards of one class"
-    " each for a client (of 10 classes; 60, 40, 20 of 100), or each class by a"
-    " Dirichlet. With several data sets iid.",
+    "How the images are split among clients: evenly (iid); into 6, 4 or 2"
+    " single-class shards per client (noniid1, noniid2, noniid3; with 100"
+    " classes 60, 40 or 20); or each class by a Dirichlet distribution. With"
+    " several data sets the default is iid.",
   )
   flags.DEFINE_float(
     "partition_alpha",
     None,
     "Concentration of --partition=dirichlet, by default"
-    f" {fml_images.DIRICHLET_ALPHA}: small is skewed.",
+    f" {fml_images.DIRICHLET_ALPHA}; small values give skewed clients.",
     lower_bound=1e-6,
   )
   flags.DEFINE_integer(
     "num_clients",
     None,
-    "Clients; by default the paper's 5, or as many as data sets are given.",
+    "Number of clients; by default the paper's 5, or the number of data sets if"
+    " there are several.",
     lower_bound=1,
   )
   flags.DEFINE_integer(
     "clients_per_round",
     None,
-    "Clients that take part in a round, drawn anew for each; by default all, as"
-    " in the paper. The others keep their models as they are.",
+    "Number of clients sampled in each round; by default all, as in the paper."
+    " The others keep their models unchanged.",
     lower_bound=1,
   )
   flags.DEFINE_enum(
     "global_model",
     None,
     [*nets.NAMES, *TRUNKS],
-    "The global model. Those in _conv are convolutions alone, on which each"
-    " client has an adaptor layer of its own; fml and independent only.",
+    "The global model. Names in _conv stand for the convolutions only, on which"
+    " each client has its own adaptor layer; fml and independent only.",
   )
   flags.DEFINE_list(
     "client_models",
     None,
-    "The clients' own models, one or one for each client, of"
+    "The clients' own models, one for all or one for each client, of"
     f" {', '.join(nets.NAMES)}; fml and independent only.",
   )
   flags.DEFINE_list(
     "alpha",
     ["0.5"],
-    "fml: weight of the labels for the clients' models; FIRST,LAST to change"
-    " linearly over the rounds.",
+    "fml: weight of the labels in the clients' models' loss; FIRST,LAST to"
+    " change it linearly over the rounds.",
   )
   flags.DEFINE_list(
     "beta",
     ["0.5"],
-    "fml: weight of the labels for the memes; FIRST,LAST to change linearly"
-    " over the rounds.",
+    "fml: weight of the labels in the meme models' loss; FIRST,LAST to change"
+    " it linearly over the rounds.",
   )
   flags.DEFINE_float(
     "temperature",
@@ -133,7 +135,8 @@ def define_flags() -> None:
   flags.DEFINE_bool(
     "sequential_updates",
     False,
-    "fml: the client's model steps first, and the meme learns from it then.",
+    "fml: update the client's model first; the meme model then learns from the"
+    " updated model.",
   )
   flags.DEFINE_float(
     "prox_mu", 0.01, "fedprox: weight of the proximal term.", lower_bound=0
@@ -159,38 +162,38 @@ def define_flags() -> None:
   flags.DEFINE_float(
     "clip_norm",
     None,
-    "Scale larger gradients down to this norm; by default none.",
+    "Scale larger gradients down to this norm; by default no clipping.",
     lower_bound=1e-6,
   )
   flags.DEFINE_enum(
     "clients_start",
     "own",
     ["own", "global"],
-    "Where clients' own models begin in fml: with a draw of their own, or those"
-    " of the global model's architecture with its weights.",
+    "fml: initial weights of the clients' own models: each its own random draw"
+    " (own), or the global model's for models of its architecture (global).",
   )
   flags.DEFINE_enum(
     "merge_weights",
     "uniform",
     ["uniform", "examples"],
-    "A client's weight in the mean: its number of examples, or the same for"
-    " all.",
+    "Weights of the clients in the mean: their numbers of examples, or the same"
+    " for all.",
   )
   flags.DEFINE_bool(
     "augment",
     True,
-    "Crop and flip training images of CIFAR, as the released code does where"
-    " the paper does not say, and crop those of digits.",
+    "Crop and flip training images of CIFAR, as the released code does (the"
+    " paper does not say), and crop those of digits.",
   )
   flags.DEFINE_list(
     "bad_clients",
     [],
-    "Numbers of clients, from 0, that train on wrong labels (section 6).",
+    "Indices, from 0, of clients that train on wrong labels (section 6).",
   )
   flags.DEFINE_float(
     "bad_label_share",
     1.0,
-    "Share of the --bad_clients' labels that is replaced by draws of any"
+    "Share of the --bad_clients' labels that is replaced by uniform draws of a"
     " class.",
     lower_bound=0,
     upper_bound=1,
@@ -198,9 +201,9 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     "heldout_examples",
     0,
-    "Training examples of all clients together, the same number of each, that"
-    " none trains on, to choose hyper-parameters by: 0, as in the paper, or a"
-    " multiple of the clients.",
+    "Number of training examples, over all clients and equally many from each,"
+    " that are held out for choosing hyper-parameters: 0, as in the paper, or a"
+    " multiple of the number of clients.",
     lower_bound=0,
   )
   common.say_defaults({dataset: {"": d} for dataset, d in DEFAULTS.items()})
@@ -210,7 +213,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   """The run's flags with defaults filled in.
 
   Args:
-    algorithm: which of --algorithm.
+    algorithm: one of --algorithm.
     workdir: the run's folder.
 
   Returns:
@@ -237,7 +240,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     )
   taking_part = FLAGS.clients_per_round or values["num_clients"]
   if several and FLAGS.partition is None:
-    values["partition"] = "iid"  # A client has all of its data set.
+    values["partition"] = "iid"  # Clients of one data set share it evenly.
   if values["partition"] == "dirichlet":
     given = FLAGS.partition_alpha
     default = fml_images.DIRICHLET_ALPHA

@@ -1,6 +1,6 @@
 """The cells of Federated Mutual Learning's tables and figures.
 
-What the runs share is here and in `fml_settings.DEFAULTS`, once.
+The flags that runs share are defined once, here and in `fml_settings.DEFAULTS`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import fml_settings
 import numpy as np
 import tables as tables_lib
 
-# A flag file says all of these, though they are the defaults too.
+# Every flag file sets these, although they are also the defaults.
 _SHARED = ("rounds", "local_epochs", "batch_size", "learning_rate")
 _EXTRA = {
   "fedavg": {},
@@ -29,7 +29,7 @@ _UNLIKE = ("mlp", "lenet5", "cnn1", "cnn2", "cnn2")
 _GLOBAL = "global.test_accuracy"
 _BEST_GLOBAL = "global.best_test_accuracy"
 _CLIENTS = "clients.*.validation_accuracy"
-# Of five clients all but the last, the strong or the badly trained one.
+# All of the five clients but the last, the strong or the badly trained one.
 _OTHERS = "clients.0-3.validation_accuracy"
 
 
@@ -66,7 +66,7 @@ def _cell(
 
 
 def _not_said(flags: Mapping[str, Any]) -> str:
-  """Says what of a cell's settings the paper does not."""
+  """Names those of a cell's settings that the paper does not give."""
   models = {flags["global_model"].removesuffix("_conv")}
   if {"fml", "independent"} & set(flags["algorithm"]):
     models |= set(np.atleast_1d(flags["client_models"]))
@@ -84,7 +84,7 @@ def _not_said(flags: Mapping[str, Any]) -> str:
 def _of_each(
   algorithms: Sequence[str], paths: Sequence[str]
 ) -> dict[str, None]:
-  """The same numbers of each algorithm; the paper draws them only."""
+  """The same numbers for each algorithm; the paper only plots them."""
   return {f"{a}.{path}": None for a in algorithms for path in paths}
 
 
@@ -187,7 +187,7 @@ def _figure6() -> list[tables_lib.Cell]:
 
 
 def _section6() -> list[tables_lib.Cell]:
-  """Of catfish, numbers are of clients 0 to 3: the last one differs."""
+  """The numbers are of clients 0 to 3, since the last client differs."""
   ours = "Data set, models and number of clients are our choice."
   mlps = ("mlp",) * 4
   paths = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""From a command line to a run, or to several side by side."""
+"""Starts a run, or several side by side, from the command line."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
@@ -18,7 +18,7 @@ from hetfl import autotune, core, logs, report, training
 from hetfl import engine as engine_lib
 
 FLAGS = flags.FLAGS
-# Where an argument of the library has another name than the flag.
+# The flags of library arguments that have other names.
 _FLAG_OF = {"datasets": "dataset", "tokenizer": "c4_tokenizer"}
 
 
@@ -44,22 +44,21 @@ def side_by_side(
   table: Callable[[dict], str],
   lengthens: Callable[[dict], bool] = lambda config: False,
 ) -> None:
-  """Runs what --algorithm and --seeds name, then prints a table.
+  """Runs the algorithms and seeds of the flags, then prints a table.
 
   Args:
     label: parts of the default folder's name.
-    algorithms: those there are.
-    unused: an algorithm to the flags that it makes nothing of.
-    configure: an algorithm and its folder to its resolved flags, `config` and
-      `speed`.
-    build: `(config, speed)` to the experiment, which serves all algorithms of
-      the same form of convolution and evaluation; it has
-      `algorithm(config, speed)` and `plan(config, speed, round)`.
-    train: `(experiment, config, speed, folder)` to the result.
-    draw: `(rows, config=, folder=, experiment=)`, draws the curves; `rows`
-      are, by algorithm, those of each seed.
-    table: the results of each seed, by algorithm, to text.
-    lengthens: whether a run of this config may go on to more rounds.
+    algorithms: the known algorithms.
+    unused: algorithm -> the flags that it ignores.
+    configure: (algorithm, folder) -> the resolved flags, `config` and `speed`.
+    build: `(config, speed) ->` the experiment, which all runs share that agree
+      in `_made_of`; it has `algorithm(config, speed)` and
+      `plan(config, speed, round)`.
+    train: `(experiment, config, speed, folder) ->` the result.
+    draw: `(rows, config=, folder=, experiment=)`, draws the curves; `rows` has
+      the rows of each seed, by algorithm.
+    table: formats the results of each seed, by algorithm, as text.
+    lengthens: whether a run of this config can be extended to more rounds.
   """
   names = FLAGS.algorithm
   for name in names:
@@ -85,7 +84,7 @@ def side_by_side(
       path = place / name if several else place
       runs.append(_Run(seed, name, path, *configure(name, path)))
   experiment_of = _keeper(build)
-  # All that can be wrong should show before a folder is made.
+  # Raises errors before any folder is made.
   for run in runs[: len(names)]:
     experiment = experiment_of(run)
     experiment.algorithm(run.config, run.speed)
@@ -138,14 +137,14 @@ def train(
 
   Args:
     algorithm: the algorithm.
-    plan: the number of a round to its plan.
+    plan: round -> its plan.
     data: what a step takes as data.
-    evaluate: a state to a row of metrics.
+    evaluate: state -> a row of metrics.
     config: flags that change the result.
     speed: flags that do not.
     engine: where it runs.
     folder: the run's folder.
-    summarize: the last state and evaluation to the result.
+    summarize: (last state, last evaluation) -> the result.
 
   Returns:
     The result.
@@ -170,9 +169,9 @@ def train(
 
 
 def _keeper(build: Callable[..., Any]) -> Callable[[_Run], Any]:
-  """Gives a run its experiment: the last one's, if all is made alike.
+  """A function from a run to its experiment, which reuses the last if it can.
 
-  One is kept at a time, since it holds the data.
+  It keeps one experiment at a time, since it holds the data.
   """
   kept = {}
 
@@ -187,9 +186,9 @@ def _keeper(build: Callable[..., Any]) -> Callable[[_Run], Any]:
 
 
 def _made_of(run: _Run) -> tuple:
-  """In what the experiments of a command's runs may differ."""
+  """The values in which the experiments of a command's runs may differ."""
   form = [run.speed.get(n) for n in ("conv", "eval_batch_size", "bank")]
-  # These examples are drawn by the seed.
+  # The seed determines these examples.
   return *form, run.seed if run.config.get("distill_examples") else None
 
 
@@ -198,14 +197,14 @@ def write_summary(
   results: Mapping[str, Sequence[dict]],
   seeds: Sequence[int],
 ) -> None:
-  """Writes what several seeds gave to `summary.json`.
+  """Writes the results of several seeds to `summary.json`.
 
-  Of each algorithm's accuracies and perplexities, by their place in a result,
+  For each accuracy and perplexity of an algorithm, by its path in the results,
   it has the mean, the standard deviation and all values.
 
   Args:
     workdir: the folder of the seeds' folders.
-    results: by algorithm, what `result.json` holds of each seed.
+    results: algorithm -> the content of `result.json` of each seed.
     seeds: the seeds.
   """
   algorithms = {}
@@ -223,7 +222,7 @@ def write_summary(
 
 
 def _measures(result: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-  """Accuracies and perplexities of a result: `pools.small.test_accuracy`."""
+  """A result's accuracies and perplexities by path: `pools.small.test_...`."""
   parts = result.items() if isinstance(result, Mapping) else enumerate(result)
   for name, value in parts:
     if isinstance(value, Mapping | list):
@@ -281,8 +280,8 @@ def run(
 def _end(message: str) -> NoReturn:
   """Ends the process with a message.
 
-  One of several does not wait for the others, which may wait for it in the
-  middle of a program: they end when they notice.
+  One of several processes does not wait for the others, which may be waiting
+  for it inside a program; they end when they notice that it has ended.
   """
   if not jax.distributed.is_initialized():
     sys.exit(message)
@@ -291,7 +290,7 @@ def _end(message: str) -> NoReturn:
 
 
 def _list_flags() -> None:
-  """Has `--help` list the flags of all modules here, not only of the main."""
+  """Makes `--help` list the flags of all modules here, not only of the main."""
   ours = {path.stem for path in pathlib.Path(__file__).parent.glob("*.py")}
   for module, defined in FLAGS.flags_by_module_dict().items():
     for flag in defined if module in ours else ():
@@ -299,7 +298,7 @@ def _list_flags() -> None:
 
 
 def _refuse_odd_values() -> None:
-  """Refuses `--name=` of a list that has to say something, and `--name=nan`."""
+  """Rejects `--name=` for lists that must not be empty, and `--name=nan`."""
   for name in FLAGS:
     value = FLAGS[name].value
     if value == [] and FLAGS[name].default != []:
@@ -309,7 +308,7 @@ def _refuse_odd_values() -> None:
 
 
 def _keep_programs() -> None:
-  """Lets compiled programs serve later runs, as --compilation_cache says."""
+  """Sets up the cache of compiled programs, as --compilation_cache says."""
   folder = FLAGS.compilation_cache
   if folder == "none":
     jax.config.update("jax_enable_compilation_cache", False)
@@ -355,7 +354,7 @@ def _join_processes() -> None:
       f"--distributed_process_id={process}: must be less than"
       f" --distributed_processes={processes}"
     )
-  # Among CPUs; other devices have their own.
+  # For CPUs; other devices have their own collectives.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   try:
     jax.distributed.initialize(coordinator, processes, process)
@@ -375,13 +374,13 @@ def _join_processes() -> None:
     jax.device_count(),
     jax.local_device_count(),
   )
-  if jax.process_index() > 0:  # The first one speaks for all.
+  if jax.process_index() > 0:  # Only the first reports progress.
     logging.set_verbosity(logging.WARNING)
     sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
 
 def _one_line(error: Exception) -> str:
-  """An error's text; what the library calls an argument is a flag here."""
+  """An error's text in one line, with library arguments as flags."""
   text = " ".join(str(error).split())
   if not isinstance(error, flags.Error | common.UsageError):
 

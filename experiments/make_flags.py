@@ -2,8 +2,9 @@
 
   python experiments/make_flags.py
 
-What a table's cells are is said once, in `codist_tables.py` and its like, next
-to the published numbers. A test checks that the files are up to date.
+The cells, with their published numbers, are defined in `codist_tables.py`,
+`fml_tables.py` and `fedmd_tables.py`. A test checks that the files are up to
+date.
 """
 
 import codist_tables

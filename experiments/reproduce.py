@@ -1,20 +1,20 @@
-r"""Runs a table of a paper, cell after cell, and puts our numbers beside it.
+r"""Runs a table of a paper and puts our numbers next to the published ones.
 
   python experiments/reproduce.py --table=codist_table1_cifar --data_dir=DIR
   python experiments/reproduce.py --list
 
-Each cell is a run in a folder of its own, so the same command goes on where
-it stopped, and finished cells are not run again. After each cell `table.md`
-and `table.csv` in --workdir say what there is so far, for codist_fig4 in
-`figure.png` too. Flags after `--` are handed to every run:
+Each cell is a run in a folder of its own, so repeating the command resumes
+where it stopped, and finished cells are not run again. After each cell
+`table.md` and `table.csv` in --workdir (for codist_fig4 also `figure.png`)
+contain the results so far. Flags after `--` are passed to every run:
 
   python experiments/reproduce.py --table=fml_table1 --only=cnn1 \
       --data_dir=DIR -- --rounds=60
 
-With --seeds=0,1,2 every cell is run with each of them, and the table has means
-and standard deviations. Cells can run at once, on several machines that share
---workdir: --commands prints each one's command, and --tabulate makes the table
-of those that are done.
+With --seeds=0,1,2 every cell is run with each seed, and the table has means and
+standard deviations. Cells can run in parallel, on several machines that share
+--workdir: --commands prints the commands of the cells, and --tabulate writes
+the table of the finished ones.
 """
 
 import argparse
@@ -45,13 +45,13 @@ def rows_of(
 
   Args:
     cells: the table's cells.
-    results: cell names to what `result.json` holds, of each seed that is done.
+    results: cell name -> the content of `result.json` of each seed.
 
   Returns:
-    A head and a row for each cell that is done: its title, and for each number
-    ours, mean ± standard deviation of several seeds, and, if one of the cells
-    has it, the published one and the difference, in percent; then rounds and
-    minutes.
+    A header, and a row for each finished cell: its title; for each number ours
+    (mean ± standard deviation if there are several seeds) and, if any cell has
+    a published one, the published one and the difference, in percent; then
+    rounds and minutes.
   """
   from hetfl import report  # takes a second
 
@@ -84,7 +84,7 @@ def rows_of(
     row.append(str(seeds[0].get("rounds", "")))
     if None in seconds:
       row.append("")
-    else:  # FedMD's phases before the collaboration count.
+    else:  # Includes FedMD's phases before the collaboration.
       before = [sum(r.get("phase_seconds", {}).values()) for r in seeds]
       row.append(f"{(sum(seconds) + sum(before)) / 60:.1f}")
     rows.append(row)
@@ -97,13 +97,13 @@ def write(
   rows: Sequence[Sequence[str]],
   flags: Sequence[str] = (),
 ) -> None:
-  """Writes `table.md`, a column a run if it is wide, and `table.csv`.
+  """Writes `table.md`, with a column per run if it is wide, and `table.csv`.
 
   Args:
-    folder: where to.
-    title: the table's.
-    rows: as `rows_of` gives them.
-    flags: what all runs had beside their cells' own.
+    folder: the folder to write to.
+    title: the table's title.
+    rows: the rows from `rows_of`.
+    flags: flags of all runs besides those of their cells.
   """
   text = io.StringIO()
   csv.writer(text, lineterminator="\n").writerows(rows)
@@ -126,13 +126,13 @@ def draw(
   table: tables.Table,
   results: Mapping[str, Sequence[Mapping]],
 ) -> None:
-  """Draws what a table's cells gave against its axis, to `figure.png`.
+  """Draws the results of a table's cells against its axis, to `figure.png`.
 
   Args:
-    folder: where to.
-    table: a table with an axis; a cell without that flag is a level line.
-    results: what `result.json` of each seed holds, by the cell's name; the
-      mean is drawn.
+    folder: the folder to write to.
+    table: a table with an axis; a cell without that flag is a horizontal line.
+    results: cell name -> the content of `result.json` of each seed; the mean is
+      drawn.
   """
   from hetfl import report  # takes a second
 
@@ -153,7 +153,7 @@ def draw(
 def command_of(
   script: str, cell: tables.Cell, folder: pathlib.Path, extra: Sequence[str]
 ) -> list[str]:
-  """The command that runs a cell in a folder, or goes on with it.
+  """The command that runs or resumes a cell in a folder.
 
   Args:
     script: the experiment.
@@ -162,7 +162,7 @@ def command_of(
     extra: further flags.
 
   Returns:
-    Its words.
+    The command's words.
   """
   return [
     sys.executable,
@@ -176,16 +176,16 @@ def command_of(
 def shared_phases(
   cell: tables.Cell, workdir: pathlib.Path, seeds: Sequence[str]
 ) -> list[str]:
-  """The flag for the public training of a like cell, if it is to be taken.
+  """The flag that reuses the public training of `cell.like`, if possible.
 
   Args:
     cell: the cell.
     workdir: the table's folder.
-    seeds: the seeds of each cell; none: one run each.
+    seeds: the seeds of each cell; if empty, each has one run.
 
   Returns:
-    `--pretrained`, where the like cell's public training is done, with all
-    seeds, and this one's has not begun; else nothing.
+    `--pretrained`, if the public training of `cell.like` is finished for all
+    seeds and this cell's has not begun; else nothing.
   """
   names = [f"seed{seed}" for seed in seeds] or ["."]
   done = [workdir / cell.like / n / "public" / "result.json" for n in names]
@@ -205,7 +205,7 @@ def run_cell(command: Sequence[str]) -> int:
     The run's exit status.
 
   Raises:
-    SystemExit: if it was stopped.
+    SystemExit: if a signal stopped it.
   """
   from hetfl import training  # takes seconds
 
@@ -215,36 +215,36 @@ def run_cell(command: Sequence[str]) -> int:
 
   def hand_on(number):
     stopped.append(number)
-    if number != signal.SIGINT:  # The run had a Ctrl-C too.
+    if number != signal.SIGINT:  # Ctrl-C has reached the run already.
       process.send_signal(number)
 
   with training.on_signals(hand_on):
-    code = process.wait()  # It saves.
+    code = process.wait()  # A stopped run saves a checkpoint first.
   if stopped:
     sys.exit(128 + stopped[0])
   return code
 
 
 def read_results(folder: pathlib.Path, seeds: Sequence[str]) -> list[dict]:
-  """What a cell's runs say, once those of all seeds, or its one, are done."""
+  """The results of a cell's runs; none until all of them are finished."""
   places = [folder / f"seed{seed}" for seed in seeds] or [folder]
   results = [read_result(place) for place in places]
   return results if all(results) else []
 
 
 def read_result(folder: pathlib.Path) -> dict | None:
-  """What a finished run says; of several algorithms, by their names.
+  """The result of a finished run; if it has several algorithms, by their names.
 
   Args:
     folder: the run's folder.
 
   Returns:
-    What `result.json` holds, or those of the folders in it, with the rounds of
-    one and the seconds of all. `None` if one is not finished.
+    The content of `result.json`, or those of all algorithms' folders with the
+    rounds of one and the seconds of all. `None` if any is not finished.
   """
-  if (folder / "config.json").exists():  # Of one run: those below are phases.
+  if (folder / "config.json").exists():  # One run; folders in it are phases.
     return _of_run(folder)
-  # All have theirs before the first trains; other seeds' are none of them.
+  # All algorithms have a config before the first trains; seeds are left out.
   places = [path.parent for path in sorted(folder.glob("*/config.json"))]
   results = {
     place.name: _of_run(place)
@@ -259,7 +259,7 @@ def read_result(folder: pathlib.Path) -> dict | None:
 
 
 def _of_run(folder: pathlib.Path) -> dict | None:
-  """A run's `result.json`, if it is of all the rounds that it is to have."""
+  """A run's `result.json`, if it covers all rounds of its `config.json`."""
   try:
     result = json.loads((folder / "result.json").read_bytes())
     config = json.loads((folder / "config.json").read_bytes())["config"]
@@ -323,24 +323,24 @@ def run_cells(
   hidden: Sequence[str],
   keep_going: bool,
 ) -> dict[str, int]:
-  """Runs cells, or goes on with them, and tabulates after each.
+  """Runs or resumes cells, and writes the table after each.
 
   Args:
     table: the table.
-    cells: those of its cells that are to be run.
+    cells: the cells to run.
     workdir: the table's folder.
-    seeds: the seeds of each cell; none: one run each.
-    shown: flags of all runs that the table says.
-    hidden: those that it does not, such as where the data lies.
+    seeds: the seeds of each cell; if empty, each has one run.
+    shown: flags of all runs that the table shows.
+    hidden: flags of all runs that it does not show, such as --data_dir.
     keep_going: whether to go on after a cell that fails.
 
   Returns:
-    The exit statuses of those that failed, by their names.
+    The exit statuses of the cells that failed, by name.
   """
   run_now, failed = set(), {}
   for cell in cells:
     flags = [*shown, *hidden]
-    # Of this command's cells alone, whose flags are the same.
+    # Only of cells that this command has run, whose flags are the same.
     if cell.like in run_now and not any("pretrained" in f for f in flags):
       flags += shared_phases(cell, workdir, seeds)
     folder = workdir / cell.name
@@ -364,24 +364,24 @@ def tabulate(
   shown: Sequence[str] = (),
   run_now: Collection[str] = (),
 ) -> bool:
-  """Writes what there is of a table.
+  """Writes the table of the finished cells.
 
   Args:
     table: the table.
     workdir: its folder.
-    seeds: the seeds of each cell; none: one run each.
+    seeds: the seeds of each cell; if empty, each has one run.
     shown: flags of the cells that this command has run.
-    run_now: their names.
+    run_now: names of these cells.
 
   Returns:
-    Whether any of its cells is done; else nothing is written.
+    Whether any cell is finished; if not, nothing is written.
   """
-  # All are read again, since other processes may be at work on some.
+  # Reads all cells again, since other processes may be running some.
   results = {c.name: read_results(workdir / c.name, seeds) for c in table.cells}
   done = {name for name, found in results.items() if found}
   if not done:
     return False
-  # Those of earlier commands may have had other flags.
+  # Cells of earlier commands may have had other flags.
   alike = done <= set(run_now)
   rows = rows_of(table.cells, results)
   write(workdir, table.title, rows, shown if alike else [])
@@ -431,10 +431,10 @@ def main(argv: Sequence[str]) -> None:
   if args.commands:
     for cell in cells:
       folder = workdir / cell.name
-      # Where one command of all seeds has its runs.
+      # The folders that a single command for all seeds would use.
       runs = {folder / f"seed{seed}": [f"--seed={seed}"] for seed in seeds}
       for place, seed in (runs or {folder: []}).items():
-        # Other runs' phases lie by seeds too.
+        # A --pretrained folder has one folder per seed too.
         rest = [
           f"{flag}/{place.name}" if seed and "pretrained=" in flag else flag
           for flag in extra

@@ -1,14 +1,15 @@
-r"""Compares runs by what lies in their folders.
+r"""Compares runs by the files in their folders.
 
   python experiments/summarize.py runs --target=90 --out=DIR
 
-Folders are those of runs, finished or not, or hold some, at any depth; runs in
-folders `seed0`, `seed1` and so on of one place are seeds of one run. For each
-model of a run the table has the last and the best of all evaluations and, with
---target, what it took until one first reached so many percent: rounds, data
-sent, minutes. With --out, `summary.csv` has the same for each seed, and
-`summary.png` the curves. What a run sends in a round is in its `result.json`,
-so it is unknown (?) until the run has ended, and of runs of earlier versions.
+Folders are runs, finished or not, or contain runs at any depth; runs whose
+paths differ only in a folder `seed0`, `seed1` and so on are seeds of one run.
+For each model of a run the table has the last and the best evaluation and, with
+--target, what it took until an evaluation first reached that many percent:
+rounds, data sent, minutes. With --out, `summary.csv` has the same for each
+seed, and `summary.png` the curves. The data that a run sends in a round is in
+its `result.json`, so it is unknown (?) for unfinished runs and for runs of
+earlier versions.
 """
 
 import argparse
@@ -30,15 +31,15 @@ _PLURAL = {"party": "parties", "client": "clients"}
 
 
 class Run(NamedTuple):
-  """A run's folder, read.
+  """A run, read from its folder.
 
   Attributes:
-    label: its place below the folder that all have in common, without the
+    label: its path below the folder that all runs have in common, without the
       seed.
-    seed: the name of its seed's folder, or nothing.
-    courses: of each model, the metric's, as `series` has them.
-    bytes_per_round: what all clients and the server send each other in a
-      round, as `result.json` has it; `None` without.
+    seed: the name of its seed's folder, or empty.
+    courses: for each model the metric over the rounds, from `series`.
+    bytes_per_round: bytes that all clients and the server send each other in a
+      round, from `result.json`; `None` if unknown.
   """
 
   label: str
@@ -48,10 +49,10 @@ class Run(NamedTuple):
 
 
 def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
-  """Reads the runs in some folders that have a metric, place by place.
+  """Reads the runs in some folders that have a metric.
 
   Raises:
-    ValueError: a folder holds none, or none of them has the metric.
+    ValueError: a folder holds no runs, or no run has the metric.
   """
   places = []
   for folder in folders:
@@ -60,7 +61,7 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
     if not found:
       raise ValueError(f"{folder}: there is no run, that is no metrics.jsonl")
     places += [place for place in found if place not in places]
-  # Without the seeds, or those of a single run would be all that differs.
+  # Without the seeds, or a single run's label would be only its seed.
   parts = [
     [p for p in place.parts if not _SEED.fullmatch(p)] for place in places
   ]
@@ -93,10 +94,10 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
 def series(
   rows: Sequence[Mapping[str, Any]], metric: str
 ) -> dict[str, list[tuple[int, float, float]]]:
-  """A metric's course for each model: its round, seconds until then and value.
+  """A metric over the rounds for each model: round, seconds so far and value.
 
-  Numbered models, parties' or clients', are averaged, unless their mean, as
-  `clients`, is in the rows already.
+  Numbered models, of parties or clients, are averaged, unless the rows already
+  have their mean, such as `clients`.
 
   >>> rows = [{'round': t, 'seconds': 1.0 * t, 'party0/accuracy': 0.25 * t,
   ...          'party1/accuracy': 0.5 * t} for t in (1, 2)]
@@ -117,7 +118,7 @@ def series(
       found.setdefault(model, []).append((len(of), point))
   courses = {}
   for model, points in found.items():
-    # Rows in which some are missing, as those that diverged, have no mean.
+    # Rows in which a model's value is missing, as if it diverged, have no mean.
     course = [point for of, point in points if of == numbers[model]]
     if model not in _PLURAL:
       courses[model] = course
@@ -131,20 +132,20 @@ def measures(
   target: float | None,
   bytes_per_round: int | None,
 ) -> dict[str, float | int | None]:
-  """What a model came to, and what it took to a target.
+  """A model's last and best values, and what it took to reach a target.
 
   Args:
-    course: rounds, seconds and values, as `series` has them.
-    target: what a value should reach; `None`: nothing is said of that.
-    bytes_per_round: what is sent in a round.
+    course: rounds, seconds and values, from `series`.
+    target: the value to reach, if any.
+    bytes_per_round: bytes sent in a round; `None` if unknown.
 
   Returns:
-    `rounds`, `last`, `best` and `best_round`, the first of the best; with a
-    target `rounds_to_target`, `bytes_to_target` and `seconds_to_target`, those
+    `rounds`, `last`, `best` and `best_round`, the first with the best value;
+    with a target `rounds_to_target`, `bytes_to_target` and `seconds_to_target`
     of the first evaluation that is at least the target, `None` if none is.
 
-  Reference: McMahan et al. 2017, section 3, counts rounds alike, but between
-    evaluations by linear interpolation.
+  Reference: McMahan et al. 2017, section 3, counts rounds in the same way, but
+    interpolates linearly between evaluations.
 
   >>> course = [(10, 1.5, 0.25), (20, 3.0, 0.75), (30, 4.5, 0.5)]
   >>> found = measures(course, 0.5, 8)
@@ -171,7 +172,7 @@ def measures(
 
 
 def lines_of(runs: Sequence[Run], target: float | None) -> list[dict[str, Any]]:
-  """One dict for each model of each run: what `summary.csv` has."""
+  """One dict for each model of each run: the lines of `summary.csv`."""
   return [
     {
       "run": run.label,
@@ -186,7 +187,7 @@ def lines_of(runs: Sequence[Run], target: float | None) -> list[dict[str, Any]]:
 
 
 def table(lines: Sequence[Mapping[str, Any]], target: float | None) -> str:
-  """The lines as a plain-text table, seeds of a run in one.
+  """The lines as a plain-text table, with one row for all seeds of a run.
 
   >>> line = dict(run='fedavg', model='small', rounds=20, last=0.5, best=0.75)
   >>> print(table([line, line | {'last': 0.75}], None))
@@ -236,7 +237,7 @@ def draw(
   over: str,
   published: Mapping[str, Mapping[str, float]],
 ) -> None:
-  """Draws the curves, over rounds or over the data that was sent.
+  """Draws the curves, over rounds or over the data sent.
 
   Args:
     runs: the runs.
@@ -246,7 +247,7 @@ def draw(
     published: see `report.curves`.
 
   Raises:
-    ValueError: it is unknown what a run sends.
+    ValueError: the data that a run sends is unknown.
   """
   from hetfl import report
 
@@ -281,7 +282,7 @@ def check_published(
   published: Mapping[str, Mapping[str, float]],
   lines: Sequence[Mapping[str, Any]],
 ) -> None:
-  """Raises a `ValueError` for levels of what is not drawn."""
+  """Raises a `ValueError` for levels of runs or models that are not drawn."""
   drawn = {(line["run"], line["model"]) for line in lines}
   for model, levels in published.items():
     for run in levels:
@@ -294,7 +295,7 @@ def read_published(given: Sequence[str]) -> dict[str, dict[str, float]]:
   """Reads `RUN/MODEL=PERCENT`.
 
   Raises:
-    ValueError: one is something else.
+    ValueError: a string has another form.
 
   >>> read_published(['fml/global=93.75'])
   {'global': {'fml': 0.9375}}

@@ -1,4 +1,4 @@
-"""What a table of a paper is made of: cells, each a flag file and a run."""
+"""The tables of the papers: cells, each with a flag file and a run."""
 
 from collections.abc import Mapping, Sequence
 import csv
@@ -20,14 +20,14 @@ class Cell(NamedTuple):
   Attributes:
     name: the name of its flag file, without `.flags`.
     title: what it is, in a line.
-    flags: what the flag file says.
-    published: where in `result.json` a number is, such as
-      `pools.small.test_accuracy`, to the published one in percent; `None`
-      where the paper draws it only. A cell of several algorithms begins with
-      the algorithm: `fml.global.test_accuracy`.
-    notes: further sentences for the head of the flag file.
-    like: the cell whose training on public data is the same, if there is one:
-      the later of the two takes it over.
+    flags: the flags of the flag file.
+    published: path of a number in `result.json`, such as
+      `pools.small.test_accuracy`, -> the published number in percent; `None`
+      where the paper only plots it. In a cell of several algorithms paths begin
+      with the algorithm: `fml.global.test_accuracy`.
+    notes: further sentences for the header of the flag file.
+    like: the cell with the same training on public data, if there is one; the
+      later of the two reuses it.
   """
 
   name: str
@@ -42,10 +42,10 @@ class Table(NamedTuple):
   """A table or figure of a paper.
 
   Attributes:
-    title: which, of which paper.
+    title: the paper, and the number of the table or figure.
     script: the experiment that runs its cells, such as `codist.py`.
     cells: its runs.
-    axis: the flag that a figure has along its horizontal axis.
+    axis: the flag on a figure's horizontal axis.
   """
 
   title: str
@@ -76,7 +76,7 @@ def flag_file(table: Table, cell: Cell) -> str:
     cell: the cell.
 
   Returns:
-    A head of comments, then the flags.
+    A header of comments, then the flags.
   """
   head = [
     f"{table.title}: {cell.title}",
@@ -102,7 +102,7 @@ def flag_file(table: Table, cell: Cell) -> str:
 
 
 def label(path: str) -> str:
-  """A short name of a number in `result.json`.
+  """A short name for a number in `result.json`.
 
   >>> label("pools.small.test_accuracy"), label("global.test_accuracy")
   ('small', 'global')
@@ -129,8 +129,7 @@ def label(path: str) -> str:
 def lookup(result: Any, path: str) -> Any:
   """A number of `result.json` by its path; `None` if it is not there.
 
-  A star goes over a list, `0-3` over those of its entries, and the mean is
-  taken.
+  `*` takes the mean over a list, `0-3` over those of its entries.
 
   >>> lookup({"pools": {"small": {"test_accuracy": 0.5}}},
   ...        "pools.small.test_accuracy")

@@ -1,4 +1,4 @@
-"""The experiments as a search sees them: spaces, places and accuracies."""
+"""What a search needs to know of the experiments: see `Tunable`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,18 +13,17 @@ PyTree = Any
 class Tunable(NamedTuple):
   """What a search needs to know of an experiment.
 
-  The module also has `UNUSED`, `define_flags`, `configuration` and
-  `Experiment`, as `codist` has; the flags of a dimension hold one value, or one
+  Its module also needs `UNUSED`, `define_flags`, `configuration` and
+  `Experiment`, as in `codist`; a flag that is searched holds one value, or one
   for each model.
 
   Attributes:
-    module: its name.
-    models: the names of the models that flags may have values of their own
-      for.
+    module: the name of the module.
+    models: the names of the models for which a flag can have separate values.
     space: algorithm -> dimension -> range. `FLAG` is one value for all
       models, `FLAG.MODEL` that of one.
     place: `(state, flag, value) -> state` with the value in it, traceable;
-      ValueError if the state has no place for it.
+      ValueError if the state does not hold this flag.
     accuracies: `(experiment, config) -> (names, evaluate, data)`: the
       accuracies that can be objectives; `evaluate(state, data)`, which gives a
       `Mean` for each; and its data, `heldout` and `test`.
@@ -51,7 +50,7 @@ def _place_codist(state: PyTree, flag: str, value: Any) -> PyTree:
 
 
 def _codist_space() -> dict[str, dict[str, str]]:
-  """Appendix F; a decay coefficient of (0, 1) on a log scale from 0.001."""
+  """Appendix F; decay coefficients, in (0, 1), have a log scale from 0.001."""
   both = lambda **ranges: {
     f"{flag}.{model}": text
     for flag, text in ranges.items()
@@ -70,7 +69,7 @@ def _codist_space() -> dict[str, dict[str, str]]:
 
 
 def _accuracy_of_each(sums: list[core.Metrics]) -> list[core.Mean]:
-  """Of what each model was measured for on one set, the accuracy."""
+  """Each model's accuracy, out of its metrics on one set."""
   return [
     next(mean for name, mean in of_one.items() if name.endswith("_accuracy"))
     for of_one in sums
@@ -78,7 +77,7 @@ def _accuracy_of_each(sums: list[core.Metrics]) -> list[core.Mean]:
 
 
 def codist_accuracies(experiment, config):
-  """Those of each pool's model, on the held-out clients' and test examples."""
+  """Accuracies of each pool's model, on held-out clients' and test examples."""
   del config
   names, evaluator = EXPERIMENTS["codist"].models, experiment.evaluator
 
@@ -92,14 +91,14 @@ def codist_accuracies(experiment, config):
 
 def _place_fml(state: PyTree, flag: str, value: Any) -> PyTree:
   if flag == "learning_rate" and hasattr(state, "pools"):
-    flag = "client_lr"  # FedAvg's and FedProx's name of it.
+    flag = "client_lr"  # FedAvg's and FedProx's name for it.
   return core.with_hyper(state, **{flag: value})
 
 
 def fml_accuracies(experiment, config):
-  """Those of the global model and, as a mean, of the clients' own.
+  """The global model's accuracy, and the mean accuracy of the clients' models.
 
-  Of the latter "test" are the clients' validation images.
+  For the latter, "test" stands for the clients' validation images.
   """
   if not config["heldout_examples"]:
     raise common.UsageError(

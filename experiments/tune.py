@@ -3,20 +3,20 @@ r"""Searches for an experiment's hyper-parameters on held-out data.
   python experiments/tune.py --experiment=codist --trials=64 --block=16 \
       --workdir=DIR -- --algorithm=merged --dataset=digits --rounds=60
 
-What follows `--` are the experiment's own flags. The space is the paper's by
-default (codist: Lichtarge et al. 2023, appendix F), the objective the mean of
-the models' accuracies on held-out, never on test data; `--experiment=fml` wants
-`--heldout_examples` for that. DIR then holds
+Flags after `--` are the experiment's own. By default the search space is the
+paper's (codist: Lichtarge et al. 2023, appendix F), and the objective is the
+mean of the models' accuracies on held-out data, never on test data;
+`--experiment=fml` requires `--heldout_examples` for it. DIR then holds
 
-  trials.jsonl  a line a trial
-  result.json   the best, and what the best --top come to in the mean
-  best.flags    a flag file of the best, for the experiment
-  parallel.png  all trials, a line each across the hyper-parameters
+  trials.jsonl  one line per trial
+  result.json   the best trial, and the means of the best --top trials
+  best.flags    a flag file of the best trial, for the experiment
+  parallel.png  all trials, each a line across the hyper-parameters
 
-The same command goes on with a search that was stopped; with more --trials,
-it adds to one that was finished. Searches of several machines, with the same
---seeds for their trials and a --seed each, become one by the same command with
---join=DIR1,DIR2 and a DIR of its own.
+The same command resumes a search that was stopped; with more --trials, it adds
+to a finished one. To merge searches of several machines, with the same --seeds
+for their trials and a different --seed each, run the same command with
+--join=DIR1,DIR2 and a new DIR.
 """
 
 from collections.abc import Callable
@@ -51,74 +51,77 @@ def _define_flags() -> None:
     "experiment",
     "codist",
     sorted(tunables.EXPERIMENTS),
-    "The command whose hyper-parameters are searched.",
+    "The experiment whose hyper-parameters are searched.",
   )
   flags.DEFINE_integer(
     "trials",
     64,
-    "Trials in all; 1,024 in the paper. More can be added later, best of all to"
-    " a multiple of --block: the last block halves what it has.",
+    "Total number of trials; 1,024 in the paper. More can be added later. A"
+    " multiple of --block is best, since a smaller last block is halved on its"
+    " own.",
     lower_bound=1,
   )
   flags.DEFINE_list(
     "join",
     None,
-    "Folders of searches with the same flags, --seeds among them, but another"
-    " --seed each: take their trials, and train none.",
+    "Folders of searches with the same flags, including --seeds, but a"
+    " different --seed each: merge their trials, and train none.",
   )
   flags.DEFINE_integer(
     "block",
     16,
-    "Trials that train side by side; bounds the memory: with --batching=vmap a"
-    " trial of codist's CIFAR takes about a gigabyte. 64 in the paper.",
+    "Number of trials that train side by side, which bounds the memory: with"
+    " --batching=vmap a trial of codist's CIFAR takes about a gigabyte. 64 in"
+    " the paper.",
     lower_bound=1,
   )
   flags.DEFINE_integer(
     "halvings",
     2,
-    "How often the worse half of a block is dropped: after 1/4 and 1/2 of the"
-    " rounds for 2.",
+    "How often the worse half of a block is dropped; 2: after 1/4 and after 1/2"
+    " of the rounds.",
     lower_bound=0,
     upper_bound=10,
   )
   flags.DEFINE_list(
     "space",
     [],
-    "In place of the paper's ranges: NAME=log:LOW:HIGH, NAME=linear:LOW:HIGH,"
-    " or NAME=fixed for the value of its flag, with commas. NAME is a flag, as"
-    " client_lr, or a flag for one model, as server_lr.small; a flag that the"
-    " default has for each model means both. Beside the default's, prox_mu can"
-    " be searched; batch sizes, epochs, momentum, dropout and label_weight"
-    " cannot. Next words want larger rates than the paper's:"
+    "Comma-separated ranges that replace the paper's: NAME=log:LOW:HIGH,"
+    " NAME=linear:LOW:HIGH, or NAME=fixed for the value of its flag. NAME is a"
+    " flag, such as client_lr, or a flag for one model, such as"
+    " server_lr.small; a flag that has a default range for each model stands"
+    " for both. Besides the default dimensions, prox_mu can be searched; batch"
+    " sizes, epochs, momentum, dropout and label_weight cannot. Next-word"
+    " prediction needs larger learning rates than the paper's:"
     " client_lr=log:1e-3:1.",
   )
   flags.DEFINE_string(
     "objective",
     "mean",
-    "Held-out accuracy of what is to be maximized: for codist a model (small,"
-    " large), for fml the global model or the clients' own (global, clients);"
-    " or mean.",
+    "The held-out accuracy to maximize: for codist that of one model (small,"
+    " large), for fml that of the global model or of the clients' own (global,"
+    " clients); or their mean (mean).",
   )
   flags.DEFINE_enum(
     "proposer",
     "random",
     ["random", "optuna"],
-    "What proposes trials: seeded random search, or Optuna's TPE (which pip"
-    " install -e '.[tune]' brings), a block at a time.",
+    "How trials are proposed: by seeded random search, or by Optuna's TPE (pip"
+    " install -e '.[tune]'), one block at a time.",
   )
   flags.DEFINE_enum(
     "batching",
     "auto",
     ["auto", "vmap", "threads"],
     "How trials train side by side: as one program, split over the devices if"
-    " several, or as runs of their own over one engine; auto: vmap on"
-    " accelerators, threads on CPUs. Changes speed only.",
+    " there are several (vmap), or as separate runs on one engine (threads);"
+    " auto: vmap on accelerators, threads on CPUs. Changes speed only.",
   )
   flags.DEFINE_integer(
     "top",
     10,
-    "Trials in the table and in result.json's means, of those that were"
-    " trained to the end; 25 in the paper's Figure 4.",
+    "Number of best trials in the table and in result.json's means, out of"
+    " those that were trained to the end; 25 in the paper's Figure 4.",
     lower_bound=1,
   )
 
@@ -133,11 +136,11 @@ def _define_experiment() -> None:
 
 
 def make_space(tunable: tunables.Tunable, algorithm: str) -> proposers.Space:
-  """The default space with `--space` in it.
+  """The default space, with the changes of `--space`.
 
   Args:
     tunable: the experiment.
-    algorithm: which of its algorithms.
+    algorithm: one of its algorithms.
 
   Returns:
     Dimension by name.
@@ -189,7 +192,7 @@ def make_space(tunable: tunables.Tunable, algorithm: str) -> proposers.Space:
 def _is_searched(
   flag: str, space: proposers.Space, tunable: tunables.Tunable
 ) -> bool:
-  """Whether all values of a flag are: its one, or those of all models."""
+  """Whether a flag is searched as one value or for all models, not for some."""
   of_models = [f"{flag}.{model}" for model in tunable.models]
   return flag in space or (bool(of_models) and space.keys() >= {*of_models})
 
@@ -197,15 +200,15 @@ def _is_searched(
 def flag_values(
   tunable: tunables.Tunable, config: dict, values: dict[str, Any]
 ) -> dict[str, Any]:
-  """A trial's values as those of flags.
+  """A trial's values as values of flags.
 
   Args:
     tunable: the experiment.
     config: the experiment's flags, for models that are not searched.
-    values: by name of dimension; numbers, or traced.
+    values: dimension -> value, a number or traced.
 
   Returns:
-    By name of flag: a value, or one for each model.
+    Flag -> a value, or a list of one for each model.
   """
   result = {}
   for name, value in values.items():
@@ -228,7 +231,7 @@ def check_ends(
   space: proposers.Space,
   workdir,
 ) -> None:
-  """Checks that the experiment takes the least and the greatest values.
+  """Checks that the experiment accepts both ends of all ranges.
 
   Args:
     tunable: the experiment.
@@ -238,7 +241,7 @@ def check_ends(
     workdir: the search's folder.
 
   Raises:
-    UsageError: naming a flag and the value that it cannot have.
+    UsageError: naming a flag and the value that it rejects.
   """
   for end in ("low", "high"):
     ends = {name: getattr(d, end) for name, d in space.items()}
@@ -264,7 +267,7 @@ def check_ends(
 
 
 def make_objective(names: tuple[str, ...]) -> Callable[[dict], float]:
-  """The objective that `--objective` names, of the held-out accuracies."""
+  """The objective of `--objective`, a function of the held-out accuracies."""
   if FLAGS.objective == "mean":
     return lambda heldout: float(np.mean(list(heldout.values())))
   if FLAGS.objective not in names:
@@ -281,7 +284,7 @@ def make_problem(
   speed: dict,
   vmap: bool,
 ) -> trials.Problem:
-  """The experiment as a search sees it."""
+  """The experiment as a search's problem."""
   algorithm = experiment.algorithm(config, speed)
   names, evaluate, eval_data = tunable.accuracies(experiment, config)
 
@@ -313,7 +316,7 @@ def make_problem(
 
 
 def check_flags(tunable: tunables.Tunable, module: Any) -> str:
-  """The algorithm to search for, if a search can follow the flags.
+  """The algorithm to search for, if searches support all flags.
 
   Args:
     tunable: the experiment.
@@ -367,7 +370,7 @@ def search_config(
   config: dict,
   space: dict[str, proposers.Dimension],
 ) -> dict[str, Any]:
-  """What tells this search from others: its flags, and the trials' fixed ones.
+  """What identifies a search: its own flags, and its trials' fixed flags.
 
   Args:
     tunable: the experiment.
@@ -377,7 +380,7 @@ def search_config(
   Returns:
     The config of the search's folder.
   """
-  # Of a flag with a value for each model, one may be searched and one not.
+  # A flag may be searched for one model and not for the other.
   searched = {name.partition(".")[0] for name in space}
   searched = {f for f in searched if _is_searched(f, space, tunable)}
   fixed = [
@@ -391,7 +394,7 @@ def search_config(
 
 
 def main() -> None:
-  """Runs the search, then writes and prints what came out."""
+  """Runs the search, then writes and prints its results."""
   tunable = tunables.EXPERIMENTS[FLAGS.experiment]
   module = importlib.import_module(tunable.module)
   algorithm = check_flags(tunable, module)
@@ -399,7 +402,7 @@ def main() -> None:
   space = make_space(tunable, algorithm)
   for name, dimension in space.items():
     flag = name.partition(".")[0]
-    if FLAGS[flag].value == 0:  # Switched off it is no part of the state.
+    if FLAGS[flag].value == 0:  # Switched off, it is not part of the state.
       FLAGS[flag].value = dimension.high
   vmap = choose_batching()
   dataset = _text(FLAGS.dataset).replace(",", "-")
@@ -413,7 +416,7 @@ def main() -> None:
   check_ends(tunable, module, config, space, workdir)
   experiment = module.Experiment(config, speed)
   problem = make_problem(tunable, experiment, config, speed, vmap)
-  # All that can be wrong should show before a folder is made.
+  # Raises errors before any folder is made.
   jax.eval_shape(lambda: problem.init({n: d.low for n, d in space.items()}, 0))
   problem.plan(seeds[0], 1)
   search = search_config(tunable, config, space)
@@ -423,12 +426,12 @@ def main() -> None:
   rows = tune.join(joined)
   folder = common.open_folder(
     workdir,
-    # So that no search's own trials are written over.
+    # So that --join does not overwrite the trials of a search.
     search | ({"joined": True} if joined else {}),
     speed | {"trials": FLAGS.trials, "batching": FLAGS.batching},
   )
   folder.keep(experiment.files)
-  commit = training.git_commit()  # Of the code at work, as `training.run`'s.
+  commit = training.git_commit()  # Of the running code, as in `training.run`.
   with folder.at_work():
     if joined:
       content = b"".join(map(logs.json_line, rows))
@@ -456,7 +459,7 @@ def main() -> None:
       name: best.get(name)
       for name in ("trial", "objective", "heldout", "test", "values")
     },
-    # Rows of a block hold the whole block's.
+    # Each row of a block has the seconds of the whole block.
     "seconds": sum({row["block_end"]: row["seconds"] for row in rows}.values()),
     "versions": training.versions(),
     "git_commit": commit,
@@ -473,7 +476,7 @@ def main() -> None:
 def make_proposer(
   space: dict[str, proposers.Dimension], workdir: pathlib.Path
 ) -> proposers.Proposer:
-  """What `--proposer` names."""
+  """The proposer that `--proposer` names."""
   if FLAGS.proposer == "optuna":
     journal = workdir / "optuna.journal"
     return proposers.OptunaSearch(space, FLAGS.seed, journal)
@@ -483,7 +486,7 @@ def make_proposer(
 def make_runner(
   problem: trials.Problem, seeds: list[int], at: engine.Engine, vmap: bool
 ) -> trials.Runner:
-  """What trains trials: as one program, or side by side on an engine."""
+  """The runner of trials: as one program, or side by side on an engine."""
   if vmap:
     return trials.Vmapped(problem, seeds, devices=jax.devices())
   threads = isinstance(at, engine.Threads)
@@ -497,7 +500,7 @@ def draw(
   path: pathlib.Path,
   title: str,
 ) -> None:
-  """Draws the trials as lines from value to value."""
+  """Draws the trials as lines in parallel coordinates."""
   report.parallel_coordinates(
     {name: [row["values"][name] for row in rows] for name in space},
     [row["objective"] for row in rows],
@@ -512,12 +515,12 @@ def draw(
 def check_alike(
   path: pathlib.Path, search: dict, data: dict[str, bytes]
 ) -> None:
-  """Checks that a folder is of a search that differs in its seed alone.
+  """Checks that a folder holds a search that differs only in its seed.
 
   Args:
     path: the folder.
     search: this search's flags.
-    data: files that tell its data from others.
+    data: files that identify its data.
 
   Raises:
     UsageError: it does not.
@@ -532,10 +535,10 @@ def check_alike(
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise common.UsageError(f"--join={path}: no search's: {error}") from error
   here = logs.to_json(search)
-  # Of an earlier version, which did not know some of the flags.
+  # An earlier version may not have had all flags.
   missing = {n for n in here if n not in content and n in FLAGS}
   content |= logs.to_json({n: FLAGS[n].default for n in missing})
-  # Without --seeds it is the trials' own too.
+  # Without --seeds, --seed is the trials' seed too, and so must be the same.
   own = {"joined", *(["seed"] if FLAGS.seeds else [])}
   unlike = logs.differences(content, here, ignoring=own)
   if unlike:
@@ -545,7 +548,7 @@ def check_alike(
 
 
 def write_best(tunable, module, rows, config, workdir) -> proposers.Row:
-  """Writes `best.flags`, which the experiment takes as it is; the best row."""
+  """Writes `best.flags` for the experiment, and returns the best row."""
   best = tune.top(rows, 1)
   if not best:
     raise common.UsageError(
@@ -563,7 +566,7 @@ def write_best(tunable, module, rows, config, workdir) -> proposers.Row:
     f"#   python experiments/{tunable.module}.py --flagfile=best.flags"
     " --data_dir=DIR",
   ]
-  # Those of a trial's runs, where they are not the search's own.
+  # With --seeds, the trials' seeds and not the search's own.
   seeds = {"seed": None, "seeds": FLAGS.seeds} if FLAGS.seeds else {}
   used = {
     name: value

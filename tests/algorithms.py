@@ -25,8 +25,8 @@ class Case(NamedTuple):
     build: (engine, rounds) -> the algorithm.
     plan: (round, lanes) -> the round's plan.
     data: () -> the banks, on the device.
-    unlike: (state, scale) -> the state of a trial with hyper-parameters of its
-      own, which are those of the first one for a scale of 1.
+    unlike: (state, scale) -> the state of a trial with other hyper-parameters;
+      a scale of 1 gives those of the first trial.
     lanes: whether the plan has lanes.
   """
 
@@ -50,7 +50,7 @@ def scaled(tree, scale):
 
 
 def make_distiller(**settings):
-  # SGD's steps do not blow rounding up, as Adam's do for tiny gradients.
+  # SGD does not amplify rounding errors, as Adam does for tiny gradients.
   defaults = dict(
     learning_rate=0.02,
     regularization=0.1,
@@ -279,5 +279,5 @@ def run(name, algorithm, rounds, *, state=None, first=1, lanes=1):
 
 
 def arrays(state):
-  """All of a state but its key, which no tolerance is for."""
+  """All of a state but its key, which cannot be compared with a tolerance."""
   return state.replace(key=None)

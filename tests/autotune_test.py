@@ -119,7 +119,7 @@ class Periodic:
 def test_a_rounds_time_is_the_mean_over_a_period(
   monkeypatch, tmp_path, every, expected, number
 ):
-  """Microbatches are measured where exchanges are, and count as they do."""
+  """If exchanges are rare, they do not count, nor are microbatches tuned."""
   with monkeypatch.context() as path:
     path.syspath_prepend(str(ROOT / "experiments"))
     autotuning = importlib.import_module("autotuning")

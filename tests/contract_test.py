@@ -168,7 +168,7 @@ def test_going_on_leaks_and_compilations(reference, name):
 def test_a_state_may_be_given_up(name):
   algorithm = CASES[name].build(None, ROUNDS)
   step = jax.jit(algorithm.step, donate_argnums=0)
-  for seed in (0, 1):  # The first must not take what the second begins with.
+  for seed in (0, 1):  # The first run must not delete what the second needs.
     state = algorithm.init(jax.random.key(seed))
     run(name, algorithm._replace(step=step), 2, state=state)
 
@@ -184,7 +184,7 @@ def test_a_plan_may_lie_on_the_device(name):
 
 
 def test_what_an_init_is_given_stays():
-  """States may be given up, but not the arrays that they began with."""
+  """Donating a state does not delete the arrays that `init` was given."""
   alpha, key = jnp.array(0.5), jax.random.key(0)
   merged = codist.merged_codist(
     federation.make_pools(), make_distiller(), alpha=alpha, rounds=None
@@ -222,7 +222,7 @@ def test_threads_compile_nothing_later(name):
   )
   compiled = lambda: sum("backend_compile" in event for event in events)
   algorithm = build(name, engine.Threads(2), rounds=20)
-  # Every program has had its turn by then: exchanges, parties that stop.
+  # By then every program has run: exchanges, parties that stop.
   state, _ = run(name, algorithm, 8, lanes=4)
   before = compiled()
   assert before > 0
@@ -377,14 +377,14 @@ def test_two_devices_are_two_halves_of_a_batch_to_batch_normalisation():
     mean, var = (start.stats["batch_stats"]["BatchNorm_0"][n] for n in _STATS)
     for batch in batches:
       mean = 0.75 * mean + 0.25 * batch.mean((0, 1))
-      var = 0.75 * var + 0.25 * batch.var(1).mean(0)  # Of each half its own.
+      var = 0.75 * var + 0.25 * batch.var(1).mean(0)  # One for each half.
     found = pool.stats["batch_stats"]["BatchNorm_0"]
     assert_close([found[n] for n in _STATS], [mean, var])
 
 
 @pytest.mark.parametrize("threads", [False, True])
 def test_teachers_and_students_see_the_same_images(threads):
-  """A student whose target is its own view starts at no loss at all."""
+  """A student whose target is its own prediction starts at zero loss."""
 
   def noisy(key, batch):
     noise = jax.random.normal(key, batch["x"].shape)
@@ -412,7 +412,7 @@ def test_teachers_and_students_see_the_same_images(threads):
 
 
 def recorded(build):
-  """What two pools drew, and saw, in two rounds; one client of two steps."""
+  """Random draws and inputs of two pools in two rounds, a client of 2 steps."""
   pools = [
     Pool(
       name,
@@ -454,7 +454,7 @@ def test_no_draw_is_made_twice():
   draws, seen = recorded(functools.partial(codist.periodic_codist, period=1))
   assert (draws > 0).sum(axis=1).tolist() == [16, 16]
   assert len(np.unique(draws[draws > 0])) == 32
-  # No key serves both for an image, which is 1 before, and in the model.
+  # No key is used both for an image, which is 1 before, and in the model.
   assert not np.isclose(seen - 1, draws)[draws > 0].any()
   # Both students see the same images, in the same two parts.
   of_round = np.r_[[False] * 2, [True] * 6]

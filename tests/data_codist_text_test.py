@@ -169,7 +169,7 @@ def test_stackoverflow_files(tmp_path, monkeypatch):
   assert len(data.heldout.index) == 15 and len(data.test.index) == 18
   assert data.vocabulary.size == 4 + 30 + 3  # Names, n0, n1, n2.
   assert not words(data, data.test) & {f"test{k}" for k in range(6)}
-  # By default what there is, of ten users; asked for, so many it must be.
+  # By default all there are, of ten users; a requested number must exist.
   assert len(load(**files_there).distill.index) == 30
   with pytest.raises(ValueError, match="distill_examples=31.*1 to 30"):
     load(**files_there, distill_examples=31)

@@ -42,7 +42,7 @@ def test_round_trip_in_memory():
   back = fedjax_source.from_fedjax(data)
   assert back.ids == ("ann", "bob", "zoë")
   _assert_same_clients(population, back)
-  # Copies: what is done to them is not done to the originals.
+  # Copies: changing them does not change the originals.
   back.bank["x"][:] = 0
   _assert_same_clients(
     population, fedjax_source.from_fedjax(fedjax_source.to_fedjax(population))

@@ -16,7 +16,7 @@ SIZES = {"train": 30, "test": 27}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
-  """Small official sizes, and no set that TFDS prepared for somebody."""
+  """Small official sizes, and no data set that TFDS has prepared here."""
   monkeypatch.setattr(letters, "SIZES", SIZES)
   monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "no_tfds"))
 
@@ -111,7 +111,7 @@ def test_fedjax(tmp_path):
     )
     write_sqlite(population, tmp_path / f"federated_emnist_{split}.sqlite")
   _check(letters.load_letters(tmp_path), "fedjax")
-  # The idx files come first, but for who wants to know the writers.
+  # The idx files come first, unless writers are requested.
   (tmp_path / "emnist-letters-train-images-idx3-ubyte").write_bytes(b"")
   _check(letters.load_letters(tmp_path, writers=True), "fedjax")
 

@@ -56,7 +56,7 @@ def test_pachinko_is_a_function_of_its_seed():
   coarse, fine = _cifar100_labels()
   kwargs = dict(num_clients=20, examples_per_client=50)
   a = partition.pachinko(coarse, fine, seed=3, **kwargs)
-  np.random.seed(0)  # the global generator has no say
+  np.random.seed(0)  # the global generator has no effect
   _assert_same(a, partition.pachinko(coarse, fine, seed=3, **kwargs))
   b = partition.pachinko(coarse, fine, seed=4, **kwargs)
   assert any((x != y).any() for x, y in zip(a, b))
@@ -193,7 +193,7 @@ def test_matching_has_the_shares_of_the_partition():
   )
   # A fifth of each, to the cut at each end; and to one for an empty client.
   assert np.abs(count(matched, other) - count(parts, labels) / 5).max() <= 2
-  # A label that the partition has not is shared alike: 7 by 3 clients.
+  # A label that the partition lacks is split evenly: 7 over 3 clients.
   parts = [np.array([k]) for k in range(3)]
   (few, *_) = partition.matching(
     parts, np.zeros(3, int), np.ones(7, int), seed=1
@@ -204,7 +204,7 @@ def test_matching_has_the_shares_of_the_partition():
 
 
 def test_clients_draw_from_everywhere_and_by_the_seed():
-  """Sixty examples of one class, by three clients, have no order to go by."""
+  """Three clients get sixty examples of one class in random order."""
   zeros = np.zeros(60, int)
   thirds = [np.arange(k, 60, 3) for k in range(3)]
   ways = {

@@ -133,7 +133,7 @@ def test_wordpiece_is_hugging_faces_up_to_ties():
   tokenizers = pytest.importorskip("tokenizers")
   rng = random.Random(1)
   counts = Counter()
-  for _ in range(400):  # Unlike counts: ties are what they break at random.
+  for _ in range(400):  # Unequal counts, since tokenizers breaks ties randomly.
     counts["".join(rng.choices("abcde", k=rng.randint(1, 7)))] += 1
   counts = Counter({w: n * 1000 + i for i, (w, n) in enumerate(counts.items())})
   ours = text.train_wordpiece(counts, 60)

@@ -20,7 +20,7 @@ CLASSES = 4
 
 @pytest.fixture(autouse=True)
 def no_other_sets(tmp_path, monkeypatch):
-  """Neither a set that TFDS prepared for somebody, nor the network."""
+  """No data set that TFDS has prepared here, and no network."""
   monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "no_tfds"))
   real = urllib.request.urlopen
 

@@ -157,13 +157,13 @@ def test_two_processes(environment, one_device, tmp_path):
   for name in ALGORITHMS:  # Both came to the same bits.
     for a, b in zip(*(params(folder, name) for folder in folders)):
       np.testing.assert_array_equal(a, b)
-  # Of a finished run a process without a folder hears what it gave.
+  # A process without the folder of a finished run receives its result.
   folders = tmp_path / "first", tmp_path / "third"
   two_processes(environment, folders, algorithms=["merged"])
   for file in ("metrics.jsonl", "result.json"):
     first, third = (folder / "merged" / file for folder in folders)
     assert first.read_bytes() == third.read_bytes()
-  # Killed after the last checkpoint: it evaluates no more, and all know it.
+  # Killed after the last checkpoint: no process evaluates again.
   result = tmp_path / "first/merged/result.json"
   norm = json.loads(result.read_bytes())["norm"]
   result.unlink()
@@ -177,7 +177,7 @@ def test_two_processes_go_on_from_the_first_ones_checkpoint(
   environment, one_device, tmp_path
 ):
   first = after_round_2(one_device, tmp_path / "first")
-  second = tmp_path / "second"  # Has none, as without a common file system.
+  second = tmp_path / "second"  # Has none, as without a shared file system.
   two_processes(environment, (first, second), algorithms=["merged"])
   assert_same(first, one_device, ["merged"])
 
@@ -258,7 +258,7 @@ def test_the_phases_of_fedmd_over_two_processes(environment, tmp_path):
 
 
 def test_a_program_holds_no_collectives_but_its_jobs():
-  """The compiler splits nothing by itself, whatever does not divide evenly."""
+  """The compiler adds no sharding of its own, even for uneven sizes."""
   mesh = federation.mesh(3)
   runner, case = engine.Inline(mesh), CASES["merged"]
   algorithm = case.build(runner, 4)
@@ -295,7 +295,7 @@ def test_devices_keep_what_comes_every_round(caplog):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loops_with_collectives_take_turns(dtype):
-  """The second waits for the first, for trials too: a branch, no selection."""
+  """The second waits for the first, under `vmap` too: a `cond`, no `select`."""
   mesh = federation.mesh(2)
 
   def both(x):
@@ -330,7 +330,7 @@ def test_devices_take_a_call_each():
 
 
 def test_what_comes_from_other_devices_keeps_its_type():
-  """Sums over devices make numbers of truth values, and know no keys."""
+  """Sums over devices turn booleans into numbers, and do not accept keys."""
   mesh = federation.mesh(2)
   key = jax.random.key(3)
   states = [

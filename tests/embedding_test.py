@@ -1,4 +1,4 @@
-"""What those do with the steps who embed them in code of their own."""
+"""Uses of the algorithms' steps within a user's own code."""
 
 import functools
 
@@ -70,7 +70,7 @@ def test_trials_are_evaluated_together():
   "name,lanes", [("fedavg", 1), ("fedavg", 3), ("periodic", 3), ("fedmd", 1)]
 )
 def test_gradients_through_a_round_whose_plan_is_known(name, lanes):
-  """By reverse mode what forward mode gives."""
+  """Reverse mode gives the gradient of forward mode."""
   case = CASES[name]
   algorithm, plan, data = case.build(None, 2), case.plan(2, lanes), case.data()
   start = algorithm.init(jax.random.key(0))
@@ -132,7 +132,7 @@ def test_clients_may_change_what_they_send():
 
 @pytest.mark.parametrize("runner", [None, engine.Threads(2)])
 def test_noise_of_clients_is_their_own_wherever_they_are(runner):
-  """With a delta of noise alone the server's is the clients' weighted mean."""
+  """If clients send only noise, the server's delta is its weighted mean."""
 
   def noise(key, delta):
     return jax.tree.map(lambda d: jax.random.normal(key, d.shape), delta)
@@ -171,7 +171,7 @@ def test_noise_of_clients_is_their_own_wherever_they_are(runner):
 
 
 def epoch_of_one(**settings):
-  """What a party's only step on an image of class 0 makes of zero weights."""
+  """A party's weights after one step from zero on an image of class 0."""
   one = party.Party("a", federation.line(0.0, 0.0), **settings)
   algorithm = party.fit([one])
   bank = {"x": jnp.ones((1, 1)), "y": jnp.zeros(1, int)}
@@ -184,7 +184,7 @@ def epoch_of_one(**settings):
 
 
 def test_optimizers_may_ask_for_the_loss():
-  """Polyak's rate is the loss by the gradient's square: log 2 / (1/4 + 1/4)."""
+  """Polyak's rate is loss / squared gradient norm: log 2 / (1/4 + 1/4)."""
   sizes = round_of_one(
     federation.line(0.0, 0.0),
     client_optimizer=lambda rate: optax.polyak_sgd(
@@ -192,7 +192,7 @@ def test_optimizers_may_ask_for_the_loss():
     ),
   )
   np.testing.assert_allclose(sizes[0], [np.log(2), -np.log(2)], rtol=1e-5)
-  # Parties, mutual clients and students hand it on too.
+  # Parties, mutual clients and students pass the loss on too.
   polyak = lambda rate: optax.polyak_sgd(max_learning_rate=rate)
   bank = {"x": jnp.ones((1, 1)), "y": jnp.zeros(1, int)}
   np.testing.assert_allclose(
@@ -213,7 +213,7 @@ def test_optimizers_may_ask_for_the_loss():
 
 
 def falls_by_the_loss(rate):
-  """An optimizer that takes the loss it is told from every parameter."""
+  """An optimizer that subtracts rate times the loss from every parameter."""
 
   def update(updates, state, params, *, value, **extra):
     del updates, extra
@@ -409,7 +409,7 @@ def test_what_is_of_another_kind_is_refused():
 
 
 def test_clients_may_have_optimizers_of_their_own():
-  """Those of client 0 stand still; the memes, and client 1, learn as before."""
+  """Client 0's model stands still; the memes and client 1 learn as before."""
   still = lambda rate: optax.sgd(0 * rate)
   model = algorithms.MLP
 

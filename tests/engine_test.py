@@ -1,4 +1,4 @@
-"""The threaded engine's habits."""
+"""How the engines run jobs."""
 
 import threading
 import time
@@ -48,7 +48,7 @@ def test_chunks_are_put_together(rows):
 
 
 def test_trials_that_differ_do_not_all_pay():
-  """A branch stays one under `vmap`, and a bank is not copied for each."""
+  """Under `vmap` a branch stays a branch, and no trial copies the bank."""
 
   def call(weight, bank, when):
     job = engine.Call(lambda w, b: w * jnp.sum(b), (weight, bank), when)
@@ -86,7 +86,7 @@ def test_after_an_error_no_more_programs_are_begun():
 
   runner = engine.Threads(1)
   jobs = [engine.Call(slow, (jnp.ones(()),))] * 20
-  # What never ran goes first, in the order of the jobs.
+  # Jobs that have never run go first, in their order.
   with pytest.raises(RuntimeError, match="a bug in a model"):
     runner.run(engine.Call(wrong, (jnp.ones(()),)), *jobs)
   runner.run(engine.Call(lambda x: x, (jnp.ones(()),)))  # The queue is empty.

@@ -1,4 +1,4 @@
-"""What calls that make no sense say, and values that are only unusual."""
+"""Error messages of invalid calls, and unusual values that are valid."""
 
 import dataclasses
 
@@ -96,7 +96,7 @@ def step(name, plan=None, data=None):
 
 
 def labelled(y):
-  """The loss of two predictions with such labels."""
+  """The loss of two predictions with the labels `y`."""
   batch = {"x": 0} if y is None else {"y": y}
   return core.cross_entropy(jnp.zeros((2, 3)), batch)
 
@@ -117,7 +117,7 @@ def unlike_pools():
 
 
 def column_of_losses(make):
-  """A loss `[B, 1]`, as of a regression whose labels got an axis."""
+  """A loss `[B, 1]`, as in a regression whose labels have an extra axis."""
   loss = lambda logits, batch: core.cross_entropy(logits, batch)[:, None]
   return make(algorithms.MLP, loss=loss)
 
@@ -146,7 +146,7 @@ def one_class():
 
 
 def sequences(make, length):
-  """A model of several softmaxes an example, as of a segmentation."""
+  """A model with several softmaxes per example, as in a segmentation."""
   shape = (length, federation.CLASSES)
   many = core.Model.from_flax(
     nn.Sequential(
@@ -451,7 +451,7 @@ WRONG = {
   "a loss of shape (3, 1) on 3": lambda: column_of_losses(pool_round),
   "a loss of shape (2, 1) on 2": lambda: column_of_losses(mutual_round),
   "a softmax over one class says nothing": one_class,
-  # As many softmaxes as examples would have been weighted all the same.
+  # As many softmaxes as examples, which could be mistaken for them.
   "with losses of shape (2,): mutual": lambda: sequences(mutual_round, 2),
   "give Distiller.weights (8, 8)": lambda: sequences(codistil, 8),
   "but the loss takes labels 'y'": lambda: labelled(None),
@@ -459,7 +459,7 @@ WRONG = {
   "batch['y'] is int32 of shape (2, 1)": lambda: labelled(
     jnp.array([[0], [1]])
   ),
-  # One, where a sequence is meant.
+  # One where a sequence is expected.
   "pools: give a sequence, such as [pools]": lambda: fedavg(POOLS[0], rounds=1),
   "parties: give a sequence": lambda: fedmd(algorithms.PARTIES[0]),
   "clients: give a sequence": lambda: independent(MutualClient(POOLS[0].model)),
@@ -831,7 +831,7 @@ def test_generators_of_pools_and_parties_are_sequences():
 
 
 def test_classes_that_all_models_mask_say_nothing():
-  """Unlike numbers of classes can be made one by logits of minus infinity."""
+  """Logits of minus infinity make different numbers of classes equal."""
   z = jnp.array([[1.0, 0.0, -jnp.inf]])
   w = jnp.array([[0.0, 0.0, -jnp.inf]])
   part = lambda a: a[:, :2]
@@ -871,7 +871,7 @@ def test_a_module_without_parameters_is_a_model():
 
 
 def test_mixup_keeps_the_type_of_inputs():
-  """Else a student's statistics change theirs in the middle of a scan."""
+  """Else the type of a student's statistics changes in the middle of a scan."""
   x = jnp.arange(4, dtype=jnp.bfloat16)
   weight = distill.symmetric_beta(jax.random.key(0), 2, (4,))
   assert distill.mixup(x, weight).dtype == jnp.bfloat16
@@ -980,7 +980,7 @@ def test_models_of_unhashable_functions_are_evaluated():
   )
   variables = algorithms.MLP.init(jax.random.key(0))
   found = [r["test_accuracy"] for r in evaluator([variables] * 3)]
-  # The first class alone has the second model's vote.
+  # The second model always predicts the first class.
   assert found[1] == np.mean(BANK["y"] == 0) != found[0] == found[2]
 
 
@@ -1058,7 +1058,7 @@ def test_equal_flax_models_are_one():
   """So that clients whose models were made one by one form a group."""
 
   class Layers(nn.Module):
-    widths: list[int]  # without a hash
+    widths: list[int]  # not hashable
 
     @nn.compact
     def __call__(self, x):
@@ -1074,7 +1074,7 @@ def test_equal_flax_models_are_one():
   assert make(3) != make(3, shape=(1, 5))
 
   class Shifted(nn.Module):
-    by: jax.Array  # without one truth
+    by: jax.Array  # equality gives no single truth value
 
     @nn.compact
     def __call__(self, x):

@@ -56,7 +56,7 @@ def test_three_algorithms_side_by_side(codist, tmp_path):
     assert list((tmp_path / "all" / name / "tensorboard").iterdir())
   png = (tmp_path / "all/curves.png").read_bytes()
   assert png.startswith(b"\x89PNG")
-  # To FedAvg another alpha is nothing.
+  # FedAvg ignores alpha.
   for name in ("fedavg", "merged"):
     folder = ("--merge_alpha=0.3", f"--workdir={tmp_path}/all/{name}")
     other = codist(*QUICK, f"--algorithm={name}", *folder)
@@ -101,11 +101,11 @@ def test_seeds_have_folders_and_a_mean(codist, experiment, tmp_path):
     shown = rf"{100 * mean:.2f} ± {100 * deviation:.2f}"
     assert re.search(rf"^{name} .* {shown} ", done.stdout, re.MULTILINE)
   assert (path / "curves.png").read_bytes().startswith(b"\x89PNG")
-  # Summed up, which leaves files that do not stand in the way of more seeds.
+  # The files of summarize.py do not prevent further seeds.
   done = experiment("summarize")(path, f"--out={path}")
   assert re.search(rf"^merged +small +2 +3 .* {shown} ", done.stdout, re.M)
   assert (path / "summary.csv").exists() and (path / "summary.png").exists()
-  # One more: what is there stays as it is.
+  # One more seed: finished runs stay as they are.
   before = everything(path / "seed4")
   done = codist(*both, "--seeds=0,4,1", f"--workdir={path}")
   assert done.returncode == 0, done.stderr
@@ -350,7 +350,7 @@ def test_real_cifar_100_and_a_flipped_bit(codist, tmp_path):
 
 @pytest.mark.slow
 def test_language_models_of_two_domains(codist, tmp_path):
-  """A dump of thirty users: pools by domain, word pieces, going on."""
+  """A dump of thirty users: pools by domain, word pieces, resuming."""
   rows = [
     f'<row PostTypeId="{1 + k % 2}" OwnerUserId="{k // 2 % 30}"'
     f' Body="&lt;p&gt;Say {"word" * (k % 3)} {k % 7}. Then stop.&lt;/p&gt;"/>'
@@ -445,7 +445,7 @@ def test_flag_files_are_up_to_date():
 
 
 def _run_python_of(path):
-  """Runs the Python blocks of a document one after another; their names."""
+  """Runs a document's Python blocks in turn; returns the names they define."""
   text = (ROOT / path).read_text(encoding="utf-8")
   names = {}
   with jax.numpy_rank_promotion("allow"):

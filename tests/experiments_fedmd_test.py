@@ -121,7 +121,7 @@ def test_runs_share_what_comes_before(undisturbed, fedmd, tmp_path):
   assert not (tmp_path / "other/public").exists()
   after = {p: p.stat().st_mtime_ns for p in path.rglob("checkpoints/*")}
   assert after == before
-  # Its own flag file does not say where they are from, which may move.
+  # Its own flag file leaves out the other run's folder, which may move.
   flags = (tmp_path / "other/config.flags").read_text()
   assert "--pretrained" not in flags
   done = fedmd(
@@ -222,7 +222,7 @@ def test_engines_agree(undisturbed, fedmd, tmp_path):
   for ours, theirs in zip(*rows):
     for k in range(2):
       name = f"party{k}/loss"
-      # Adam blows up the rounding of gradients that are next to nothing.
+      # Adam amplifies the rounding of gradients that are nearly zero.
       assert ours[name] == pytest.approx(theirs[name], rel=2e-2)
 
 

@@ -117,7 +117,7 @@ def params(state):
 
 
 def recorder(length):
-  """A linear model whose statistics are what it last drew, and saw of x."""
+  """A linear model whose statistics record its last random draw and input."""
 
   def apply(variables, x, key, train):
     stats = variables.stats

@@ -1,4 +1,4 @@
-"""FedMD against its oracle, and what it must do beside the contract."""
+"""FedMD against its oracle, and what it must do besides the contract."""
 
 import contextlib
 import functools
@@ -43,7 +43,7 @@ TRANSLATIONS = {
 
 
 def transform(batch):
-  """Some preparation, so that it is seen if one is forgotten."""
+  """A transform, so that a test fails if one is not applied."""
   return {**batch, "x": batch["x"] / 4}
 
 
@@ -301,7 +301,7 @@ def test_a_partys_data_never_reaches_another():
   # Round 1: the poisoned party says something else, the others the same bits.
   assert not np.allclose(sent[0][0], sent[1][0])
   assert_equal(sent[0][1:], sent[1][1:])
-  # And where nobody listens to it, nothing of it gets through at all.
+  # Its consensus weight is zero, so it does not affect the others at all.
   assert_equal(ends[0][1:], ends[1][1:])
 
 
@@ -337,7 +337,7 @@ def test_one_hot_weights_are_learning_from_that_party():
 
 
 def test_the_consensus_is_made_before_anybody_moves():
-  """The order of the parties changes nothing but which is which."""
+  """Reordering the parties only reorders the results."""
   parties = make_parties()
   forward = jitted(build(parties, consensus_weights=None))
   start = forward.init(jax.random.key(0))
@@ -374,7 +374,7 @@ def test_batch_statistics_and_dropout_are_for_training_only():
 
 
 class _Table(nn.Module):
-  """Logits that are parameters: what a model answers is up to the data."""
+  """A model whose logits are its parameters, the same for all inputs."""
 
   @nn.compact
   def __call__(self, x):
@@ -413,7 +413,7 @@ def test_early_stopping_is_kerass():
         float(metrics["table/loss"].count),
       )
     )
-  # Two epochs no better than the first: stopped with what the last gave.
+  # After two epochs no better than the first it stops, with the last weights.
   assert seen == [(2, 0, 1, 1), (1, 1, 2, 1), (1, 2, 3, 1)] + [(1, 2, 3, 0)] * 2
 
 
@@ -440,7 +440,7 @@ def test_progress_is_more_than_min_delta_above_the_best():
     state, _ = algorithm.step(state, plan, data)
     (learner,) = state.parties
     seen.append((int(learner.wait), int(learner.epochs)))
-  # 6 is no progress, 7 is, above 5; neither 7 nor 8 are then.
+  # Above 5, 6 is no progress but 7 is; after that neither 7 nor 8 is.
   assert seen == [(0, 1), (1, 2), (0, 3), (1, 4), (2, 5), (2, 5)]
   assert float(learner.accuracy) == pytest.approx(0.8)
 
@@ -597,7 +597,7 @@ def test_what_is_out_of_range_is_refused():
 
 
 def test_public_examples_need_no_labels():
-  """All are as likely then: of 6, each is in half of the subsets of 3."""
+  """All are then equally likely: of 6, each is in half of the subsets of 3."""
   public = population.Subset({"x": np.zeros((9, 2))}, np.arange(3, 9))
   drawn = [
     plan_fedmd(public, [[0]], seed=0, round=t, subset=3).subset

@@ -345,7 +345,7 @@ def test_no_draw_is_made_twice(microbatch, parts):
 
 
 def test_clients_may_start_from_the_global_model():
-  """Those of its architecture; the others have the draws that they had."""
+  """Clients of its architecture do; the others keep their own random draws."""
   own, same = (
     build(from_global=f, jit=False).init(jax.random.key(0))
     for f in (False, True)
@@ -381,7 +381,7 @@ def test_who_does_not_take_part_keeps_its_model(clients, runner):
         (a != b).any() for a, b in zip(*map(jax.tree.leaves, (before, now)))
       ]
       assert any(moved) == (k in active)
-    # The same, had the others' memes no weight: who takes part does the same.
+    # The same as if all took part and the others' memes had no weight.
     silent = everyone.replace(
       groups=tuple(
         group._replace(

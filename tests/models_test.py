@@ -102,7 +102,7 @@ def test_adaptive_is_native_of_one_kernel_and_patches_of_many():
     return jax.grad(loss, (0, 1))
 
   def trained(form):
-    """Of one kernel first, and of as many as there are clients then."""
+    """Two SGD steps; under `vmap` the kernel differs from the second one on."""
     pull = gradients(form)
     step = lambda kernel, x: (kernel - 0.01 * pull(kernel, x)[0], None)
     return lambda kernel, x: jax.lax.scan(step, kernel, x[None].repeat(2, 0))[0]
