@@ -130,7 +130,10 @@ def main() -> None:
     "--fml_examples", type=int, default=2000, help="images of an FML client"
   )
   parser.add_argument(
-    "--fedmd_width", type=float, default=0.125, help="of FedMD's ten models"
+    "--fedmd_width",
+    type=float,
+    default=0.125,
+    help="width factor of FedMD's ten models",
   )
   args = parser.parse_args()
   if args.runs < 1:

@@ -358,7 +358,9 @@ def main() -> None:
   parser.add_argument("--json", help="file for the rows; a .png beside it")
   parser.add_argument("--only", help="sweeps, with commas")
   parser.add_argument("--runs", type=int, default=5, help="rounds of each")
-  parser.add_argument("--scale", type=float, default=1.0, help="of the ranges")
+  parser.add_argument(
+    "--scale", type=float, default=1.0, help="factor on the sweeps' ranges"
+  )
   parser.add_argument("--child_devices", type=int, help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.child_devices:

@@ -331,7 +331,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   if config.get("dropout") and "microbatch" not in UNUSED[algorithm]:
     config["microbatch"] = speed.pop("microbatch")
   if speed["bank"] == "round":
-    reason = "--bank=round sends each round's examples by themselves"
+    reason = "not supported with --bank=round"
     common.refuse(reason, "autotune", "rounds_per_dispatch")
     speed["rounds_per_dispatch"] = 1
   return dict(sorted(config.items())), speed

@@ -140,8 +140,8 @@ class Task:
     channels = self.data.image_shape[-1]
     if size > side + 2 * self._recipe.pad:
       raise common.UsageError(
-        f"--recipe={config['recipe']}: cuts squares of {size} out of images of"
-        f" {side}x{side} ({config['dataset']}); choose another"
+        f"--recipe={config['recipe']}: crops of {size}x{size} do not fit images"
+        f" of {side}x{side} ({config['dataset']}); choose another"
       )
     if len(self._recipe.mean) != channels:
       raise common.UsageError(

@@ -551,7 +551,7 @@ def warn_of_idle(reason: str, *names: str) -> None:
     *names: the flags.
   """
   for name in sorted(typed() & set(names)):
-    logging.warning("--%s changes nothing: %s.", name, reason)
+    logging.warning("--%s has no effect: %s.", name, reason)
 
 
 def refuse(reason: str, *names: str) -> None:

@@ -204,7 +204,7 @@ class Experiment:
       except logs.ConfigMismatch as error:
         if public:
           raise
-        logging.warning("Phase %s is trained anew: %s", phase, error)
+        logging.warning("Phase %s is retrained, not reused: %s", phase, error)
     return opened(workdir / phase, "--workdir")
 
   @functools.cached_property
@@ -527,8 +527,8 @@ def main() -> None:
   for of, subset in experiment.stopping.items():
     if subset is None and config["stopping_set"] != "none":
       logging.warning(
-        "--stopping_set=%s: every %s training image is in use: all epochs are"
-        " run.",
+        "--stopping_set=%s: no %s training images are left to hold out, so all"
+        " epochs are run.",
         config["stopping_set"],
         of,
       )

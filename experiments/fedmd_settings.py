@@ -277,13 +277,13 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
     value = FLAGS[name].value
     if value != default and FLAGS.environment not in environments:
       raise common.UsageError(
-        f"--{name}={value}: says nothing in --environment={FLAGS.environment};"
-        " leave it out"
+        f"--{name}={value}: has no effect in"
+        f" --environment={FLAGS.environment}; leave it out"
       )
   if FLAGS.temperature != 1 and FLAGS.digest_loss != "kl":
     raise common.UsageError(
-      f"--temperature={FLAGS.temperature}: --digest_loss={FLAGS.digest_loss}"
-      " has none; leave it out, or take kl"
+      f"--temperature={FLAGS.temperature}: only for --digest_loss=kl, not"
+      f" {FLAGS.digest_loss}"
     )
   common.refuse("FedMD has none; leave it out", "lanes", "microbatch")
   on_cpu = jax.default_backend() == "cpu"

@@ -71,8 +71,8 @@ class Experiment:
     if len(set(classes.values())) > 1 and not trunk:
       raise common.UsageError(
         f"--dataset={','.join(config['dataset'])}: clients with different"
-        f" classes share no --global_model={config['global_model']}; take one"
-        f" of {', '.join(TRUNKS)}"
+        f" classes cannot share --global_model={config['global_model']}; use"
+        f" one of {', '.join(TRUNKS)}"
       )
     self.recipe = augment.RECIPES[_RECIPES[config["dataset"][0]]]
     example = jnp.zeros((1, *shape))
@@ -340,9 +340,7 @@ def train(
 
 def main() -> None:
   """Runs the algorithms of --algorithm, then prints a table."""
-  common.refuse(
-    "leave it out: FML's speed choices are not measured", "autotune"
-  )
+  common.refuse("not supported by fml; leave it out", "autotune")
   if not FLAGS.bad_clients:
     common.warn_of_idle("there are no --bad_clients", "bad_label_share")
   launch.side_by_side(

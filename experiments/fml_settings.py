@@ -279,8 +279,8 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   values["client_models"] = models
   if values["global_model"] in TRUNKS and algorithm in ("fedavg", "fedprox"):
     raise common.UsageError(
-      f"--global_model={values['global_model']} has no classes:"
-      f" --algorithm={algorithm} wants a whole model"
+      f"--global_model={values['global_model']} has no output layer, but"
+      f" --algorithm={algorithm} needs a complete model"
     )
   on_cpu = jax.default_backend() == "cpu"
   speed = {

@@ -69,7 +69,7 @@ def side_by_side(
   if len(set(names)) < len(names):
     raise common.UsageError(f"--algorithm={','.join(names)}: name each once")
   common.warn_of_idle(
-    f"--algorithm={','.join(names)} has no use for it",
+    f"--algorithm={','.join(names)} ignores it",
     *set.intersection(*(set(unused[name]) for name in names)),
   )
   several = len(names) > 1
@@ -253,7 +253,7 @@ def run(
     except flags.Error as error:
       sys.exit(_one_line(error))
     if rest[1:]:
-      sys.exit(f"error: {rest[1]!r} is no flag; flags begin with --")
+      sys.exit(f"error: unexpected argument {rest[1]!r}; flags begin with --")
     return rest
 
   def start(_):

@@ -300,9 +300,8 @@ def make_parser(known: Mapping[str, tables.Table]) -> argparse.ArgumentParser:
     "--commands",
     action="store_true",
     help="print the commands, a line for each cell and seed, and run nothing;"
-    " cells of"
-    " FedMD then train on public data each by itself, unless -- --pretrained="
-    "FOLDER says where it is done",
+    " each cell of FedMD then trains on public data itself, unless"
+    " -- --pretrained=FOLDER names a run to reuse",
   )
   parser.add_argument(
     "--tabulate",
@@ -403,7 +402,7 @@ def main(argv: Sequence[str]) -> None:
         for cell in table.cells:
           print(f"  {cell.name}: {cell.title}")
     if not args.list:
-      parser.error("--table: choose one of these; --list says more")
+      parser.error("--table: choose one of these; --list shows their cells")
     return
   if args.commands and args.tabulate:
     parser.error("--commands and --tabulate: give one of them")
@@ -461,8 +460,8 @@ def main(argv: Sequence[str]) -> None:
     if failed:
       codes = ", ".join(f"{n} (status {code})" for n, code in failed.items())
       sys.exit(
-        f"error: failed, see above: {codes}; fix it, and the same command goes"
-        " on"
+        f"error: cells failed (see above): {codes}; after a fix, repeat the"
+        " command to resume"
       )
 
 

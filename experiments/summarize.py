@@ -327,7 +327,7 @@ def main(argv: Sequence[str]) -> None:
     help="another accuracy that evaluations have of each model, such as"
     " heldout_accuracy, or validation_accuracy of fml's clients",
   )
-  parser.add_argument("--target", type=float, help="in percent")
+  parser.add_argument("--target", type=float, help="target accuracy in percent")
   parser.add_argument(
     "--over", choices=("rounds", "megabytes"), default="rounds"
   )

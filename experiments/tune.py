@@ -155,7 +155,7 @@ def make_space(tunable: tunables.Tunable, algorithm: str) -> proposers.Space:
     if flag not in FLAGS or model not in ("", *tunable.models):
       models = f" nor FLAG.MODEL with one of {', '.join(tunable.models)}"
       raise common.UsageError(
-        f"--space={item}: {name!r} is no flag of {tunable.module}"
+        f"--space={item}: {name!r} is not a flag of {tunable.module}"
         f"{models if tunable.models else ''}"
       )
     # One value for all models, or one for each: not both.
@@ -295,9 +295,8 @@ def make_problem(
         state = tunable.place(state, flag, value)
       except ValueError as error:
         raise common.UsageError(
-          f"--space: --{flag} is no part of the state of"
-          f" --algorithm={config['algorithm']} with these flags, so trials"
-          " cannot vary it"
+          f"--space: --{flag} cannot be searched: with these flags the state"
+          f" of --algorithm={config['algorithm']} does not contain it"
         ) from error
     return state
 
@@ -345,7 +344,7 @@ def check_flags(tunable: tunables.Tunable, module: Any) -> str:
       f" {', '.join(tunable.space)}"
     )
   common.warn_of_idle(
-    f"--algorithm={names[0]} has no use for it", *module.UNUSED[names[0]]
+    f"--algorithm={names[0]} ignores it", *module.UNUSED[names[0]]
   )
   return names[0]
 

@@ -140,8 +140,8 @@ def test_runs_share_what_comes_before(undisturbed, fedmd, tmp_path):
   )
   assert done.returncode == 0, done.stderr
   assert (
-    f"Phase transfer is trained anew: --pretrained={path}/transfer holds"
-    " another run: transfer_epochs: there 3, here 2."
+    f"Phase transfer is retrained, not reused: --pretrained={path}/transfer"
+    " holds another run: transfer_epochs: there 3, here 2."
   ) in done.stderr
   assert {p for p in PHASES if (folder / p).exists()} == {"transfer"}
   result, _ = outcome(folder)
@@ -242,8 +242,8 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--examples_per_class=99",), "examples_per_class=99: 5 parties want"),
     (("--heldout_examples=5000",), "--heldout_examples=5000: there are 871"),
     (("--digest_loss=l1",), "digest_loss"),
-    (("--temperature=2",), "--temperature=2.0: --digest_loss=mae has none"),
-    (("--superclasses=code",), "superclasses=code: says nothing in"),
+    (("--temperature=2",), "--temperature=2.0: only for --digest_loss=kl"),
+    (("--superclasses=code",), "superclasses=code: has no effect in"),
     (("--models=table2", "--num_parties=12"), "does not fit images of 16x16"),
     ((f"--pretrained={tmp_path}",), "or none of a run, with public/ in it"),
     (("--lanes=3",), "--lanes=3: FedMD has none"),

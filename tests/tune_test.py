@@ -549,7 +549,7 @@ def test_a_search_for_fml(experiment, tmp_path):
     (("--heldout_examples=0",), "--heldout_examples=0: a search chooses"),
     (("--heldout_examples=7",), "give 0 or a multiple of the 5 clients"),
     (("--alpha=1,0",), "--alpha=1,0: it is searched; leave it out, or add"),
-    ((schedule,), "--alpha is no part of the state"),
+    ((schedule,), "--alpha cannot be searched"),
     (("--space=beta=linear:0:2",), "--space: --beta=2.0: 2 must lie between"),
   ):
     bad = tune(*search, f"--workdir={tmp_path}/bad", "--", *run, *flags)
@@ -602,7 +602,7 @@ def test_spaces(script, monkeypatch):
   for item, message in (
     ("client_lr=log:0:1", "above 0 on a log scale"),
     ("prox_mu", "--space, prox_mu: '': give log:LOW:HIGH"),
-    ("color=log:1:2", "is no flag of codist"),
+    ("color=log:1:2", "is not a flag of codist"),
     ("client_lr.huge=log:1:2", "small, large"),
     ("client_lr=fixed,server_lr=fixed", "all is fixed"),
   ):
