@@ -291,11 +291,12 @@ def fedmd(
     if trained is not None:
       hint = "[p.trained for p in state.parties] after fit"
       checks.each("trained", trained, Trained, len(parties), hint)
-    # Copies of what is given, since states may be donated.
-    trained, key = jax.tree.map(jnp.copy, (trained, key))
-    trained = trained or [
-      party.start(v) for party, v in zip(parties, fresh_models(parties, key))
-    ]
+      trained = [party.adopt(t) for party, t in zip(parties, trained)]
+    else:
+      trained = [
+        party.start(v) for party, v in zip(parties, fresh_models(parties, key))
+      ]
+    key = jnp.copy(key)  # States may be donated.
     return FedMDState(
       tuple(
         PartyState(

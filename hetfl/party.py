@@ -133,6 +133,24 @@ class Party:
     optimizer = self.optimizer(self.hyper()["learning_rate"])
     return Trained(variables, optimizer.init(variables.params))
 
+  def adopt(self, trained: "Trained") -> "Trained":
+    """Copies a model and its optimizer's state, if they fit the party's.
+
+    Args:
+      trained: what to continue from.
+
+    Returns:
+      Copies, since states may be donated.
+
+    Raises:
+      ValueError: their shapes differ from those that `start` returns.
+    """
+    owner = f"party {self.name!r}"
+    variables = self.model.adopt(owner, trained.variables)
+    wanted = jax.eval_shape(self.start, variables)
+    checks.alike(f"{owner}, opt_state", trained.opt_state, wanted.opt_state)
+    return Trained(variables, jax.tree.map(jnp.copy, trained.opt_state))
+
 
 class Trained(NamedTuple):
   """A model and the optimizer that trains it.

@@ -605,3 +605,23 @@ def test_public_examples_need_no_labels():
   ]
   counts = np.bincount(np.concatenate(drawn), minlength=9)
   assert counts[:3].sum() == 0 and all(70 < counts[3:]) and all(counts < 130)
+
+
+def test_continues_only_from_models_of_its_parties():
+  """And the parties' own arrays outlive a state that is donated."""
+  parties = make_parties()
+  init = fedmd(parties).init
+  trained = [
+    p.start(p.model.start(jax.random.key(k))) for k, p in enumerate(parties)
+  ]
+  state = init(jax.random.key(0), trained)
+  assert_equal(
+    [p.variables for p in state.parties], [t.variables for t in trained]
+  )
+  jax.jit(lambda s: s, donate_argnums=0)(state)
+  assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(trained))
+  with pytest.raises(ValueError, match="party 'party0': .params"):
+    init(jax.random.key(0), trained[::-1])
+  other = [t._replace(opt_state=optax.EmptyState()) for t in trained]
+  with pytest.raises(ValueError, match="party 'party0', opt_state"):
+    init(jax.random.key(0), other)
