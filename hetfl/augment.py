@@ -34,8 +34,7 @@ def random_crop(key: jax.Array, x: jax.Array, size: int, pad: int) -> jax.Array:
   room = x.shape[1] - size, x.shape[2] - size
   if min(room) < 0:
     raise ValueError(
-      f"size={size}: images of {x.shape[1]}x{x.shape[2]}, padding counted, have"
-      " no such square"
+      f"size={size}: larger than the padded images, {x.shape[1]}x{x.shape[2]}"
     )
   limits = jnp.array([[n + 1 for n in room]])
   offsets = jax.random.randint(key, (x.shape[0], 2), 0, limits)
@@ -74,7 +73,7 @@ def center_crop(x: jax.Array, size: int) -> jax.Array:
   """
   if min(x.shape[1:3]) < size:
     raise ValueError(
-      f"size={size}: images of {x.shape[1]}x{x.shape[2]} have no such square"
+      f"size={size}: larger than the images, {x.shape[1]}x{x.shape[2]}"
     )
   top, left = (x.shape[1] - size) // 2, (x.shape[2] - size) // 2
   return x[:, top : top + size, left : left + size]

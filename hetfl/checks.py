@@ -58,12 +58,13 @@ def between(low: float, high: float, **values: Any) -> None:
       continue
     if callable(value):
       raise ValueError(
-        f"{name}={value!r}: no schedule here, give a number; what a state holds"
-        " hetfl.with_hyper changes from round to round"
+        f"{name}={value!r}: must be a number, not a schedule; if the state"
+        " holds it, hetfl.with_hyper can change it between rounds"
       )
     if np.ndim(value):
       raise ValueError(
-        f"{name}={value}: give one number; trials vary it by with_hyper"
+        f"{name}={value}: must be one number; to vary it over trials, use"
+        " hetfl.with_hyper"
       )
     if isinstance(value, jax.core.Tracer):
       continue
@@ -171,18 +172,18 @@ def alike(what: str, given: Any, wanted: Any) -> None:
   >>> alike('init', {'w': jnp.ones(2)}, {'w': jnp.ones(3)})
   Traceback (most recent call last):
     ...
-  ValueError: init: ['w'] is of shape (2,), it must be (3,)
+  ValueError: init: ['w'] has shape (2,), expected (3,)
   """
   here, there = map(jax.tree.structure, (given, wanted))
   if here != there:  # type: ignore[operator]
-    raise ValueError(f"{what}: gives {here}, it must be {there}")
+    raise ValueError(f"{what}: got structure {here}, expected {there}")
   for (path, a), b in zip(
     jax.tree.leaves_with_path(given), jax.tree.leaves(wanted)
   ):
     if jnp.shape(a) != jnp.shape(b):
       raise ValueError(
-        f"{what}: {jax.tree_util.keystr(path)} is of shape {jnp.shape(a)}, it"
-        f" must be {jnp.shape(b)}"
+        f"{what}: {jax.tree_util.keystr(path)} has shape {jnp.shape(a)},"
+        f" expected {jnp.shape(b)}"
       )
 
 
@@ -312,7 +313,9 @@ def each(name: str, given: Any, wanted: type, number: int, hint: str) -> None:
       f" {_not_a(given)}; {hint}"
     )
   if len(given) != number:
-    raise ValueError(f"{name}: {len(given)} of them, give {number}; {hint}")
+    raise ValueError(
+      f"{name}: has length {len(given)}, expected {number}; {hint}"
+    )
   for i, one in enumerate(given):
     kind(f"{name}[{i}]", one, wanted, hint)
 
@@ -356,14 +359,16 @@ def banks(data: Mapping[str, Any], name: str, number: int) -> Sequence[Any]:
   >>> banks({'pools': {'x': 1, 'y': 2}}, 'pools', 2)
   Traceback (most recent call last):
     ...
-  ValueError: data['pools']: give a sequence of 2 banks, one each, not a dict
+  ValueError: data['pools']: must be a sequence of 2 banks, one per pool or \
+party, not a dict
   """
   found = _entry(data, name)
   several = _is_several(found)
   if not several or len(found) != number:
-    what = f"not {len(found)}" if several else _not_a(found)
+    what = f"not of {len(found)}" if several else _not_a(found)
     raise ValueError(
-      f"data[{name!r}]: give a sequence of {number} banks, one each, {what}"
+      f"data[{name!r}]: must be a sequence of {number} banks, one per pool or"
+      f" party, {what}"
     )
   for i, one in enumerate(found):
     _as_bank(one, f"data[{name!r}][{i}]")
@@ -391,12 +396,12 @@ def num_examples(bank: Mapping[str, Any]) -> int:
   for name, array in bank.items():
     if not getattr(array, "ndim", 0):
       raise ValueError(
-        f"bank[{name!r}]: give an array, examples first, {_not_a(array)}; of"
-        " inputs of several arrays each lies in the bank by a name of its own,"
-        " and a transform makes a tree x of them"
+        f"bank[{name!r}]: must be an array with examples on its first axis,"
+        f" {_not_a(array)}; store inputs made of several arrays under separate"
+        " names, and combine them into a tree x by a transform"
       )
   if not bank:
-    raise ValueError("bank: give arrays by name, there are none")
+    raise ValueError("bank: holds no arrays; give arrays by name")
   sizes = {name: len(array) for name, array in bank.items()}
   if len(set(sizes.values())) != 1:
     raise ValueError(f"bank: arrays of different lengths {sizes}")
@@ -421,7 +426,9 @@ def losses(values: Any, mask: jax.Array) -> None:
 float[8]
   """
   if not hasattr(values, "dtype") and not np.isscalar(values):
-    raise ValueError(f"a loss gave a {type(values).__name__}: give float[B]")
+    raise ValueError(
+      f"a loss returned a {type(values).__name__}: it must return float[B]"
+    )
   if jnp.ndim(values) and jnp.shape(values) != jnp.shape(mask):
     raise ValueError(
       f"a loss of shape {jnp.shape(values)} on {len(mask)} examples: give one"
@@ -476,10 +483,10 @@ def dense(outputs: Any) -> None:
   """
   if not hasattr(outputs, "dtype") and not np.isscalar(outputs):
     raise ValueError(
-      f"a model's outputs are {type(outputs).__name__}, where an array"
-      " float[..., C] belongs. Language models want Pool(loss=sentence_loss()),"
+      "a model's outputs must be an array float[..., C],"
+      f" {_not_a(outputs)}. Language models need Pool(loss=sentence_loss()),"
       " Distiller(divergence=token_divergence, weights=token_weights) and"
-      " Evaluator(measure=next_word_metrics), all of hetfl; fml and fedmd are"
+      " Evaluator(measure=next_word_metrics), all from hetfl; fml and fedmd are"
       " for classifiers"
     )
 

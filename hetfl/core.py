@@ -175,8 +175,8 @@ def gather(bank: Batch, index: jax.Array | np.ndarray) -> Batch:
   """
   if "mask" in bank:
     raise ValueError(
-      "a bank's array is called 'mask', which says what of a batch counts: give"
-      " it another name"
+      "a bank has an array named 'mask', a name reserved for the batch's mask:"
+      " rename it"
     )
   checks.num_examples(bank)
   # Not the bank's first example, which may hold NaN: 0 times NaN is NaN.
@@ -219,8 +219,8 @@ def prepare(
     given = transform(*args.values())
     if not isinstance(given, Mapping):
       raise ValueError(
-        f"a transform gave a {type(given).__name__}, not a batch: want a dict"
-        " of arrays"
+        f"a transform returned a {type(given).__name__}, not a batch: it must"
+        " return a dict of arrays"
       )
     batch = {"mask": batch["mask"], **given}
   if "x" not in batch:
@@ -367,7 +367,7 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
   """
   if of_trials(state):
     raise ValueError(
-      "a state of several trials: give each its own by"
+      "the state holds several trials: set each trial's values by"
       " jax.vmap(lambda state, v: with_hyper(state, NAME=v))(states, values)"
     )
   field = next((n for n in ("pools", "parties") if hasattr(state, n)), None)
@@ -393,8 +393,8 @@ def with_hyper(state: PyTree, **values: Any) -> PyTree:
       names = {*own, *(n for member in members for n in member.hyper)}
       if name in names:
         raise ValueError(
-          f"{name}: not all {field} have it; give those without it a value (of"
-          " l2 a penalty) when they are made"
+          f"{name}: not all {field} have this hyper-parameter; set it (for l2,"
+          " a penalty) in all of them when you create them"
         )
       raise ValueError(
         f"{name}: this state has no such hyper-parameter; it has"
@@ -538,8 +538,8 @@ def num_parts(
   if at_most and 2 * batch_size // parts < min(at_most, batch_size // multiple):
     logging.log_first_n(
       logging.WARNING,
-      "A batch of %d is cut into %d parts of %d, slow ones: no larger one of at"
-      " most microbatch=%d divides it.",
+      "A batch of %d is cut into %d parts of %d, which is slow: no larger part"
+      " size up to microbatch=%d divides the batch.",
       1,
       batch_size,
       parts,

@@ -43,8 +43,8 @@ def tempered_softmax(
   checks.dense(logits)
   if logits.shape[-1] < 2:
     raise ValueError(
-      f"outputs of shape {logits.shape}: a softmax over one class says nothing;"
-      " let models give two, such as (0, z) for a logit z"
+      f"outputs of shape {logits.shape}: the softmax over one class is always"
+      " 1; return two logits, such as (0, z) for a logit z"
     )
   return jax.nn.softmax(core.wide(logits) / temperature, axis=-1)
 
@@ -275,7 +275,8 @@ class Distiller:
     checks.factories(optimizer=self.optimizer)
     if self.divergence and self.mixup_beta is not None:
       raise ValueError(
-        f"mixup_beta={self.mixup_beta}: a divergence of one's own takes none"
+        f"mixup_beta={self.mixup_beta}: cannot be combined with a custom"
+        " divergence; use None"
       )
 
   def hyper(self, num_pools: int) -> dict[str, jax.Array]:
@@ -396,7 +397,7 @@ class Distiller:
         if kl.shape != weights.shape:
           raise ValueError(
             f"logits of shape {logits.shape} and weights of shape"
-            f" {weights.shape}: give Distiller.weights {kl.shape}"
+            f" {weights.shape}: Distiller.weights must return shape {kl.shape}"
           )
         return jnp.sum(weights * kl)
 

@@ -162,8 +162,9 @@ class Evaluator:
       )
     if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(variables)):
       raise ValueError(
-        "variables under tracing: an Evaluator gives numbers on the host; trace"
-        " its sums(variables, evaluator.data(*names)), which gives Means"
+        "an Evaluator cannot be called under tracing, since it returns numbers"
+        " on the host; use evaluator.sums(variables, evaluator.data(*names)),"
+        " which returns Means"
       )
     sums = self._compiled(tuple(variables), self._banks, self._plans)
     return [core.values(model) for model in jax.device_get(sums)]
@@ -243,8 +244,8 @@ def measure_program(
     )
     if not pairs:
       raise ValueError(
-        "a measure gave no dict of Means: it must be such as {'accuracy':"
-        " Mean(correct, examples)}, sums over the batch"
+        "a measure must return a dict of Means, sums over the batch, such as"
+        " {'accuracy': Mean(correct, examples)}"
       )
     return dict(sums)
 

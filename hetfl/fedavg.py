@@ -244,7 +244,7 @@ def check_pools(pools: Sequence[Pool], at_least: int = 1) -> tuple[Pool, ...]:
   names = [pool.name for pool in pools]
   if len(names) < at_least or len(set(names)) != len(names):
     raise ValueError(
-      f"pools={names}: give at least {at_least}, of different names"
+      f"pools={names}: give at least {at_least}, each with a different name"
     )
   return pools
 
@@ -261,7 +261,9 @@ def check_plan(plan: planning.RoundPlan, number: int) -> None:
   """
   checks.kind("plan", plan, planning.RoundPlan, "as plan_round makes it")
   if len(plan.pools) != number:
-    raise ValueError(f"{number} pools, but a plan for {len(plan.pools)}")
+    raise ValueError(
+      f"the plan is for {len(plan.pools)} pools, but there are {number}"
+    )
 
 
 def init_pools(

@@ -96,8 +96,8 @@ def squared_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
 def _tempered_scores(logits, temperature):
   if logits.ndim < 2:
     raise ValueError(
-      f"digest_loss='kl': scores of shape {logits.shape} are no classes; give"
-      " models outputs float[B, C], or take 'mae' or 'mse'"
+      "digest_loss='kl' needs logits float[B, C], not outputs of shape"
+      f" {logits.shape}; use 'mae' or 'mse' for other outputs"
     )
   return distill_lib.tempered_softmax(logits, temperature)
 
@@ -546,8 +546,7 @@ def plan_fedmd(
   population.check_kind(public, "public", population.Subset)
   if subset > len(public.index):
     raise ValueError(
-      f"subset={subset}: there are {len(public.index)} public examples; take"
-      " so many at most"
+      f"subset={subset}: exceeds the {len(public.index)} public examples"
     )
   positions = population.positions_in(public.bank, public.index, "public")
   private = population.holdings(private)
@@ -590,7 +589,7 @@ def _weights(values, num_parties: int) -> jax.Array:
   weights = jnp.asarray(values, jnp.float32)
   if weights.shape != (num_parties,):
     raise ValueError(
-      f"consensus_weights={values}: want {num_parties} values, one a party"
+      f"consensus_weights={values}: give {num_parties} values, one per party"
     )
   if not isinstance(weights, jax.core.Tracer) and not (
     jnp.all(weights >= 0) and 0 < jnp.sum(weights) < jnp.inf

@@ -99,20 +99,23 @@ class MutualState:
         state holds several trials.
     """
     if self.server is None:
-      raise ValueError("clients that learn alone have no memes; ask for local")
+      raise ValueError(
+        "this state has no global model, so there are no memes; use"
+        " state.local(client)"
+      )
     group, row = self._find(client)
     return fork(self.server, jax.tree.map(lambda a: a[row], group.adaptor))
 
   def _find(self, client: int) -> tuple[GroupState, int]:
     if core.of_trials(self):
       raise ValueError(
-        "a state of several trials: ask for one's by"
+        "the state holds several trials: use"
         " jax.vmap(lambda state: state.local(client))(states)"
       )
     for group in self.groups:
       if client in group.clients:
         return group, group.clients.index(client)
-    raise ValueError(f"client {client}: there is none of that number")
+    raise ValueError(f"client={client}: there is no such client")
 
 
 def group_clients(
@@ -218,8 +221,8 @@ def plan_mutual(
   members = tuple(tuple(map(int, group)) for group in alike)
   if sorted(k for group in members for k in group) != list(range(len(held))):
     raise ValueError(
-      f"groups={members}: {len(held)} clients hold examples; give group_clients"
-      " of as many"
+      f"groups={members}: must contain each of the {len(held)} clients in held"
+      " exactly once; pass group_clients(clients)"
     )
   rounds = []
   for group in members:
@@ -310,16 +313,16 @@ def _check_plan(plan, groups, state):
   checks.kind("plan", plan, MutualPlan, "as plan_mutual makes it")
   if plan.clients != groups:
     raise ValueError(
-      f"clients {groups} are alike, but a plan for {plan.clients}: plan by"
-      " group_clients(clients)"
+      f"the plan groups clients as {plan.clients}, but the algorithm as"
+      f" {groups}: pass group_clients(clients) to plan_mutual"
     )
   for full, kept in zip(plan.full_batches, state.groups):
     models = kept.local, kept.adaptor, state.server
     stats = [model.stats for model in models if model is not None]
     if not full and jax.tree.leaves(stats):
       raise ValueError(
-        "batches with empty places, which batch statistics would count: plan"
-        " with full_batches=True"
+        "the plan has batches that are not full, whose empty places would enter"
+        " the batch statistics: call plan_mutual with full_batches=True"
       )
 
 
@@ -344,11 +347,12 @@ def _check_clients(clients, global_model, from_global):
   checks.sequence("clients", clients, MutualClient)
   clients = tuple(clients)
   if not clients:
-    raise ValueError("clients: there are none")
+    raise ValueError("clients: give at least one client")
   for k, client in enumerate(clients):
     if not isinstance(client, MutualClient):
       raise ValueError(
-        f"client {k} is a {type(client).__name__}: give a MutualClient of it"
+        f"client {k} is a {type(client).__name__}, not a MutualClient: use"
+        " MutualClient(model)"
       )
     core.Model.check(f"client {k}", client.model)
     if client.optimizer is not None:
@@ -356,7 +360,7 @@ def _check_clients(clients, global_model, from_global):
     if client.adaptor is not None:
       core.Model.check(f"client {k}'s adaptor", client.adaptor)
   if from_global and all(c.model != global_model for c in clients):
-    raise ValueError("from_global=True: no client's model is the global one")
+    raise ValueError("from_global=True: no client's model equals global_model")
   return clients
 
 
@@ -404,7 +408,9 @@ def _build(
     values = {n: as_array(x) for n, x in hyper.items() if not callable(x)}
 
     if global_model is None and server is not None:
-      raise ValueError("server: clients that learn alone have none")
+      raise ValueError(
+        "server: independent() has no global model; omit this argument"
+      )
     if global_model is not None:
       if server is None:
         # The key that FedAvg gives its only pool.

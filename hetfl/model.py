@@ -82,13 +82,13 @@ and Model.from_nnx make one of a Flax module
     >>> Model(lambda key: {'w': jnp.zeros(3)}, None).start(jax.random.key(0))
     Traceback (most recent call last):
       ...
-    ValueError: a model's init gave a dict: it must return Variables(params, \
-stats); without mutable collections, stats are {}
+    ValueError: a model's init returned a dict: it must return \
+Variables(params, stats); without mutable collections, stats are {}
     """
     variables = self.init(key)
     if not isinstance(variables, Variables):
       raise ValueError(
-        f"a model's init gave a {type(variables).__name__}: it must return"
+        f"a model's init returned a {type(variables).__name__}: it must return"
         " Variables(params, stats); without mutable collections, stats are {}"
       )
     return jax.tree.map(jnp.copy, variables)
@@ -110,7 +110,7 @@ stats); without mutable collections, stats are {}
     >>> model.adopt('global_model', Variables(jnp.zeros(2), {}))
     Traceback (most recent call last):
       ...
-    ValueError: global_model: .params is of shape (2,), it must be (3,)
+    ValueError: global_model: .params has shape (2,), expected (3,)
     """
     try:
       wanted = jax.eval_shape(self.start, jax.random.key(0))
@@ -144,14 +144,14 @@ stats); without mutable collections, stats are {}
     outputs = self.apply(variables, x, key, train)
     if not isinstance(outputs, tuple) or len(outputs) != 2:
       raise ValueError(
-        "a model's apply gave no pair: it must return (logits, stats); without"
-        " mutable collections, stats are variables.stats"
+        "a model's apply must return a pair, (logits, stats); without mutable"
+        " collections, stats are variables.stats"
       )
     here, given = map(jax.tree.structure, (variables.stats, outputs[1]))
     if train and here != given:  # type: ignore[operator]
       raise ValueError(
-        f"a model's apply gave stats of another structure, {given}, than it was"
-        f" given, {here}: without mutable collections, stats are"
+        f"a model's apply returned stats of structure {given}, but received"
+        f" structure {here}: without mutable collections, return"
         " variables.stats"
       )
     return outputs
@@ -204,9 +204,8 @@ stats); without mutable collections, stats are {}
     """
     if not isinstance(module, nn.Module):
       raise ValueError(
-        f"{type(module).__name__} is no Flax Linen module; of NNX take"
-        " Model.from_nnx, of other libraries write init and apply: Model(init,"
-        " apply)"
+        f"{type(module).__name__} is not a Flax Linen module; use"
+        " Model.from_nnx for NNX, and Model(init, apply) for other libraries"
       )
     takes_train = _takes_train(module)
     leaves, tree = jax.tree.flatten(example)
@@ -265,7 +264,7 @@ def _takes_train(module: Any) -> bool:
   ):
     if name in arguments and "train" not in arguments:
       raise ValueError(
-        f"{type(module).__name__} takes {name!r}, which nobody would pass:"
+        f"{type(module).__name__} takes {name!r}, which hetfl does not pass:"
         " wrap it in a module whose __call__ takes `train`"
       )
   return "train" in arguments
@@ -282,8 +281,8 @@ class _Nnx:
     module = None if isinstance(make, nnx.Module) else make(nnx.Rngs(0))
     if not isinstance(module, nnx.Module):
       raise ValueError(
-        "make: want a function from nnx.Rngs to an NNX module, as lambda rngs:"
-        " Net(rngs=rngs)"
+        "make: give a function from nnx.Rngs to an NNX module, such as lambda"
+        " rngs: Net(rngs=rngs)"
       )
     self._takes_train = _takes_train(module)
     self._graph, *states = self._split(module)

@@ -175,14 +175,14 @@ def mutual_loss(
   )
   if jnp.ndim(labels_loss) == 0:
     raise ValueError(
-      "loss: gives one number for a batch; mutual learning wants the loss of"
-      " each example, float[B]"
+      "loss: returned a scalar; mutual learning needs one loss per example,"
+      " float[B]"
     )
   if kl.shape != labels_loss.shape:
     raise ValueError(
       f"logits of shape {logits.shape} with losses of shape"
-      f" {labels_loss.shape}: mutual learning takes one softmax an example,"
-      " float[B, C]"
+      f" {labels_loss.shape}: mutual learning needs logits float[B, C] and"
+      " losses float[B]"
     )
   return weight * labels_loss + (1 - weight) * kl, kl
 

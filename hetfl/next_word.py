@@ -218,8 +218,8 @@ def weighted_sum(
 def _check_tokens(logits):
   if not isinstance(logits, TokenLogits):
     raise ValueError(
-      f"a model's outputs are {type(logits).__name__}: losses and metrics of"
-      " next words take TokenLogits(features, kernel, bias)"
+      f"a model's outputs are {type(logits).__name__}: next-word losses and"
+      " metrics need TokenLogits(features, kernel, bias)"
     )
 
 

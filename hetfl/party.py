@@ -313,7 +313,8 @@ def fit(
     names = set(data) if isinstance(data, Mapping) else set()
     if strange := names - {"train", "stopping"}:
       raise ValueError(
-        f"data[{min(strange)!r}]: want 'train' and, if any, 'stopping'"
+        f"data[{min(strange)!r}]: unknown name; give 'train' and, optionally,"
+        " 'stopping'"
       )
     train = checks.banks(data, "train", len(parties))
     stopping = data.get("stopping")
@@ -491,7 +492,9 @@ def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
   checks.each("parties", parties, Party, len(parties), hint)
   names = [party.name for party in parties]
   if not names or len(set(names)) != len(names):
-    raise ValueError(f"parties={names}: give one or more, of different names")
+    raise ValueError(
+      f"parties={names}: give at least one party, each with a different name"
+    )
   return parties
 
 
@@ -499,7 +502,7 @@ def check_work(work: Sequence[Any], parties: Sequence[Party]) -> None:
   """Raises a `ValueError` if a plan is for another number of parties."""
   if len(work) != len(parties):
     raise ValueError(
-      f"a plan for {len(work)} parties: give one for {len(parties)}"
+      f"the plan is for {len(work)} parties, but there are {len(parties)}"
     )
 
 

@@ -413,7 +413,7 @@ def plan_round(
     if not np.ndim(number):
       return [number] * len(pools)
     if len(number) != len(pools):
-      raise ValueError(f"{name}={number}: give one, or {len(pools)}")
+      raise ValueError(f"{name}={number}: give one or {len(pools)} values")
     return list(number)
 
   lanes = tuple(
@@ -488,12 +488,16 @@ def localize(
   checks.sequence("pools", pools, ClientPopulation)
   if len(pools) != len(plan.pools):
     raise ValueError(
-      f"pools: {len(pools)} of them, the plan is of {len(plan.pools)}"
+      f"pools: has length {len(pools)}, but the plan is for"
+      f" {len(plan.pools)} pools"
     )
   used = [(p.bank, lanes.index) for p, lanes in zip(pools, plan.pools)]
   if plan.distill is not None:
     if distill is None:
-      raise ValueError("distill=None: the plan has batches of it, give the set")
+      raise ValueError(
+        "distill=None: the plan has distillation batches; give the distillation"
+        " set"
+      )
     used.append((distill.bank, plan.distill))
   together: dict[int, tuple[AnyBank, list[np.ndarray]]] = {}
   for bank, index in used:
@@ -547,11 +551,14 @@ def stack_plans(plans: Sequence[Any]) -> Any:
   """
   plans = list(plans)
   if not plans:
-    raise ValueError("plans: there are none")
+    raise ValueError("plans: give at least one plan")
   if isinstance(plans[0], RoundPlan):
     numbers = {len(plan.pools) for plan in plans}
     if len(numbers) > 1:
-      raise ValueError(f"plans: of {min(numbers)} and {max(numbers)} pools")
+      raise ValueError(
+        "plans: must have the same number of pools, not"
+        f" {min(numbers)} and {max(numbers)}"
+      )
     pools = zip(*(map(_filled, zip(*(plan.pools for plan in plans)))))
     plans = [plan._replace(pools=p) for plan, p in zip(plans, pools)]
   return jax.tree.map(lambda *arrays: np.stack(arrays), *plans)

@@ -85,8 +85,8 @@ def _integers(positions: Any, name: str) -> np.ndarray:
   array = np.asarray(positions)
   if array.ndim != 1:
     raise ValueError(
-      f"{name}: positions of shape {array.shape}; give int[n] of one client,"
-      " and of several a sequence of these"
+      f"{name}: positions of shape {array.shape}; give int[n] for one client,"
+      " or a sequence of these for several"
     )
   if len(array) and array.dtype.kind not in "iu":
     hint = "; give np.flatnonzero of a mask" if array.dtype == bool else ""
@@ -289,7 +289,9 @@ class ClientPopulation:
     array([2, 0], dtype=int32)
     """
     if not 0 <= k < len(self):
-      raise IndexError(f"client {k}: there are {len(self)}, from 0 on")
+      raise IndexError(
+        f"client {k} does not exist: there are {len(self)}, numbered from 0"
+      )
     return self.members[self.offsets[k] : self.offsets[k + 1]]
 
   def client(self, k: int) -> dict[str, np.ndarray | jax.Array]:

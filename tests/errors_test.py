@@ -219,14 +219,14 @@ WRONG = {
   "alpha='0.5': must be a number": lambda: merged(alpha="0.5"),
   "alpha=50.0:": lambda: merged(alpha=lambda t: 50.0),
   "alpha=-1.0:": lambda: merged(alpha=lambda t: 0.5 * (1 - t), rounds=3),
-  "alpha=(0.9, 0.5): give one number": lambda: merged(alpha=(0.9, 0.5)),
-  "beta=[0.1 0.9]: give one number": lambda: fml(
+  "alpha=(0.9, 0.5): must be one number": lambda: merged(alpha=(0.9, 0.5)),
+  "beta=[0.1 0.9]: must be one number": lambda: fml(
     [MutualClient(WIDER)] * 2, global_model=WIDER, beta=np.array([0.1, 0.9])
   ),
   "beta=1.5": lambda: fml(
     [MutualClient(WIDER)], global_model=WIDER, beta=lambda t: 1.5
   ),
-  "no schedule here, give a number": lambda: federation.make_pools(
+  "must be a number, not a schedule": lambda: federation.make_pools(
     client_lr=optax.constant_schedule(0.1)
   ),
   "rounds=0:": lambda: fedavg(POOLS, rounds=0),
@@ -236,10 +236,10 @@ WRONG = {
   "temperature=-1.0": lambda: merged(
     distiller=make_distiller(temperature=-1.0)
   ),
-  "label_weight=(0.5, 0.5): give one": lambda: make_distiller(
+  "label_weight=(0.5, 0.5): must be one": lambda: make_distiller(
     label_weight=(0.5, 0.5)
   ),
-  "mesh: has the axes ('a', 'b'), give one": lambda: engine.Inline(
+  "mesh: has the axes ('a', 'b'); give one": lambda: engine.Inline(
     jax.make_mesh((1, 1), ("a", "b"))
   ),
   "max_lanes=0:": lambda: engine.Inline(max_lanes=0),
@@ -269,14 +269,16 @@ WRONG = {
   "weights: 3 for 2 scores": lambda: consensus(
     jnp.zeros((2, 4, 3)), jnp.ones(3)
   ),
-  "prox_mu: not all pools have it": lambda: core.with_hyper(
+  "prox_mu: not all pools have this": lambda: core.with_hyper(
     fedavg([POOLS[0], *federation.make_pools(prox_mu=0.1)[1:]], rounds=1).init(
       jax.random.key(0)
     ),
     prox_mu=0.2,
   ),
-  "at least 2, of different names": lambda: merged(POOLS[:1]),
-  "at least 1, of different names": lambda: fedavg([POOLS[0]] * 2, rounds=1),
+  "at least 2, each with a different name": lambda: merged(POOLS[:1]),
+  "at least 1, each with a different name": lambda: fedavg(
+    [POOLS[0]] * 2, rounds=1
+  ),
   "client_LR: this state has no such": lambda: core.with_hyper(
     merged().init(jax.random.key(0)), client_LR=1.0
   ),
@@ -334,32 +336,32 @@ WRONG = {
   "client 0: positions must be integers": lambda: mutual(
     (BANK["y"] == 0, (1,))
   ),
-  "3 clients hold examples": lambda: mutual(((0,), (1,), (2,))),
-  "plan with full_batches=True": normed_round,
-  "would count: plan with": lambda: normed_round(jit=True),
+  "must contain each of the 3 clients": lambda: mutual(((0,), (1,), (2,))),
+  "plan_mutual with full_batches=True": normed_round,
+  "would enter the batch statistics": lambda: normed_round(jit=True),
   "public: positions outside": lambda: plan_fedmd(
     PUBLIC._replace(index=np.arange(9, 99)), ((0,),), seed=0, round=1, subset=4
   ),
-  "subset=99: there are 24 public": lambda: parties(subset=99),
+  "subset=99: exceeds the 24 public": lambda: parties(subset=99),
   "digest_epochs=0:": lambda: parties(digest_epochs=0),
   "client 0 holds no examples": lambda: parties(((), (1,))),
   # Steps.
-  "2 pools, but a plan for 1": lambda: step(
+  "the plan is for 1 pools, but there are 2": lambda: step(
     "merged", federation.make_plan(1, num_pools=1)
   ),
   "data has no 'pools'": lambda: step("fedavg", data={"pool": 1}),
-  "data['pools']: give a sequence of 2 banks, one each, not a dict": (
+  "data['pools']: must be a sequence of 2 banks, one per pool or party, not": (
     lambda: step("fedavg", data={"pools": {"x": 1, "y": 2}})
   ),
-  "data['private']: give a sequence of 3 banks, one each, not 1": (
+  "must be a sequence of 3 banks, one per pool or party, not of 1": (
     lambda: step("fedmd", data={"public": BANK, "private": [BANK]})
   ),
   "data has no 'distill'": lambda: step(
     "periodic", data={"pools": federation.make_data()["pools"]}
   ),
   "data has no 'train'": lambda: step("fml", data={}),
-  "are alike, but a plan for ((3, 2, 0)": swapped_groups,
-  "bank's array is called 'mask'": lambda: step(
+  "the plan groups clients as ((3, 2, 0)": swapped_groups,
+  "bank has an array named 'mask'": lambda: step(
     "fit", data={"train": ({**algorithms.PRIVATE, "mask": np.ones(11)},) * 3}
   ),
   "distill=None:": lambda: planning.localize(
@@ -378,7 +380,7 @@ WRONG = {
   "data['pools'][1]: give a bank, arrays by name, not a ClientPop": (
     lambda: step("fedavg", data={"pools": [BANK, from_lists([0])]})
   ),
-  "data['pools']: give a sequence of 2 banks, one each, not a Client": (
+  "must be a sequence of 2 banks, one per pool or party, not a Client": (
     lambda: step("fedavg", data={"pools": from_lists([0])})
   ),
   "bank: arrays of different lengths {'x': 3, 'y': 2}": lambda: core.gather(
@@ -393,37 +395,39 @@ WRONG = {
     )
   ),
   "clients: give a ClientPopulation, not a Subset": lambda: mutual(PUBLIC),
-  "client 0: positions of shape (); give int[n] of one client": lambda: mutual(
+  "client 0: positions of shape (); give int[n] for one client": lambda: mutual(
     np.arange(4)
   ),
-  "plans: of 1 and 2 pools": lambda: planning.stack_plans(
-    [plan_clients(), plan_clients()._replace(pools=plan_clients().pools[:1])]
+  "plans: must have the same number of pools, not 1 and 2": lambda: (
+    planning.stack_plans(
+      [plan_clients(), plan_clients()._replace(pools=plan_clients().pools[:1])]
+    )
   ),
-  "pools: 1 of them, the plan is of 2": lambda: planning.localize(
+  "pools: has length 1, but the plan is for 2": lambda: planning.localize(
     plan_clients(), [from_lists([0])]
   ),
   "expected_length=-5.0: must lie between": lambda: next_word.sentence_loss(
     -5.0
   ),
-  "a model's outputs are TokenLogits, where an array": lambda: (
+  "model's outputs must be an array float[..., C], not a TokenL": lambda: (
     core.cross_entropy(TOKENS, {"y": jnp.zeros((1, 2), int)})
   ),
-  "a model's outputs are TokenLogits": lambda: evaluate.classification(
-    TOKENS, {"y": jnp.zeros((1, 2), int)}
+  "outputs must be an array float[..., C], not a TokenLogits": lambda: (
+    evaluate.classification(TOKENS, {"y": jnp.zeros((1, 2), int)})
   ),
-  "outputs are TokenLogits, where": lambda: mutual_loss(
+  "must be an array float[..., C], not a TokenLogits": lambda: mutual_loss(
     TOKENS, TOKENS, jnp.zeros(1), 0.5
   ),
-  "losses and metrics of next words take TokenLogits": lambda: (
+  "next-word losses and metrics need TokenLogits": lambda: (
     next_word.next_word_metrics(jnp.zeros((1, 2, 5)), {})
   ),
   "weights of shape (1,) for outputs at (1, 2) positions": lambda: (
     next_word.weighted_sum(lambda *args: args, TOKENS, jnp.ones(1), ())
   ),
-  "scores of shape (8,) are no classes": lambda: TRANSLATORS["kl"].scores(
+  "not outputs of shape (8,); use 'mae'": lambda: TRANSLATORS["kl"].scores(
     jnp.zeros(8), 1.0
   ),
-  "loss: gives one number for a batch": lambda: mutual_loss(
+  "loss: returned a scalar": lambda: mutual_loss(
     jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(()), 0.5
   ),
   "labels of shape (4, 2)": lambda: partition.stratified(
@@ -431,7 +435,7 @@ WRONG = {
   ),
   "outputs of shapes (8, ": unlike_pools,
   "outputs of shapes (2, ": unlike_clients,
-  "trained: 1 of them, give 3; [p.trained for p": lambda: fedmd(
+  "trained: has length 1, expected 3; [p.trained for p": lambda: fedmd(
     algorithms.PARTIES
   ).init(jax.random.key(0), [None]),
   "trained[0]: give a Trained, not a Learner; [p.trained for p": lambda: fedmd(
@@ -445,15 +449,15 @@ WRONG = {
       jax.random.key(0), core.Variables({}, {})
     )
   ),
-  "data['stoping']: want 'train'": lambda: step(
+  "data['stoping']: unknown name; give 'train'": lambda: step(
     "fit", data={"train": (), "stoping": None}
   ),
   "a loss of shape (3, 1) on 3": lambda: column_of_losses(pool_round),
   "a loss of shape (2, 1) on 2": lambda: column_of_losses(mutual_round),
-  "a softmax over one class says nothing": one_class,
+  "the softmax over one class is always 1": one_class,
   # As many softmaxes as examples, which could be mistaken for them.
   "with losses of shape (2,): mutual": lambda: sequences(mutual_round, 2),
-  "give Distiller.weights (8, 8)": lambda: sequences(codistil, 8),
+  "Distiller.weights must return shape (8, 8)": lambda: sequences(codistil, 8),
   "but the loss takes labels 'y'": lambda: labelled(None),
   "batch['y'] is float32 of shape (2, 3)": lambda: labelled(jnp.eye(3)[:2]),
   "batch['y'] is int32 of shape (2, 1)": lambda: labelled(
@@ -463,7 +467,7 @@ WRONG = {
   "pools: give a sequence, such as [pools]": lambda: fedavg(POOLS[0], rounds=1),
   "parties: give a sequence": lambda: fedmd(algorithms.PARTIES[0]),
   "clients: give a sequence": lambda: independent(MutualClient(POOLS[0].model)),
-  "client 0 is a Model: give a MutualClient": lambda: independent(
+  "client 0 is a Model, not a MutualClient": lambda: independent(
     [POOLS[0].model]
   ),
   "models: give a sequence": lambda: evaluate.Evaluator(
@@ -484,7 +488,7 @@ WRONG = {
   "client_lr: an array of shape (3,); give one value, or an": lambda: (
     core.with_hyper(merged().init(jax.random.key(0)), client_lr=jnp.ones(3))
   ),
-  "a plan for 1 parties: give one for 3": lambda: party.fit(
+  "the plan is for 1 parties, but there are 3": lambda: party.fit(
     algorithms.PARTIES
   ).step(
     party.fit(algorithms.PARTIES).init(jax.random.key(0)),
@@ -504,9 +508,9 @@ WRONG = {
   "models[1]: give a Model, not a Dense": lambda: evaluate.Evaluator(
     [POOLS[0].model, nn.Dense(3)], {"test": PUBLIC}
   ),
-  "rate=1.0: want 0 or more, and less than 1": lambda: layers.Dropout(
-    1.0
-  ).apply({}, jnp.ones(3), True),
+  "rate=1.0: must be at least 0 and below 1": lambda: layers.Dropout(1.0).apply(
+    {}, jnp.ones(3), True
+  ),
   "a map of 1x4 is too small for 2x2 pooling": lambda: layers.max_pool_2x2(
     jnp.ones((1, 1, 4, 1))
   ),
@@ -518,8 +522,8 @@ WRONG = {
       [algorithms.MLP], {"test": PUBLIC}, transform=lambda key, b: b
     )([algorithms.MLP.init(jax.random.key(0))])
   ),
-  "plans: there are none": lambda: planning.stack_plans([]),
-  "clients that learn alone have no memes": lambda: (
+  "plans: give at least one": lambda: planning.stack_plans([]),
+  "no global model, so there are no memes": lambda: (
     independent([MutualClient(WIDER)]).init(jax.random.key(0)).meme(0)
   ),
   "images of float32: want uint8 pixels": lambda: augment.normalize(
@@ -528,23 +532,25 @@ WRONG = {
   "pool 'p': give a Model, not a Dense; Model.from_flax": lambda: Pool(
     "p", nn.Dense(3), 1.0, 1.0
   ),
-  "int is no Flax Linen module": lambda: core.Model.from_flax(3, jnp.zeros(1)),
+  "int is not a Flax Linen module": lambda: core.Model.from_flax(
+    3, jnp.zeros(1)
+  ),
   "Training takes 'training'": lambda: core.Model.from_flax(
     Training(), jnp.zeros((1, 2))
   ),
   "Frozen takes 'use_running_average'": lambda: core.Model.from_flax(
     Frozen(), jnp.zeros((1, 2))
   ),
-  "apply gave no pair: it must return (logits, stats)": bare_logits,
-  "a model's init gave a dict: it must return Variables": lambda: pool_round(
-    algorithms.MLP._replace(init=lambda key: {})
+  "apply must return a pair, (logits, stats)": bare_logits,
+  "a model's init returned a dict: it must return Variables": lambda: (
+    pool_round(algorithms.MLP._replace(init=lambda key: {}))
   ),
-  "a model's apply gave stats of another structure": lambda: pool_round(
+  "a model's apply returned stats of structure": lambda: pool_round(
     algorithms.MLP._replace(
       apply=lambda variables, x, key, train: (jnp.zeros((len(x), 3)), None)
     )
   ),
-  "a transform gave a NoneType, not a batch": lambda: pool_round(
+  "a transform returned a NoneType, not a batch": lambda: pool_round(
     POOLS[0].model, transform=lambda key, batch: None
   ),
   "a batch holds ['mask', 'y']": lambda: step(
@@ -814,7 +820,7 @@ def test_a_party_that_has_not_begun_is_finite():
 
 
 def test_there_is_no_client_below_zero():
-  with pytest.raises(IndexError, match="client -1: there are 1, from 0 on"):
+  with pytest.raises(IndexError, match="client -1 does not exist: there are 1"):
     from_lists([0]).client(-1)
 
 

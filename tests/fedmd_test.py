@@ -577,20 +577,20 @@ def test_what_is_out_of_range_is_refused():
   parties = make_parties()
   for settings, message in [
     (dict(digest_loss="l3"), "digest_loss=l3: choose from mae, mse, kl"),
-    (dict(consensus_weights=(1, 1, 1)), "want 2 values, one a party"),
+    (dict(consensus_weights=(1, 1, 1)), "give 2 values, one per party"),
     (dict(consensus_weights=(2, -1)), "must not be negative"),
     (dict(consensus_weights=(0, 0)), "nor all zero"),
     (dict(temperature=0.0), "temperature=0.0"),
   ]:
     with pytest.raises(ValueError, match=message):
       build(parties, **settings)
-  with pytest.raises(ValueError, match="different names"):
+  with pytest.raises(ValueError, match="a different name"):
     build([parties[0], parties[0]])
   with pytest.raises(ValueError, match="patience=0"):
     fit(parties, patience=0)
   with pytest.raises(ValueError, match="learning_rate=-1"):
     fit([Party("a", parties[0].model, learning_rate=-1)])
-  with pytest.raises(ValueError, match="subset=99: there are 24"):
+  with pytest.raises(ValueError, match="subset=99: exceeds the 24"):
     plan_fedmd(
       population.Subset.whole(PUBLIC), EXAMPLES, seed=0, round=1, subset=99
     )

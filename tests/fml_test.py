@@ -421,17 +421,17 @@ def test_what_is_out_of_range_is_refused():
   ):
     with pytest.raises(ValueError, match=f"{name}={value}"):
       build(**{name: value})
-  with pytest.raises(ValueError, match="there are none"):
+  with pytest.raises(ValueError, match="clients: give at least one"):
     build([])
   for jit in (False, True):
-    with pytest.raises(ValueError, match="are alike, but a plan for"):
+    with pytest.raises(ValueError, match="the plan groups clients as"):
       run(build(jit=jit), clients=ALIKE)
   with pytest.raises(ValueError, match="clients_per_round=9: there are 5"):
     make_plan(1, clients_per_round=9)
-  with pytest.raises(ValueError, match="client 7"):
+  with pytest.raises(ValueError, match="client=7"):
     build().init(jax.random.key(0)).local(7)
   states = jax.vmap(build().init)(jax.random.split(jax.random.key(0), 3))
-  with pytest.raises(ValueError, match="a state of several trials"):
+  with pytest.raises(ValueError, match="the state holds several trials"):
     states.local(0)
   one = build().init(jax.random.split(jax.random.key(0), 3)[2]).local(1)
   ours = jax.vmap(lambda state: state.local(1))(states)

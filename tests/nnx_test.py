@@ -163,7 +163,7 @@ def test_rounds_with_nnx_models_beside_linen_ones(tmp_path):
 
 def test_what_makes_no_module_is_refused():
   for wrong in (lambda rngs: 3, Net(nnx.Rngs(0))):
-    with pytest.raises(ValueError, match="make: want a function from nnx.Rngs"):
+    with pytest.raises(ValueError, match="make: give a function from nnx.Rngs"):
       core.Model.from_nnx(wrong)
 
 

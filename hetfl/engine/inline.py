@@ -56,7 +56,7 @@ class Inline:
     if mesh is not None:
       if len(mesh.axis_names) != 1:
         raise ValueError(
-          f"mesh: has the axes {mesh.axis_names}, give one, such as"
+          f"mesh: has the axes {mesh.axis_names}; give one axis, such as"
           f" jax.make_mesh(({mesh.size},), ('lanes',))"
         )
       # With explicit axes, inputs would have to be sharded already.

@@ -83,7 +83,7 @@ def blocks_of(filters: Sequence[int]) -> tuple[Block, ...]:
   [1, 2, 0]
   """
   if not 2 <= len(filters) <= 4:
-    raise ValueError(f"filters={filters}: want two, three or four numbers")
+    raise ValueError(f"filters={filters}: give two, three or four numbers")
   first, *middle, last = filters
   blocks = [Block(first, 3, 1, "SAME", 1)]
   if middle:

@@ -328,7 +328,7 @@ def max_pool_2x2(x: jax.Array) -> jax.Array:
   rows, columns = height // 2, width // 2
   if rows < 1 or columns < 1:
     raise ValueError(
-      f"a map of {height}x{width} is too small for 2x2 pooling: take larger"
+      f"a map of {height}x{width} is too small for 2x2 pooling: use larger"
       " images, or pool less often"
     )
   x = x[:, : 2 * rows, : 2 * columns]
@@ -397,7 +397,7 @@ class PooledPlanes(nn.Module):
     if rows < 1 or columns < 1:
       raise ValueError(
         f"a map of {x.shape[1]}x{x.shape[2]} is too small for a"
-        f" {height}x{width} convolution and 2x2 pooling: take larger images"
+        f" {height}x{width} convolution and 2x2 pooling: use larger images"
       )
     matrix = kernel.reshape(-1, self.features).T
 
@@ -480,7 +480,7 @@ class Dropout(nn.Module):
   def __call__(self, x, train: bool):
     """Maps `float[...]` to the same shape; changes nothing if not `train`."""
     if not 0 <= self.rate < 1:
-      raise ValueError(f"rate={self.rate}: want 0 or more, and less than 1")
+      raise ValueError(f"rate={self.rate}: must be at least 0 and below 1")
     if not train or not self.rate:
       return x
     key = jax.random.bits(self.make_rng("dropout"), (2,), jnp.uint32)
