@@ -483,8 +483,8 @@ def setup(place: pathlib.Path) -> tuple[dict, dict]:
       if not FLAGS.pretrained:  # The run once had it, and does without.
         return config, speed | {"pretrained": None}
       raise common.UsageError(
-        f"--pretrained={public.parent}: there is no such folder, or none of a"
-        " run, with public/ in it; give a run's --workdir, or leave it out"
+        f"--pretrained={public.parent}: not the folder of a run (it has no"
+        " public/config.json); give a run's --workdir, or leave it out"
       )
     # It must fit; the others are trained anew if they do not.
     of_public = settings.of_phase("public", config)

@@ -239,13 +239,16 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--consensus_weights=1,1,1,1,-1",), "-1 must be at least 0"),
     (("--num_parties=2", "--weak_parties=3"), "--weak_parties=3: there are 2"),
     (("--public_subset=9999",), "--public_subset=9999: there are 771"),
-    (("--examples_per_class=99",), "examples_per_class=99: 5 parties want"),
+    (("--examples_per_class=99",), "examples_per_class=99: 5 parties need"),
     (("--heldout_examples=5000",), "--heldout_examples=5000: there are 871"),
     (("--digest_loss=l1",), "digest_loss"),
     (("--temperature=2",), "--temperature=2.0: --digest_loss=mae has none"),
     (("--superclasses=code",), "superclasses=code: says nothing in"),
     (("--models=table2", "--num_parties=12"), "does not fit images of 16x16"),
-    ((f"--pretrained={tmp_path}",), "or none of a run, with public/ in it"),
+    (
+      (f"--pretrained={tmp_path}",),
+      "not the folder of a run (it has no public/",
+    ),
     (("--lanes=3",), "--lanes=3: FedMD has none"),
     ((letters, f"--data_dir={tmp_path}"), "mnist not found"),
   ]
