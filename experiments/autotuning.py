@@ -40,7 +40,9 @@ def measure(
     UsageError: there are several processes.
   """
   if jax.process_count() > 1:
-    raise common.UsageError("--autotune: of one process only; tune there first")
+    raise common.UsageError(
+      "--autotune works in a single process only; run it in one process first"
+    )
   if common.stored_speed(workdir):
     return speed
   experiment = experiment_class(config, speed)

@@ -309,9 +309,9 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     values["dropout"] = rates if any(rates) else None
   if FLAGS.label_weight and FLAGS.distill_data in ("cifar10", "cifar100"):
     raise common.UsageError(
-      f"--label_weight={FLAGS.label_weight}: labels of"
-      f" --distill_data={FLAGS.distill_data} are those of another data set;"
-      " use 0, or in_domain"
+      f"--label_weight={FLAGS.label_weight}: the labels of"
+      f" --distill_data={FLAGS.distill_data} belong to another data set; use"
+      " --label_weight=0 or --distill_data=in_domain"
     )
   speed = {"checkpoint_every": values["eval_every"]} | task.speed()
   if isinstance(common.run_engine(), engine_lib.Threads):
@@ -323,9 +323,9 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   if never and not (workdir / "config.json").exists():
     name = {"periodic": "codist_period", "merged": "merge_every"}[algorithm]
     raise common.UsageError(
-      f"--{name}={config[name]}: in --rounds={config['rounds']} the pools would"
-      f" never teach each other; give a smaller --{name}, more --rounds, or"
-      " --algorithm=fedavg, which that would be"
+      f"--{name}={config[name]}: with --rounds={config['rounds']} the pools"
+      f" never exchange anything, which is FedAvg; give a smaller --{name},"
+      " more --rounds, or --algorithm=fedavg"
     )
   # Students draw dropout masks per microbatch, so it changes the result.
   if config.get("dropout") and "microbatch" not in UNUSED[algorithm]:

@@ -485,8 +485,8 @@ def setup(place: pathlib.Path) -> tuple[dict, dict]:
       if not FLAGS.pretrained:  # It is gone; a resumed run does without it.
         return config, speed | {"pretrained": None}
       raise common.UsageError(
-        f"--pretrained={public.parent}: there is no such folder, or none of a"
-        " run, with public/ in it; give a run's --workdir, or leave it out"
+        f"--pretrained={public.parent}: not the folder of a run (it has no"
+        " public/config.json); give a run's --workdir, or leave it out"
       )
     # The public phase must match; other phases are retrained if they do not.
     of_public = settings.of_phase("public", config)

@@ -306,7 +306,7 @@ def _weights(num_parties: int) -> list[float] | None:
   weights = common.numbers("consensus_weights", given, low=0)
   if len(weights) != num_parties:
     raise common.UsageError(
-      f"{shown}: {len(weights)} values, want {num_parties}, one a party"
+      f"{shown}: {len(weights)} values, give {num_parties}, one per party"
     )
   if not 0 < sum(weights) < float("inf"):
     raise common.UsageError(f"{shown}: must be finite, and not all zero")

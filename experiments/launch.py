@@ -338,8 +338,8 @@ def _join_processes() -> None:
   if automatic:
     if (processes, process) != (None, None):
       raise common.UsageError(
-        "--distributed_coordinator=auto finds the number of processes and this"
-        " one's itself; leave the other two flags out"
+        "--distributed_coordinator=auto finds the number of processes and the"
+        " id of this one itself; leave the other two flags out"
       )
     coordinator = None
   elif None in given.values():
@@ -362,14 +362,14 @@ def _join_processes() -> None:
     reason = f"the processes did not find each other: {error}"
     if automatic and "should be defined" in str(error):
       reason = (
-        "JAX finds no other processes: this is no TPU pod, and no job that srun"
-        f" or mpirun has started; give HOST:PORT ({error})"
+        "JAX found no other processes: this is neither a TPU pod nor a job"
+        f" started by srun or mpirun; give HOST:PORT ({error})"
       )
     raise common.UsageError(
       f"--distributed_coordinator={FLAGS.distributed_coordinator}: {reason}"
     ) from error
   logging.info(
-    "%d processes, %d devices in all, %d of this one's.",
+    "%d processes with %d devices in total, %d of them in this process.",
     jax.process_count(),
     jax.device_count(),
     jax.local_device_count(),

@@ -59,7 +59,9 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
     found = folder.absolute().rglob("metrics.jsonl")
     found = sorted(path.parent for path in found)
     if not found:
-      raise ValueError(f"{folder}: there is no run, that is no metrics.jsonl")
+      raise ValueError(
+        f"{folder}: no run found (no metrics.jsonl in it or below it)"
+      )
     places += [place for place in found if place not in places]
   # Without the seeds, or a single run's label would be only its seed.
   parts = [

@@ -153,7 +153,7 @@ def make_space(tunable: tunables.Tunable, algorithm: str) -> proposers.Space:
     name, _, text = item.partition("=")
     flag, _, model = name.partition(".")
     if flag not in FLAGS or model not in ("", *tunable.models):
-      models = f" nor FLAG.MODEL with one of {', '.join(tunable.models)}"
+      models = f", nor FLAG.MODEL with one of {', '.join(tunable.models)}"
       raise common.UsageError(
         f"--space={item}: {name!r} is not a flag of {tunable.module}"
         f"{models if tunable.models else ''}"
@@ -177,7 +177,9 @@ def make_space(tunable: tunables.Tunable, algorithm: str) -> proposers.Space:
     except ValueError as error:
       raise common.UsageError(f"--space, {n}: {error}") from error
   if not dimensions:
-    raise common.UsageError("--space=...: all is fixed, nothing to search")
+    raise common.UsageError(
+      "--space=...: every value is fixed, so there is nothing to search"
+    )
   for flag in sorted(
     common.typed() & {n.partition(".")[0] for n in dimensions}
   ):
@@ -532,7 +534,9 @@ def check_alike(
       if (path / name).read_bytes() != data[name]:
         raise ValueError(f"its {name} is of other data")
   except (OSError, ValueError, KeyError, TypeError) as error:
-    raise common.UsageError(f"--join={path}: no search's: {error}") from error
+    raise common.UsageError(
+      f"--join={path}: not a search that can be joined: {error}"
+    ) from error
   here = logs.to_json(search)
   # An earlier version may not have had all flags.
   missing = {n for n in here if n not in content and n in FLAGS}
@@ -542,7 +546,7 @@ def check_alike(
   unlike = logs.differences(content, here, ignoring=own)
   if unlike:
     raise common.UsageError(
-      f"--join={path}: of another search: {'; '.join(unlike)}"
+      f"--join={path}: belongs to a different search: {'; '.join(unlike)}"
     )
 
 

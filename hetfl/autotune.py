@@ -161,7 +161,10 @@ def choose(
     # Read again: other processes may have written to it meanwhile.
     logs.write_json(cache, _remembered(cache) | {key: choice})
   except OSError as error:
-    logging.warning("Measured anew next time: %s.", error)
+    logging.warning(
+      "Could not save the choice (%s); it will be measured again next time.",
+      error,
+    )
   return choice
 
 

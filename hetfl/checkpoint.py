@@ -222,7 +222,7 @@ class Checkpoints:
         f" hetfl reads {_FORMAT}: use another folder"
       )
     if manifest["round"] != round:
-      raise _DamagedError(f"it is of round {manifest['round']}")
+      raise _DamagedError(f"its manifest says round {manifest['round']}")
     # Before Orbax parses them: on damaged bytes a parser may do anything.
     try:
       files = _file_digests(path)
@@ -260,8 +260,8 @@ class Checkpoints:
     here = {s.path: s for s in (_spec(path, leaf) for path, leaf in flat)}
     there = {s.path: s for s in specs}
     unlike = [
-      f"{p or 'state'}: there {there.get(p, 'none')},"
-      f" here {here.get(p, 'none')}"
+      f"{p or 'state'}: checkpoint has {there.get(p, 'none')},"
+      f" state has {here.get(p, 'none')}"
       for p in [*here, *(p for p in there if p not in here)]
       if not _fits(there.get(p), here.get(p))
     ]

@@ -186,8 +186,8 @@ def _why_no_longer(
   if lengthens:
     return f" {last} is not a multiple of eval_every={there['eval_every']}."
   return (
-    " What changes over all its rounds, such as falling rates, would be other,"
-    " so it cannot be extended."
+    " It cannot be extended: schedules over all rounds, such as learning-rate"
+    " decay, would differ."
   )
 
 
@@ -279,7 +279,7 @@ class RunFolder:
       for p in self.path.iterdir()
     ):
       raise ConfigMismatch(
-        f"{named}={workdir} is not empty, and no run's folder (it has no"
+        f"{named}={workdir} is not empty and not the folder of a run (it has no"
         f" config.json). Use another {named}."
       )
     self._config = {"format": _FORMAT, "config": config, "speed": speed}
@@ -310,8 +310,8 @@ class RunFolder:
     with open(self.path / ".lock", "wb") as file:
       if not _lock(file):
         raise ConfigMismatch(
-          f"{self._named}={self.path}: another process is at work there. Wait"
-          f" for it, or use another {self._named}."
+          f"{self._named}={self.path}: another process is using the folder."
+          f" Wait for it, or use another {self._named}."
         )
       self._write_config()
       yield
@@ -352,7 +352,7 @@ class RunFolder:
     except FileNotFoundError:
       return None
     except ValueError as e:
-      logging.warning("%s: no JSON (%s)", self.path / "result.json", e)
+      logging.warning("%s: not valid JSON (%s)", self.path / "result.json", e)
       return None
 
   def write_result(self, result: Mapping[str, Any]) -> None:
@@ -385,7 +385,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
       rows.append(row)
     except ValueError as e:
       if any(lines[i + 1 :]):
-        raise ValueError(f"{path}, line {i + 1}: no row of metrics") from e
+        raise ValueError(f"{path}, line {i + 1}: not a row of metrics") from e
   return rows
 
 

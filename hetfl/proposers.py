@@ -161,7 +161,7 @@ class OptunaSearch:
     except ImportError as error:
       raise ImportError(
         "Optuna is not installed: pip install -e '.[tune]', or"
-        " take RandomSearch (proposer=random)"
+        " use RandomSearch (proposer=random)"
       ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     self._optuna = optuna

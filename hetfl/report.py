@@ -252,7 +252,7 @@ def collaboration(
   for i, (party, label) in enumerate(parties.items()):
     x, y, _ = _mean_line(seeds, f"{party}/{metric}", 100.0)
     if not x:
-      raise ValueError(f"metric={metric!r}: no row has it of {party}")
+      raise ValueError(f"metric={metric!r}: no row has this metric for {party}")
     color = _MANY_COLORS[i % len(_MANY_COLORS)]
     style: dict[str, Any] = dict(color=color, linewidth=1.4)
     ax.plot(x, y, label=f"{label} ({y[-1]:.1f})", **style)

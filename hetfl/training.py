@@ -106,16 +106,18 @@ class _Fetcher:
     if not bad:
       return
     message = (
-      f"round {round}: {', '.join(bad)}: the training has diverged, or a label"
-      " is no class of the model"
+      f"round {round}: {', '.join(bad)}: training has diverged, or a label is"
+      " out of the model's range of classes"
     )
     if self._stop:
       raise FloatingPointError(
         f"{message} (stop_on_nonfinite); lower the learning rate, or look"
-        " at the checkpoint before"
+        " at the last checkpoint"
       )
     if not self._warned:
-      logging.warning("%s. Going on; this is not said again.", message)
+      logging.warning(
+        "%s. Continuing; further non-finite losses are not reported.", message
+      )
       self._warned = True
 
 
@@ -208,7 +210,7 @@ def run(
   if engine.from_first(finished):
     logging.info(
       "%s: the run is finished; this is its result.json. For another run,"
-      " take another folder.",
+      " use another folder.",
       folder.path,
     )
     return _shared(folder)
@@ -322,8 +324,8 @@ def final_state(
   )
   if found is None or found[0] != rounds:
     raise ValueError(
-      f"{folder.path}: finished, but its last checkpoint is gone; delete the"
-      " folder, and the same command runs it again"
+      f"{folder.path}: the run is finished, but its last checkpoint is missing;"
+      " delete the folder and run the same command again"
     )
   return found[1]
 
@@ -412,10 +414,10 @@ def _begin(
     return 0, state, {}
   if found[0] > rounds:
     raise ValueError(
-      f"rounds={rounds}: {folder.path} is at round {found[0]} already; take"
-      " another folder, or more rounds"
+      f"rounds={rounds}: {folder.path} already has a checkpoint of round"
+      f" {found[0]}; use another folder or a larger value of rounds"
     )
-  logging.info("%s: going on after round %d.", folder.path, found[0])
+  logging.info("%s: resuming after round %d.", folder.path, found[0])
   return found
 
 
@@ -427,7 +429,9 @@ def _exit(number: int, folder: logs.RunFolder, done: int, rounds: int) -> None:
     signal.Signals(number).name,
     done,
     rounds,
-    "Finished" if done == rounds else "Saved; the same command goes on",
+    "Finished"
+    if done == rounds
+    else "Checkpoint saved; run the same command to resume",
   )
   raise SystemExit(128 + number)
 
@@ -441,7 +445,10 @@ def _row(
   clash = (evaluation.keys() | {"round", "seconds"}) & means.keys()
   clash |= {"round", "seconds"} & evaluation.keys()
   if clash:
-    raise ValueError(f"evaluate, step: both name a metric {sorted(clash)[0]!r}")
+    raise ValueError(
+      f"evaluate, step: metric name {sorted(clash)[0]!r} is used by both, or is"
+      " reserved (round, seconds)"
+    )
   return {"round": round, **evaluation, **means, "seconds": seconds}
 
 
@@ -480,8 +487,8 @@ def _shared(folder: logs.RunFolder) -> dict[str, Any]:
   """Returns the first process's result; copies its files to the others."""
   if not engine.from_first(folder.result() is not None):
     raise ValueError(
-      f"{folder.path}: the run is not finished: it has no result.json; go on"
-      " with it first"
+      f"{folder.path}: the run is not finished: it has no result.json; resume"
+      " it first"
     )
   if jax.process_count() > 1:
     for path in (folder.metrics, folder.path / "result.json"):
@@ -552,7 +559,7 @@ def _ahead(
 def _signals() -> Iterator[list[int]]:
   """Collects stop signals in a list; a second one acts at once."""
   caught: list[int] = []
-  when = "this round"
+  when = "the current dispatch"
   if jax.process_count() > 1:
     when = "the next evaluation or checkpoint"
 
@@ -564,7 +571,8 @@ def _signals() -> Iterator[list[int]]:
     caught.append(number)
     name = signal.Signals(number).name
     # Not by `logging`: the signal may have interrupted a call of it.
-    os.write(2, f"{name}: ends after {when}; again: at once\n".encode())
+    message = f"{name}: stopping after {when}; send it again to stop at once\n"
+    os.write(2, message.encode())
 
   with on_signals(handler):
     yield caught

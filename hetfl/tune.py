@@ -127,8 +127,9 @@ def search(
   log = TrialLog(folder / "trials.jsonl")
   if log.rows and len(log.rows) < trials and len(log.rows) % block:
     logging.warning(
-      "%d trials were not a multiple of block=%d: the last ones were halved"
-      " among themselves, as they would not have been with %d from the start.",
+      "The %d earlier trials are not a multiple of block=%d, so the last"
+      " of them were halved in a smaller block than with trials=%d from the"
+      " start.",
       len(log.rows),
       block,
       trials,
@@ -168,7 +169,7 @@ def join(searches: Sequence[str | os.PathLike[str]]) -> list[Row]:
   values = [json.dumps(row["values"], sort_keys=True) for row in rows]
   if len(set(values)) < len(values):
     raise ValueError(
-      "two of the searches have the same trials: give each a seed of its own"
+      "two trials have the same values: give each search its own seed"
     )
   return rows
 
@@ -190,7 +191,7 @@ def _ended_by_signals(work: "_Block") -> Iterator[None]:
     except _Signal as caught:
       (number,) = caught.args
       logging.warning(
-        "%s: %s; the same command goes on after round %d.",
+        "%s: %s; run the same command to resume after round %d.",
         work.name,
         signal.Signals(number).name,
         work.saved,
@@ -300,7 +301,8 @@ class _Block:
 
   def _say(self, done, seconds):
     logging.info(
-      "%s: round %d of %d, %.1f s; %d go on, %d halved, %d diverged; best %s.",
+      "%s: round %d of %d, %.1f s; %d continue, %d halved, %d diverged;"
+      " best %s.",
       self.name,
       done,
       self._problem.rounds,
@@ -370,7 +372,7 @@ class _Block:
             break
           self._rows = extra["rows"]
           self.saved = done
-          logging.info("%s: going on after round %d.", self.name, done)
+          logging.info("%s: resuming after round %d.", self.name, done)
           return done, extra["seconds"], extra["members"], states
       # The checkpoints are of another block, such as one that has ended.
       shutil.rmtree(self._folder)

@@ -170,7 +170,7 @@ def test_a_moved_checkpoint_is_not_taken_for_another_round(tmp_path, warnings):
   checkpoints.save(5, {"w": jnp.ones(3)}, {})
   pathlib.Path(tmp_path / "000005").rename(tmp_path / "000006")
   assert checkpoints.latest({"w": jnp.ones(3)}) is None
-  assert "it is of round 5" in warnings[0]
+  assert "its manifest says round 5" in warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -178,20 +178,20 @@ def test_a_moved_checkpoint_is_not_taken_for_another_round(tmp_path, warnings):
   [
     (
       {"w": jnp.ones(4), "k": jax.random.key(0)},
-      r"\['w'\]: there float32\[3\], here float32\[4\]",
+      r"\['w'\]: checkpoint has float32\[3\], state has float32\[4\]",
     ),
     (
       {"w": jnp.ones(3, jnp.bfloat16), "k": jax.random.key(0)},
-      r"\['w'\]: there float32\[3\], here bfloat16\[3\]",
+      r"\['w'\]: checkpoint has float32\[3\], state has bfloat16\[3\]",
     ),
-    ({"w": jnp.ones(3)}, r"\['k'\]: there key<fry>.*, here none"),
+    ({"w": jnp.ones(3)}, r"\['k'\]: checkpoint has key<fry>.*, state has none"),
     (
       {"w": jnp.ones(3), "k": jax.random.key(0), "v": jnp.ones(1)},
-      r"\['v'\]: there none, here float32\[1\]",
+      r"\['v'\]: checkpoint has none, state has float32\[1\]",
     ),
     (
       {"w": jnp.ones(3), "k": jax.random.key(0, impl="rbg")},
-      "threefry2x32, here .* key rbg",
+      "threefry2x32, state has .* key rbg",
     ),
   ],
 )

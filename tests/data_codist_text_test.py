@@ -176,7 +176,7 @@ def test_stackoverflow_files(tmp_path, monkeypatch):
   monkeypatch.setattr(codist_text, "SO_DISTILL_EXAMPLES", 12)
   assert len(load(**files_there).distill.index) == 12
   monkeypatch.setattr(codist_text, "_SO_POOL_CLIENTS", 40)
-  with pytest.raises(DataError, match="no users beyond the 40 of the pools"):
+  with pytest.raises(DataError, match="no users besides the 40 of the pools"):
     load(**files_there)
 
 
@@ -252,10 +252,10 @@ def test_stackoverflow_by_domain(tmp_path, monkeypatch, caplog):
   c4 = dict(distill_data="c4", c4_path=tmp_path / "c4.txt")
   assert [len(p) for p in load(**files_there, **c4).pools] == [30, 20]
   assert "20 users write mostly questions, not 30" in caplog.text
-  with pytest.raises(DataError, match="no users beyond the 100 of the pools"):
+  with pytest.raises(DataError, match="no users besides the 100 of the pools"):
     load(**files_there)
   stackoverflow(tmp_path, [["question", "answer", "answer"]] * 40)
-  with pytest.raises(DataError, match="domains has no users.*mostly questions"):
+  with pytest.raises(DataError, match="no user writes mostly questions"):
     load(**files_there)
 
 

@@ -151,7 +151,7 @@ def test_read_refuses_what_is_no_fedjax_sqlite(tmp_path):
   with sqlite3.connect(path) as connection:
     connection.execute("CREATE TABLE examples (split_name TEXT)")
   connection.close()
-  assert "no FedJAX SQLite" in _error(path)
+  assert "not a FedJAX SQLite file" in _error(path)
 
 
 def test_read_refuses_damage(tmp_path):
@@ -170,7 +170,7 @@ def test_read_refuses_damage(tmp_path):
   with sqlite3.connect(path) as connection:
     connection.execute("UPDATE federated_data SET num_examples = 3")
   connection.close()
-  assert "has not its 3 examples" in _error(path)
+  assert "does not have the 3 examples" in _error(path)
 
 
 def _write_cifar100(path, clients=3, **changes):

@@ -159,7 +159,7 @@ def test_vocabularies_are_kept_and_told_apart():
   assert text.Vocabulary.from_bytes(word.to_bytes(), "v") == word
   assert word.sha256 != text.Vocabulary("wordpiece", word.tokens).sha256
   for bad in (b"", b"[]", b'{"kind": "x", "tokens": []}', b"\xff", b"[" * 9999):
-    with pytest.raises(DataError, match="v.json: no vocabulary"):
+    with pytest.raises(DataError, match="v.json: not a vocabulary"):
       text.Vocabulary.from_bytes(bad, "v.json")
 
 
@@ -223,7 +223,7 @@ def test_a_dump_by_hand(tmp_path):
   assert corpus.skipped == {
     "empty posts": 1,
     "posts without an owner": 1,
-    "rows that are no question or answer": 1,
+    "rows that are neither question nor answer": 1,
   }
   capped = text_sources.stackexchange(
     tmp_path, max_words=2, max_sentences_per_client=2
@@ -235,10 +235,10 @@ def test_a_dump_by_hand(tmp_path):
 @pytest.mark.parametrize(
   "content, message",
   [
-    (b"", "no well-formed XML"),
-    (posts(row(1, "x"))[:-10], "no well-formed XML"),
+    (b"", "not well-formed XML"),
+    (posts(row(1, "x"))[:-10], "not well-formed XML"),
     (posts(row(1, "x")).replace(b"utf-8", b"utf-17"), "Posts.xml: "),
-    (posts(row(1, "x")).replace(b">\n  <row", b">\xff<row"), "no well-formed"),
+    (posts(row(1, "x")).replace(b">\n  <row", b">\xff<row"), "not well-formed"),
     (posts().replace(b"posts>", b"other>"), "holds no posts"),
     (
       b'<!DOCTYPE posts [<!ENTITY a "aaaaaaaaaa">'
@@ -496,7 +496,7 @@ def test_c4_mod(tmp_path):
     "it isn't so .",
     "new paragraph !",
   ]
-  assert corpus.skipped == {"lines that are no C4 document": 2}
+  assert corpus.skipped == {"lines that are not C4 documents": 2}
   plain = tmp_path / "plain.txt"
   plain.write_text("One. Two.\nThree\n")
   corpus = text_sources.c4_mod(plain, max_words=20, max_sentences=1)

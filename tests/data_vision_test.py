@@ -199,7 +199,7 @@ def test_missing_says_what_was_looked_for(tmp_path):
   assert "\n" not in message
   with pytest.raises(DataError, match="no data_dir given.*data_batch_1.bin"):
     vision.load_cifar10()
-  with pytest.raises(DataError, match="give data_dir"):
+  with pytest.raises(DataError, match="=True needs data_dir"):
     vision.load_cifar10(download=True)
 
 
@@ -317,7 +317,7 @@ def test_tfds_sets_of_another_format_are_told(small):
   cifar, _, data_dir = small
   folder = _make_tfds(cifar, data_dir, file_format="tfrecord")
   message = _error(cifar, data_dir)
-  assert f"{folder} is not: prepare it with that file_format" in message
+  assert f"{folder} has another format: prepare it with file_format=" in message
 
 
 def test_digits():

@@ -268,7 +268,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
     ),
     (
       ("--algorithm=fedavg,merged", "--rounds=4", "--merge_every=5"),
-      "--merge_every=5: in --rounds=4 the pools would never teach each other",
+      "--merge_every=5: with --rounds=4 the pools never exchange",
     ),
     (("--high_capacity_clients=99",), "--high_capacity_clients"),
     (("--client_lr=0.1,x",), "--client_lr=0.1,x: not a number"),
@@ -293,7 +293,10 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
       ("--distributed_coordinator=auto", "--distributed_processes=2"),
       "leave the other two flags out",
     ),
-    (("--distributed_coordinator=auto",), "no job that srun or mpirun"),
+    (
+      ("--distributed_coordinator=auto",),
+      "nor a job started by srun or mpirun",
+    ),
     (cifar, "give --data_dir=DIRECTORY"),
     ((*cifar, "--download"), "cifar-100-binary.tar.gz"),
   ]
@@ -305,7 +308,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
   assert done.returncode != 0
   assert "rounds: there 1, here 2" in done.stderr
   done = codist(f"--workdir={foreign}", "--algorithm=fedavg")
-  assert done.returncode != 0 and "no run's folder" in done.stderr
+  assert done.returncode != 0 and "not the folder of a run" in done.stderr
   done = codist(f"--workdir={foreign}")
   assert done.returncode != 0 and "holds thesis.tex" in done.stderr
   done = codist(f"--workdir={held}")

@@ -47,7 +47,7 @@ def test_one_process_at_a_time(tmp_path):
   first, second = (logs.RunFolder(tmp_path, CONFIG, {"n": n}) for n in (1, 2))
   with first.at_work():
     before = contents(tmp_path)
-    with pytest.raises(logs.ConfigMismatch, match="another process is at work"):
+    with pytest.raises(logs.ConfigMismatch, match="another process is using"):
       with second.at_work():
         pass
     assert contents(tmp_path) == before
@@ -77,7 +77,7 @@ def test_another_run_is_refused_and_left_alone(tmp_path):
 @pytest.mark.parametrize(
   "rounds, lengthens, why",
   [
-    (20, False, "here 20. What changes over all its rounds"),
+    (20, False, "here 20. It cannot be extended: schedules over all"),
     (20, True, "here 20. 7 is not a multiple of eval_every=5. Use"),
     (
       5,
@@ -107,7 +107,9 @@ def test_other_data_are_refused_and_left_alone(tmp_path):
 
 def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
   (tmp_path / "thesis.tex").write_text("years of work")
-  with pytest.raises(logs.ConfigMismatch, match="is not empty, and no run's"):
+  with pytest.raises(
+    logs.ConfigMismatch, match="is not empty and not the folder of a run"
+  ):
     logs.RunFolder(tmp_path, CONFIG)
   with pytest.raises(logs.ConfigMismatch, match="is a file"):
     logs.RunFolder(tmp_path / "thesis.tex", CONFIG)
@@ -162,7 +164,7 @@ def test_rows_before_the_last_must_be_whole(tmp_path):
   path = tmp_path / "metrics.jsonl"
   assert logs.read_rows(path) == []
   path.write_text('{"round": 1}\n{"rou\n{"round": 3}\n')
-  with pytest.raises(ValueError, match="line 2: no row"):
+  with pytest.raises(ValueError, match="line 2: not a row"):
     logs.read_rows(path)
   path.write_text('{"round": 1}\n{"rou\n')
   assert logs.read_rows(path) == [{"round": 1}]

@@ -129,7 +129,7 @@ def test_parties_and_clients_count_in_the_mean(summarize, tmp_path):
 @pytest.mark.parametrize(
   "args, message",
   [
-    (("{}/empty",), "empty: there is no run"),
+    (("{}/empty",), "empty: no run found"),
     (("{}/run",), "--metric=test_accuracy: no run has it; there are: accuracy"),
     (("{}/run", "--metric=loss"), "--metric=loss: name an accuracy"),
     (

@@ -176,7 +176,7 @@ def test_a_damaged_checkpoint_costs_rounds_only(tmp_path, undisturbed):
 def test_a_finished_run_is_not_run_again(tmp_path):
   result = run(tmp_path)
   assert run(tmp_path, plan_fn=None, evaluate=None) == result
-  with pytest.raises(ValueError, match="is at round 12 already"):
+  with pytest.raises(ValueError, match="already has a checkpoint of round 12"):
     run(tmp_path, rounds=3)
 
 
@@ -226,7 +226,7 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, stop):
 
 
 def test_clashing_names_are_an_error(tmp_path):
-  with pytest.raises(ValueError, match="name a metric 'small/loss'"):
+  with pytest.raises(ValueError, match="metric name 'small/loss' is"):
     run(tmp_path, evaluate=lambda state: {"small/loss": 0.0})
 
 
@@ -292,8 +292,11 @@ def test_sigterm_in_a_process(tmp_path, undisturbed):
   _, errors = process.communicate(timeout=60)
   assert process.returncode == 143, errors
   at_once, line = [line for line in errors.split("\n") if "SIGTERM" in line]
-  assert at_once == "SIGTERM: ends after this round; again: at once"
-  assert "Saved; the same command goes on." in line
+  assert at_once == (
+    "SIGTERM: stopping after the current dispatch; send it again to stop at"
+    " once"
+  )
+  assert "Checkpoint saved; run the same command to resume." in line
   run(tmp_path)
   assert outcome(tmp_path) == undisturbed
 

@@ -189,7 +189,8 @@ def test_a_stopped_search_goes_on_to_the_same_trials(
   _, first, _ = whole.advanced[fail_at]
   trials = "Trials 0 to 4" if fail_at < 5 else "Trials 5 to 6"
   assert caplog.messages[-1] == (
-    f"{trials}: SIGTERM; the same command goes on after round {first - 1}."
+    f"{trials}: SIGTERM; run the same command to resume after round"
+    f" {first - 1}."
   )
   with open(tmp_path / "cut/trials.jsonl", "ab") as f:
     f.write(b'{"trial": 5, "half a li')
@@ -501,7 +502,7 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   assert "holds another run: joined: there unset, here true" in done.stderr
   assert (tmp_path / "tune/trials.jsonl").read_text().splitlines() == lines
   done = tune(*search, *join, f"--workdir={tmp_path}/no", "--", *QUICK)
-  assert "other: of another search: seeds: there" in done.stderr
+  assert "other: belongs to a different search: seeds: there" in done.stderr
   done = tune(*search, "--seed=9", f"--workdir={tmp_path}/tune", "--", *QUICK)
   (line,) = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
   assert done.returncode != 0 and "holds another run" in line
@@ -604,7 +605,7 @@ def test_spaces(script, monkeypatch):
     ("prox_mu", "--space, prox_mu: '': give log:LOW:HIGH"),
     ("color=log:1:2", "is not a flag of codist"),
     ("client_lr.huge=log:1:2", "small, large"),
-    ("client_lr=fixed,server_lr=fixed", "all is fixed"),
+    ("client_lr=fixed,server_lr=fixed", "every value is fixed"),
   ):
     script.FLAGS.space = item.split(",")
     with pytest.raises(ValueError, match=message):

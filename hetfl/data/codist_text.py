@@ -177,7 +177,7 @@ def load_codist_text(
   if dataset != "pydoc" and data_dir is None:
     raise DataError(
       f"data_dir=None: give the folder with {dataset}'s files (see"
-      " hetfl.data.text_sources), or take dataset=pydoc, which needs none"
+      " hetfl.data.text_sources), or use dataset=pydoc, which needs none"
     )
 
   if dataset == "stackoverflow":
@@ -273,7 +273,10 @@ def _shared_out(dataset, data_dir, max_sentences, partition_seed) -> _Parts:
     for share in (task.heldout_share, task.test_share, task.distill_share)
   ]
   if sum(sizes) >= n:
-    raise DataError(f"{dataset}: {n} users are too few to be shared out")
+    raise DataError(
+      f"{dataset}: {n} users are too few to be split into pool, distillation,"
+      " held-out and test users"
+    )
   order = generator(Stream.TEXT_USERS, partition_seed).permutation(n)
   heldout, test, distill, pool = np.split(order, np.cumsum(sizes))
   sentences = lambda users: np.sort(
@@ -350,8 +353,8 @@ def _check_domains(path: pathlib.Path, corpus: text.Corpus) -> None:
     n = int((domains == domain).sum())
     if not n:
       raise DataError(
-        f"{path}: one of the domains has no users: none writes mostly {name};"
-        " take pools=capacity, or the whole file"
+        f"{path}: no user writes mostly {name}, so one domain is empty; use"
+        " pools=capacity, or the whole file"
       )
     if n < _SO_DOMAIN_CLIENTS:
       logging.warning(
@@ -377,7 +380,11 @@ def _assign(
       kept = corpus.members[k][domains == domain]
       assigned[_DOMAINS.index(domain)].append((cut(kept), corpus.ids[k]))
     if not all(assigned):
-      raise DataError(f"{dataset}: one of the domains has no users")
+      empty = ("answers", "questions")[assigned.index([])]  # As in _DOMAINS.
+      raise DataError(
+        f"pools=domain: no user of {dataset} is in the domain of {empty}; use"
+        " pools=capacity"
+      )
     return assigned
   everyone = [(cut(corpus.members[k]), corpus.ids[k]) for k in clients]
   n = len(everyone)

@@ -86,7 +86,7 @@ def to_fedjax(population: ClientPopulation) -> Any:
   """
   fedjax = _import_fedjax()
   if not len(population):
-    raise ValueError("population: no clients, FedJAX wants one at least")
+    raise ValueError("population: no clients, FedJAX needs at least one")
   return fedjax.InMemoryFederatedData(dict(_clients(population)))
 
 
@@ -122,7 +122,7 @@ def write_sqlite(
   path = os.path.expanduser(os.fspath(path))
   if os.path.exists(path) and not overwrite:
     raise FileExistsError(
-      f"{path}: is there already: remove it or give overwrite=True"
+      f"{path}: already exists: remove it or pass overwrite=True"
     )
   folder = os.path.dirname(path) or "."
   if not os.path.isdir(folder):
@@ -159,7 +159,9 @@ def read_sqlite(
   path = os.path.expanduser(os.fspath(path))
   # FedJAX would create a missing file, so look first.
   if not os.path.isfile(path):
-    raise DataError(f"{path}: no such file: give the path of a FedJAX SQLite")
+    raise DataError(
+      f"{path}: no such file: give the path of a FedJAX SQLite file"
+    )
   with open(path, "rb") as stream:
     if stream.read(len(_SQLITE_MAGIC)) != _SQLITE_MAGIC:
       raise DataError(
@@ -175,8 +177,8 @@ def read_sqlite(
       )
       if columns != _COLUMNS:
         raise DataError(
-          f"{path}: no FedJAX SQLite, its table federated_data has columns "
-          f"{columns}, want {_COLUMNS}: write it with FedJAX's "
+          f"{path}: not a FedJAX SQLite file: its table federated_data has "
+          f"columns {columns}, want {_COLUMNS}: write it with FedJAX's "
           "SQLiteFederatedDataBuilder"
         )
       data = sqlite_federated_data.SQLiteFederatedData(
@@ -189,7 +191,10 @@ def read_sqlite(
       sizes = [size for _, size in data.client_sizes()]
     for (client_id, examples), size in zip(clients, sizes, strict=True):
       if {len(array) for array in examples.values()} != {size}:
-        raise ValueError(f"client {client_id!r} has not its {size} examples")
+        raise ValueError(
+          f"client {client_id!r} does not have the {size} examples that the "
+          "file states"
+        )
   except DataError:
     raise
   # What SQLite, zlib, msgpack and NumPy raise on damaged bytes.

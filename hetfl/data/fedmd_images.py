@@ -234,9 +234,9 @@ def equal_classes(
     wanted = num_clients * examples_per_class
     if len(members) < wanted:
       raise ValueError(
-        f"examples_per_class={examples_per_class}: {num_clients} parties want"
-        f" {wanted} examples of class {c}, there are {len(members)}; at most"
-        f" {len(members) // num_clients} a party"
+        f"examples_per_class={examples_per_class}: {num_clients} parties need"
+        f" {wanted} examples of class {c}, but there are only {len(members)};"
+        f" at most {len(members) // num_clients} per party"
       )
     drawn = rng.permutation(members)[:wanted]
     for client, part in zip(clients, np.split(drawn, num_clients)):
@@ -286,8 +286,8 @@ def one_writer(
   able = able[counts >= min_examples]
   if len(able) < num_clients:
     raise ValueError(
-      f"min_writer_examples={min_examples}: {len(able)} writers have so many,"
-      f" want {num_clients}, one a party"
+      f"min_writer_examples={min_examples}: only {len(able)} writers have at"
+      f" least this many, but {num_clients} are needed, one per party"
     )
   chosen = generator(Stream.WRITERS, seed).choice(
     able, num_clients, replace=False
@@ -345,8 +345,8 @@ def one_subclass(
       members = np.flatnonzero((coarse == c) & (fine == subclass))
       if len(members) < examples_per_class:
         raise ValueError(
-          f"examples_per_class={examples_per_class}: class {subclass} has"
-          f" {len(members)}"
+          f"examples_per_class={examples_per_class}: fine class {subclass} has"
+          f" only {len(members)}"
         )
       parts.append(rng.permutation(members)[:examples_per_class])
     clients.append(np.concatenate(parts).astype(np.int32))

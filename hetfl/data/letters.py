@@ -197,7 +197,9 @@ def _bank(where: str, x, y, writer=None, *, first: int, split=None) -> Bank:
   if writer is not None:
     writer = np.asarray(writer).reshape(-1)
     if len(writer) != len(y):
-      raise DataError(f"{where}: {len(writer)} writers of {len(y)} images")
+      raise DataError(
+        f"{where}: {len(writer)} writer entries for {len(y)} images"
+      )
     bank["writer"] = writer.astype(np.int32)
   return bank
 

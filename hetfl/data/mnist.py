@@ -131,9 +131,7 @@ def load_mnist(
     if not download:
       raise DataError(_not_found(data_dir, unreadable))
     if data_dir is None:
-      raise DataError(
-        "mnist: download without a place to write to: give data_dir=DIRECTORY"
-      )
+      raise DataError("mnist: download=True needs data_dir=DIRECTORY")
     folder = os.path.join(data_dir, "mnist")
   if download:
     missing = [f for f in _TRAIN + _TEST if _find(folder, f) is None]
@@ -207,9 +205,9 @@ def _parse(path: str, content: bytes) -> np.ndarray:
   rank = content[3] if len(content) > 3 else 0
   head = 4 + 4 * rank
   if content[:2] != b"\0\0" or content[2:3] == b"" or len(content) < head:
-    raise DataError(f"{path}: no idx file")
+    raise DataError(f"{path}: not an idx file")
   if content[2] not in _TYPES or not rank:
-    raise DataError(f"{path}: no idx file (type {content[2]}, rank {rank})")
+    raise DataError(f"{path}: not an idx file (type {content[2]}, rank {rank})")
   dtype = np.dtype(_TYPES[content[2]])
   shape = tuple(np.frombuffer(content, ">u4", rank, 4).tolist())
   want = head + dtype.itemsize * int(np.prod(shape, dtype=object))
@@ -248,7 +246,10 @@ def _not_found(data_dir: str | None, unreadable: list[str]) -> str:
   )
   other = ""
   if unreadable:
-    other = f" ({unreadable[0]} is not: prepare it with that file_format)"
+    other = (
+      f" ({unreadable[0]} has another format: prepare it with "
+      "file_format=array_record)"
+    )
   return (
     f"mnist not found: {where}, no set that TFDS prepared as array_record in "
     f"{tfds}{other}: get the files from {_URL}/ and give data_dir=DIRECTORY,"

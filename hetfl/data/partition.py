@@ -339,8 +339,8 @@ def shards(
   if total % num_classes:
     step = num_classes // math.gcd(num_classes, shards_per_client)
     raise ValueError(
-      f"num_clients={num_clients}: {total} shards, {shards_per_client} a"
-      f" client, cannot be cut from {num_classes} classes alike; take a"
+      f"num_clients={num_clients}: {total} shards ({shards_per_client} per"
+      f" client) cannot be divided evenly among {num_classes} classes; use a"
       f" multiple of {step} clients"
     )
   each = total // num_classes
@@ -354,8 +354,8 @@ def shards(
       members = rng.permutation(np.flatnonzero(y == c)).astype(np.int32)
       if len(members) < each:
         raise ValueError(
-          f"num_clients={num_clients}: {each} shards of class {c}, which has"
-          f" {len(members)} examples; take fewer clients"
+          f"num_clients={num_clients}: class {c} has {len(members)} examples,"
+          f" too few for {each} shards; use fewer clients"
         )
       pieces += np.array_split(members, each)
     sets.append(
@@ -413,7 +413,8 @@ def codist_split(
   if pool_clients < 1:
     raise ValueError(
       f"distill_clients={distill_clients}, heldout_clients="
-      f"{heldout_clients}: leave no pool of {num_clients} clients"
+      f"{heldout_clients}: leave none of the {num_clients} clients for the "
+      "pool"
     )
   if high_capacity_clients > pool_clients:
     raise ValueError(

@@ -392,7 +392,8 @@ class Vocabulary:
         raise ValueError("not of any kind")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
       raise DataError(
-        f"{name}: no vocabulary ({error!r}); remove it, and it is made again"
+        f"{name}: not a vocabulary file ({error!r}); delete it and it will be"
+        " rebuilt"
       ) from error
     return cls(kind, tokens)
 
@@ -533,14 +534,14 @@ def _nltk():
     import nltk
   except ImportError as error:
     raise DataError(
-      "tokenizer='nltk' needs NLTK: pip install nltk, or take 'rules'"
+      "tokenizer='nltk' needs NLTK: pip install nltk, or use 'rules'"
     ) from error
   try:
     nltk.sent_tokenize("One. Two.")
   except LookupError as error:
     raise DataError(
       "tokenizer='nltk': NLTK's data tokenizers/punkt_tab is not in"
-      f" {', '.join(nltk.data.path) or 'any folder'}; fetch it with"
-      " python -m nltk.downloader punkt_tab, or take 'rules'"
+      f" {', '.join(nltk.data.path) or 'any folder'}; download it with"
+      " python -m nltk.downloader punkt_tab, or use 'rules'"
     ) from error
   return nltk.sent_tokenize, nltk.wordpunct_tokenize

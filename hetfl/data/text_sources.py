@@ -90,7 +90,7 @@ def _python(builder: text.CorpusBuilder, client: str, path: pathlib.Path):
       source = stream.read()
     tree = ast.parse(source)
   except (SyntaxError, UnicodeDecodeError, ValueError, OSError):
-    builder.skipped["modules that are no Python"] += 1
+    builder.skipped["modules that are not valid Python"] += 1
     return
   strings: set[int] = set()
   for node in ast.walk(tree):
@@ -168,7 +168,7 @@ def stackexchange(
     owner = attributes.get("OwnerUserId", "")
     body = attributes.get("Body", "")
     if kind not in ("1", "2"):
-      builder.skipped["rows that are no question or answer"] += 1
+      builder.skipped["rows that are neither question nor answer"] += 1
     elif not (owner.isascii() and owner.isdigit() and len(owner) < 20):
       builder.skipped["posts without an owner"] += 1
     elif len(body) > _MAX_HTML:
@@ -200,7 +200,7 @@ def _rows(path: pathlib.Path) -> Iterator[dict[str, str]]:
   def refuse(*_):
     raise DataError(
       f"{path}: declares a document type or entities, which no dump does;"
-      " fetch it again"
+      " download it again"
     )
 
   parser = expat.ParserCreate()
@@ -216,8 +216,8 @@ def _rows(path: pathlib.Path) -> Iterator[dict[str, str]]:
         silent = 0 if elements > before else silent + len(block)
         if silent > _MAX_ROW:
           raise DataError(
-            f"{path}: more than {_MAX_ROW >> 20} MiB without an element: no"
-            " Posts.xml"
+            f"{path}: more than {_MAX_ROW >> 20} MiB without an element: not"
+            " a Posts.xml"
           )
         yield from rows
         rows.clear()
@@ -225,7 +225,7 @@ def _rows(path: pathlib.Path) -> Iterator[dict[str, str]]:
       yield from rows
   except expat.ExpatError as error:
     raise DataError(
-      f"{path}: no well-formed XML ({error}); fetch it"
+      f"{path}: not well-formed XML ({error}); download it again"
     ) from error
   except (LookupError, UnicodeError, OSError) as error:
     raise DataError(f"{path}: cannot be read ({error})") from error
@@ -397,9 +397,9 @@ def stackoverflow(
         prevails[domain] += len(builder) > before
   if not len(builder) and skip_clients:
     raise DataError(
-      f"{path}: holds no users beyond the {skip_clients} of the pools, and"
-      " in-domain distillation wants others; fetch the whole file, or distil"
-      " on C4"
+      f"{path}: has no users besides the {skip_clients} of the pools, but"
+      " in-domain distillation needs others; download the whole file, or use"
+      " distill_data=c4"
     )
   if not len(builder):
     raise DataError(f"{path}: holds no sentences that can be read")
@@ -431,7 +431,8 @@ def _fedjax_file(path: pathlib.Path) -> Iterator[sqlite3.Connection]:
       yield connection
   except sqlite3.Error as error:
     raise DataError(
-      f"{path}: no FedJAX SQLite file, or damaged ({error}); fetch it again"
+      f"{path}: not a FedJAX SQLite file, or damaged ({error}); download it"
+      " again"
     ) from error
 
 
@@ -462,7 +463,7 @@ def _fedjax_client(
       return None
     shape, flat = msgpack.unpackb(content, raw=True)
     if list(shape) != [len(flat)]:
-      raise ValueError("no list of strings")
+      raise ValueError("not a list of strings")
     return flat
 
   examples = msgpack.unpackb(raw, ext_hook=extension, raw=False)
@@ -473,7 +474,7 @@ def _fedjax_client(
   if len(kinds) != len(sentences):
     raise ValueError("different numbers of types and tokens")
   if not all(isinstance(sentence, bytes) for sentence in sentences):
-    raise TypeError("sentences are no strings")
+    raise TypeError("sentences are not strings")
   if isinstance(client_id, bytes):
     client_id = client_id.decode("utf-8", "surrogateescape")
   return str(client_id), kinds, sentences
@@ -532,7 +533,7 @@ def c4_mod(
             try:
               line = json.loads(line)["text"].strip()
             except _NO_DOCUMENT:
-              builder.skipped["lines that are no C4 document"] += 1
+              builder.skipped["lines that are not C4 documents"] += 1
               continue
           yield from line.split("\n")
       except (OSError, EOFError, zlib.error) as error:

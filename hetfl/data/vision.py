@@ -202,10 +202,7 @@ def _load_cifar(
     if not download:
       raise DataError(_not_found(cifar, data_dir, unreadable))
     if data_dir is None:
-      raise DataError(
-        f"{cifar.name}: download without a place to write to: "
-        "give data_dir=DIRECTORY"
-      )
+      raise DataError(f"{cifar.name}: download=True needs data_dir=DIRECTORY")
     archive = os.path.join(data_dir, cifar.archive)
     files_lib.download(cifar.url, archive, cifar.md5, _PAGE)
 
@@ -393,7 +390,10 @@ def _not_found(
   )
   other = ""
   if unreadable:
-    other = f" ({unreadable[0]} is not: prepare it with that file_format)"
+    other = (
+      f" ({unreadable[0]} has another format: prepare it with "
+      "file_format=array_record)"
+    )
   return (
     f"{cifar.name} not found: {where}, no set that TFDS prepared as "
     f"array_record in {tfds}{other}: get {cifar.archive} from {_PAGE} and "
