@@ -63,8 +63,8 @@ def _cohort(rng: np.random.Generator) -> np.ndarray:
 def _shims() -> None:
   """Gives FedJAX 0.0.17 (2023) the names that JAX and NumPy have dropped.
 
-  Call it before importing FedJAX. Names that still exist are not replaced, and
-  only the two `device_put_*` are in the timed path.
+  Call it before importing FedJAX. Names that still exist are not replaced. Of
+  what is added, only the two `device_put_*` are in the timed path.
   """
   import jax
   import jax.numpy as jnp

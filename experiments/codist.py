@@ -180,7 +180,7 @@ def define_flags() -> None:
   flags.DEFINE_list(
     "distill_lr_decay",
     ["0"],
-    "Share of --distill_lr that is left in the last round, one value or"
+    "Share of --distill_lr that is left after the last round, one value or"
     " SMALL,LARGE; the rate decays linearly over the rounds.",
   )
   flags.DEFINE_float(
