@@ -88,7 +88,7 @@ def codist_target(
 
   Args:
     teachers: each teacher's logits, `float[..., C]`.
-    student: logits of the student as it was at the start, `float[..., C]`.
+    student: logits of the student before distillation, `float[..., C]`.
     temperatures: each teacher's T.
     regularization: r, in [0, 1].
     labels: y, as `label_target` returns it; `None` for no labels.
@@ -230,8 +230,8 @@ class Distiller:
     microbatch: the most examples that pass through a model at once; the batch
       is cut into equal parts. `None` for all. Changes only speed and memory,
       except for dropout and batch normalisation, which act on the parts.
-    weights: a function of the batch that gives the weights in the mean of its
-      examples, `[B]`, or of their positions, `[B, T]`.
+    weights: `batch -> weights`, in the mean, of the batch's examples, `[B]`, or
+      of their positions, `[B, T]`.
     divergence: `None` for `kl_divergence` from `codist_target`. Otherwise a
       function such as `next_word.token_divergence`, for models whose outputs
       are arrays with examples on their first axis, or `TokenLogits`, which are

@@ -195,7 +195,7 @@ class PoolState:
     stats: the model's mutable collections; `{}` if none.
     opt_state: the server optimizer's state.
     hyper: `client_lr`, `server_lr` and, for FedProx, `prox_mu`: `float32[]`
-      each, so that trials with different values can form a batch axis.
+      each, so that `jax.vmap` can batch trials with different values.
   """
 
   params: PyTree
@@ -214,7 +214,8 @@ class PoolsState:
   """The state of federated training over P pools.
 
   Attributes:
-    key: the run's key; it never changes, every draw folds the round into it.
+    key: the run's key; it never changes, and every draw folds the round into
+      it.
     pools: P `PoolState`s, of models that may differ.
     hyper: the exchange's hyper-parameters; empty for FedAvg.
   """
@@ -235,8 +236,7 @@ def check_pools(pools: Sequence[Pool], at_least: int = 1) -> tuple[Pool, ...]:
     The pools, as a tuple.
 
   Raises:
-    ValueError: there are too few, their names do not differ, or they are no
-      pools.
+    ValueError: one is not a `Pool`, two share a name, or there are too few.
   """
   checks.sequence("pools", pools, Pool)
   pools = tuple(pools)

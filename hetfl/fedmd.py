@@ -217,13 +217,13 @@ def fedmd(
     parties: P parties, whose models have the same number of outputs.
     digest_loss: 'mae' or 'mse' between logits; 'kl' from the mean of the
       tempered softmaxes, without `fml`'s factor T^2; or a `Translator`.
-    consensus_weights: c_k, not negative; only their ratios matter. `None`:
+    consensus_weights: c_k, not negative; only their ratios matter. `None` for
       equal weights.
     temperature: T of 'kl'; 'mae' and 'mse' do not use it.
-    public_transform: applied to each public batch taken from its bank.
+    public_transform: applied to each public batch as stored in its bank.
     private_transform: the same for private batches.
-    eval_batch_size: batch size in Communicate, by default 40 on CPUs and 1,000
-      elsewhere; changes speed only.
+    eval_batch_size: examples at once in Communicate, by default 40 on CPUs and
+      1,000 elsewhere; changes speed only.
     engine: where the work runs; `Inline()` by default. With `Threads()` the
       step dispatches programs itself and must not be traced.
 
@@ -379,7 +379,7 @@ def scores_program(
   Args:
     party: the party.
     translator: computes the scores from the logits.
-    transform: applied to each batch taken from the bank.
+    transform: applied to each batch as stored in the bank.
     batch_size: examples at once; changes speed only.
 
   Returns:
@@ -410,7 +410,7 @@ def learn_program(
   Args:
     party: the party.
     translator: gives the loss of Digest.
-    public_transform: applied to each public batch taken from its bank.
+    public_transform: applied to each public batch as stored in its bank.
     private_transform: the same for private batches.
 
   Returns:
@@ -473,8 +473,8 @@ def bytes_per_round(
     parameters: number of the party's parameters.
 
   Returns:
-    `sent`, `received`, and `weights`: the bytes that sending the parameters
-    would take; receiving them would take as many.
+    `sent` and `received`; for comparison `weights`, what sending the parameters
+    would take; receiving them would take as many bytes again.
 
   >>> bytes_per_round(5000, 16, 989440)
   {'sent': 320000, 'received': 340000, 'weights': 3957760}

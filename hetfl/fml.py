@@ -176,7 +176,7 @@ def plan_mutual(
     clients_per_round: how many clients take part, drawn uniformly without
       replacement; the others keep their models and optimizer states. A group
       gets this many rows, or one for each of its clients if they are fewer.
-      `None`: all clients take part, as in the paper.
+      `None` for all clients, as in the paper.
 
   Returns:
     The plan, a pure function of the arguments; a client's batches do not
@@ -520,8 +520,8 @@ def fml(
     beta: the same for the memes. The paper finds a falling alpha and a rising
       beta best (section 6).
     learning_rate: of both optimizers; a value or a schedule.
-    optimizer: a function from a learning rate to an optax optimizer;
-      `MutualClient.optimizer` replaces it for a client's local model.
+    optimizer: `learning rate -> optax optimizer`; `MutualClient.optimizer`
+      replaces it for a client's local model.
     temperature: T of the divergences, which are then multiplied by T^2; the
       paper has none.
     sequential: whether the local model is updated first and the meme learns
@@ -530,9 +530,10 @@ def fml(
     from_global: whether clients whose local model is the global model start
       from its weights ("the same model provided by server", section 4.2),
       and not from an initialisation of their own.
-    microbatch: maximum number of examples that pass through the models at
-      once; the batch is cut into equal parts. `None`: the whole batch. Changes
-      speed and memory only, except with dropout or batch normalisation.
+    microbatch: the most examples that pass through the models at once; the
+      batch is cut into equal parts. `None` for all. Changes only speed and
+      memory, except for dropout and batch normalisation, which act on the
+      parts.
     engine: where the work runs; `Inline()` by default. With `Threads()` the
       step dispatches programs itself and must not be traced.
 

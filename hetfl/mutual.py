@@ -31,7 +31,7 @@ class MutualClient(NamedTuple):
 
   Attributes:
     model: the client's own model, the paper's local or personalized one.
-    transform: applied to each training batch taken from the bank.
+    transform: applied to each training batch as stored in the bank.
     bank: the name of the bank that holds its examples.
     adaptor: a model from the global model's outputs to logits, for a global
       model whose outputs are features; it stays with the client.
@@ -102,7 +102,7 @@ def momentum_sgd(
     momentum: m.
     weight_decay: d.
     clip_norm: gradients with a larger global norm are first scaled down to it;
-      `None`: no clipping, as in the paper.
+      `None` for no clipping, as in the paper.
 
   Returns:
     The optimizer.

@@ -37,9 +37,9 @@ class Party:
     l2: weight of `penalty` in every loss, including that of Digest, as in the
       released code; the paper has none. Unused without a penalty.
     penalty: a function from parameters to a scalar, such as the head's
-      `sum(w^2)`; `None`: no penalty.
-    optimizer: a function from a learning rate to an optax optimizer. Departure:
-      optax's Adam adds epsilon after the bias correction, Keras's before it.
+      `sum(w^2)`; `None` for no penalty.
+    optimizer: `learning rate -> optax optimizer`. Departure: optax's Adam adds
+      epsilon after the bias correction, Keras's before it.
     loss: the loss of each example against its label, except in Digest.
 
   Raises:
@@ -80,7 +80,7 @@ class Party:
     training mode: with dropout, and batch statistics updated.
 
     Args:
-      transform: applied to each batch taken from the bank.
+      transform: applied to each batch as stored in the bank.
       loss: the loss of each example.
 
     Returns:
@@ -231,7 +231,7 @@ def fit(
 
   Args:
     parties: P parties.
-    transform: applied to each batch taken from the bank.
+    transform: applied to each batch as stored in the bank.
     patience: epochs without progress after which a party stops.
     min_delta: the accuracy, as a fraction, must rise by more than this to count
       as progress.

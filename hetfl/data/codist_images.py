@@ -93,7 +93,7 @@ def load_codist_images(
   - `digits`: 60 clients of different sizes that share 1,437 images by a
     Dirichlet(0.5) for each label: 42 in the pool, 12 for distillation, 6 held
     out; 8 of the pool have high capacity. Not in the paper; for trying out,
-    needs no download.
+    without a download.
 
   Args:
     dataset: 'digits', 'cifar10' or 'cifar100'.

@@ -101,8 +101,8 @@ def load_codist_text(
 
   - `pydoc`: docstrings and comments of the installed Python's standard
     library; a client is a module. 25 % of the modules are for distillation, 5 %
-    held out, 15 % for testing. Not in the paper; for trying out, needs no
-    download.
+    held out, 15 % for testing. Not in the paper; for trying out,
+    without a download.
   - `stackexchange`: users of a dump, `data_dir/Posts.xml` or
     `data_dir/stackexchange/Posts.xml`; the shares are 25 %, 5 % and 10 %. Not
     in the paper.
@@ -124,8 +124,8 @@ def load_codist_text(
     pools: 'capacity' or 'domain'.
     data_dir: the folder of the files.
     high_capacity_clients: clients of the pool that train the large model too.
-    max_sentences_per_client: how many sentences of a user to keep (by domain,
-      of the user's domain).
+    max_sentences_per_client: how many sentences of a user to keep, at most (by
+      domain, of the user's domain); by default all.
     distill_data: 'in_domain', sentences of the distillation users, or 'c4'.
     distill_examples: how many distillation sentences to keep. By default all,
       but at most 4,488,694 of C4, as in the paper, and at most 1,000,000 of

@@ -96,7 +96,7 @@ def load_fedmd_images(
     party has 20 images of one subclass of each, and is tested on all
     subclasses.
   - `digits`: public digits 0 to 5; private digits 6 to 9, three of each per
-    party; 16 x 16 pixels. Not in the paper; for trying out, needs no download.
+    party; 16 x 16 pixels. Not in the paper; for trying out, without a download.
 
   Args:
     environment: its name.

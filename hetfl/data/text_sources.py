@@ -333,9 +333,9 @@ def stackoverflow(
     clients_per_domain: read until each domain prevails in this many clients,
       and keep only a client's sentences of its prevailing domain; `None` for
       clients of any domain.
-    share: about which share of each client's sentences to read, in (0, 1], so
-      that `max_sentences` come from many clients. If this gives too few, the
-      share is doubled, and so on.
+    share: the share of each client's sentences to read, roughly, in (0, 1], so
+      that `max_sentences` come from many clients. If all clients together give
+      too few, the share is doubled, and so on.
 
   Returns:
     The corpus; words are the file's own tokens. Damaged clients are counted

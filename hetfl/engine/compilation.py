@@ -19,7 +19,7 @@ def jit(
     donate: the numbers of the arguments to donate.
     once: whether it runs only once or twice, such as an `init`. On CPUs its
       compilation takes far longer than its run, and so is done quickly, without
-      optimization. One program still takes far less time than hundreds of small
+      optimisation. One program still takes far less time than hundreds of small
       ones.
 
   Returns:

@@ -277,7 +277,7 @@ class Inline:
       return run(job.shared, job.lanes, job.steps)
     missing = -num_lanes % self._mesh.size
     if missing:
-      # Lanes for another number of devices: padded with ones that do not count.
+      # Packed for another number of devices: padded with lanes not counted.
       fn, counts = job.fn, np.arange(num_lanes + missing) < num_lanes
 
       def counted(*args):
@@ -320,7 +320,7 @@ class Inline:
     if self._mesh is None:
       return run(job.shared, job.rows)
     count = len(jax.tree.leaves(job.rows)[0])
-    # Repeats the last row, until each device has as many rows.
+    # Repeats the last row, until all devices have equally many rows.
     padded = -(-count // self._mesh.size) * self._mesh.size
     taken = jnp.minimum(jnp.arange(padded), count - 1)
 

@@ -104,8 +104,8 @@ def net(
   | cnn1 | 3x3 6, 16; dense 120, C | 50,270 | 71,498 | 82,388 |
   | cnn2 | 3x3 128, 128, 128; dense C | 297,738 | 303,882 | 350,052 |
 
-  Every convolution has no padding and is followed by 2x2 max pooling and ReLU,
-  as in the networks that the authors released. LeNet5 sees MNIST's images
+  No convolution has padding, and 2x2 max pooling and ReLU follow each, as in
+  the networks that the authors released. LeNet5 sees MNIST's images
   extended to 32x32 by repeating their edges, as in the released code.
 
   For images smaller than 28x28 (digits) the convolutions are padded and the
