@@ -559,7 +559,7 @@ def _ahead(
 def _signals() -> Iterator[list[int]]:
   """Collects stop signals in a list; a second one acts at once."""
   caught: list[int] = []
-  when = "the current dispatch"
+  when = "this round"
   if jax.process_count() > 1:
     when = "the next evaluation or checkpoint"
 

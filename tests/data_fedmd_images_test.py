@@ -51,7 +51,7 @@ def test_equal_classes_are_disjoint_and_exact():
   assert len(set(np.concatenate(parts).tolist())) == 10 * 2 * 3
   for part in parts:
     assert np.bincount(labels[part]).tolist() == [0, 3, 0, 0, 3]
-  with pytest.raises(ValueError, match="want 60 examples of class 1, there ar"):
+  with pytest.raises(ValueError, match="need 60 examples of class 1, but"):
     fedmd_images.equal_classes(
       labels, classes=(1,), num_clients=20, examples_per_class=3, seed=0
     )
