@@ -157,7 +157,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
     (("--client_models=vgg",), "--client_models=vgg: choose from"),
     (("--num_clients=4",), "num_clients=4: 8 shards (2 per client)"),
     (("--bad_clients=5",), "--bad_clients=5: 5 must lie between 0 and 4"),
-    (("--global_model=cnn2_conv",), "--algorithm=fedavg needs a complete model"),
+    (("--global_model=cnn2_conv",), "algorithm=fedavg needs a complete model"),
     (("--learning_rate=0",), "learning_rate"),
     (("--partition_alpha=1",), "not for --partition=noniid3"),
     (mnist, "mnist not found"),

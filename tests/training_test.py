@@ -292,9 +292,9 @@ def test_sigterm_in_a_process(tmp_path, undisturbed):
   _, errors = process.communicate(timeout=60)
   assert process.returncode == 143, errors
   at_once, line = [line for line in errors.split("\n") if "SIGTERM" in line]
-  assert at_once == (
-    "SIGTERM: stopping after the current dispatch; send it again to stop at"
-    " once"
+  assert (
+    at_once
+    == "SIGTERM: stopping after this round; send it again to stop at once"
   )
   assert "Checkpoint saved; run the same command to resume." in line
   run(tmp_path)
