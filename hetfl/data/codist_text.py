@@ -20,7 +20,8 @@ from hetfl.data.streams import generator, Stream
 from hetfl.population import Bank, ClientPopulation, Subset
 
 LENGTH = 20  # Positions of a sentence, as in FedJAX's task.
-_DOMAINS = (text_sources.ANSWER, text_sources.QUESTION)  # of small and large
+# Of the small and the large pool.
+_DOMAINS = {text_sources.ANSWER: "answers", text_sources.QUESTION: "questions"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,10 +347,7 @@ def _stackoverflow(
 def _check_domains(path: pathlib.Path, corpus: text.Corpus) -> None:
   """Warns if a domain has too few users; raises `DataError` if it has none."""
   domains = corpus.domains[[members[0] for members in corpus.members]]
-  for domain, name in (
-    (text_sources.ANSWER, "answers"),
-    (text_sources.QUESTION, "questions"),
-  ):
+  for domain, name in _DOMAINS.items():
     n = int((domains == domain).sum())
     if not n:
       raise DataError(
@@ -373,19 +371,20 @@ def _assign(
   """Each pool's clients: their sentences and ids."""
   cut = lambda sentences: sentences[:max_sentences]
   if pools == "domain":
-    assigned: list[list[tuple[np.ndarray, str]]] = [[], []]
+    assigned: dict[int, list[tuple[np.ndarray, str]]]
+    assigned = {domain: [] for domain in _DOMAINS}
     for k in clients:
       domains = corpus.domains[corpus.members[k]]
       domain = text_sources.prevailing(domains)
       kept = corpus.members[k][domains == domain]
-      assigned[_DOMAINS.index(domain)].append((cut(kept), corpus.ids[k]))
-    if not all(assigned):
-      empty = ("answers", "questions")[assigned.index([])]  # As in _DOMAINS.
-      raise DataError(
-        f"pools=domain: no user of {dataset} is in the domain of {empty}; use"
-        " pools=capacity"
-      )
-    return assigned
+      assigned[domain].append((cut(kept), corpus.ids[k]))
+    for domain, name in _DOMAINS.items():
+      if not assigned[domain]:
+        raise DataError(
+          f"pools=domain: no user of {dataset} is in the domain of {name}; use"
+          " pools=capacity"
+        )
+    return list(assigned.values())
   everyone = [(cut(corpus.members[k]), corpus.ids[k]) for k in clients]
   n = len(everyone)
   if high_capacity is None:

@@ -134,6 +134,29 @@ def prepared_tfds(
   return None, unreadable
 
 
+def no_prepared_tfds(
+  name: str, data_dir: str | None, unreadable: list[str]
+) -> str:
+  """What an error says if `prepared_tfds` found no folder.
+
+  Args:
+    name: see `prepared_tfds`.
+    data_dir: see `prepared_tfds`.
+    unreadable: the folders of other formats.
+
+  Returns:
+    Where it looked and, if it found another format, what to do about it.
+  """
+  where = " or ".join(os.path.join(r, name) for r in tfds_roots(data_dir))
+  other = ""
+  if unreadable:
+    other = (
+      f" ({unreadable[0]} has another format: prepare it with "
+      "file_format=array_record)"
+    )
+  return f"no set that TFDS prepared as array_record in {where}{other}"
+
+
 def read_tfds(
   folder: str, name: str, split: str, visit: Callable[[dict[str, Any]], None]
 ) -> None:

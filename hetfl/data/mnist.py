@@ -241,17 +241,9 @@ def _not_found(data_dir: str | None, unreadable: list[str]) -> str:
   if data_dir is not None:
     folders = " nor ".join(os.path.join(data_dir, f) for f in _FOLDERS[:2])
     where = f"neither {folders} nor {data_dir} holds {names}"
-  tfds = " or ".join(
-    os.path.join(root, "mnist") for root in files_lib.tfds_roots(data_dir)
-  )
-  other = ""
-  if unreadable:
-    other = (
-      f" ({unreadable[0]} has another format: prepare it with "
-      "file_format=array_record)"
-    )
+  tfds = files_lib.no_prepared_tfds("mnist", data_dir, unreadable)
   return (
-    f"mnist not found: {where}, no set that TFDS prepared as array_record in "
-    f"{tfds}{other}: get the files from {_URL}/ and give data_dir=DIRECTORY,"
-    f" where DIRECTORY/mnist/ holds {names}, or download=True"
+    f"mnist not found: {where}, {tfds}: get the files from {_URL}/ and give"
+    f" data_dir=DIRECTORY, where DIRECTORY/mnist/ holds {names}, or"
+    " download=True"
   )

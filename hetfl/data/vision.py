@@ -385,18 +385,9 @@ def _not_found(
       f"neither {os.path.join(data_dir, cifar.folder)} nor {data_dir} holds "
       f"{files}, no {os.path.join(data_dir, cifar.archive)}"
     )
-  tfds = " or ".join(
-    os.path.join(root, cifar.name) for root in files_lib.tfds_roots(data_dir)
-  )
-  other = ""
-  if unreadable:
-    other = (
-      f" ({unreadable[0]} has another format: prepare it with "
-      "file_format=array_record)"
-    )
+  tfds = files_lib.no_prepared_tfds(cifar.name, data_dir, unreadable)
   return (
-    f"{cifar.name} not found: {where}, no set that TFDS prepared as "
-    f"array_record in {tfds}{other}: get {cifar.archive} from {_PAGE} and "
-    f"give data_dir=DIRECTORY, where DIRECTORY/{cifar.folder}/ holds "
-    f"{files}, or download=True"
+    f"{cifar.name} not found: {where}, {tfds}: get {cifar.archive} from "
+    f"{_PAGE} and give data_dir=DIRECTORY, where DIRECTORY/{cifar.folder}/ "
+    f"holds {files}, or download=True"
   )
