@@ -91,8 +91,9 @@ class MutualState:
       client: the client's number.
 
     Returns:
-      The global model's variables, with the client's adaptor if it has one:
-      variables of the model `hetfl.splice(global_model, adaptor)`.
+      The global model's variables, with the client's adaptor and encoder if it
+      has them: variables of the model
+      `hetfl.splice(global_model, adaptor, encoder=encoder)`.
 
     Raises:
       ValueError: there is no such client, there is no global model, or the
@@ -104,7 +105,8 @@ class MutualState:
         " state.local(client)"
       )
     group, row = self._find(client)
-    return fork(self.server, jax.tree.map(lambda a: a[row], group.adaptor))
+    own = jax.tree.map(lambda a: a[row], (group.adaptor, group.encoder))
+    return fork(self.server, *own)
 
   def _find(self, client: int) -> tuple[GroupState, int]:
     if core.of_trials(self):
@@ -317,7 +319,7 @@ def _check_plan(plan, groups, state):
       f" {groups}: pass group_clients(clients) to plan_mutual"
     )
   for full, kept in zip(plan.full_batches, state.groups):
-    models = kept.local, kept.adaptor, state.server
+    models = kept.local, kept.adaptor, kept.encoder, state.server
     stats = [model.stats for model in models if model is not None]
     if not full and jax.tree.leaves(stats):
       raise ValueError(
@@ -357,8 +359,9 @@ def _check_clients(clients, global_model, from_global):
     core.Model.check(f"client {k}", client.model)
     if client.optimizer is not None:
       checks.factories(**{f"client {k}: optimizer": client.optimizer})
-    if client.adaptor is not None:
-      core.Model.check(f"client {k}'s adaptor", client.adaptor)
+    for part in ("adaptor", "encoder"):
+      if (model := getattr(client, part)) is not None:
+        core.Model.check(f"client {k}'s {part}", model)
   if from_global and all(c.model != global_model for c in clients):
     raise ValueError("from_global=True: no client's model equals global_model")
   return clients
@@ -429,10 +432,13 @@ def _build(
       # The state does not depend on the rate, as `checks.factories` checks.
       own = (client.optimizer or optimizer)(0.0)
       opt_state = jax.vmap(own.init)(local.params)
-      adaptor = None
-      if client.adaptor is not None and global_model is not None:
-        adaptor = jax.vmap(client.adaptor.start)(keys(1 + len(clients), group))
-      return GroupState(local, opt_state, adaptor, group)
+      own_parts = [
+        jax.vmap(part.start)(keys(1 + i * len(clients), group))
+        if part is not None and global_model is not None
+        else None
+        for i, part in enumerate((client.adaptor, client.encoder), 1)
+      ]
+      return GroupState(local, opt_state, *own_parts, group)
 
     return MutualState(run_key, server, tuple(map(group_state, groups)), values)
 
@@ -508,13 +514,14 @@ def fml(
 
   with the partner's distribution held fixed. Then
   `global <- 1/K sum_k meme_k`. The meme's optimizer is new in each round; the
-  local model, its optimizer and the adaptor, if any, persist. With beta = 1
-  the global model is FedAvg's.
+  local model, its optimizer, and the client's adaptor and encoder, if any,
+  persist. With beta = 1 the global model is FedAvg's.
 
   Args:
     clients: K clients; the plan says which of them take part in a round.
     global_model: the global model. If its outputs are features and not
-      logits, every client needs an adaptor.
+      logits, every client needs an adaptor; if its inputs are features, every
+      client needs an encoder.
     alpha: weight of the labels in the local models' loss, in [0, 1]: a value,
       which trials may vary, or a schedule `round -> alpha`.
     beta: the same for the memes. The paper finds a falling alpha and a rising
@@ -608,7 +615,7 @@ def independent(
   and random draws are the same, and optimizers persist.
 
   Args:
-    clients: see `fml`; adaptors are not used.
+    clients: see `fml`; adaptors and encoders are not used.
     learning_rate: see `fml`.
     optimizer: see `fml`.
     microbatch: see `fml`.

@@ -35,6 +35,9 @@ class MutualClient(NamedTuple):
     bank: the name of the bank that holds its examples.
     adaptor: a model from the global model's outputs to logits, for a global
       model whose outputs are features; it stays with the client.
+    encoder: a model from inputs to the global model's inputs, for a global
+      model that takes features; it stays with the client. With both, the global
+      model is the middle of the meme.
     loss: the loss of each example. Whatever it is, the models' outputs must be
       logits, since equation 5's divergence is between softmaxes.
     optimizer: the local model's optimizer, in place of `fml`'s. It is given the
@@ -45,6 +48,7 @@ class MutualClient(NamedTuple):
   transform: core.Transform | None = None
   bank: str = "train"
   adaptor: core.Model | None = None
+  encoder: core.Model | None = None
   loss: core.Loss = core.cross_entropy
   optimizer: core.Optimizer | None = None
 
@@ -76,12 +80,14 @@ class GroupState:
     opt_state: the states of their local models' optimizers, likewise stacked.
     adaptor: their adaptors' variables, likewise stacked; `None` without
       adaptors.
+    encoder: the same for their encoders.
     clients: K client numbers.
   """
 
   local: core.Variables
   opt_state: PyTree
   adaptor: core.Variables | None
+  encoder: core.Variables | None
   clients: tuple[int, ...] = flax.struct.field(pytree_node=False)
 
 
@@ -187,18 +193,27 @@ def mutual_loss(
   return weight * labels_loss + (1 - weight) * kl, kl
 
 
-def splice(trunk: core.Model, adaptor: core.Model | None) -> core.Model:
-  """Puts an adaptor on a partial model.
+def splice(
+  trunk: core.Model,
+  adaptor: core.Model | None = None,
+  *,
+  encoder: core.Model | None = None,
+) -> core.Model:
+  """Completes a partial model: `adaptor(trunk(encoder(x)))`.
 
   Args:
-    trunk: a model whose outputs are features.
-    adaptor: a model from features to logits; `None` leaves the trunk as it is.
+    trunk: the partial model.
+    adaptor: a model from the trunk's outputs to logits; `None` if these are
+      logits.
+    encoder: a model from inputs to the trunk's inputs; `None` if these are the
+      same. Its outputs may be any pytree that the trunk takes.
 
   Returns:
-    The model; `fork` makes its variables.
+    The model; `fork` makes its variables. Without adaptor and encoder it is the
+    trunk itself.
 
   Reference: Shen et al. 2020, section 4.2 ("splicing the forked global model
-  with an adaptor layer").
+  with an adaptor layer"), section 4.1 for what may be shared.
 
   >>> times = lambda w: core.Model(
   ...     lambda key: core.Variables(jnp.array([[w]]), {}),
@@ -208,53 +223,61 @@ def splice(trunk: core.Model, adaptor: core.Model | None) -> core.Model:
   >>> float(model.predict(variables, jnp.ones((1, 1)))[0, 0])
   6.0
   """
-  if adaptor is None:
+  if adaptor is None and encoder is None:
     return trunk
 
   def init(key):
-    return fork(*(m.start(k) for m, k in zip(parts, jax.random.split(key))))
+    keys = jax.random.split(key, 3)
+    return fork(*(m and m.start(k) for m, k in zip(parts.values(), keys)))
 
   def apply(variables, x, key, train):
     stats = {}
-    for i, (name, part) in enumerate(zip(("trunk", "adaptor"), parts)):
+    for name, i in (("encoder", 2), ("trunk", 0), ("adaptor", 1)):
+      if (part := parts[name]) is None:
+        continue
       own = core.Variables(variables.params[name], variables.stats[name])
       part_key = None if key is None else jax.random.fold_in(key, i)
       x, stats[name] = part.outputs(own, x, part_key, train)
     return x, stats
 
-  parts = (trunk, adaptor)
+  parts = {"trunk": trunk, "adaptor": adaptor, "encoder": encoder}
   return core.Model(init, apply)
 
 
 def fork(
-  server: core.Variables, adaptor: core.Variables | None
+  server: core.Variables,
+  adaptor: core.Variables | None = None,
+  encoder: core.Variables | None = None,
 ) -> core.Variables:
-  """`meme <- global`, with a client's adaptor if it has one.
+  """`meme <- global`, with a client's adaptor and encoder if it has them.
 
   Args:
     server: the global model's variables.
     adaptor: the adaptor's variables or `None`.
+    encoder: the encoder's variables or `None`.
 
   Returns:
-    The meme's variables.
+    The meme's variables, of the model that `splice` makes.
   """
-  if adaptor is None:
+  if adaptor is None and encoder is None:
     return server
-  pair = {"trunk": server, "adaptor": adaptor}
+  parts = {"trunk": server, "adaptor": adaptor, "encoder": encoder}
+  held = {name: part for name, part in parts.items() if part is not None}
   return core.Variables(
-    {name: part.params for name, part in pair.items()},
-    {name: part.stats for name, part in pair.items()},
+    {name: part.params for name, part in held.items()},
+    {name: part.stats for name, part in held.items()},
   )
 
 
-def _unsplice(meme, adaptor):
-  """Splits a meme into the part that is sent and the adaptor, which stays."""
-  if adaptor is None:
-    return meme, None
-  return tuple(
-    core.Variables(meme.params[name], meme.stats[name])
-    for name in ("trunk", "adaptor")
-  )
+def _unsplice(meme, kept):
+  """The part of a meme that is sent, and `kept` with the parts that stay."""
+  if kept.adaptor is None and kept.encoder is None:
+    return meme, kept
+  parts = {
+    name: core.Variables(meme.params[name], meme.stats[name])
+    for name in meme.params
+  }
+  return parts.pop("trunk"), kept.replace(**parts)
 
 
 def _part_loss(
@@ -382,7 +405,9 @@ def client_program(
   """
   models = {"local": client.model}
   if global_model is not None:
-    models["meme"] = splice(global_model, client.adaptor)
+    models["meme"] = splice(
+      global_model, client.adaptor, encoder=client.encoder
+    )
   # Which models step together, on the same logits.
   turns = [(name,) for name in models] if sequential else [tuple(models)]
   optimizers = {"local": client.optimizer or optimizer, "meme": optimizer}
@@ -395,7 +420,9 @@ def client_program(
     variables = {"local": kept.local}
     opt_states = {"local": kept.opt_state}
     if global_model is not None:
-      variables["meme"] = fork(server, kept.adaptor)  # Line 3.
+      variables["meme"] = fork(  # Line 3.
+        server, kept.adaptor, kept.encoder
+      )
       of_meme = optimizers["meme"](hyper["learning_rate"])
       opt_states["meme"] = of_meme.init(variables["meme"].params)
     means = {
@@ -441,12 +468,10 @@ def client_program(
     del server, hyper, key, bank
     kept, _ = row
     variables, opt_states, means = carry
-    meme, adaptor = None, kept.adaptor
+    meme = None
     if global_model is not None:
-      meme, adaptor = _unsplice(variables["meme"], kept.adaptor)
-    kept = kept.replace(
-      local=variables["local"], opt_state=opt_states["local"], adaptor=adaptor
-    )
+      meme, kept = _unsplice(variables["meme"], kept)
+    kept = kept.replace(local=variables["local"], opt_state=opt_states["local"])
     return kept, meme, means
 
   return engine_lib.Stages(begin, advance, end)

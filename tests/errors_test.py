@@ -505,6 +505,9 @@ WRONG = {
   "client 0's adaptor: give a Model, not a Dense": lambda: fml(
     [MutualClient(WIDER, adaptor=nn.Dense(3))], global_model=WIDER
   ),
+  "client 0's encoder: give a Model, not a Dense": lambda: fml(
+    [MutualClient(WIDER, encoder=nn.Dense(3))], global_model=WIDER
+  ),
   "models[1]: give a Model, not a Dense": lambda: evaluate.Evaluator(
     [POOLS[0].model, nn.Dense(3)], {"test": PUBLIC}
   ),

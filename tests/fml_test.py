@@ -4,16 +4,18 @@ import functools
 
 from absl import logging
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from hetfl import engine, planning
+from hetfl import core, engine, planning
 from hetfl.fedavg import fedavg, fedavg_server, Pool
 from hetfl.fml import as_lanes, fml, group_clients, independent, plan_mutual
 from hetfl.models import fml as nets
+from hetfl.models import layers
 from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient
 from tests import federation
 from tests.algorithms import (
@@ -36,9 +38,27 @@ assert_close = functools.partial(chex.assert_trees_all_close, **TOLERANCE)
 assert_equal = chex.assert_trees_all_equal
 
 TRUNK = model(nets.Net((2, 3), 3, (), None, padding="SAME"))
+
+
+class Stage(nn.Module):
+  """The number `index` of TRUNK's convolutions; flattens after the second."""
+
+  index: int
+
+  @nn.compact
+  def __call__(self, x):
+    name, channels = f"Conv_{self.index}", (2, 3)[self.index]
+    x = nn.relu(layers.Conv(channels, (3, 3), pool=True, name=name)(x))
+    return x.reshape(len(x), -1) if self.index else x
+
+
+FIRST = model(Stage(0))
+MIDDLE = core.Model.from_flax(Stage(1), np.zeros((1, 2, 2, 2)))
 ALIKE = [MutualClient(MLP)] * 5
 UNLIKE = [MutualClient(m) for m in (MLP, WIDE, MLP, MLP, WIDE)]
 SPLICED = [c._replace(adaptor=HEAD) for c in UNLIKE]
+ENCODED = [c._replace(encoder=TRUNK) for c in UNLIKE]
+BETWEEN = [c._replace(adaptor=HEAD, encoder=FIRST) for c in UNLIKE]
 
 
 def held():
@@ -79,7 +99,9 @@ CASES = {
   "alike": dict(clients=ALIKE, global_model=MLP),
   "unlike": dict(clients=UNLIKE, global_model=CNN),
   "microbatch": dict(clients=UNLIKE, microbatch=2),
-  "partial": dict(clients=SPLICED, global_model=TRUNK),
+  "first part": dict(clients=SPLICED, global_model=TRUNK),
+  "last part": dict(clients=ENCODED, global_model=HEAD),
+  "middle": dict(clients=BETWEEN, global_model=MIDDLE),
   "tempered": dict(clients=UNLIKE, temperature=2.0),
   "sequential": dict(clients=UNLIKE, sequential=True),
 }
@@ -87,6 +109,20 @@ CASES = {
 
 def plain(params):
   return jax.tree.map(np.asarray, params)
+
+
+def own_layers(state, client):
+  """The layers of a client's meme that are not the global model's."""
+  parts = dict(state.meme(client).params)
+  if parts.pop("trunk", None) is None:
+    return {}
+  return {n: p for part in parts.values() for n, p in layered(part).items()}
+
+
+def layered(params):
+  """Parameters by layer; a model that is one dense layer has no names."""
+  params = plain(params)
+  return {"Dense_0": params} if "kernel" in params else params
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -99,15 +135,12 @@ def test_rounds_are_the_oracles(name):
     state = jax.tree.map(
       lambda a: jnp.asarray(a, jnp.float64), state.replace(key=None)
     ).replace(key=state.key)
-    server = plain(state.server.params)
+    server = layered(state.server.params)
     theirs = []
     for k in range(len(clients)):
       local = plain(state.local(k).params)
-      head = {}
-      if name == "partial":
-        head = {"Dense_0": plain(state.meme(k).params["adaptor"])}
       zeros = codist.tree_map(np.zeros_like, local)
-      theirs.append(oracle.Client(local, zeros, (), head))
+      theirs.append(oracle.Client(local, zeros, (), own_layers(state, k)))
     settings = oracle.Settings(
       0.75,
       0.25,
@@ -130,12 +163,10 @@ def test_rounds_are_the_oracles(name):
           theirs[k].weight = SIZES[k] if weighted else 1.0
       server, theirs = oracle.fml_round(server, theirs, settings)
       tolerance = dict(rtol=1e-6, atol=1e-8)
-      assert_close(plain(state.server.params), server, **tolerance)
+      assert_close(layered(state.server.params), server, **tolerance)
       for k, client in enumerate(theirs):
         assert_close(plain(state.local(k).params), client.local, **tolerance)
-        if client.adaptor:
-          ours = plain(state.meme(k).params["adaptor"])
-          assert_close(ours, client.adaptor["Dense_0"], **tolerance)
+        assert_close(own_layers(state, k), client.own, **tolerance)
       # The local model's momentum persists.
       for group in state.groups:
         trace = optax.tree.get(group.opt_state, "trace")

@@ -31,20 +31,20 @@ class Settings:
 
 @dataclasses.dataclass
 class Client:
-  """A client: its own model and momentum, its adaptor, its examples.
+  """A client: its own model and momentum, its other layers, its examples.
 
   Attributes:
     local: its own model.
     velocity: the momentum of its optimizer.
     batches: its steps of a round, over all epochs.
-    adaptor: the layers that it puts on the global model; `{}` if none.
+    own: the layers that it adds to the global model; `{}` if none.
     weight: what its meme counts in the merge.
   """
 
   local: Params
   velocity: Params
   batches: Sequence[Batch]
-  adaptor: Params = dataclasses.field(default_factory=dict)
+  own: Params = dataclasses.field(default_factory=dict)
   weight: float = 1.0
 
 
@@ -78,7 +78,7 @@ def client_update(
 ) -> tuple[Client, Params]:
   """ClientUpdate of alg. 1: the client afterwards, and what its meme shares."""
   local, velocity = client.local, client.velocity
-  meme = {**server, **client.adaptor}  # Fork; its momentum is new.
+  meme = {**server, **client.own}  # Fork; its momentum is new.
   meme_velocity = tree_map(np.zeros_like, meme)
   for x, y in client.batches:
     z_local, tape = codist.forward(local, x)
@@ -97,7 +97,7 @@ def client_update(
     client,
     local=local,
     velocity=velocity,
-    adaptor={name: meme[name] for name in client.adaptor},
+    own={name: meme[name] for name in client.own},
   )
   return after, {name: meme[name] for name in server}
 
