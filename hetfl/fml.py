@@ -59,9 +59,9 @@ class MutualState:
       it.
     server: the global model's variables; `None` without a global model.
     groups: a `GroupState` for each group.
-    hyper: those of `learning_rate`, `alpha` and `beta` that are not schedules;
-      `float32[]` each, so that `jax.vmap` can batch trials with different
-      values.
+    hyper: those of `learning_rate`, `alpha`, `beta` and `temperature` that are
+      not schedules; `float32[]` each, so that `jax.vmap` can batch trials with
+      different values.
   """
 
   key: jax.Array
@@ -375,17 +375,16 @@ def _build(
   *,
   optimizer,
   microbatch,
-  temperature=1.0,
   sequential=False,
   from_global=False,
 ) -> core.Algorithm:
   """Algorithm 1; without a global model, clients that learn alone."""
   clients = _check_clients(clients, global_model, from_global)
   engine = engine or engine_lib.Inline()
-  highest = {"learning_rate": np.inf, "alpha": 1, "beta": 1}
+  highest = {"alpha": 1, "beta": 1}
   for name, value in hyper.items():
-    checks.schedule(name, value, 1, allowed=(0, highest[name]))
-  checks.positive(temperature=temperature)
+    low = 1e-6 if name == "temperature" else 0  # T is a divisor.
+    checks.schedule(name, value, 1, allowed=(low, highest.get(name, np.inf)))
   checks.counts(microbatch=microbatch)
   checks.factories(optimizer=optimizer)
   groups = group_clients(clients)
@@ -394,7 +393,6 @@ def _build(
       clients[group[0]],
       global_model,
       optimizer=optimizer,
-      temperature=temperature,
       sequential=sequential,
       microbatch=microbatch,
     )
@@ -447,7 +445,7 @@ def _build(
     banks = [checks.bank(data, clients[group[0]].bank) for group in groups]
     key, *_ = round_keys(state.key, plan.round, 1)
     now = {
-      name: core.scheduled(x, plan.round, high=highest[name])
+      name: core.scheduled(x, plan.round, high=highest.get(name, np.inf))
       if callable(x)
       else state.hyper[name]
       for name, x in hyper.items()
@@ -498,7 +496,7 @@ def fml(
   beta: float | jax.Array | core.Schedule = 0.5,
   learning_rate: float | jax.Array | core.Schedule = 0.01,
   optimizer: core.Optimizer = momentum_sgd,
-  temperature: float = 1.0,
+  temperature: float | jax.Array | core.Schedule = 1.0,
   sequential: bool = False,
   from_global: bool = False,
   microbatch: int | None = None,
@@ -529,8 +527,8 @@ def fml(
     learning_rate: of both optimizers; a value or a schedule.
     optimizer: `learning rate -> optax optimizer`; `MutualClient.optimizer`
       replaces it for a client's local model.
-    temperature: T of the divergences, which are then multiplied by T^2; the
-      paper has none.
+    temperature: T of the divergences, which are then multiplied by T^2; a
+      value or a schedule. The paper has none.
     sequential: whether the local model is updated first and the meme learns
       from the updated one, as in deep mutual learning (Zhang et al. 2018). The
       paper does not say; its code updates both at once.
@@ -591,10 +589,14 @@ def fml(
   return _build(
     clients,
     global_model,
-    {"alpha": alpha, "beta": beta, "learning_rate": learning_rate},
+    {
+      "alpha": alpha,
+      "beta": beta,
+      "learning_rate": learning_rate,
+      "temperature": temperature,
+    },
     engine,
     optimizer=optimizer,
-    temperature=temperature,
     sequential=sequential,
     from_global=from_global,
     microbatch=microbatch,

@@ -144,7 +144,7 @@ def mutual_loss(
   partner: jax.Array,
   labels_loss: jax.Array,
   weight: float | jax.Array,
-  temperature: float = 1.0,
+  temperature: float | jax.Array = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
   """`w CE + (1 - w) KL(p_partner || p)`, one of equation 5's two losses.
 
@@ -280,9 +280,7 @@ def _unsplice(meme, kept):
   return parts.pop("trunk"), kept.replace(**parts)
 
 
-def _part_loss(
-  client: MutualClient, models: dict[str, core.Model], temperature: float
-):
+def _part_loss(client: MutualClient, models: dict[str, core.Model]):
   """Equation 5's losses of a client's models, on a part of a batch."""
   weights = {"local": "alpha", "meme": "beta"}
   alike = models.get("meme") == client.model
@@ -323,7 +321,11 @@ def _part_loss(
       if "meme" in logits:
         partner = logits["meme" if name == "local" else "local"]
         losses, kl = mutual_loss(
-          logits[name], partner, losses, hyper[weights[name]], temperature
+          logits[name],
+          partner,
+          losses,
+          hyper[weights[name]],
+          hyper["temperature"],
         )
       part = jnp.sum(losses * batch["mask"])
       total += share * part
@@ -380,7 +382,6 @@ def client_program(
   global_model: core.Model | None,
   *,
   optimizer: core.Optimizer = momentum_sgd,
-  temperature: float = 1.0,
   sequential: bool = False,
   microbatch: int | None = None,
 ) -> engine_lib.Stages:
@@ -391,16 +392,15 @@ def client_program(
     global_model: the global model; with `None` there is no meme, and the client
       learns alone.
     optimizer: see `fml`.
-    temperature: see `fml`.
     sequential: see `fml`.
     microbatch: see `fml`.
 
   Returns:
     The stages of `(server, hyper, key, bank, (kept, work)) -> (kept, meme,
     metrics)`: `server` is the global model's `Variables`, `hyper` the round's
-    `learning_rate`, `alpha` and `beta`, `key` the round's key, `bank` the
-    examples on the device, `kept` a row of a `GroupState` and `work` a row of
-    `ClientRounds`. Step `s` of client `k` draws from
+    `learning_rate`, `alpha`, `beta` and `temperature`, `key` the round's key,
+    `bank` the examples on the device, `kept` a row of a `GroupState` and `work`
+    a row of `ClientRounds`. Step `s` of client `k` draws from
     `fold_in(fold_in(key, k), s)`, as in `hetfl.client.lane_program`.
   """
   models = {"local": client.model}
@@ -411,7 +411,7 @@ def client_program(
   # Which models step together, on the same logits.
   turns = [(name,) for name in models] if sequential else [tuple(models)]
   optimizers = {"local": client.optimizer or optimizer, "meme": optimizer}
-  part_loss = _part_loss(client, models, temperature)
+  part_loss = _part_loss(client, models)
   gradients = _gradients(part_loss, microbatch)
 
   def begin(server, hyper, key, bank, row):

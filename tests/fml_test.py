@@ -312,12 +312,18 @@ def test_schedules_are_functions_of_the_round():
     alpha=lambda t: 1 - 0.25 * t,
     beta=lambda t: 0.25 * t,
     learning_rate=lambda t: 0.125 / t,
+    temperature=lambda t: 1.0 + t,
   )
   state, _ = run(falling, 2)
   assert not state.hyper
   expected = None
   for t in (1, 2):
-    constant = build(alpha=1 - 0.25 * t, beta=0.25 * t, learning_rate=0.125 / t)
+    constant = build(
+      alpha=1 - 0.25 * t,
+      beta=0.25 * t,
+      learning_rate=0.125 / t,
+      temperature=1.0 + t,
+    )
     start = constant.init(jax.random.key(0))
     if expected is not None:
       start = expected.replace(hyper=start.hyper)
