@@ -63,7 +63,7 @@ def measure(
     del candidates["microbatch"]
   if isinstance(experiment.engine, engine_lib.Threads):
     candidates["rounds_per_dispatch"] = [1]
-  clients = config.get("clients_per_round", lanes)
+  clients = max(config["clients_per_round"])  # Those of the larger sample.
   candidates["lanes"] = [n for n in candidates["lanes"] if n <= clients]
   candidates = {
     name: [speed[name], *(v for v in values if v != speed[name])]

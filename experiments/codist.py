@@ -133,11 +133,10 @@ def define_flags() -> None:
     " host, which sends only those of each round (round), for data sets that do"
     " not fit on a device. Changes speed and memory only.",
   )
-  flags.DEFINE_integer(
+  flags.DEFINE_list(
     "clients_per_round",
     None,
-    "Clients of each pool that train in a round.",
-    lower_bound=1,
+    "Clients of each pool that train in a round, one value or SMALL,LARGE.",
   )
   flags.DEFINE_integer(
     "client_batch_size", None, "Clients' batch size.", lower_bound=1
@@ -240,7 +239,9 @@ def define_flags() -> None:
   common.say_defaults(DEFAULTS)
 
 
-def per_pool(name: str, value, low: float, high: float) -> tuple[float, float]:
+def per_pool(
+  name: str, value, low: float, high: float = np.inf, kind: type = float
+) -> tuple:
   """Reads a flag with one value or SMALL,LARGE.
 
   Args:
@@ -248,6 +249,7 @@ def per_pool(name: str, value, low: float, high: float) -> tuple[float, float]:
     value: its value or values, as strings or numbers.
     low: the least allowed value.
     high: the greatest allowed value.
+    kind: int or float.
 
   Returns:
     The small and the large pool's value.
@@ -256,7 +258,7 @@ def per_pool(name: str, value, low: float, high: float) -> tuple[float, float]:
     UsageError: naming the flag, the value and what is allowed.
   """
   value = value if isinstance(value, list | tuple) else [value]
-  numbers = tuple(common.numbers(name, value, low=low, high=high))
+  numbers = tuple(common.numbers(name, value, low=low, high=high, kind=kind))
   if len(numbers) not in (1, len(POOLS)):
     raise common.UsageError(
       f"--{name}={','.join(str(v) for v in value)}: give one value, or two for"
@@ -292,18 +294,18 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   if values.get("pools") == "domain":
     # Pools by domain do not use it; a value that is set is rejected later.
     values["high_capacity_clients"] = FLAGS.high_capacity_clients
-  positive = (1e-6, float("inf"))
   ranges = {
-    "client_lr": positive,
-    "server_lr": positive,
-    "distill_lr": (0, float("inf")),
+    "clients_per_round": (1, np.inf, int),
+    "client_lr": (1e-6,),
+    "server_lr": (1e-6,),
+    "distill_lr": (0,),
     "distill_lr_decay": (0, 1),
-    "teacher_temperature": positive,
+    "teacher_temperature": (1e-6,),
     "student_regularization": (0, 1),
   }
-  for name, (low, high) in ranges.items():
+  for name, allowed in ranges.items():
     given = values.get(name, FLAGS[name].value)
-    values[name] = per_pool(name, given, low, high)
+    values[name] = per_pool(name, given, *allowed)
   if values.get("dropout") is not None:
     rates = per_pool("dropout", values["dropout"], 0, 0.99)
     values["dropout"] = rates if any(rates) else None
@@ -315,7 +317,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     )
   speed = {"checkpoint_every": values["eval_every"]} | task.speed()
   if isinstance(common.run_engine(), engine_lib.Threads):
-    lanes = common.run_engine().num_lanes(values["clients_per_round"])
+    lanes = common.run_engine().num_lanes(max(values["clients_per_round"]))
     speed["lanes"] = lanes  # Else the number depends on the clients' sizes.
   values["algorithm"] = algorithm
   config, speed = common.resolved_flags(__name__, values, speed, workdir)
@@ -346,15 +348,6 @@ def exchange_every(config: dict) -> int:
   }[config["algorithm"]]
 
 
-def _share_of(config: dict) -> dict[str, int]:
-  """How much of a pool a round uses."""
-  return {
-    "clients_per_round": config["clients_per_round"],
-    "batch_size": config["client_batch_size"],
-    "epochs": config["client_epochs"],
-  }
-
-
 class Experiment:
   """Data, models and engine of one data set, shared by its algorithms."""
 
@@ -363,12 +356,13 @@ class Experiment:
     self.task = TASKS[config["dataset"]].Task(config, speed, self.engine)
     self.data, self.models = self.task.data, self.task.models
     self._pools, self._banks, self._lanes = {}, {}, {}
-    for pool, clients in zip(POOLS, self.data.pools):
-      if config["clients_per_round"] > len(clients):
+    sampled = config["clients_per_round"]
+    for pool, clients, number in zip(POOLS, self.data.pools, sampled):
+      if number > len(clients):
         fewer = pool == "large" and config.get("pools") != "domain"
         raise common.UsageError(
-          f"--clients_per_round={config['clients_per_round']}: the pool of the"
-          f" {pool} model has {len(clients)} clients"
+          f"--clients_per_round={number}: the pool of the {pool} model has"
+          f" {len(clients)} clients"
           + (", the --high_capacity_clients" if fewer else "")
         )
     sets = {"test": self.data.test, "heldout": self.data.heldout}
@@ -463,11 +457,15 @@ class Experiment:
     """The number of lanes in the flags, or else enough for both pools."""
     if speed["lanes"]:
       return speed["lanes"]
-    share = _share_of(config)
-    key = tuple(share.values())
+    share = {
+      "batch_size": config["client_batch_size"],
+      "epochs": config["client_epochs"],
+    }
+    key = (config["clients_per_round"], *share.values())
     if key not in self._lanes:
       self._lanes[key] = max(
-        planning.enough_lanes(clients, **share) for clients in self.data.pools
+        planning.enough_lanes(clients, clients_per_round=number, **share)
+        for clients, number in zip(self.data.pools, key[0])
       )
     return self._lanes[key]
 
@@ -481,7 +479,9 @@ class Experiment:
       self.data.distill if due else None,
       seed=config["seed"],
       round=round,
-      **_share_of(config),
+      clients_per_round=config["clients_per_round"],
+      batch_size=config["client_batch_size"],
+      epochs=config["client_epochs"],
       uniform_weights=config["client_weights"] == "uniform",
       num_lanes=self.lanes(config, speed),
       distill_steps=shape[0],
@@ -510,9 +510,11 @@ class Experiment:
   def summarize(self, config: dict, state, evaluation) -> dict:
     """What `result.json` says of a finished run."""
     pools, sent, every = {}, 0, exchange_every(config)
-    for pool, pool_state, clients in zip(POOLS, state.pools, self.data.pools):
+    for pool, pool_state, clients, number in zip(
+      POOLS, state.pools, self.data.pools, config["clients_per_round"]
+    ):
       parameters = core.num_parameters(pool_state.params)
-      sent += 2 * 4 * parameters * config["clients_per_round"]
+      sent += 2 * 4 * parameters * number
       pools[pool] = {
         "parameters": parameters,
         "clients": len(clients),

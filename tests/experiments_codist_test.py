@@ -271,6 +271,11 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
       "--merge_every=5: with --rounds=4 the pools never exchange",
     ),
     (("--high_capacity_clients=99",), "--high_capacity_clients"),
+    (
+      ("--clients_per_round=20,9",),
+      "error: --clients_per_round=9: the pool of the large model has 8 clients",
+    ),
+    (("--clients_per_round=4.5",), "--clients_per_round=4.5: not a whole"),
     (("--client_lr=0.1,x",), "--client_lr=0.1,x: not a number"),
     (("--client_lr=1,2,3",), "--client_lr=1,2,3: give one value, or two"),
     (("--teacher_temperature=0",), "--teacher_temperature=0"),
@@ -371,7 +376,7 @@ def test_language_models_of_two_domains(codist, tmp_path):
     "--vocabulary=wordpiece",
     "--vocabulary_size=30",
     "--model_size=half",
-    "--clients_per_round=3",
+    "--clients_per_round=3,2",
     "--distill_steps=2",
     "--distill_batch_size=8",
     "--codist_period=2",
@@ -393,6 +398,8 @@ def test_language_models_of_two_domains(codist, tmp_path):
     "sha256": hashlib.sha256(vocabulary).hexdigest(),
   }
   assert result["skipped"] == {"posts without an owner": 1}
+  small, large = (result["pools"][p]["parameters"] for p in ("small", "large"))
+  assert result["bytes_per_round"] == 2 * 4 * (3 * small + 2 * large)
   for pool in ("small", "large"):
     entry = result["pools"][pool]
     for metric in ("", "_questions", "_answers", "_no_eos"):
