@@ -3,7 +3,8 @@
 Errors name the argument, its value and what to do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import inspect
 from typing import Any
 
@@ -393,6 +394,11 @@ def num_examples(bank: Mapping[str, Any]) -> int:
     ...
   ValueError: bank: arrays of different lengths {'x': 3, 'y': 4}
   """
+  if not isinstance(bank, Mapping):
+    raise ValueError(
+      "bank: give arrays by name, such as {'x': inputs, 'y': labels},"
+      f" {_not_a(bank)}"
+    )
   for name, array in bank.items():
     if not getattr(array, "ndim", 0):
       raise ValueError(
@@ -514,6 +520,30 @@ other need the same classes
       f"outputs of shapes {', '.join(map(str, shapes))}: models that learn from"
       " each other need the same classes"
     )
+
+
+@contextlib.contextmanager
+def noted(note: str) -> Iterator[None]:
+  """Adds a note to the errors of a block, which may come from another library.
+
+  Args:
+    note: what the block does.
+
+  Yields:
+    Nothing.
+
+  >>> try:
+  ...   with noted('in the encoder'):
+  ...     _ = {}['kernel']
+  ... except KeyError as error:
+  ...   error.__notes__
+  ['in the encoder']
+  """
+  try:
+    yield
+  except Exception as error:
+    error.add_note(note)
+    raise
 
 
 def statistics(stats: Any) -> None:

@@ -194,7 +194,7 @@ def lane_program(
       batch = core.gather(bank, lane.index[s])
       state, loss = client.step(state, server, hyper, step_key, batch)
       # Padding steps hold no example.
-      active = jnp.any(batch["mask"] > 0).astype(jnp.float32)
+      active = jnp.any(batch["mask"] != 0).astype(jnp.float32)
       sums = sums._replace(
         loss=sums.loss + core.Mean(jnp.where(active > 0, loss, 0), active)
       )

@@ -160,11 +160,12 @@ def gather(bank: Batch, index: jax.Array | np.ndarray) -> Batch:
     bank: arrays with examples on their first axis.
     index: `int32[B]`, positions; -1 marks an empty place, which is filled with
       the batch's first example (the bank's first if the batch is empty) and has
-      `mask` 0. Positions beyond the bank give its last example: a plan is for
-      one bank only.
+      `mask` 0.
 
   Returns:
-    The batch: the bank's arrays and `mask: float32[B]`.
+    The batch: the bank's arrays and `mask: float32[B]`. Positions beyond the
+    bank, as in a plan for another bank, have the mask NaN, and so make the loss
+    NaN.
 
   Raises:
     ValueError: the bank has a `mask` of its own, or arrays of different
@@ -178,14 +179,15 @@ def gather(bank: Batch, index: jax.Array | np.ndarray) -> Batch:
       "a bank has an array named 'mask', a name reserved for the batch's mask:"
       " rename it"
     )
-  checks.num_examples(bank)
+  number = checks.num_examples(bank)
   # Not the bank's first example, which may hold NaN: 0 times NaN is NaN.
   taken = jnp.maximum(jnp.where(index < 0, index[0], index), 0)
   batch = {
     name: jnp.take(array, taken, axis=0, mode="clip")
     for name, array in bank.items()
   }
-  return {**batch, "mask": (index >= 0).astype(jnp.float32)}
+  mask = (index >= 0).astype(jnp.float32)
+  return {**batch, "mask": jnp.where(index < number, mask, jnp.nan)}
 
 
 def prepare(
@@ -212,6 +214,11 @@ def prepare(
   ['mask', 'x']
   """
   if transform is not None:
+    if not callable(transform):
+      raise ValueError(
+        f"a transform is a {type(transform).__name__}: give a function of a"
+        " batch"
+      )
     args: dict[str, Any] = {"batch": batch}
     if key is not None:
       args = {"key": key, **args}

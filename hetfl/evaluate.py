@@ -112,6 +112,7 @@ class Evaluator:
     batch_size = batch_size_or_default(batch_size)
     checks.counts(batch_size=batch_size)
     self._engine = engine or engine_lib.Inline()
+    checks.kind("sets", sets, Mapping, "subsets by name")
     for name, subset in sets.items():
       population.check_kind(subset, name, population.Subset)
     self._banks = {name: subset.bank for name, subset in sets.items()}
@@ -134,6 +135,10 @@ class Evaluator:
     self._programs = [programs[key] for key in alike]
     if only is not None and len(only) != len(models):
       raise ValueError(f"only: {len(only)} for {len(models)} models")
+    if only is not None and any(isinstance(names, str) for names in only):
+      raise ValueError(
+        f"only={only}: give a sequence of sets' names for each model"
+      )
     only = [sets] * len(models) if only is None else only
     self._names = [sorted(names) for names in only]
     if strange := {n for names in self._names for n in names} - set(sets):
@@ -156,10 +161,8 @@ class Evaluator:
       ValueError: there are not as many variables as models, or they are traced.
     """
     checks.sequence("variables", variables, core.Variables)
-    if len(variables) != len(self._programs):
-      raise ValueError(
-        f"variables: {len(variables)} for {len(self._programs)} models"
-      )
+    number, hint = len(self._programs), "as Model.start and states hold them"
+    checks.each("variables", variables, core.Variables, number, hint)
     if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(variables)):
       raise ValueError(
         "an Evaluator cannot be called under tracing, since it returns numbers"

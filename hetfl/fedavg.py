@@ -72,6 +72,7 @@ class Pool:
   delta_transform: Callable[[jax.Array, PyTree], PyTree] | None = None
 
   def __post_init__(self):
+    checks.kind("name", self.name, str, "hetfl.Pool(name, model, ...)")
     core.Model.check(f"pool {self.name!r}", self.model)
     if self.delta_transform is not None:
       checks.takes("delta_transform", self.delta_transform, "key", "delta")

@@ -186,8 +186,8 @@ def plan_mutual(
 
   Raises:
     ValueError: if a client holds no examples, a number is not at least 1, the
-      groups do not hold each client once, or `clients_per_round` exceeds the
-      number of clients.
+      groups do not hold each client once, `clients_per_round` exceeds the
+      number of clients, or clients of one population have different banks.
 
   Reference: Shen et al. 2020, algorithm 1, line 4 of ClientUpdate.
 
@@ -204,7 +204,7 @@ def plan_mutual(
     epochs=epochs,
     clients_per_round=clients_per_round,
   )
-  held = population.holdings(held)
+  given, held = held, population.holdings(held)
   active = np.ones(len(held), bool)
   if clients_per_round is not None:
     if clients_per_round > len(held):
@@ -219,6 +219,12 @@ def plan_mutual(
   alike: tuple[Any, ...] = tuple(groups)
   if alike and isinstance(alike[0], MutualClient):
     checks.each("groups", alike, MutualClient, len(alike), "or give all groups")
+    banks = sorted({client.bank for client in alike})
+    if len(banks) > 1 and isinstance(given, population.ClientPopulation):
+      raise ValueError(
+        f"held: a population has one bank, but the clients' are {banks}; give"
+        " each client's Subset"
+      )
     alike = group_clients(alike)
   members = tuple(tuple(map(int, group)) for group in alike)
   if sorted(k for group in members for k in group) != list(range(len(held))):

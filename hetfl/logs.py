@@ -187,7 +187,7 @@ def _why_no_longer(
     return f" {last} is not a multiple of eval_every={there['eval_every']}."
   return (
     " It cannot be extended: schedules over all rounds, such as learning-rate"
-    " decay, would differ."
+    " decay, would differ. (Without any give RunFolder lengthens=True.)"
   )
 
 

@@ -191,8 +191,8 @@ Variables(params, stats); without mutable collections, stats are {}
       The model.
 
     Raises:
-      ValueError: `module` is not a Linen module, or its `train` argument has
-        another name.
+      ValueError: `module` is not a Linen module, its `train` argument has
+        another name, or `example` holds bare numbers.
 
     >>> model = Model.from_flax(nn.Dense(3), jnp.zeros((1, 2)))
     >>> variables = model.init(jax.random.key(0))
@@ -209,6 +209,11 @@ Variables(params, stats); without mutable collections, stats are {}
       )
     takes_train = _takes_train(module)
     leaves, tree = jax.tree.flatten(example)
+    if any(isinstance(x, int | float) for x in leaves):
+      raise ValueError(
+        f"example={example}: give an input, such as jnp.zeros((1, 32)), and not"
+        " its shape"
+      )
     shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
     return cls(
       _FlaxInit(module, takes_train, shapes, tree),

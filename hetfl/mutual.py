@@ -237,7 +237,8 @@ def splice(
         continue
       own = core.Variables(variables.params[name], variables.stats[name])
       part_key = None if key is None else jax.random.fold_in(key, i)
-      x, stats[name] = part.outputs(own, x, part_key, train)
+      with checks.noted(f"in the {name} of a spliced model"):
+        x, stats[name] = part.outputs(own, x, part_key, train)
     return x, stats
 
   parts = {"trunk": trunk, "adaptor": adaptor, "encoder": encoder}
@@ -294,6 +295,13 @@ def _part_loss(client: MutualClient, models: dict[str, core.Model]):
     # The meme's draws are those of a FedAvg client's model; 2**31 differs from
     # everything that `splice` folds in.
     keys = {"local": jax.random.fold_in(key, 2**31), "meme": key}
+    shapes = jax.tree.map(jnp.shape, batch["x"])
+    given = f"given inputs of shape {shapes} (bank {client.bank!r})"
+    notes = {
+      "local": f"a client's own model, {given}",
+      "meme": f"a client's meme, {given}: its encoder, if it has one, the"
+      " global model and its adaptor, if it has one",
+    }
     if alike:
       # Under `vmap` the first layers of both models are one matrix product.
       out = jax.vmap(client.model.outputs, (0, None, 0, None))(
@@ -307,10 +315,10 @@ def _part_loss(client: MutualClient, models: dict[str, core.Model]):
         for i, name in enumerate(models)
       }
     else:
-      out = {
-        name: model.outputs(own[name], batch["x"], keys[name], True)
-        for name, model in models.items()
-      }
+      out = {}
+      for name, model in models.items():
+        with checks.noted(notes[name]):
+          out[name] = model.outputs(own[name], batch["x"], keys[name], True)
     logits = {name: out[name][0] for name in models}
     stats = {name: out[name][1] for name in models}
     total, sums = jnp.zeros(()), {}
@@ -320,13 +328,17 @@ def _part_loss(client: MutualClient, models: dict[str, core.Model]):
       kl = jnp.zeros_like(losses)
       if "meme" in logits:
         partner = logits["meme" if name == "local" else "local"]
-        losses, kl = mutual_loss(
-          logits[name],
-          partner,
-          losses,
-          hyper[weights[name]],
-          hyper["temperature"],
-        )
+        with checks.noted(
+          "a client's own model and its meme; if the global model outputs"
+          " features, give the client an adaptor"
+        ):
+          losses, kl = mutual_loss(
+            logits[name],
+            partner,
+            losses,
+            hyper[weights[name]],
+            hyper["temperature"],
+          )
       part = jnp.sum(losses * batch["mask"])
       total += share * part
       sums |= {

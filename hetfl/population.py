@@ -125,8 +125,10 @@ def positions_in(bank: AnyBank, positions: Any, name: str) -> np.ndarray:
 of a mask
   """
   array, n = _integers(positions, name), checks.num_examples(bank)
-  if len(array) and not (0 <= array.min() and array.max() < n):
-    raise ValueError(f"{name}: positions outside the bank of {n} examples")
+  if len(array) and array.max() >= n:
+    raise ValueError(
+      f"{name}: position {array.max()} is outside the bank of {n} examples"
+    )
   return array
 
 
@@ -173,7 +175,7 @@ def check_subset(subset: "Subset", name: str) -> None:
   >>> check_subset(Subset({'x': np.zeros(3)}, np.array([3])), 'stopping')
   Traceback (most recent call last):
     ...
-  ValueError: stopping: positions outside the bank of 3 examples
+  ValueError: stopping: position 3 is outside the bank of 3 examples
   """
   check_kind(subset, name, Subset)
   if not len(subset.index):
@@ -207,7 +209,6 @@ class ClientPopulation:
   ids: tuple[str, ...]
 
   def __post_init__(self):
-    positions_in(self.bank, self.members, "members")
     if len(set(self.ids)) != len(self.ids):
       raise ValueError("ids: two clients have the same id")
     if len(self.ids) != len(self.offsets) - 1:
@@ -219,6 +220,11 @@ class ClientPopulation:
         f"offsets: from {self.offsets[0]} to {self.offsets[-1]}, want 0 to"
         f" {len(self.members)}, the number of members"
       )
+    name = "members"
+    if len(self.members):  # Whose the first position outside the bank would be.
+      last = np.searchsorted(self.offsets, np.argmax(self.members), "right") - 1
+      name = f"client {self.ids[last]!r}"
+    positions_in(self.bank, self.members, name)
     if len(self.sizes) and self.sizes.min() < 1:
       empty = self.ids[int(self.sizes.argmin())]
       raise ValueError(f"client {empty!r} holds no examples; leave it out")
@@ -250,6 +256,11 @@ class ClientPopulation:
     >>> population.client(0)
     {'y': array([4, 0])}
     """
+    if any(np.ndim(a) == 0 for a in assignment):
+      raise ValueError(
+        "assignment: give each client's positions, not one number per example;"
+        " ClientPopulation.from_ids(bank, ids) takes the examples' client ids"
+      )
     if ids is None:
       ids = [str(k) for k in range(len(assignment))]
     sizes = np.array([len(a) for a in assignment], np.int64)
@@ -261,6 +272,44 @@ class ClientPopulation:
       members=np.concatenate([np.zeros(0, np.int32), *members]),
       offsets=np.concatenate([[0], np.cumsum(sizes)]),
       ids=tuple(ids),
+    )
+
+  @classmethod
+  def from_ids(
+    cls, bank: AnyBank, ids: np.ndarray | Sequence[Any]
+  ) -> "ClientPopulation":
+    """Builds a population from the client id of each example.
+
+    Args:
+      bank: the arrays, each with N examples on its first axis.
+      ids: N numbers or strings: who holds each example.
+
+    Returns:
+      The population; its clients are in the order of their ids.
+
+    Raises:
+      ValueError: there are not N ids.
+
+    >>> bank = {'y': np.array([0, 1, 2, 3, 4])}
+    >>> population = ClientPopulation.from_ids(bank, ['b', 'a', 'b', 'c', 'b'])
+    >>> population.ids
+    ('a', 'b', 'c')
+    >>> population.client(1)
+    {'y': array([0, 2, 4])}
+    """
+    array, n = np.asarray(ids), checks.num_examples(bank)
+    if array.shape != (n,):
+      raise ValueError(
+        f"ids: of shape {array.shape} for a bank of {n} examples; give one for"
+        " each example"
+      )
+    names, client = np.unique(array, return_inverse=True)
+    sizes = np.bincount(client, minlength=len(names))
+    return cls(
+      bank=bank,
+      members=np.argsort(client, kind="stable").astype(np.int32),
+      offsets=np.concatenate([[0], np.cumsum(sizes)]),
+      ids=tuple(map(str, names)),
     )
 
   def __len__(self) -> int:
@@ -380,7 +429,7 @@ def put_banks(*sets: ClientPopulation | Subset) -> list[dict[str, jax.Array]]:
     The bank of each set.
 
   Raises:
-    ValueError: one is a bare bank.
+    ValueError: one is a bare bank, or an array is not of numbers.
 
   >>> bank = {'y': np.arange(6)}
   >>> clients = ClientPopulation.from_lists(bank, [[0, 1, 2], [3, 4, 5]])
@@ -389,8 +438,19 @@ def put_banks(*sets: ClientPopulation | Subset) -> list[dict[str, jax.Array]]:
   True
   """
   for i, given in enumerate(sets):
+    if type(given) in (list, tuple):
+      raise ValueError(
+        f"set {i}: give the sets one by one, put_banks(*sets), not in a"
+        f" {type(given).__name__}"
+      )
     if not isinstance(given, ClientPopulation):
       check_kind(given, f"set {i}", Subset)
+    for name, array in given.bank.items():
+      if array.dtype.kind in "OSUM":
+        raise ValueError(
+          f"set {i}: bank[{name!r}] is of type {array.dtype}, which a device"
+          " cannot hold; leave it out of the bank"
+        )
   banks = {id(s.bank): s.bank for s in sets}
   there = {key: jax.device_put(dict(bank)) for key, bank in banks.items()}
   return [there[id(s.bank)] for s in sets]

@@ -107,7 +107,7 @@ class _Fetcher:
       return
     message = (
       f"round {round}: {', '.join(bad)}: training has diverged, or a label is"
-      " out of the model's range of classes"
+      " out of the model's range of classes, or the plan is for a larger bank"
     )
     if self._stop:
       raise FloatingPointError(
@@ -201,6 +201,7 @@ def run(
     checkpoint_every=checkpoint_every,
     rounds_per_dispatch=rounds_per_dispatch,
   )
+  checks.kind("folder", folder, logs.RunFolder, "RunFolder(path, config)")
   if rounds_per_dispatch > 1 and scanned_step is None:
     raise ValueError(
       f"rounds_per_dispatch={rounds_per_dispatch}: give scanned_step too"

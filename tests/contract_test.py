@@ -98,6 +98,17 @@ def test_threads_give_the_same_bits_every_time(name):
 
 
 @every_algorithm
+@pytest.mark.parametrize("runner", [None, engine.Threads(2)])
+def test_a_plan_for_larger_banks_shows(name, runner):
+  """Its loss is NaN; it does not train on other examples instead."""
+  algorithm, case = build(name, runner), CASES[name]
+  data = jax.tree.map(lambda a: a[:1], case.data())
+  _, metrics = algorithm.step(initial(name), case.plan(1, 2), data)
+  losses = [m.value for n, m in metrics.items() if n.endswith("loss")]
+  assert losses and np.isnan(losses).all()
+
+
+@every_algorithm
 def test_ten_rounds_in_one_dispatch(name):
   case = CASES[name]
   algorithm = case.build(None, 10)

@@ -243,6 +243,12 @@ WRONG = {
     jax.make_mesh((1, 1), ("a", "b"))
   ),
   "max_lanes=0:": lambda: engine.Inline(max_lanes=0),
+  "sets: give a Mapping, not a Subset": lambda: evaluate.Evaluator(
+    [POOLS[0].model], PUBLIC
+  ),
+  "only=['test']: give a sequence of sets' names": lambda: evaluate.Evaluator(
+    [POOLS[0].model], {"test": PUBLIC}, only=["test"]
+  ),
   "only: 1 for 2 models": lambda: evaluate.Evaluator(
     [pool.model for pool in POOLS[:2]], {"test": PUBLIC}, only=[["test"]]
   ),
@@ -252,6 +258,7 @@ WRONG = {
   ),
   "regularization=-1": lambda: make_distiller(regularization=-1).hyper(2),
   "client_lr=-1:": lambda: federation.make_pools(client_lr=-1),
+  "name: give a str, not a Model": lambda: Pool(WIDER, "a", 0.1, 0.1),
   "server_lr=nan:": lambda: federation.make_pools(server_lr=float("nan")),
   "prox_mu=-1:": lambda: federation.make_pools(prox_mu=-1),
   "server_optimizer: give a function": lambda: federation.make_pools(
@@ -289,9 +296,33 @@ WRONG = {
   "assignment[1]: positions must be integers, not float64": (
     lambda: from_lists([0], [0.5])
   ),
-  "members: positions outside": lambda: from_lists([0, 999]),
+  "client '0': position": lambda: from_lists([0, 999]),
   "client '1' holds no examples": lambda: from_lists([0], []),
-  "examples.index: positions outside": lambda: plan_distillation(
+  "client '1': position 999 is outside": lambda: from_lists([7], [3, 999], [9]),
+  "give each client's positions, not one number": lambda: (
+    population.ClientPopulation.from_lists(BANK, BANK["y"])
+  ),
+  "bank: give arrays by name": lambda: population.Subset.whole(
+    (BANK["x"], BANK["y"])
+  ),
+  "ids: of shape (3,) for a bank of": lambda: (
+    population.ClientPopulation.from_ids(BANK, ["a", "b", "b"])
+  ),
+  "set 0: give the sets one by one": lambda: population.put_banks(
+    [PUBLIC, PUBLIC]
+  ),
+  "set 0: bank['id'] is of type <U1": lambda: population.put_banks(
+    population.Subset.whole({"id": np.array(["a", "b"])})
+  ),
+  "the clients' are ['a', 'b']; give each client's Subset": lambda: plan_mutual(
+    from_lists([0], [1]),
+    [MutualClient(WIDER, bank=name) for name in "ab"],
+    seed=0,
+    round=1,
+    batch_size=1,
+    epochs=1,
+  ),
+  "examples.index: position": lambda: plan_distillation(
     population.Subset(PUBLIC.bank, np.arange(24, 30))
   ),
   "examples.index: positions must be integers": lambda: plan_distillation(
@@ -339,7 +370,7 @@ WRONG = {
   "must contain each of the 3 clients": lambda: mutual(((0,), (1,), (2,))),
   "plan_mutual with full_batches=True": normed_round,
   "would enter the batch statistics": lambda: normed_round(jit=True),
-  "public: positions outside": lambda: plan_fedmd(
+  "public: position": lambda: plan_fedmd(
     PUBLIC._replace(index=np.arange(9, 99)), ((0,),), seed=0, round=1, subset=4
   ),
   "subset=99: exceeds the 24 public": lambda: parties(subset=99),
@@ -370,7 +401,7 @@ WRONG = {
   "stopping: positions must be integers, not bool": lambda: stopping_on(
     algorithms.PRIVATE["y"] == 0
   ),
-  "stopping: positions outside": lambda: stopping_on([3, 99]),
+  "stopping: position": lambda: stopping_on([3, 99]),
   "stopping: there are no examples": lambda: stopping_on([]),
   "data has no 'private'": lambda: step("fedmd", data={"public": BANK}),
   "data['public']: give a bank, arrays by name, not a Subset": lambda: step(
@@ -502,6 +533,12 @@ WRONG = {
   "global_model: give a Model, not a Dense": lambda: fml(
     [MutualClient(WIDER)], global_model=nn.Dense(3)
   ),
+  "example=(1, 32): give an input": lambda: core.Model.from_flax(
+    nn.Dense(3), (1, 32)
+  ),
+  "a transform is a Model: give a function": lambda: core.prepare(
+    WIDER, {"x": jnp.ones(3), "mask": jnp.ones(3)}
+  ),
   "client 0's adaptor: give a Model, not a Dense": lambda: fml(
     [MutualClient(WIDER, adaptor=nn.Dense(3))], global_model=WIDER
   ),
@@ -565,7 +602,7 @@ WRONG = {
   "test: positions must be integers": lambda: evaluate.Evaluator(
     [POOLS[0].model], {"test": PUBLIC._replace(index=[True, False])}
   ),
-  "variables: 1 for 2 models": lambda: evaluate.Evaluator(
+  "variables: has length 1, expected 2": lambda: evaluate.Evaluator(
     [POOLS[0].model] * 2, {"test": PUBLIC}
   )([None]),
 }

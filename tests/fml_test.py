@@ -448,6 +448,20 @@ def test_mutual_learning_switched_off_is_said(caplog):
   assert "beta=1 switches mutual learning off" in caplog.text
 
 
+@pytest.mark.parametrize(
+  "clients,global_model,note",
+  [
+    (ENCODED, MIDDLE, "in the trunk of a spliced model"),
+    (UNLIKE, HEAD, "a client's meme, given inputs of shape (4, 4, 4, 2)"),
+    (UNLIKE, FIRST, "give the client an adaptor"),
+  ],
+)
+def test_parts_that_do_not_fit_are_named(clients, global_model, note):
+  with pytest.raises(Exception) as error:
+    run(build(clients, global_model=global_model), clients=clients)
+  assert any(note in each for each in error.value.__notes__)
+
+
 def test_what_is_out_of_range_is_refused():
   for name, value in (
     ("alpha", 1.5),
