@@ -84,6 +84,11 @@ def to_json(value: Any) -> Any:
   if isinstance(value, float):
     return float(value) if math.isfinite(value) else None
   if hasattr(value, "item"):
+    if value.size != 1:
+      raise ValueError(
+        f"an array of shape {value.shape} has no form in JSON; give a list,"
+        " array.tolist()"
+      )
     return to_json(value.item())
   raise TypeError(f"{value!r}: a {type(value).__name__} has no form in JSON")
 

@@ -267,7 +267,10 @@ def run(
       done = dispatch[-1]
       last = fetcher.add(dispatch, metrics)
       if done % eval_every == 0 or done == rounds:
-        evaluation = {n: float(v) for n, v in evaluate(state).items()}
+        given = evaluate(state)
+        hint = "an Evaluator's list has one for each model"
+        checks.kind("what evaluate returns", given, dict, hint)
+        evaluation = {n: float(v) for n, v in given.items()}
         last = fetcher.fetch()
         row = _row(done, evaluation, means.take(), seconds())
         metrics_log.write(row)

@@ -137,6 +137,8 @@ def test_write_json_is_strictly_json(tmp_path):
   assert read == {"a": 0.5, "b": [None, None], "3": 4}
   with pytest.raises(TypeError, match="no form in JSON"):
     logs.write_json(path, {"a": object()})
+  with pytest.raises(ValueError, match=r"shape \(2,\).*array.tolist"):
+    logs.write_json(path, {"a": np.arange(2)})
   assert json.loads(path.read_text()) == read
   assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
