@@ -324,7 +324,7 @@ def test_parties_may_have_subsets():
   subsets = [population.Subset(dict(CLIENTS.bank), [4, 1]), np.arange(3)]
   held = population.holdings(subsets)
   assert [h.tolist() for h in held] == [[4, 1], [0, 1, 2]]
-  with pytest.raises(ValueError, match="client 0: positions outside"):
+  with pytest.raises(ValueError, match="client 0: position 99 is outside"):
     population.holdings([population.Subset(dict(CLIENTS.bank), [99])])
 
 
