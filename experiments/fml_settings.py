@@ -283,12 +283,13 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
       f" --algorithm={algorithm} needs a complete model"
     )
   on_cpu = jax.default_backend() == "cpu"
+  dense = {values["global_model"], *models} == {"mlp"}
   speed = {
     "checkpoint_every": 10,
     "conv": common.default_conv(datasets[0]),
     "eval_batch_size": 50 if on_cpu else 2000,
     "lanes": common.run_engine().num_lanes(taking_part),
-    "microbatch": 16 if on_cpu else 0,
+    "microbatch": 16 if on_cpu and not dense else 0,
   }
   values["algorithm"] = algorithm
   return common.resolved_flags(__name__, values, speed, workdir)

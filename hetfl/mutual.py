@@ -302,7 +302,9 @@ def _part_loss(client: MutualClient, models: dict[str, core.Model]):
       "meme": f"a client's meme, {given}: its encoder, if it has one, the"
       " global model and its adaptor, if it has one",
     }
-    if alike:
+    # With dense layers alone it takes longer.
+    convolves = any(a.ndim > 2 for a in jax.tree.leaves(own["local"].params))
+    if alike and convolves:
       # Under `vmap` the first layers of both models are one matrix product.
       out = jax.vmap(client.model.outputs, (0, None, 0, None))(
         jax.tree.map(lambda *a: jnp.stack(a), *(own[n] for n in models)),
