@@ -13,9 +13,10 @@ import numpy as np
 
 from benchmarks import peers, rounds
 from hetfl import augment, core, engine
-from hetfl.fml import fml, group_clients, independent, plan_mutual
+from hetfl.fml import fml, independent
 from hetfl.models import fml as nets
 from hetfl.mutual import MutualClient
+from hetfl.mutual_planning import group_clients, plan_mutual
 
 NUM_CLIENTS = 5
 BATCH_SIZE = 128

@@ -1,7 +1,8 @@
 """Heterogeneous federated learning by distillation, in JAX.
 
 `hetfl.fedavg`, `hetfl.fml` and `hetfl.fedmd` are the functions; import other
-members of the modules of these names as in `from hetfl.fml import as_lanes`.
+members of the modules of these names from there, as in
+`from hetfl.fedavg import round_keys`.
 """
 
 from hetfl.codist import merge_gradients, merged_codist, periodic_codist
@@ -26,16 +27,10 @@ from hetfl.fedavg import (
   PoolsState,
 )
 from hetfl.fedmd import fedmd, FedMDPlan, FedMDState, plan_fedmd
-from hetfl.fml import (
-  fml,
-  group_clients,
-  independent,
-  MutualPlan,
-  MutualState,
-  plan_mutual,
-)
+from hetfl.fml import fml, independent, MutualState
 from hetfl.models.language import TokenLogits
 from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient, splice
+from hetfl.mutual_planning import group_clients, MutualPlan, plan_mutual
 from hetfl.next_word import (
   next_word_metrics,
   sentence_loss,

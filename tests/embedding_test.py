@@ -12,8 +12,9 @@ import pytest
 from hetfl import codist, core, engine, evaluate, party, planning, population
 from hetfl.fedavg import fedavg, fedavg_server, Pool
 from hetfl.fedmd import absolute_error, fedmd, Translator
-from hetfl.fml import fml, independent, plan_mutual
+from hetfl.fml import fml, independent
 from hetfl.mutual import MutualClient
+from hetfl.mutual_planning import plan_mutual
 from tests import algorithms, federation
 from tests.algorithms import CASES
 

@@ -33,9 +33,10 @@ from hetfl.fedmd import (
   squared_error,
   TRANSLATORS,
 )
-from hetfl.fml import fml, group_clients, independent, plan_mutual
+from hetfl.fml import fml, independent
 from hetfl.models import language, layers
 from hetfl.mutual import mutual_loss, MutualClient
+from hetfl.mutual_planning import group_clients, plan_mutual
 from tests import algorithms, federation
 from tests.algorithms import CASES, make_distiller
 

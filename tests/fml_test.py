@@ -13,10 +13,11 @@ import pytest
 
 from hetfl import core, engine, planning
 from hetfl.fedavg import fedavg, fedavg_server, Pool
-from hetfl.fml import as_lanes, fml, group_clients, independent, plan_mutual
+from hetfl.fml import fml, independent
 from hetfl.models import fml as nets
 from hetfl.models import layers
 from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient
+from hetfl.mutual_planning import as_lanes, group_clients, plan_mutual
 from tests import federation
 from tests.algorithms import (
   CNN,
