@@ -284,7 +284,6 @@ def _unsplice(meme, kept):
 def _part_loss(client: MutualClient, models: dict[str, core.Model]):
   """Equation 5's losses of a client's models, on a part of a batch."""
   weights = {"local": "alpha", "meme": "beta"}
-  alike = models.get("meme") == client.model
 
   def part_loss(params, variables, hyper, share, batch, key):
     """The losses of the models in `params`; `share` weights each example."""
@@ -302,25 +301,10 @@ def _part_loss(client: MutualClient, models: dict[str, core.Model]):
       "meme": f"a client's meme, {given}: its encoder, if it has one, the"
       " global model and its adaptor, if it has one",
     }
-    # With dense layers alone it takes longer.
-    convolves = any(a.ndim > 2 for a in jax.tree.leaves(own["local"].params))
-    if alike and convolves:
-      # Under `vmap` the first layers of both models are one matrix product.
-      out = jax.vmap(client.model.outputs, (0, None, 0, None))(
-        jax.tree.map(lambda *a: jnp.stack(a), *(own[n] for n in models)),
-        batch["x"],
-        jnp.stack([keys[n] for n in models]),
-        True,
-      )
-      out = {
-        name: jax.tree.map(lambda a, i=i: a[i], out)
-        for i, name in enumerate(models)
-      }
-    else:
-      out = {}
-      for name, model in models.items():
-        with checks.noted(notes[name]):
-          out[name] = model.outputs(own[name], batch["x"], keys[name], True)
+    out = {}
+    for name, model in models.items():
+      with checks.noted(notes[name]):
+        out[name] = model.outputs(own[name], batch["x"], keys[name], True)
     logits = {name: out[name][0] for name in models}
     stats = {name: out[name][1] for name in models}
     total, sums = jnp.zeros(()), {}

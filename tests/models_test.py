@@ -240,10 +240,11 @@ def test_convolutions_alone_have_no_classes():
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
-def test_pooled_planes_are_flaxs_conv_and_pool(padding):
-  ours = layers.PooledPlanes(5, (3, 3), padding)
-  theirs = nn.Conv(5, (3, 3), padding=padding)
-  x = jax.random.normal(jax.random.key(0), (2, 7, 6, 4))  # One side is odd.
+@pytest.mark.parametrize("size", [(3, 3), (5, 5), (3, 4), (4, 3)])
+def test_pooled_planes_are_flaxs_conv_and_pool(size, padding):
+  ours = layers.PooledPlanes(5, size, padding)
+  theirs = nn.Conv(5, size, padding=padding)
+  x = jax.random.normal(jax.random.key(0), (2, 9, 8, 4))  # One side is odd.
   pooled = lambda v, x: nn.max_pool(theirs.apply(v, x), (2, 2), (2, 2))
   variables = jax.vmap(theirs.init, (0, None))(
     jax.random.split(jax.random.key(1), 3), x
@@ -251,7 +252,7 @@ def test_pooled_planes_are_flaxs_conv_and_pool(padding):
   weights = jax.random.normal(jax.random.key(2), (2, 1, 1, 5))
 
   def value_and_grads(apply):
-    # The same images for three kernels, as for a meme and a local model.
+    # The same images for three kernels, as for trials.
     loss = lambda variables, x: jnp.sum(jnp.sin(apply(variables, x)) * weights)
     grad = jax.value_and_grad(loss, (0, 1))
     with jax.numpy_rank_promotion("allow"):

@@ -346,10 +346,11 @@ class PooledPlanes(nn.Module):
 
   For convolutions with few channels: the pixels of a channel are contiguous, so
   that the kernel's few rows multiply long matrices, on CPUs about twice as fast
-  as the other way round. Each of a square's four outputs comes from a matrix
-  product of its own, so that pooling is a maximum of four matrices. Under
-  `vmap` over kernels, with the same images for all, there are still four
-  products.
+  as the other way round. The four outputs of a pooling square see a window one
+  pixel wider and higher than the kernel. One product of these windows with the
+  kernel in its four places, zeros elsewhere, gives all four; for 3x3 kernels,
+  with which nearly half of the entries would be zeros, there are two products
+  of two places each.
 
   Attributes:
     features: number of output channels.
@@ -399,22 +400,29 @@ class PooledPlanes(nn.Module):
         f"a map of {x.shape[1]}x{x.shape[2]} is too small for a"
         f" {height}x{width} convolution and 2x2 pooling: use larger images"
       )
-    matrix = kernel.reshape(-1, self.features).T
+    # All places across, then all places down, of windows at every other pixel.
+    x = x[:, : height + 2 * rows - 1, : width + 2 * columns - 1]
+    strips = jnp.concatenate(_places(x, 2, width + 1, 2))
 
-    def outputs(down, across):
-      """The outputs at one place in all squares."""
-      patches = jnp.concatenate(
-        [
-          x[:, i : i + 2 * rows - 1 : 2, j : j + 2 * columns - 1 : 2]
-          for i in range(down, down + height)
-          for j in range(across, across + width)
-        ]
+    def outputs(first, last):
+      """The outputs in rows `first` to `last` of each square."""
+      size = height + last - first
+      windows = jnp.concatenate(
+        _places(strips[:, first : first + size + 2 * rows - 2], 1, size, 2)
       )
-      return matrix @ patches.reshape(len(patches), -1)
+      matrix = jnp.concatenate(
+        [
+          jnp.pad(kernel, ((i, last - first - i), (j, 1 - j), (0, 0), (0, 0)))
+          for i in range(last - first + 1)
+          for j in (0, 1)
+        ],
+        axis=-1,
+      ).reshape(len(windows), -1)
+      product = matrix.T @ windows.reshape(len(windows), -1)
+      return jnp.split(product, matrix.shape[-1] // self.features)
 
-    top, bottom = (
-      jnp.maximum(outputs(down, 0), outputs(down, 1)) for down in (0, 1)
-    )
+    places = outputs(0, 1) if height > 3 else outputs(0, 0) + outputs(1, 1)
+    top, bottom = jnp.maximum(*places[:2]), jnp.maximum(*places[2:])
     y = jnp.maximum(top, bottom) + bias.reshape(-1, 1)
     return y.reshape(self.features, rows, columns, -1)
 
