@@ -37,9 +37,32 @@ def test_rows_are_chosen_by_their_beginnings():
     compare.chosen("merged,fedprox", every)
 
 
-def test_turns_and_ratios():
-  clock = []
-  row = rounds.take_turns(lambda: clock.append(0), lambda: clock.append(1), 3)
-  assert clock == [0, 1] * 3
-  assert row["ours_min_s"] <= row["ours_s"] <= row["ours_max_s"]
-  assert row["ratio"] > 0
+def test_turns_and_ratios(monkeypatch):
+  clock, turns = [0.0], []
+  monkeypatch.setattr(rounds.time, "perf_counter", lambda: clock[0])
+
+  def takes(name, *seconds):
+    seconds = iter(seconds)
+
+    def run():
+      turns.append(name)
+      clock[0] += next(seconds)
+
+    return run
+
+  products = takes("products", 1.0, 2.0, 4.0)
+  products.flops = 6e9
+  row = rounds.take_turns(
+    takes("ours", 1.0, 4.0, 2.0), takes("peer", 5.0, 4.0, 6.0), 3, products
+  )
+  assert turns == ["ours", "peer", "products"] * 3
+  assert row == {
+    "ours_s": 2,
+    "ours_min_s": 1,
+    "ours_max_s": 4,
+    "peer_s": 5,
+    "peer_min_s": 4,
+    "peer_max_s": 6,
+    "ratio": 3,  # the median of 5, 1 and 3, not 5 / 2
+    "ceiling_gflop_s": 3,
+  }
