@@ -120,7 +120,8 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     "max_sentences_per_client",
     None,
-    "Maximum number of sentences per user; further ones are left out.",
+    "Maximum number of sentences per user; further ones are left out. For"
+    " stackoverflow of the pools' users only.",
     lower_bound=1,
   )
   flags.DEFINE_enum(

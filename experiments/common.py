@@ -91,8 +91,8 @@ def define_run_flags() -> None:
     "seed",
     0,
     "Seeds the initial models, the sampling of clients, batches, augmentation"
-    " and --distill_examples; not which client has which data"
-    " (--partition_seed).",
+    " and --distill_examples (but for Stack Overflow and C4); not which client"
+    " has which data (--partition_seed).",
     lower_bound=0,
     upper_bound=MAX_SEED,
   )

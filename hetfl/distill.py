@@ -346,7 +346,7 @@ class Distiller:
         batch = self.batch(key, bank, *row)
         size = len(batch["mask"])
         view = jax.lax.map(
-          lambda part: _view(model.predict(variables, part)),
+          lambda part: self._view(model.predict(variables, part)),
           core.split(batch["x"], core.num_parts(size, self.microbatch)),
         )
         return jax.tree.map(lambda a: a.reshape(size, *a.shape[2:]), view)
@@ -358,6 +358,12 @@ class Distiller:
       return jax.lax.map(predict, rows, batch_size=at_once)
 
     return view_of_batches
+
+  def _view(self, outputs: PyTree) -> PyTree:
+    """The part of a model's outputs that is per example, not the last layer."""
+    if self.divergence is None:
+      checks.dense(outputs)
+    return outputs.features if isinstance(outputs, TokenLogits) else outputs
 
   def student(
     self, models: Sequence[core.Model], index: int
@@ -498,11 +504,6 @@ class Distiller:
         lambda total: core.as_type(total / shard.count, total.dtype), stats
       )
     return total, optax.tree.cast_like(grads, student.params), stats
-
-
-def _view(outputs: PyTree) -> PyTree:
-  """The part of a model's outputs that is per example, not the output layer."""
-  return outputs.features if isinstance(outputs, TokenLogits) else outputs
 
 
 def _outputs(

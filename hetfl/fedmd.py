@@ -66,9 +66,7 @@ def absolute_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
   >>> jax.grad(lambda z: absolute_error(z, jnp.zeros(2)))(jnp.array([0., 3.]))
   Array([0. , 0.5], dtype=float32)
   """
-  # Zero also where both are minus infinity, as for masked classes.
-  logits, consensus = core.wide(logits), core.wide(consensus)
-  distance = jnp.where(logits == consensus, 0.0, logits - consensus)
+  distance = _distance(logits, consensus)
   # The gradient of JAX's abs is 1 at 0, where there is nothing to learn.
   distance = jnp.where(distance == 0, 0.0, jnp.abs(distance))
   return jnp.mean(distance, axis=-1)
@@ -87,10 +85,14 @@ def squared_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
   >>> float(squared_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
   2.5
   """
-  # Zero also where both are minus infinity, as for masked classes.
+  return jnp.mean(_distance(logits, consensus) ** 2, axis=-1)
+
+
+def _distance(logits, consensus):
+  """The difference; 0 where both are minus infinity, as for masked classes."""
   logits, consensus = core.wide(logits), core.wide(consensus)
-  distance = jnp.where(logits == consensus, 0.0, logits - consensus)
-  return jnp.mean(distance**2, axis=-1)
+  alike = jnp.isinf(logits) & (logits == consensus)
+  return jnp.where(alike, 0.0, logits - consensus)
 
 
 def _tempered_scores(logits, temperature):
@@ -138,8 +140,9 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
     raise ValueError(f"weights: {len(weights)} for {len(scores)} scores")
   weights = weights / jnp.sum(weights)
   # A party with weight zero may have any scores, NaN included.
+  ignored = lambda c, f: (c == 0) & ~jnp.isfinite(f)
   return sum(  # type: ignore[return-value]
-    jnp.where(weights[k] == 0, 0, weights[k] * f) for k, f in enumerate(scores)
+    c * jnp.where(ignored(c, f), 0, f) for c, f in zip(weights, scores)
   )
 
 
@@ -435,7 +438,7 @@ def learn_program(
       state.hyper,
       digest_key,
       public,
-      jnp.asarray(subset)[digest_rows],
+      jnp.where(digest_rows < 0, -1, jnp.asarray(subset)[digest_rows]),
       {"consensus": agreed[digest_rows]},
       len(digest_rows),
     )

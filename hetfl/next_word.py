@@ -57,6 +57,7 @@ def sentence_loss(expected_length: float = 13.3) -> core.Loss:
   checks.positive(expected_length=expected_length)
 
   def loss(logits, batch):
+    _check_targets(logits, batch)
     mask = batch["mask"]
     scale = mask / (expected_length * jnp.maximum(jnp.sum(mask), 1))
     weights = jnp.where(batch["y"] != PAD, scale.reshape(-1, 1), 0.0)
@@ -68,7 +69,7 @@ def sentence_loss(expected_length: float = 13.3) -> core.Loss:
 def _cross_entropy(z, y, shared):
   del shared
   log_q = jax.nn.log_softmax(z, axis=-1)
-  hit = jnp.arange(z.shape[-1], dtype=y.dtype).reshape(1, -1) == y[:, None]
+  hit = jnp.arange(z.shape[-1]).reshape(1, -1) == y[:, None]
   # By a gather; a sum over `hit` would read all the logits once more.
   return _negative_log_likelihood(log_q, y), jnp.exp(log_q) - hit
 
@@ -127,6 +128,8 @@ def token_divergence(
   Reference: Lichtarge et al. 2023, appendix C.4.
   """
   views = (*teachers, own)
+  for view in (student, *views):
+    _check_targets(view, batch)
   rows = (tuple(view.features for view in views), batch["y"])
   shared = (
     tuple((view.kernel, view.bias) for view in views),
@@ -220,6 +223,15 @@ def _check_tokens(logits):
     raise ValueError(
       f"a model's outputs are {type(logits).__name__}: next-word losses and"
       " metrics need TokenLogits(features, kernel, bias)"
+    )
+
+
+def _check_targets(logits, batch):
+  _check_tokens(logits)
+  if jnp.shape(batch["y"]) != logits.features.shape[:2]:
+    raise ValueError(
+      f"batch['y'] of shape {jnp.shape(batch['y'])} for outputs at"
+      f" {logits.features.shape[:2]} positions: want the next word of each"
     )
 
 
@@ -322,7 +334,7 @@ def next_word_metrics(
   >>> [float(means[n].total) for n in ('accuracy', 'accuracy_no_eos')]
   [1.0, 1.0]
   """
-  _check_tokens(logits)
+  _check_targets(logits, batch)
   y = batch["y"]
   known = token_weights(batch)
   counted = jnp.where(y != EOS, known, 0.0)

@@ -374,7 +374,8 @@ def _epoch_program(party, transform, min_delta, batch_size):
         "accuracy"
       ]
       accuracy = total / count
-      better = accuracy - min_delta > best
+      # A rise of exactly `min_delta` is none, however it is rounded.
+      better = accuracy - best > min_delta + 1e-6
       best = jnp.where(better, accuracy, best)
       wait = jnp.where(better, 0, wait + 1)
     learner = learner.replace(

@@ -161,6 +161,11 @@ def test_bad_files_are_named(tmp_path):
   np.savez(npz, images=np.array([{}], object), labels=[0], writers=[0])
   with pytest.raises(DataError, match="letters.npz: cannot be read"):
     letters.load_letters(tmp_path)
+  arrays = dict(images=np.zeros((2, 28, 28), np.uint8), labels=[0, 1])
+  for writers in (["ann", "ben"], [0.1, 0.2], [0, 2**32]):
+    np.savez(npz, **arrays, writers=writers)
+    with pytest.raises(DataError, match="letters.npz: writers are .* want int"):
+      letters.load_letters(tmp_path)
   np.save(tmp_path / "array.npy", np.zeros(3))
   array = (tmp_path / "array.npy").read_bytes()
   for content in (b"PK\3\4 not a zip", b"", array):

@@ -43,6 +43,7 @@ from tests.algorithms import CASES, make_distiller
 TOKENS = language.TokenLogits(
   jnp.zeros((1, 2, 1)), jnp.zeros((1, 5)), jnp.zeros(5)
 )
+WORDS = {"y": jnp.ones((1, 2), int), "mask": jnp.ones(1)}
 POOLS = federation.make_pools()
 BANK = dict(federation.POPULATION.bank)
 PUBLIC = population.Subset.whole(algorithms.PUBLIC)
@@ -452,6 +453,32 @@ WRONG = {
   ),
   "next-word losses and metrics need TokenLogits": lambda: (
     next_word.next_word_metrics(jnp.zeros((1, 2, 5)), {})
+  ),
+  "batch['y'] of shape (1, 3) for outputs at (1, 2) positions": lambda: (
+    next_word.next_word_metrics(
+      dataclasses.replace(TOKENS, chunk=2),
+      {"y": jnp.ones((1, 3), int), "mask": jnp.ones(1)},
+    )
+  ),
+  "batch['y'] of shape (1, 1) for outputs at (1, 2) positions": lambda: (
+    next_word.sentence_loss()(
+      TOKENS, {"y": jnp.ones((1, 1), int), "mask": jnp.ones(1)}
+    )
+  ),
+  "next-word losses and metrics need TokenLogits(features": lambda: (
+    next_word.token_divergence(
+      TOKENS, [jnp.zeros((1, 2, 5))], TOKENS, [1.0], 0.0, 0.0, WORDS, None
+    )
+  ),
+  "Language models need Pool(loss=sentence_loss()), Distiller(": lambda: (
+    distill.Distiller().predictor(
+      core.Model(lambda key: None, lambda v, x, key, train: (TOKENS, {}))
+    )(
+      core.Variables({}, {}),
+      jax.random.key(0),
+      {"x": jnp.zeros((1, 2), int)},
+      (np.arange(1), np.zeros((1, 1), int)),
+    )
   ),
   "weights of shape (1,) for outputs at (1, 2) positions": lambda: (
     next_word.weighted_sum(lambda *args: args, TOKENS, jnp.ones(1), ())

@@ -18,6 +18,7 @@ from hetfl.fedmd import (
   learn_program,
   plan_fedmd,
   scores_program,
+  squared_error,
   TRANSLATORS,
 )
 from hetfl.models import fedmd as models
@@ -336,6 +337,23 @@ def test_one_hot_weights_are_learning_from_that_party():
   assert consensus([1.0, 5.0], jnp.array([3.0, 1.0])) == 2
 
 
+@pytest.mark.parametrize("others", [5.0, np.nan])
+def test_derivatives_where_a_party_is_ignored(others):
+  f = [jnp.array([0.0, 4.0]), jnp.array([4.0, others]), jnp.array([8.0, 2.0])]
+  jacobian = jax.jacobian(consensus, 1)(f, jnp.array([0.5, 0.0, 0.5]))
+  # d f~ / d c_k = f_k - f~, as the weights' sum is 1, and f~ = (4, 3).
+  expected = np.array([[-4, 0, 4], [1, others - 3, -1]])
+  if np.isnan(others):
+    expected[1, 1] = -3  # 0 in place of NaN.
+  np.testing.assert_allclose(jacobian, expected, atol=1e-6)
+
+
+def test_squared_errors_have_second_derivatives_at_the_consensus():
+  consensus_ = jnp.array([1.0, -jnp.inf])
+  hessian = jax.hessian(squared_error)(consensus_, consensus_)
+  np.testing.assert_array_equal(hessian, [[1, 0], [0, 0]])  # 2 / C
+
+
 def test_the_consensus_is_made_before_anybody_moves():
   """Reordering the parties only reorders the results."""
   parties = make_parties()
@@ -417,7 +435,22 @@ def test_early_stopping_is_kerass():
   assert seen == [(2, 0, 1, 1), (1, 1, 2, 1), (1, 2, 3, 1)] + [(1, 2, 3, 0)] * 2
 
 
-def test_progress_is_more_than_min_delta_above_the_best():
+@pytest.mark.parametrize(
+  "min_delta,correct,expected",
+  [
+    # Above 5, 6 is no progress but 7 is; after that neither 7 nor 8 is.
+    (
+      0.15,
+      (5, 6, 7, 7, 8, 10),
+      [(0, 1), (1, 2), (0, 3), (1, 4), (2, 5), (2, 5)],
+    ),
+    # One more is exactly 0.1 and no progress; 0.3 - 0.2 > 0.1 in float32.
+    (0.1, (2, 3, 4, 5, 5), [(0, 1), (1, 2), (0, 3), (1, 4), (2, 5)]),
+  ],
+)
+def test_progress_is_more_than_min_delta_above_the_best(
+  min_delta, correct, expected
+):
   """A model that always says class 0 once its image is negated."""
   party = Party("a", federation.line(-1.0, 0.0), learning_rate=0.0)
   algorithm = jitted(
@@ -425,12 +458,12 @@ def test_progress_is_more_than_min_delta_above_the_best():
       [party],
       transform=lambda batch: {**batch, "x": -batch["x"]},
       patience=2,
-      min_delta=0.15,
+      min_delta=min_delta,
     )
   )
   state = algorithm.init(jax.random.key(0))
   x, seen = jnp.ones((10, 1)), []
-  for round, right in enumerate((5, 6, 7, 7, 8, 10), 1):
+  for round, right in enumerate(correct, 1):
     y = (jnp.arange(10) >= right).astype(jnp.int32)
     data = {
       "train": ({"x": x, "y": y},),
@@ -440,9 +473,7 @@ def test_progress_is_more_than_min_delta_above_the_best():
     state, _ = algorithm.step(state, plan, data)
     (learner,) = state.parties
     seen.append((int(learner.wait), int(learner.epochs)))
-  # Above 5, 6 is no progress but 7 is; after that neither 7 nor 8 is.
-  assert seen == [(0, 1), (1, 2), (0, 3), (1, 4), (2, 5), (2, 5)]
-  assert float(learner.accuracy) == pytest.approx(0.8)
+  assert seen == expected
 
 
 def test_public_and_private_examples_are_prepared_each_in_its_way():

@@ -212,6 +212,22 @@ def test_distillation_gradient_is_the_oracles(
   )
 
 
+def test_targets_of_a_small_type_are_no_other_classes():
+  # The words 3 to 43 of 300, as uint8: 256 + 3 is not the word 3.
+  y = np.arange(40).reshape(8, 5) + 3
+  x = jnp.ones((8, 5), jnp.int32)
+  grads = []
+  for chunk, kind in ((None, np.int32), (7, np.uint8)):
+    model = make_model(0, chunk, vocabulary=300)
+    variables = variables_of(model, 0)
+    batch = {"y": jnp.asarray(y.astype(kind)), "mask": jnp.ones(8)}
+    loss = lambda params, model=model, batch=batch: next_word.sentence_loss()(
+      model.apply(core.Variables(params, {}), x, None, True)[0], batch
+    )
+    grads.append(jax.grad(loss)(variables.params))
+  check(grads[1], grads[0], rtol=1e-4, atol=1e-6)
+
+
 def test_logits_that_are_kept_give_the_same_student():
   """Dense logits [B, T, V] and weights [B, T] in the general distiller."""
   kept = []

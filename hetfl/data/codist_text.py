@@ -126,7 +126,8 @@ def load_codist_text(
     data_dir: the folder of the files.
     high_capacity_clients: clients of the pool that train the large model too.
     max_sentences_per_client: how many sentences of a user to keep, at most (by
-      domain, of the user's domain); by default all.
+      domain, of the user's domain); by default all. For Stack Overflow of the
+      pools' users only.
     distill_data: 'in_domain', sentences of the distillation users, or 'c4'.
     distill_examples: how many distillation sentences to keep. By default all,
       but at most 4,488,694 of C4, as in the paper, and at most 1,000,000 of
@@ -134,7 +135,8 @@ def load_codist_text(
     c4_path: for 'c4', see `text_sources.c4_mod`.
     c4_tokenizer: for 'c4', 'rules' or 'nltk'.
     seed: the run's seed; it only draws the sentences that `distill_examples`
-      keeps.
+      keeps of pydoc and Stack Exchange. Those of Stack Overflow are drawn by
+      `partition_seed`; of C4 they are the first.
     partition_seed: assigns users to parts; for Stack Overflow it also draws the
       sentences of the distillation, held-out and test data.
 

@@ -141,6 +141,8 @@ def load_fedmd_images(
     )
   if num_parties < 1:
     raise ValueError(f"num_parties={num_parties}: want 1 or more")
+  if examples_per_class is not None and examples_per_class < 1:
+    raise ValueError(f"examples_per_class={examples_per_class}: want 1 or more")
   if heldout_examples < 0:
     raise ValueError(f"heldout_examples={heldout_examples}: want 0 or more")
   load = {"digits": _digits, "cifar_iid": _cifar, "cifar_noniid": _cifar}
@@ -322,7 +324,7 @@ def one_subclass(
     K arrays `int32[len(classes) * examples_per_class]`, class after class.
 
   Raises:
-    ValueError: a fine class has too few examples.
+    ValueError: a fine class has too few examples, or clients want none.
 
   Reference: Li & Wang 2019, section 3, FedMD's CIFAR non-i.i.d. environment.
   Departure: the released code numbers fine classes in the order of a Python
@@ -334,6 +336,8 @@ def one_subclass(
   >>> [fine[c].tolist() for c in clients]
   [[0, 0, 2, 2], [1, 1, 3, 3], [0, 0, 2, 2]]
   """
+  if examples_per_class < 1:
+    raise ValueError(f"examples_per_class={examples_per_class}: want 1 or more")
   coarse, fine = np.asarray(coarse), np.asarray(fine)
   rng = generator(Stream.SUBCLASSES, seed)
   subclasses = {c: np.unique(fine[coarse == c]) for c in classes}

@@ -312,11 +312,14 @@ def _read_npz(path: str) -> tuple[Bank, Bank]:
       f"{path}: cannot be read ({files.one_line(e)}): want arrays images,"
       " labels and writers"
     ) from e
-  if images.ndim != 3 or images.dtype != np.uint8:
+  if images.ndim != 3 or images.dtype != np.uint8 or not len(images):
     raise DataError(
       f"{path}: images are {images.dtype}{list(images.shape)}, want"
       " uint8[N, H, W]"
     )
+  for name, array in (("labels", labels), ("writers", writers)):
+    if array.dtype.kind not in "iu" or np.any(array > np.iinfo(np.int32).max):
+      raise DataError(f"{path}: {name} are {array.dtype}, want int32")
   if images.shape[1:] != (_SIDE, _SIDE):
     images = np.stack([like_mnist(image) for image in images])
   bank = _bank(path, images, labels, writers, first=0)
