@@ -25,7 +25,6 @@ import json
 import pathlib
 import re
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
@@ -86,7 +85,8 @@ def rows_of(
       row.append("")
     else:  # Includes FedMD's phases before the collaboration.
       before = [sum(r.get("phase_seconds", {}).values()) for r in seeds]
-      row.append(f"{(sum(seconds) + sum(before)) / 60:.1f}")
+      minutes = [(s + b) / 60 for s, b in zip(seconds, before)]
+      row.append(report.cell(minutes, "{:.1f}"))
     rows.append(row)
   return rows
 
@@ -215,8 +215,8 @@ def run_cell(command: Sequence[str]) -> int:
 
   def hand_on(number):
     stopped.append(number)
-    if number != signal.SIGINT:  # Ctrl-C has reached the run already.
-      process.send_signal(number)
+    # If it has reached the run already, this second one does nothing.
+    process.send_signal(number)
 
   with training.on_signals(hand_on):
     code = process.wait()  # A stopped run saves a checkpoint first.

@@ -210,7 +210,8 @@ def table(lines: Sequence[Mapping[str, Any]], target: float | None) -> str:
       return _UNKNOWN
     if 0 < missing < len(values):
       return f"{len(values) - missing} of {len(values)}"
-    return report.cell([v and float(v) for v in values], form, factor)
+    values = [None if v is None else float(v) for v in values]
+    return report.cell(values, form, factor)
 
   columns = [
     ["run", *(run for run, _ in runs)],

@@ -335,6 +335,10 @@ def check_flags(tunable: tunables.Tunable, module: Any) -> str:
     "distributed_coordinator",
   )
   common.refuse("trials run round by round", "rounds_per_dispatch")
+  common.refuse(
+    "a trial that diverges is masked, and the search goes on",
+    "stop_on_nonfinite",
+  )
   if "bank" in FLAGS and FLAGS.bank == "round":
     raise common.UsageError(
       "--bank=round: trials share the banks on the device"
@@ -587,7 +591,7 @@ def _text(value: Any) -> str:
 
 def _range(name: str, dimension: proposers.Dimension) -> str:
   scale = "log" if dimension.log else "linear"
-  return f"{name}={scale}:{dimension.low:g}:{dimension.high:g}"
+  return f"{name}={scale}:{dimension.low:.12g}:{dimension.high:.12g}"
 
 
 if __name__ == "__main__":

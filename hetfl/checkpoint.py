@@ -10,6 +10,7 @@ the digests show whether it still holds what was written.
 
 from collections.abc import Iterator, Mapping
 import contextlib
+import errno
 import hashlib
 import json
 import logging as std_logging
@@ -173,7 +174,9 @@ class Checkpoints:
 
     Raises:
       ValueError: the checkpoint is undamaged, but of another format or kind of
-        state.
+        state, or Orbax cannot read it here.
+      OSError: a file cannot be read for another reason than damage, such as too
+        many open files.
     """
     damaged = []
     if self.folder.is_dir():
@@ -211,6 +214,7 @@ class Checkpoints:
         (path / "manifest.json").read_bytes().decode().split("\n")
       )
     except (OSError, ValueError) as e:
+      _raise_unless_damage(e)
       raise _DamagedError("its manifest cannot be read") from e
     if end or hashlib.sha256(text.encode()).hexdigest() != digest:
       raise _DamagedError("its manifest is not what was written")
@@ -227,6 +231,7 @@ class Checkpoints:
     try:
       files = _file_digests(path)
     except OSError as error:
+      _raise_unless_damage(error)
       raise _DamagedError(f"it cannot be read ({error})") from error
     for file, digest in sorted(manifest["files"].items()):
       if files.get(file) != digest:
@@ -244,7 +249,12 @@ class Checkpoints:
             path / "state", args=ocp.args.StandardRestore(stored)
           )
       except Exception as e:  # Orbax's parts raise errors of any kind
-        raise _DamagedError(f"unreadable: {type(e).__name__}") from e
+        # Not damage, as the digests are right: later checkpoints must stay.
+        raise ValueError(
+          f"checkpoint {path} is undamaged, but cannot be read here"
+          f" ({type(e).__name__}: {e}): free memory, or use the versions of"
+          " Orbax and hetfl that wrote it"
+        ) from e
     arrays = [
       stored.get(_name(i, s), a) for i, (s, a) in enumerate(zip(specs, arrays))
     ]
@@ -347,6 +357,14 @@ def _digest(arrays: list[np.ndarray]) -> str:
   for array in arrays:
     digest.update(np.ascontiguousarray(array).tobytes())
   return digest.hexdigest()
+
+
+def _raise_unless_damage(error: Exception) -> None:
+  """Raises errors of the machine, such as too many open files, again."""
+  missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+  if isinstance(error, OSError) and not isinstance(error, missing):
+    if error.errno != errno.EIO:
+      raise error
 
 
 def _file_digests(folder: pathlib.Path) -> dict[str, str]:

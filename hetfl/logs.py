@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import platform
 import sys
 from typing import Any
 
@@ -33,8 +34,8 @@ class ConfigMismatch(ValueError):  # noqa: N818 (reads well in except)
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
   """Writes a file atomically: at any moment it is the old or the new one."""
   path = pathlib.Path(path)
-  # A fixed name, so that killed processes leave one such file at most.
-  part = path.with_name(f".{path.name}.part")
+  # Other processes, on other hosts too, may be writing the same file.
+  part = path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}.part")
   with open(part, "wb") as f:
     f.write(content)
     f.flush()

@@ -188,7 +188,7 @@ class OptunaSearch:
     proposed = [study.ask(self._space).params for _ in range(number)]
     return [
       {
-        name: float(f"{min(max(params[name], d.low), d.high):.6g}")
+        name: min(max(float(f"{params[name]:.6g}"), d.low), d.high)
         for name, d in self._space.items()
       }
       for params in proposed

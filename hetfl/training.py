@@ -169,7 +169,7 @@ def run(
     summarize: (state, last evaluation) -> the contents of `result.json`.
     eval_every: rounds from one evaluation to the next.
     checkpoint_every: rounds from one checkpoint to the next; changes only the
-      time.
+      time and, with several rounds per dispatch, rounding.
     keep: how many checkpoints are kept.
     tensorboard: whether to write `tensorboard/`.
     stop_on_nonfinite: whether to end the run when a metric whose name ends in
@@ -563,16 +563,22 @@ def _ahead(
 def _signals() -> Iterator[list[int]]:
   """Collects stop signals in a list; a second one acts at once."""
   caught: list[int] = []
+  since = 0.0
   when = "this round"
   if jax.process_count() > 1:
     when = "the next evaluation or checkpoint"
 
   def handler(number):
+    nonlocal since
     if caught:
+      # Sent to a group of processes, and handed on by one of them.
+      if number == caught[0] and time.monotonic() - since < 1:
+        return
       if number == signal.SIGINT:
         raise KeyboardInterrupt
       raise SystemExit(128 + number)
     caught.append(number)
+    since = time.monotonic()
     name = signal.Signals(number).name
     # Not by `logging`: the signal may have interrupted a call of it.
     message = f"{name}: stopping after {when}; send it again to stop at once\n"

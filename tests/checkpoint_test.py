@@ -1,3 +1,4 @@
+import errno
 import os
 import pathlib
 import shutil
@@ -8,6 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from hetfl import checkpoint
@@ -163,6 +165,28 @@ def test_damaged_everything_starts_over_and_is_replaced(tmp_path, warnings):
   # The new one stays although a damaged one has a later number.
   checkpoints.save(3, {"w": jnp.zeros(3)}, {})
   assert os.listdir(tmp_path) == ["000003"]
+
+
+def test_what_is_not_damage_ends_the_run(tmp_path, monkeypatch):
+  checkpoints = checkpoint.Checkpoints(tmp_path)
+  checkpoints.save(5, {"w": jnp.ones(3)}, {})
+
+  def fails_with(error):
+    def fail(*args, **kwargs):
+      raise error
+
+    return fail
+
+  with monkeypatch.context() as patch:
+    patch.setattr(ocp.Checkpointer, "restore", fails_with(MemoryError("full")))
+    with pytest.raises(ValueError, match=r"000005 is undamaged, .*full\)"):
+      checkpoints.latest({"w": jnp.ones(3)})
+  error = OSError(errno.EMFILE, "too many")
+  with monkeypatch.context() as patch:
+    patch.setattr(pathlib.Path, "read_bytes", fails_with(error))
+    with pytest.raises(OSError, match="too many"):
+      checkpoints.latest({"w": jnp.ones(3)})
+  assert checkpoints.latest({"w": jnp.ones(3)})[0] == 5
 
 
 def test_a_moved_checkpoint_is_not_taken_for_another_round(tmp_path, warnings):

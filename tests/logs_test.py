@@ -1,5 +1,7 @@
 import json
 import math
+import subprocess
+import sys
 
 from absl import flags
 import numpy as np
@@ -123,6 +125,24 @@ def test_what_a_killed_start_left_is_no_obstacle(tmp_path):
   (tmp_path / ".config.json.part").write_text("{")
   (tmp_path / ".DS_Store").write_text("what a file browser leaves")
   logs.RunFolder(tmp_path, CONFIG)
+
+
+def test_two_processes_write_the_same_file(tmp_path):
+  lines = (
+    "import sys; from hetfl import logs",
+    "for i in range(50):",
+    "  logs.write_bytes(sys.argv[1], sys.argv[2].encode() * 100_000)",
+  )
+  command = [sys.executable, "-c", "\n".join(lines), tmp_path / "table"]
+  both = [
+    subprocess.Popen([*command, letter], stderr=subprocess.PIPE, text=True)
+    for letter in "ab"
+  ]
+  errors = [process.communicate(timeout=120)[1] for process in both]
+  assert [process.returncode for process in both] == [0, 0], errors
+  written = contents(tmp_path)
+  assert list(written) == ["table"]
+  assert written["table"] in (b"a" * 100_000, b"b" * 100_000)
 
 
 def test_write_json_is_strictly_json(tmp_path):

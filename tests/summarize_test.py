@@ -80,6 +80,21 @@ def test_rounds_bytes_and_minutes_to_a_target(summarize, tmp_path):
   assert not list((tmp_path / "w").glob("*.*"))  # Nothing beside the runs.
 
 
+def test_a_target_that_is_reached_at_the_start(summarize, tmp_path):
+  for seed, rows in enumerate(([(0, 0.75)], [(0, 0.25), (4, 0.75)])):
+    folder = tmp_path / f"w/seed{seed}/fedmd"
+    folder.mkdir(parents=True)
+    text = "".join(
+      json.dumps({"round": t, "seconds": 60.0 * t, "a/accuracy": value}) + "\n"
+      for t, value in rows
+    )
+    (folder / "metrics.jsonl").write_text(text)
+  done = summarize(tmp_path / "w", "--metric=accuracy", "--target=75")
+  assert done.returncode == 0, done.stderr
+  # Rounds 0 and 4, minutes 0 and 4: 2 +- 4 / sqrt(2).
+  assert "  2 ± 3  " in done.stdout and "2.0 ± 2.8" in done.stdout
+
+
 def test_models_with_numbers_and_parties_that_diverge(summarize, tmp_path):
   (tmp_path / "run").mkdir()
   rows = [

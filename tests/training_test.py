@@ -314,6 +314,18 @@ def test_a_signal_after_the_last_round_counts(tmp_path, undisturbed):
   assert outcome(tmp_path) == undisturbed  # It is finished all the same.
 
 
+def test_a_signal_that_comes_twice_at_once_is_one():
+  """As when a group of processes gets it, and one of them hands it on."""
+  with training._signals() as caught:
+    for _ in range(2):
+      os.kill(os.getpid(), signal.SIGTERM)
+      time.sleep(0.05)  # For the handler; signals that wait are one anyway.
+    assert caught == [signal.SIGTERM]
+    with pytest.raises(KeyboardInterrupt):
+      os.kill(os.getpid(), signal.SIGINT)  # Another one stops at once.
+      time.sleep(5)
+
+
 def test_a_second_signal_stops_at_once(tmp_path):
   process = start(tmp_path, 0.2)
   wait_for_checkpoint(process, tmp_path, 1)

@@ -490,6 +490,8 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   join = (space, f"--join={tmp_path}/other,{tmp_path}/tune")
   done = tune(*search, *join, f"--workdir={tmp_path}/both", "--", *runs)
   assert done.returncode == 0, done.stderr
+  # There is no flag of that name.
+  assert "joined" not in (tmp_path / "both/config.flags").read_text()
   both = (tmp_path / "both/trials.jsonl").read_text().splitlines()
   both = [json.loads(line) for line in both]
   assert [row["values"] for row in both[2:]] == [row["values"] for row in rows]
