@@ -11,6 +11,7 @@ code, github.com/diogenes0319/FedMD_clean.
 """
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -141,9 +142,8 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
   weights = weights / jnp.sum(weights)
   # A party with weight zero may have any scores, NaN included.
   ignored = lambda c, f: (c == 0) & ~jnp.isfinite(f)
-  return sum(  # type: ignore[return-value]
-    c * jnp.where(ignored(c, f), 0, f) for c, f in zip(weights, scores)
-  )
+  terms = [c * jnp.where(ignored(c, f), 0, f) for c, f in zip(weights, scores)]
+  return functools.reduce(jnp.add, terms)
 
 
 @flax.struct.dataclass
