@@ -362,9 +362,10 @@ def resolved_flags(
   result = {n: v for n, v in given.items() if n not in SPEED_FLAGS}
   result |= {n: v for n, v in values.items() if n not in PLACE_FLAGS}
   stored = stored_speed(workdir)
-  # The first three depend on the current machine; no result on the others.
-  elsewhere = ("engine", "threads", "cpu_devices")
-  for name in (*elsewhere, "stop_on_nonfinite", "tensorboard"):
+  for name in (
+    *("engine", "threads", "cpu_devices"),  # depend on the current machine
+    *("stop_on_nonfinite", "tensorboard"),  # change no result
+  ):
     stored.pop(name, None)
   # A flag that is set, else what the run started with, else the default.
   fallback = {"rounds_per_dispatch": 1} | speed | stored
@@ -524,7 +525,7 @@ def open_folder(
   """Makes a run's folder, or opens it; see `logs.RunFolder`."""
   defaults = {name: FLAGS[name].default for name in FLAGS}
   # `pretrained` is a path, stored in config.json only for resuming the run.
-  kept = {n for n in FLAGS if n != "pretrained"}
+  kept = defaults.keys() - {"pretrained"}
   shown = {n: v for n, v in (config | speed).items() if n in kept}
   return logs.RunFolder(
     workdir,

@@ -361,10 +361,9 @@ def _digest(arrays: list[np.ndarray]) -> str:
 
 def _raise_unless_damage(error: Exception) -> None:
   """Raises errors of the machine, such as too many open files, again."""
-  missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-  if isinstance(error, OSError) and not isinstance(error, missing):
-    if error.errno != errno.EIO:
-      raise error
+  damage = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+  if isinstance(error, OSError) and error.errno not in damage:
+    raise error
 
 
 def _file_digests(folder: pathlib.Path) -> dict[str, str]:

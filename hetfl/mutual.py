@@ -301,12 +301,12 @@ def _part_loss(client: MutualClient, models: dict[str, core.Model]):
       "meme": f"a client's meme, {given}: its encoder, if it has one, the"
       " global model and its adaptor, if it has one",
     }
-    out = {}
+    logits, stats = {}, {}
     for name, model in models.items():
       with checks.noted(notes[name]):
-        out[name] = model.outputs(own[name], batch["x"], keys[name], True)
-    logits = {name: out[name][0] for name in models}
-    stats = {name: out[name][1] for name in models}
+        logits[name], stats[name] = model.outputs(
+          own[name], batch["x"], keys[name], True
+        )
     total, sums = jnp.zeros(()), {}
     for name in params:
       losses = client.loss(logits[name], batch)

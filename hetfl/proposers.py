@@ -80,7 +80,21 @@ class Dimension(NamedTuple):
       value = self.low * (self.high / self.low) ** share
     else:
       value = self.low + (self.high - self.low) * share
-    return float(f"{value:.6g}")
+    return self.rounded(value)
+
+  def rounded(self, value: float) -> float:
+    """A value to six digits, but not beyond the ends of the range.
+
+    Args:
+      value: any number.
+
+    Returns:
+      The number.
+
+    >>> Dimension(0.1, 0.12345678).rounded(0.12345677)
+    0.12345678
+    """
+    return min(max(float(f"{value:.6g}"), self.low), self.high)
 
 
 Space = Mapping[str, Dimension]
@@ -188,7 +202,7 @@ class OptunaSearch:
     proposed = [study.ask(self._space).params for _ in range(number)]
     return [
       {
-        name: min(max(float(f"{params[name]:.6g}"), d.low), d.high)
+        name: Dimension(d.low, d.high).rounded(params[name])
         for name, d in self._space.items()
       }
       for params in proposed

@@ -115,7 +115,10 @@ def test_what_is_out_of_range_is_refused():
     (dict(environment="mnist"), "environment=mnist: choose from digits"),
     (dict(num_parties=0), "num_parties=0"),
     (dict(examples_per_class=99), "examples_per_class=99"),
-    (dict(examples_per_class=-3), "examples_per_class=-3: want 1 or more"),
+    (
+      dict(examples_per_class=-3),
+      "examples_per_class=-3: must be a whole number",
+    ),
     (dict(heldout_examples=871), "heldout_examples=871: there are 871"),
     (dict(public_examples=900), "public_examples=900: there are 871"),
     (dict(superclasses="both"), "superclasses=both"),

@@ -436,20 +436,21 @@ def test_early_stopping_is_kerass():
 
 
 @pytest.mark.parametrize(
-  "min_delta,correct,expected",
+  "min_delta,correct,expected,last",
   [
     # Above 5, 6 is no progress but 7 is; after that neither 7 nor 8 is.
     (
       0.15,
       (5, 6, 7, 7, 8, 10),
       [(0, 1), (1, 2), (0, 3), (1, 4), (2, 5), (2, 5)],
+      0.8,
     ),
     # One more is exactly 0.1 and no progress; 0.3 - 0.2 > 0.1 in float32.
-    (0.1, (2, 3, 4, 5, 5), [(0, 1), (1, 2), (0, 3), (1, 4), (2, 5)]),
+    (0.1, (2, 3, 4, 5, 5), [(0, 1), (1, 2), (0, 3), (1, 4), (2, 5)], 0.5),
   ],
 )
 def test_progress_is_more_than_min_delta_above_the_best(
-  min_delta, correct, expected
+  min_delta, correct, expected, last
 ):
   """A model that always says class 0 once its image is negated."""
   party = Party("a", federation.line(-1.0, 0.0), learning_rate=0.0)
@@ -474,6 +475,7 @@ def test_progress_is_more_than_min_delta_above_the_best(
     (learner,) = state.parties
     seen.append((int(learner.wait), int(learner.epochs)))
   assert seen == expected
+  assert float(learner.accuracy) == pytest.approx(last)
 
 
 def test_public_and_private_examples_are_prepared_each_in_its_way():

@@ -10,6 +10,7 @@ import os
 
 import numpy as np
 
+from hetfl import checks
 from hetfl.data import letters, mnist, partition, vision
 from hetfl.data.streams import generator, Stream
 from hetfl.population import Bank, ClientPopulation, Subset
@@ -139,10 +140,7 @@ def load_fedmd_images(
     raise ValueError(
       f"superclasses={superclasses}: choose from {', '.join(SUPERCLASSES)}"
     )
-  if num_parties < 1:
-    raise ValueError(f"num_parties={num_parties}: want 1 or more")
-  if examples_per_class is not None and examples_per_class < 1:
-    raise ValueError(f"examples_per_class={examples_per_class}: want 1 or more")
+  checks.counts(num_parties=num_parties, examples_per_class=examples_per_class)
   if heldout_examples < 0:
     raise ValueError(f"heldout_examples={heldout_examples}: want 0 or more")
   load = {"digits": _digits, "cifar_iid": _cifar, "cifar_noniid": _cifar}
@@ -218,7 +216,7 @@ def equal_classes(
     K arrays `int32[len(classes) * examples_per_class]`, class after class.
 
   Raises:
-    ValueError: a class has too few examples.
+    ValueError: a class has too few examples, or clients want none.
 
   Reference: Li & Wang 2019, table 3, and the released code: FedMD's i.i.d.
   environments.
@@ -228,6 +226,7 @@ def equal_classes(
   >>> [(c % 3).tolist() for c in clients], len(set(np.concatenate(clients)))
   ([[0, 0, 2, 2], [0, 0, 2, 2]], 8)
   """
+  checks.counts(examples_per_class=examples_per_class)
   labels = np.asarray(labels)
   rng = generator(Stream.EQUAL_CLASSES, seed)
   clients: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
@@ -336,8 +335,7 @@ def one_subclass(
   >>> [fine[c].tolist() for c in clients]
   [[0, 0, 2, 2], [1, 1, 3, 3], [0, 0, 2, 2]]
   """
-  if examples_per_class < 1:
-    raise ValueError(f"examples_per_class={examples_per_class}: want 1 or more")
+  checks.counts(examples_per_class=examples_per_class)
   coarse, fine = np.asarray(coarse), np.asarray(fine)
   rng = generator(Stream.SUBCLASSES, seed)
   subclasses = {c: np.unique(fine[coarse == c]) for c in classes}

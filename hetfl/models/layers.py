@@ -401,7 +401,6 @@ class PooledPlanes(nn.Module):
         f" {height}x{width} convolution and 2x2 pooling: use larger images"
       )
     # All places across, then all places down, of windows at every other pixel.
-    x = x[:, : height + 2 * rows - 1, : width + 2 * columns - 1]
     strips = jnp.concatenate(_places(x, 2, width + 1, 2))
 
     def outputs(first, last):
