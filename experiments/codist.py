@@ -204,12 +204,11 @@ def define_flags() -> None:
     "periodic: rounds from one codistillation to the next.",
     lower_bound=1,
   )
-  flags.DEFINE_float(
+  flags.DEFINE_list(
     "merge_alpha",
     None,
-    "merged: weight of the clients' gradient.",
-    lower_bound=0,
-    upper_bound=1,
+    "merged: weight of the clients' gradient; FIRST,LAST to change it linearly"
+    " over the rounds (paper, section 4).",
   )
   flags.DEFINE_integer(
     "merge_every",
@@ -306,6 +305,10 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   for name, allowed in ranges.items():
     given = values.get(name, FLAGS[name].value)
     values[name] = per_pool(name, given, *allowed)
+  alpha = values["merge_alpha"]
+  if isinstance(alpha, list):  # Constants stay numbers, which can be searched.
+    alpha = common.first_last("merge_alpha", alpha, high=1)
+    values["merge_alpha"] = alpha[0] if len({*alpha}) == 1 else alpha
   if values.get("dropout") is not None:
     rates = per_pool("dropout", values["dropout"], 0, 0.99)
     values["dropout"] = rates if any(rates) else None
@@ -445,10 +448,13 @@ class Experiment:
       return codist.periodic_codist(
         pools, distiller, period=config["codist_period"], **options
       )
+    alpha = config["merge_alpha"]
+    if isinstance(alpha, list):
+      alpha = common.linear(alpha, config["rounds"])
     return codist.merged_codist(
       pools,
       distiller,
-      alpha=config["merge_alpha"],
+      alpha=alpha,
       every=config["merge_every"],
       **options,
     )

@@ -437,6 +437,42 @@ def numbers(
   return read
 
 
+def first_last(name: str, given: Sequence, *, high: float) -> list[float]:
+  """Parses a flag of one value, or of FIRST,LAST for a linear schedule.
+
+  Args:
+    name: the flag.
+    given: its values, as strings or numbers.
+    high: the greatest allowed value; the least is 0.
+
+  Returns:
+    One or two numbers.
+
+  Raises:
+    UsageError: naming the flag, the value and what is allowed.
+
+  >>> first_last('alpha', ['0.9', '0.5'], high=1)
+  [0.9, 0.5]
+  """
+  values = numbers(name, given, low=0, high=high)
+  if len(values) not in (1, 2):
+    shown = ",".join(map(str, given))
+    raise UsageError(f"--{name}={shown}: give one value, or FIRST,LAST")
+  return values
+
+
+def linear(values: Sequence[float], rounds: int):
+  """A constant, or a linear schedule from the first value to the last.
+
+  >>> linear([0.5], 9), linear([0.9, 0.5], 9)(5)
+  (0.5, 0.7)
+  """
+  if len(values) == 1:
+    return values[0]
+  first, last = values
+  return lambda t: first + (last - first) * (t - 1) / max(rounds - 1, 1)
+
+
 def read_seeds() -> tuple[int, ...]:
   """`--seeds`, or else `--seed`."""
   given = FLAGS.seeds or [FLAGS.seed]

@@ -11,7 +11,6 @@ Put the flag file first: flags after it override it, and it overrides flags
 before it.
 """
 
-from collections.abc import Sequence
 import functools
 
 from absl import flags
@@ -39,14 +38,6 @@ _RECIPES = {
   "cifar10": "pad32",
   "cifar100": "pad32",
 }
-
-
-def linear(values: Sequence[float], rounds: int):
-  """A constant, or a linear schedule from the first value to the last."""
-  if len(values) == 1:
-    return values[0]
-  first, last = values
-  return lambda t: first + (last - first) * (t - 1) / max(rounds - 1, 1)
 
 
 class Experiment:
@@ -175,8 +166,8 @@ class Experiment:
       return fml(
         self.clients,
         global_model=self.global_model,
-        alpha=linear(config["alpha"], config["rounds"]),
-        beta=linear(config["beta"], config["rounds"]),
+        alpha=common.linear(config["alpha"], config["rounds"]),
+        beta=common.linear(config["beta"], config["rounds"]),
         temperature=config["temperature"],
         sequential=config["sequential_updates"],
         from_global=config["clients_start"] == "global",

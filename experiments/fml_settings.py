@@ -251,11 +251,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
       f" --partition={values['partition']}, but for dirichlet"
     )
   for name in ("alpha", "beta"):
-    values[name] = common.numbers(name, FLAGS[name].value, low=0, high=1)
-    if len(values[name]) > 2:
-      raise common.UsageError(
-        f"--{name}={','.join(FLAGS[name].value)}: give one value, or FIRST,LAST"
-      )
+    values[name] = common.first_last(name, FLAGS[name].value, high=1)
   values["bad_clients"] = common.numbers(
     "bad_clients",
     FLAGS.bad_clients,

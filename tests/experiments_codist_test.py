@@ -246,6 +246,20 @@ def test_a_finished_run_is_left_as_it_is(codist, tmp_path):
 
 
 @pytest.mark.slow
+def test_alpha_changes_over_the_rounds(codist, tmp_path):
+  folder = tmp_path / "run"
+  run = ("--algorithm=merged", "--rounds=2", "--eval_every=1")
+  done = codist(*run, "--merge_alpha=1,0.5", f"--workdir={folder}")
+  assert done.returncode == 0, done.stderr
+  first, second = outcome(folder)[1]
+  # A round with alpha = 1 has no distillation.
+  assert "small/distill_loss" not in first and "small/distill_loss" in second
+  assert "--merge_alpha=1.0,0.5\n" in (folder / "config.flags").read_text()
+  again = codist(f"--flagfile={folder}/config.flags", f"--workdir={folder}")
+  assert again.returncode == 0 and again.stdout == done.stdout
+
+
+@pytest.mark.slow
 def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
   held = tmp_path / "held"
   one = ("--algorithm=fedavg", "--rounds=1", f"--workdir={held}")
@@ -260,7 +274,11 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
   fresh = tmp_path / "fresh"
   cases = [
     (("--learning_rat=1",), "learning_rat"),
-    (("--merge_alpha=1.5",), "merge_alpha"),
+    (("--merge_alpha=1.5",), "--merge_alpha=1.5: 1.5 must lie between 0 and 1"),
+    (
+      ("--merge_alpha=1,0.5,0",),
+      "--merge_alpha=1,0.5,0: give one value, or FI",
+    ),
     (("--clients_per_round=0",), "clients_per_round"),
     (
       ("--clients_per_round=9",),
