@@ -99,8 +99,9 @@ def define_flags() -> None:
     "dataset",
     "digits",
     sorted(DEFAULTS),
-    "What clients hold: images (digits, cifar10, cifar100) or text (pydoc,"
-    " stackexchange, stackoverflow); digits and pydoc need no download.",
+    "What clients hold: images (digits, cifar10, cifar100; npz, your own) or"
+    " text (pydoc, stackexchange, stackoverflow); digits and pydoc need no"
+    " download.",
   )
   flags.DEFINE_enum(
     "distill_data",

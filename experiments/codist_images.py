@@ -50,31 +50,50 @@ _DIGITS = dict(
   merge_alpha=0.8,
   merge_every=1,
 )
+# For images of which nothing is known; "crop" flips none, since they may be
+# letters.
+_NPZ = _CIFAR | dict(
+  recipe="crop",
+  high_capacity_clients=None,
+  rounds=300,
+  eval_every=10,
+  clients_per_round=10,
+  distill_steps=32,
+  codist_period=20,
+)
 DEFAULTS = {
   "cifar100": _CIFARS,
   "cifar10": _CIFARS,
-  "digits": {
-    "fedavg": _DIGITS,
-    "periodic": _DIGITS,
-    "merged": _DIGITS,
-  },
+  "digits": dict.fromkeys(("fedavg", "periodic", "merged"), _DIGITS),
+  "npz": dict.fromkeys(("fedavg", "periodic", "merged"), _NPZ),
 }
 
 
 def define_flags() -> None:
   """Defines the flags that only image runs have."""
+  common.define_npz_flag()
   flags.DEFINE_enum(
     "recipe",
     None,
-    sorted(augment.RECIPES),
-    "Image size, cropping and padding.",
+    sorted((*augment.RECIPES, *augment.FITTED)),
+    "Image size, cropping and padding: one of fixed size and statistics; or of"
+    " the data set's own, with random crops (crop), flips too (crop_flip) or"
+    " neither (plain).",
+  )
+  flags.DEFINE_integer(
+    "num_clients",
+    None,
+    "For --dataset=npz without clients_train: the number of clients that the"
+    " images are divided into, by default 100; 27% of them are the server's,"
+    " for distillation, and 10% are held out.",
+    lower_bound=3,
   )
   flags.DEFINE_float(
     "partition_alpha",
     None,
     "Concentration of the Dirichlet distribution over labels (coarse labels for"
     " CIFAR-100) that partitions the examples into clients; small values give"
-    " skewed clients. By default 0.1 (cifar100); 0.5 (cifar10, digits).",
+    " skewed clients. By default 0.1 (cifar100); 0.5 (cifar10, digits, npz).",
     lower_bound=1e-6,
   )
   flags.DEFINE_list(
@@ -134,8 +153,13 @@ class Task:
       partition_alpha=config["partition_alpha"],
       partition_seed=config["partition_seed"],
       download=FLAGS.download,
+      npz=FLAGS.npz,
+      num_clients=config["num_clients"],
     )
-    self._recipe = augment.RECIPES[config["recipe"]]
+    name = config["recipe"]
+    self._recipe = augment.RECIPES.get(name) or augment.fitted(
+      name, self.data.pools[0].bank["x"]
+    )
     size, side = self._recipe.size, self.data.image_shape[0]
     channels = self.data.image_shape[-1]
     if size > side + 2 * self._recipe.pad:

@@ -48,6 +48,7 @@ PLACE_FLAGS = (
   "distributed_process_id",
   "distributed_processes",
   "download",
+  "npz",
   "seeds",
   "workdir",
 )
@@ -242,6 +243,18 @@ def define_run_flags() -> None:
     "float32",
     ["float32", "tensorfloat32", "bfloat16"],
     "Precision of matrix products on accelerators; CPUs use float32.",
+  )
+
+
+def define_npz_flag() -> None:
+  """Defines the flag of one's own images, for experiments that read them."""
+  flags.DEFINE_string(
+    "npz",
+    None,
+    "For --dataset=npz: a NumPy file of your own images, with the arrays"
+    " x_train and x_test (uint8[N, H, W] or [N, H, W, C]), y_train and y_test"
+    " (whole numbers from 0) and, if the images have clients, their ids"
+    " clients_train ([N]). A resumed run needs it again, like --data_dir.",
   )
 
 

@@ -55,6 +55,7 @@ class Experiment:
       bad_label_share=config["bad_label_share"],
       heldout_examples=config["heldout_examples"],
       download=FLAGS.download,
+      npz=FLAGS.npz,
     )
     self.engine = common.run_engine()
     shape = self.data.image_shape
@@ -66,7 +67,12 @@ class Experiment:
         f" classes cannot share --global_model={config['global_model']}; use"
         f" one of {', '.join(TRUNKS)}"
       )
-    self.recipe = augment.RECIPES[_RECIPES[config["dataset"][0]]]
+    name = _RECIPES.get(config["dataset"][0])
+    self.recipe = (
+      augment.RECIPES[name]
+      if name
+      else augment.fitted("crop", self.data.clients[0].train.bank["x"])
+    )
     example = jnp.zeros((1, *shape))
 
     @functools.cache

@@ -9,6 +9,8 @@ from hetfl import report
 
 # In these a client ends with its own model, in others with the global one.
 _PERSONAL = ("fml", "independent")
+# Up to so many clients have a panel and a column each.
+_FEW = 10
 
 
 def curve_rows(
@@ -23,7 +25,8 @@ def curve_rows(
       if not, their labels have only their numbers.
 
   Returns:
-    Rows of `round`, `global/accuracy` and `client .../accuracy`.
+    Rows of `round`, `global/accuracy` and `client .../accuracy`; of more than
+    ten clients only their mean, `average client/accuracy`.
 
   >>> row = {"round": 1, "client0/validation_accuracy": 0.5}
   >>> curve_rows({"client_models": ["mlp"]}, [row])
@@ -32,7 +35,10 @@ def curve_rows(
   [{'round': 1, 'client 0/accuracy': 0.5}]
   """
   names = {"global/test_accuracy": "global/accuracy"}
-  for k, model in enumerate(config["client_models"]):
+  few = len(config["client_models"]) <= _FEW
+  if not few:
+    names["clients/validation_accuracy"] = "average client/accuracy"
+  for k, model in enumerate(config["client_models"] if few else ()):
     which = f"client {k}'s {model}" if personal else f"client {k}"
     names[f"client{k}/validation_accuracy"] = f"{which}/accuracy"
   return [
@@ -73,19 +79,25 @@ def draw(
 
 
 def table(results: dict[str, list[dict]]) -> str:
-  """A plain-text table of all seeds' results, one line per algorithm."""
+  """A plain-text table of all seeds' results, one line per algorithm.
+
+  Of more than ten clients it has the mean, the lowest and the highest accuracy.
+  """
   heads = {("global", "test %"): lambda r: r["global"]["test_accuracy"]}
   heads["", "best %"] = lambda r: r["global"]["best_test_accuracy"]
-  heads["clients", "mean %"] = lambda r: np.mean(
-    [client["validation_accuracy"] for client in r["clients"]]
-  )
+  of_clients = lambda r: [c["validation_accuracy"] for c in r["clients"]]
+  heads["clients", "mean %"] = lambda r: np.mean(of_clients(r))
+  number = max(len(of[0]["clients"]) for of in results.values())
+  if number > _FEW:
+    heads["", "lowest %"] = lambda r: min(of_clients(r))
+    heads["", "highest %"] = lambda r: max(of_clients(r))
   columns = [["", "algorithm", *results]]
   for head, value in heads.items():
     cells = [
       report.cell([value(r) for r in of], factor=100) for of in results.values()
     ]
     columns.append([*head, *cells])
-  for k in range(max(len(of[0]["clients"]) for of in results.values())):
+  for k in range(number if number <= _FEW else 0):
     clients = [[r["clients"][k] for r in of] for of in results.values()]
     accuracies = [
       report.cell([c["validation_accuracy"] for c in of], factor=100)

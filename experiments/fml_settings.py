@@ -52,12 +52,14 @@ DEFAULTS = {
   "mnist": dict(_PAPER, global_model="lenet5", client_models=("lenet5",)),
   "cifar10": _PAPER,
   "cifar100": _PAPER,
+  "npz": dict(_PAPER, global_model="lenet5", client_models=("lenet5",)),
 }
 
 
 def define_flags() -> None:
   """Defines the experiment's flags, including the shared ones."""
   common.define_run_flags()
+  common.define_npz_flag()
   flags.DEFINE_list(
     "algorithm",
     list(ALGORITHMS),
@@ -67,8 +69,9 @@ def define_flags() -> None:
   flags.DEFINE_list(
     "dataset",
     ["digits"],
-    f"Data set, one of {', '.join(DEFAULTS)}; or a comma-separated list with"
-    " one for each client, where clients with the same data set share it.",
+    f"Data set, one of {', '.join(DEFAULTS)} (npz: your own); or a"
+    " comma-separated list with one for each client, where clients with the"
+    " same data set share it.",
   )
   flags.DEFINE_enum(
     "partition",
@@ -76,8 +79,8 @@ def define_flags() -> None:
     fml_images.PARTITIONS,
     "How the images are split among clients: evenly (iid); into 6, 4 or 2"
     " single-class shards per client (noniid1, noniid2, noniid3; with 100"
-    " classes 60, 40 or 20); or each class by a Dirichlet distribution. With"
-    " several data sets the default is iid.",
+    " classes 60, 40 or 20); each class by a Dirichlet distribution; or as"
+    " --npz says (file). With several data sets the default is iid.",
   )
   flags.DEFINE_float(
     "partition_alpha",
@@ -183,7 +186,7 @@ def define_flags() -> None:
     "augment",
     True,
     "Crop and flip training images of CIFAR, as the released code does (the"
-    " paper does not say), and crop those of digits.",
+    " paper does not say), and crop those of digits and of npz.",
   )
   flags.DEFINE_list(
     "bad_clients",

@@ -283,3 +283,52 @@ RECIPES = {
     deviation=(0.376,),
   ),
 }
+
+# Recipes of the images' own size and statistics: see `fitted`.
+FITTED = ("crop", "crop_flip", "plain")
+
+
+def fitted(name: str, x: np.ndarray) -> Recipe:
+  """A recipe of a data set's own size and statistics.
+
+  Images that are not square are cropped to squares. In training, `crop` pads
+  them by an eighth of their side and crops them at random, `crop_flip` also
+  flips half of them left and right, and `plain` changes nothing. Mean and
+  deviation are those of the data set, channel by channel.
+
+  Args:
+    name: `crop`, `crop_flip` or `plain`.
+    x: `uint8[N, H, W, C]`, the training images.
+
+  Returns:
+    The recipe.
+
+  Raises:
+    ValueError: there is no such recipe, or `x` is not uint8.
+
+  >>> x = np.zeros((5, 16, 20, 1), np.uint8)
+  >>> x[::5] = 255
+  >>> recipe = fitted('crop', x)
+  >>> recipe.size, recipe.pad, recipe.flip, recipe.mean, recipe.deviation
+  (16, 2, False, (0.2,), (0.4,))
+  """
+  if name not in FITTED:
+    raise ValueError(f"name={name!r}: choose one of {FITTED}")
+  _check_pixels(x)
+  values = np.arange(256) / 255
+  mean, deviation = [], []
+  for channel in range(x.shape[-1]):
+    share = np.bincount(x[..., channel].ravel(), minlength=256) / x[..., 0].size
+    mean.append(float(share @ values))
+    spread = float(np.sqrt(share @ (values - mean[-1]) ** 2))
+    deviation.append(spread or 1.0)  # of a channel that is the same everywhere
+  size = min(x.shape[1:3])
+  return Recipe(
+    size=size,
+    pad=0 if name == "plain" else size // 8,
+    flip=name == "crop_flip",
+    padding="SAME",
+    pool_after=(0, 1),
+    mean=tuple(mean),
+    deviation=tuple(deviation),
+  )

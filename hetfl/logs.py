@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import platform
+import re
 import sys
 from typing import Any
 
@@ -535,4 +536,15 @@ class Progress:
 
 
 def _text(numbers: Mapping[str, float]) -> str:
-  return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+  """Metrics on one line, without those of each of many clients.
+
+  >>> _text({'global/loss': 1.5} | {f'client{k}/loss': 2. for k in range(11)})
+  'global/loss 1.5, and 11 of single clients or parties'
+  """
+  single = {name for name in numbers if re.match(r"\D+\d+/", name)}
+  if len({name.partition("/")[0] for name in single}) <= 10:
+    single = set()
+  texts = [f"{n} {v:.4g}" for n, v in numbers.items() if n not in single]
+  if single:
+    texts.append(f"and {len(single)} of single clients or parties")
+  return ", ".join(texts)

@@ -8,9 +8,11 @@ import dataclasses
 import os
 
 from absl import logging
+import numpy as np
 
 from hetfl.data import fedjax_source, files, partition, vision
 from hetfl.data.errors import DataError
+from hetfl.data.npz import check_npz, load_npz
 from hetfl.data.streams import Stream
 from hetfl.population import AnyBank, ClientPopulation, Subset
 
@@ -25,7 +27,7 @@ class CodistImages:
   Attributes:
     name: the data set.
     partition: how its clients were made, to be recorded with a run: 'tff',
-      'pachinko' or 'dirichlet'.
+      'pachinko', 'dirichlet' or 'file'.
     num_classes: number of classes of the pools, of `heldout` and of `test`.
     image_shape: (height, width, channels).
     pools: the small model's clients, which are the whole pool, and the large
@@ -62,9 +64,23 @@ _TASKS = {
   "cifar10": _Task(500, 135, 50, 47, ("in_domain", "cifar100")),
   "cifar100": _Task(500, 135, 50, 47, ("in_domain", "cifar10")),
 }
+DATASETS = (*_TASKS, "npz")
 _EXAMPLES_PER_CLIENT = 100  # of the CIFARs
 # Concentrations of the Dirichlet over labels; coarse labels for CIFAR-100.
-_ALPHA = {"digits": 0.5, "cifar10": 0.5, "cifar100": 0.1}
+_ALPHA = {"digits": 0.5, "cifar10": 0.5, "cifar100": 0.1, "npz": 0.5}
+_NPZ_CLIENTS = 100
+
+
+def _npz_task(clients: int) -> _Task:
+  """The parts of one's own clients: CIFAR-100's shares, a larger large pool."""
+  if clients < 3:
+    raise ValueError(
+      f"num_clients={clients}: want 3 or more, for the pool, for distillation"
+      " and to be held out"
+    )
+  distill, heldout = (max(1, round(share * clients)) for share in (0.27, 0.1))
+  high = max(1, round(0.3 * (clients - distill - heldout)))
+  return _Task(clients, distill, heldout, high, ("in_domain",))
 
 
 def load_codist_images(
@@ -78,6 +94,8 @@ def load_codist_images(
   distill_examples: int | None = None,
   partition_alpha: float | None = None,
   partition_seed: int = 0,
+  npz: str | os.PathLike | None = None,
+  num_clients: int | None = None,
 ) -> CodistImages:
   """Two pools of clients over one bank, and the server's data.
 
@@ -94,9 +112,13 @@ def load_codist_images(
     Dirichlet(0.5) for each label: 42 in the pool, 12 for distillation, 6 held
     out; 8 of the pool have high capacity. Not in the paper; for trying out,
     without a download.
+  - `npz`: your own images, by `hetfl.data.npz.load_npz`. The clients are those
+    of the file or, without `clients_train`, drawn like those of `digits`; of
+    100 clients 63 are in the pool, 27 for distillation, 10 held out, and 19 of
+    the pool have high capacity.
 
   Args:
-    dataset: 'digits', 'cifar10' or 'cifar100'.
+    dataset: 'digits', 'cifar10', 'cifar100' or 'npz'.
     data_dir: the folder of the CIFARs, see `hetfl.data.vision`.
     high_capacity_clients: clients of the pool that train the large model too;
       by default as above. A smaller number takes a subset of the clients of a
@@ -108,8 +130,13 @@ def load_codist_images(
     download: download a missing CIFAR into `data_dir`.
     distill_examples: how many distillation images to keep; by default all.
     partition_alpha: concentration of the Dirichlet over labels (coarse ones for
-      CIFAR-100), small is skewed; by default as above. Not for TFF's clients.
-    partition_seed: makes the clients (except TFF's) and assigns them to parts.
+      CIFAR-100), small is skewed; by default as above. Not for TFF's clients
+      or those of a file.
+    partition_seed: makes the clients (except TFF's and the file's) and assigns
+      them to parts.
+    npz: the file of `npz`.
+    num_clients: the number of clients into which to divide the images of
+      `npz`; by default 100. Not if the file has clients.
 
   Returns:
     The pools and the server's data.
@@ -127,9 +154,19 @@ def load_codist_images(
   Reference: Lichtarge et al. 2023, appendix C and Tables 1, 3 and 4;
     `distill_examples` as in Figure 4.
   """
-  if dataset not in _TASKS:
-    raise ValueError(f"dataset={dataset}: want one of {sorted(_TASKS)}")
-  task = _TASKS[dataset]
+  if dataset not in DATASETS:
+    raise ValueError(f"dataset={dataset}: want one of {sorted(DATASETS)}")
+  check_npz(npz, [dataset])
+  if num_clients is not None and dataset != "npz":
+    raise ValueError(
+      f"num_clients={num_clients}: {dataset} has {_TASKS[dataset].clients}"
+    )
+  own = None
+  if npz is None:
+    task = _TASKS[dataset]
+  else:
+    own = load_npz(npz)
+    task = _npz_task(_number_of_own(own, npz, num_clients))
   pool_clients = task.clients - task.distill_clients - task.heldout_clients
   if high_capacity_clients is None:
     high_capacity_clients = task.high_capacity_clients
@@ -148,7 +185,7 @@ def load_codist_images(
     raise ValueError(f"distill_examples={distill_examples}: want 1 or more")
 
   name, num_classes, clients, test_bank = _federation(
-    dataset, task, data_dir, download, partition_alpha, partition_seed
+    dataset, task, data_dir, download, partition_alpha, partition_seed, own
   )
   split = partition.codist_split(
     len(clients),
@@ -181,6 +218,19 @@ def load_codist_images(
   )
 
 
+def _number_of_own(
+  own: vision.VisionDataset, path: str | os.PathLike, given: int | None
+) -> int:
+  """How many clients a file of one's own images has, or is to have."""
+  if own.clients is None:
+    return _NPZ_CLIENTS if given is None else given
+  if given is not None:
+    raise ValueError(
+      f"num_clients={given}: {path} has clients of its own; leave it out"
+    )
+  return len(np.unique(own.clients))
+
+
 def _federation(
   dataset: str,
   task: _Task,
@@ -188,8 +238,17 @@ def _federation(
   download: bool,
   alpha: float | None,
   partition_seed: int,
+  own: vision.VisionDataset | None,
 ) -> tuple[str, int, ClientPopulation, AnyBank]:
   """All clients: the partition's name, classes, clients, test images."""
+  if own is not None and own.clients is not None:
+    if alpha is not None:
+      raise ValueError(
+        f"partition_alpha={alpha}: the file's clients_train says which client"
+        " holds which image; leave one of them out"
+      )
+    clients = ClientPopulation.from_ids(own.train, own.clients)
+    return "file", own.num_classes, clients, own.test
   if dataset == "cifar100" and data_dir is not None:
     path = files.find(data_dir, "federated_cifar100_train.sqlite")
     if path is None:
@@ -221,10 +280,10 @@ def _federation(
         test = vision.load_cifar100(data_dir, download).test
       return "tff", 100, clients, _without_coarse(test)
 
-  images = _load(dataset, data_dir, download)
+  images = own or _load(dataset, data_dir, download)
   y = images.train["y"]
   alpha = _ALPHA[dataset] if alpha is None else alpha
-  if dataset == "digits":
+  if dataset in ("digits", "npz"):
     name = "dirichlet"
     assignment = partition.dirichlet(
       y, num_clients=task.clients, seed=partition_seed, alpha=alpha

@@ -8,17 +8,19 @@ from collections.abc import Sequence
 import os
 from typing import NamedTuple
 
+from absl import logging
 import numpy as np
 
 from hetfl import checks
 from hetfl.data import mnist, vision
 from hetfl.data import partition as partition_lib
+from hetfl.data.npz import check_npz, load_npz
 from hetfl.data.streams import generator, Stream
-from hetfl.population import Subset
+from hetfl.population import ClientPopulation, Subset
 
 # The default concentration of `dirichlet`.
 DIRICHLET_ALPHA = 0.5
-PARTITIONS = ("iid", "noniid1", "noniid2", "noniid3", "dirichlet")
+PARTITIONS = ("iid", "noniid1", "noniid2", "noniid3", "dirichlet", "file")
 # Shards per client, as a share of the classes: 6, 4 and 2 of 10.
 _SHARDS = {"noniid1": 0.6, "noniid2": 0.4, "noniid3": 0.2}
 _LOADERS = {
@@ -27,7 +29,7 @@ _LOADERS = {
   "cifar10": vision.load_cifar10,
   "cifar100": vision.load_cifar100,
 }
-DATASETS = tuple(_LOADERS)
+DATASETS = (*_LOADERS, "npz")
 
 
 class ClientData(NamedTuple):
@@ -85,6 +87,7 @@ def load_fml_images(
   bad_label_share: float = 1.0,
   heldout_examples: int = 0,
   download: bool = False,
+  npz: str | os.PathLike | None = None,
 ) -> FmlImages:
   """Divides the images of one or more data sets among clients.
 
@@ -97,10 +100,12 @@ def load_fml_images(
     class (60, 40, 20 for CIFAR-100); see `hetfl.data.partition.shards`.
   - `dirichlet`, not in the paper: a Dirichlet divides each class, so clients
     are of different sizes; see `hetfl.data.partition.dirichlet`.
+  - `file`, for `npz`: the clients of the file; the test images are divided in
+    the pattern of their classes.
 
   Args:
     datasets: one data set, or one for each client; clients of the same one
-      share it.
+      share it. `npz` is the file of that argument.
     num_clients: K.
     partition: one of the above.
     data_dir: the folder of the data sets, see `hetfl.data.vision` and
@@ -113,6 +118,7 @@ def load_fml_images(
     heldout_examples: how many training examples of all clients together are
       held out, equally many per client; the paper has none.
     download: download a missing data set into `data_dir`.
+    npz: a file of your own images, see `hetfl.data.npz.load_npz`.
 
   Returns:
     The federation.
@@ -132,8 +138,9 @@ def load_fml_images(
     here the parts are kept, as in the paper's text.
   """
   for dataset in datasets:
-    if dataset not in _LOADERS:
+    if dataset not in DATASETS:
       raise ValueError(f"datasets={dataset}: choose from {', '.join(DATASETS)}")
+  check_npz(npz, datasets)
   if partition not in PARTITIONS:
     raise ValueError(f"partition={partition}: choose from {PARTITIONS}")
   checks.between(0, 1, bad_label_share=bad_label_share)
@@ -157,7 +164,17 @@ def load_fml_images(
   clients: dict[int, ClientData] = {}
   test, num_classes, shapes = {}, {}, {}
   for dataset in dict.fromkeys(of):
-    images = _LOADERS[dataset](data_dir, download)
+    if npz is not None and dataset == "npz":
+      images = load_npz(npz)
+      if images.clients is not None and partition != "file":
+        logging.warning(
+          "%s: its clients are not used with partition=%s, but with"
+          " partition=file.",
+          npz,
+          partition,
+        )
+    else:
+      images = _LOADERS[dataset](data_dir, download)
     members = [k for k in range(num_clients) if of[k] == dataset]
     parts = _parts(images, members, partition, partition_alpha, partition_seed)
     bank = {"x": images.train["x"], "y": images.train["y"].copy()}
@@ -203,6 +220,20 @@ def _parts(
 ) -> list[list[np.ndarray]]:
   """Each member's training and validation positions."""
   labels = [images.train["y"], images.test["y"]]
+  if split == "file":
+    if images.clients is None:
+      raise ValueError(
+        f"partition=file: {images.name} does not say which client holds which"
+        " image; choose another partition, or add clients_train to an npz file"
+      )
+    held = ClientPopulation.from_ids(images.train, images.clients)
+    if len(held) != len(members):
+      raise ValueError(
+        f"num_clients={len(members)}: the file has {len(held)} clients, and"
+        " partition=file takes them all"
+      )
+    train = [held.positions(k) for k in range(len(held))]
+    return [train, partition_lib.matching(train, *labels, seed=seed)]
   if split == "iid":
     return [
       partition_lib.iid(len(y), num_clients=len(members), seed=seed)

@@ -38,12 +38,15 @@ class VisionDataset(NamedTuple):
       its 20 coarse labels, `coarse` `int32[N]`.
     test: the same, for testing.
     num_classes: number of classes of `y`.
+    clients: `[N]`, the number or name of the client that holds each training
+      image; `None` if the data set has no clients.
   """
 
   name: str
   train: Bank
   test: Bank
   num_classes: int
+  clients: np.ndarray | None = None
 
 
 class _File(NamedTuple):

@@ -1,0 +1,240 @@
+"""Images of one's own: the file, the federations, the commands."""
+
+import jax
+import numpy as np
+import pytest
+
+from hetfl import augment
+from hetfl.data import codist_images, DataError, fml_images, npz, vision
+from tests.runs import outcome
+
+# 240 and 60 digits as images of their own.
+DIGITS = vision.load_digits()
+ARRAYS = {
+  "x_train": DIGITS.train["x"][:240],
+  "y_train": DIGITS.train["y"][:240],
+  "x_test": DIGITS.test["x"][:60],
+  "y_test": DIGITS.test["y"][:60],
+}
+# Client 7 holds every twelfth image, from 7 on; names sort as numbers do not.
+CLIENTS = np.array([f"{i % 12}" for i in range(240)])
+
+
+@pytest.fixture
+def save(tmp_path):
+  def save(**changes):
+    path = tmp_path / "own.npz"
+    arrays = ARRAYS | changes
+    np.savez(path, **{n: a for n, a in arrays.items() if a is not None})
+    return path
+
+  return save
+
+
+def test_all_forms_of_the_arrays(save):
+  plain = npz.load_npz(save())
+  assert plain.clients is None and plain.num_classes == 10
+  assert plain.test["x"].shape == (60, 8, 8, 1)
+  grey_and_column = npz.load_npz(
+    save(
+      x_train=ARRAYS["x_train"][..., 0],
+      y_train=ARRAYS["y_train"][:, None].astype(np.uint8),
+      other=np.zeros(3),
+    )
+  )
+  for name in ("x", "y"):
+    np.testing.assert_array_equal(
+      plain.train[name], grey_and_column.train[name]
+    )
+    assert grey_and_column.train[name].dtype == plain.train[name].dtype
+  # A class of which there are only test images counts.
+  assert npz.load_npz(save(y_test=np.full(60, 12))).num_classes == 13
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(y_test=None), "y_test is missing; want a file by np.savez"),
+    (dict(x_train=np.zeros((240, 8, 8))), "x_train is float64.*give uint8"),
+    (dict(x_test=np.zeros((60, 64), np.uint8)), r"uint8\[60, 64\]; give uint8"),
+    (dict(x_test=np.zeros((0, 8, 8), np.uint8)), "x_test is uint8.0, 8, 8"),
+    (dict(x_test=np.zeros((60, 9, 8), np.uint8)), "of 8x8x1, x_test of 9x8x1"),
+    (dict(y_train=np.zeros(239, int)), "y_train is int64.239. for 240 images"),
+    (dict(y_train=np.zeros(240)), "y_train is float64.*a whole number"),
+    (dict(y_train=np.full(240, -1)), "a label -1; number the classes from 0"),
+    (dict(y_test=np.full(60, 2**40)), f"a label {2**40}"),
+    (dict(clients_train=np.zeros(3, int)), "clients_train is int64.3. for 240"),
+    (dict(clients_train=np.zeros(240)), "clients_train is float64"),
+    # Objects would have to be unpickled.
+    (dict(y_train=np.full(240, None)), "cannot be read .*pickle"),
+  ],
+)
+def test_other_arrays_are_refused(save, changes, message):
+  with pytest.raises(DataError, match=message):
+    npz.load_npz(save(**changes))
+
+
+def test_files_that_are_no_archives(save, tmp_path):
+  path = save()
+  with pytest.raises(DataError, match="nowhere.npz: there is no such file"):
+    npz.load_npz(tmp_path / "nowhere.npz")
+  damaged = bytearray(path.read_bytes())
+  damaged[2000] ^= 1
+  path.write_bytes(damaged)
+  with pytest.raises(DataError, match=r"own.npz: cannot be read \("):
+    npz.load_npz(path)
+  path.write_bytes(damaged[:1000])
+  with pytest.raises(DataError, match=r"own.npz: cannot be read \("):
+    npz.load_npz(path)
+  np.save(tmp_path / "one.npy", np.zeros(3))
+  with pytest.raises(DataError, match="one.npy: one array, not an archive"):
+    npz.load_npz(tmp_path / "one.npy")
+
+
+def test_fitted_recipes_normalise():
+  rng = np.random.default_rng(0)
+  x = rng.integers(0, 256, (50, 6, 9, 3)).astype(np.uint8)
+  x[..., 2] = 7
+  recipe = augment.fitted("plain", x[:, :, :6])
+  y = np.asarray(recipe.evaluate({"x": jax.numpy.asarray(x[:, :, :6])})["x"])
+  # Mean 0 and deviation 1, but for the constant channel.
+  np.testing.assert_allclose(y.mean((0, 1, 2)), 0, atol=1e-5)
+  np.testing.assert_allclose(y.std((0, 1, 2)), (1, 1, 0), atol=1e-5)
+  expected = x.reshape(-1, 3).astype(np.float64) / 255
+  recipe = augment.fitted("crop_flip", x)
+  np.testing.assert_allclose(recipe.mean, expected.mean(0), atol=1e-12)
+  np.testing.assert_allclose(recipe.deviation[:2], expected.std(0)[:2])
+  assert (recipe.size, recipe.pad, recipe.flip) == (6, 0, True)
+  with pytest.raises(ValueError, match="name='crops': choose one of"):
+    augment.fitted("crops", x)
+
+
+def test_codistillation_with_the_files_clients(save):
+  path = save(clients_train=CLIENTS)
+  images = codist_images.load_codist_images("npz", npz=path)
+  small, large = images.pools
+  # 3 of 12 for distillation, 1 held out, 2 of the pool with high capacity.
+  assert images.partition == "file"
+  assert (len(small), len(large)) == (8, 2)
+  assert len(images.distill.index) == 60 and len(images.heldout.index) == 20
+  for k, name in enumerate(small.ids):
+    np.testing.assert_array_equal(
+      small.positions(k), np.arange(int(name), 240, 12)
+    )
+  for kwargs, message in (
+    (dict(num_clients=12), "num_clients=12: .* has clients of its own"),
+    (dict(partition_alpha=1.0), "partition_alpha=1.0: the file's clients"),
+    (dict(high_capacity_clients=9), "high_capacity_clients=9: npz's pool has"),
+    (dict(npz=None), "npz=None: dataset=npz needs your file"),
+    (dict(distill_data="cifar10"), "distill_data=cifar10: npz has in_domain"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      codist_images.load_codist_images("npz", **{"npz": path} | kwargs)
+  with pytest.raises(ValueError, match="npz=.*: dataset=digits does not read"):
+    codist_images.load_codist_images("digits", npz=path)
+  with pytest.raises(ValueError, match="num_clients=9: digits has 60"):
+    codist_images.load_codist_images("digits", num_clients=9)
+
+
+def test_codistillation_with_drawn_clients(save):
+  images = codist_images.load_codist_images("npz", npz=save(), num_clients=20)
+  parts = (images.pools[0].members, images.distill.index, images.heldout.index)
+  assert sorted(np.concatenate(parts)) == list(range(240))
+  assert [len(pool) for pool in images.pools] == [13, 4]
+  assert images.partition == "dirichlet"
+  with pytest.raises(ValueError, match="num_clients=2: want 3 or more"):
+    codist_images.load_codist_images("npz", npz=save(), num_clients=2)
+
+
+def test_mutual_learning_with_the_files_clients(save, caplog):
+  path = save(clients_train=CLIENTS)
+  load = fml_images.load_fml_images
+  images = load(["npz"], npz=path, partition="file", num_clients=12)
+  in_order = sorted(map(str, range(12)))  # '0', '1', '10', '11', '2', ...
+  for client, name in zip(images.clients, in_order):
+    np.testing.assert_array_equal(
+      client.train.index, np.arange(int(name), 240, 12)
+    )
+  validation = np.concatenate([c.validation.index for c in images.clients])
+  assert sorted(validation) == list(range(60))
+  with pytest.raises(ValueError, match="num_clients=5: the file has 12"):
+    load(["npz"], npz=path, partition="file")
+  load(["npz"], npz=path, partition="iid")
+  assert "its clients are not used with partition=iid" in caplog.text
+  with pytest.raises(ValueError, match="partition=file: npz does not say"):
+    load(["npz"], npz=save(), partition="file")
+  with pytest.raises(ValueError, match="partition=file: digits does not say"):
+    load(["digits"], partition="file")
+
+
+@pytest.mark.slow
+def test_the_commands_train_on_own_images(experiment, save, tmp_path):
+  path = save(clients_train=CLIENTS)
+  run = ("--dataset=npz", f"--npz={path}", "--rounds=2", "--eval_every=1")
+  codist = (*run, "--clients_per_round=3,2", "--client_batch_size=10")
+  done = experiment("codist")(
+    *codist,
+    "--algorithm=merged",
+    "--recipe=crop_flip",
+    "--conv=patches",
+    "--distill_steps=2",
+    f"--workdir={tmp_path}/codist",
+  )
+  assert done.returncode == 0, done.stderr
+  result, rows = outcome(tmp_path / "codist")
+  assert result["partition"] == "file" and len(rows) == 2
+  assert result["pools"]["small"]["clients"] == 8
+  flags = (tmp_path / "codist/config.flags").read_text()
+  assert "--recipe=crop_flip" in flags and "own.npz" not in flags
+  # Other images are another run.
+  other = save(clients_train=CLIENTS, x_train=ARRAYS["x_train"][::-1])
+  again = experiment("codist")(
+    f"--flagfile={tmp_path}/codist/config.flags",
+    f"--npz={other}",
+    f"--workdir={tmp_path}/codist",
+  )
+  assert "data.json is not what the data gives now" in again.stderr
+
+  done = experiment("fml")(
+    *run,
+    "--algorithm=fml",
+    "--partition=file",
+    "--num_clients=12",
+    "--global_model=mlp",
+    "--client_models=mlp",
+    "--local_epochs=1",
+    "--batch_size=10",
+    f"--workdir={tmp_path}/fml",
+  )
+  assert done.returncode == 0, done.stderr
+  # Many clients have no columns and no log lines of their own.
+  assert "lowest %" in done.stdout and "11: mlp" not in done.stdout
+  assert "of single clients or parties" in done.stderr
+  assert "client11/" not in done.stderr
+  assert "client11/validation_accuracy" in outcome(tmp_path / "fml")[1][0]
+
+
+@pytest.mark.slow
+def test_a_search_on_own_images(experiment, save, tmp_path):
+  done = experiment("tune")(
+    "--experiment=codist",
+    "--trials=2",
+    "--block=2",
+    "--halvings=0",
+    "--space=client_lr=log:0.01:0.1,server_lr=fixed",
+    f"--workdir={tmp_path}/search",
+    "--",
+    "--algorithm=fedavg",
+    "--dataset=npz",
+    f"--npz={save()}",
+    "--num_clients=12",
+    "--clients_per_round=2",
+    "--client_batch_size=10",
+    "--conv=patches",
+    "--rounds=2",
+  )
+  assert done.returncode == 0, done.stderr
+  best = (tmp_path / "search/best.flags").read_text()
+  assert "--dataset=npz" in best and "--num_clients=12" in best
+  lines = (tmp_path / "search/trials.jsonl").read_text().splitlines()
+  assert len(lines) == 2
