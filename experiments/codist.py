@@ -594,6 +594,8 @@ def main() -> None:
       "c4_path",
       "c4_tokenizer",
     )
+  if TASKS[FLAGS.dataset] is codist_language:
+    common.warn_of_idle("language models have no convolutions", "conv")
 
   def configure(name, path):
     config, speed = configuration(name, path)

@@ -607,6 +607,12 @@ def warn_of_idle(reason: str, *names: str) -> None:
     logging.warning("--%s has no effect: %s.", name, reason)
 
 
+def warn_of_idle_threads() -> None:
+  """Warns of `--threads` where the engine is not `Threads`."""
+  if not isinstance(run_engine(), engine_lib.Threads):
+    warn_of_idle("the engine is not threads", "threads")
+
+
 def refuse(reason: str, *names: str) -> None:
   """Rejects shared flags that an experiment does not support.
 

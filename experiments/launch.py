@@ -72,6 +72,7 @@ def side_by_side(
     f"--algorithm={','.join(names)} ignores it",
     *set.intersection(*(set(unused[name]) for name in names)),
   )
+  common.warn_of_idle_threads()
   several = len(names) > 1
   workdir = common.default_workdir(
     *label, *names, *["seeds"] * bool(FLAGS.seeds)

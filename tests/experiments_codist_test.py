@@ -403,10 +403,13 @@ def test_language_models_of_two_domains(codist, tmp_path):
     "--checkpoint_every=1",
     "--notensorboard",
   )
-  done = codist(*run, f"--workdir={tmp_path}/run")
+  done = codist(*run, "--conv=patches", f"--workdir={tmp_path}/run")
   assert done.returncode == 0, done.stderr
-  unused = re.findall(r"--(\w+) has no effect: --algorithm", done.stderr)
-  assert unused == ["codist_period"]
+  unused = re.findall(r"--(\w+) has no effect: (.*)", done.stderr)
+  assert unused == [
+    ("conv", "language models have no convolutions."),
+    ("codist_period", "--algorithm=merged ignores it."),
+  ]
   assert re.search(r"questions % +answers %", done.stdout)
   result, rows = outcome(tmp_path / "run")
   vocabulary = (tmp_path / "run/vocabulary.json").read_bytes()
