@@ -13,25 +13,26 @@ import numpy as np
 _POINTS = {2: (0, 1, -1), 4: (0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)}
 
 
-def check_size(x: jax.Array, kernel_size: Sequence[int], padding: str) -> None:
-  """Checks that images `float[B, H, W, c]` are not too small to convolve.
+def check_size(
+  sizes: Sequence[int], kernel_size: Sequence[int], padding: str
+) -> None:
+  """Checks that images are not too small to convolve.
 
   Args:
-    x: the images.
-    kernel_size: height and width.
+    sizes: the images' height and width.
+    kernel_size: the kernel's.
     padding: `SAME`, for which any image but an empty one will do, or `VALID`.
 
   Raises:
     ValueError: they are too small: XLA's own convolution would give an empty
       map.
 
-  >>> check_size(jnp.zeros((1, 2, 4, 1)), (3, 3), 'VALID')
+  >>> check_size((2, 4), (3, 3), 'VALID')
   Traceback (most recent call last):
     ...
   ValueError: images of 2x4 are too small for a convolution of 3x3 without \
 padding
   """
-  sizes = x.shape[1:3]
   least = kernel_size if padding == "VALID" else (1, 1)
   if any(size < low for size, low in zip(sizes, least)):
     raise ValueError(
@@ -79,7 +80,7 @@ def winograd_conv(
     raise ValueError(f"padding={padding!r}: choose SAME or VALID")
   batch, height, width, channels = x.shape
   features = kernel.shape[-1]
-  check_size(x, (3, 3), padding)
+  check_size((height, width), (3, 3), padding)
   before = 1 if padding == "SAME" else 0
   height, width = height - 2 + 2 * before, width - 2 + 2 * before
   tile = _down(height), 2
