@@ -280,6 +280,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   Raises:
     UsageError: if a value is out of its range.
   """
+  common.npz_path()
   task = TASKS[FLAGS.dataset]
   values = {}
   for other in set(TASKS.values()):
@@ -361,6 +362,7 @@ class Experiment:
     self.data, self.models = self.task.data, self.task.models
     self._pools, self._banks, self._lanes = {}, {}, {}
     sampled = config["clients_per_round"]
+    most = ",".join(str(len(clients)) for clients in self.data.pools)
     for pool, clients, number in zip(POOLS, self.data.pools, sampled):
       if number > len(clients):
         fewer = pool == "large" and config.get("pools") != "domain"
@@ -368,6 +370,7 @@ class Experiment:
           f"--clients_per_round={number}: the pool of the {pool} model has"
           f" {len(clients)} clients"
           + (", the --high_capacity_clients" if fewer else "")
+          + f"; give at most {most}"
         )
     sets = {"test": self.data.test, "heldout": self.data.heldout}
     if speed["bank"] == "round":

@@ -84,8 +84,9 @@ def define_flags() -> None:
     "num_clients",
     None,
     "For --dataset=npz without clients_train: the number of clients that the"
-    " images are divided into, by default 100; 27% of them are the server's,"
-    " for distillation, and 10% are held out.",
+    " images are divided into, by default 100, or one for ten images if there"
+    " are fewer than a thousand; 27% of them are the server's, for"
+    " distillation, and 10% are held out.",
     lower_bound=3,
   )
   flags.DEFINE_float(
@@ -153,19 +154,24 @@ class Task:
       partition_alpha=config["partition_alpha"],
       partition_seed=config["partition_seed"],
       download=FLAGS.download,
-      npz=FLAGS.npz,
+      npz=common.npz_path(),
       num_clients=config["num_clients"],
     )
     name = config["recipe"]
     self._recipe = augment.RECIPES.get(name) or augment.fitted(
       name, self.data.pools[0].bank["x"]
     )
-    size, side = self._recipe.size, self.data.image_shape[0]
+    size, side = self._recipe.size, min(self.data.image_shape[:2])
     channels = self.data.image_shape[-1]
-    if size > side + 2 * self._recipe.pad:
+    if size > side:
       raise common.UsageError(
         f"--recipe={config['recipe']}: crops of {size}x{size} do not fit images"
         f" of {side}x{side} ({config['dataset']}); choose another"
+      )
+    if size < 4:
+      raise common.UsageError(
+        f"--npz={FLAGS.npz}: images of {size}x{size} are too small for the"
+        " CNNs, which need 4x4 or more"
       )
     if len(self._recipe.mean) != channels:
       raise common.UsageError(

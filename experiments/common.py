@@ -18,6 +18,7 @@ import numpy as np
 
 from hetfl import engine as engine_lib
 from hetfl import logs
+from hetfl.data import npz
 
 FLAGS = flags.FLAGS
 
@@ -256,6 +257,23 @@ def define_npz_flag() -> None:
     " (whole numbers from 0) and, if the images have clients, their ids"
     " clients_train ([N]). A resumed run needs it again, like --data_dir.",
   )
+
+
+def npz_path() -> str | None:
+  """The file that `--npz` names.
+
+  Raises:
+    UsageError: there is none where `--dataset` is npz, or one where it is not.
+  """
+  if FLAGS.npz == "":
+    raise UsageError("--npz=: give a file, or leave it out")
+  given = FLAGS.dataset
+  datasets = given if isinstance(given, list) else [given]
+  try:
+    npz.check_npz(FLAGS.npz, datasets)
+  except ValueError as error:
+    raise UsageError(f"--{error}") from error
+  return FLAGS.npz and os.path.expanduser(FLAGS.npz)
 
 
 def say_defaults(defaults: Mapping[str, Mapping[str, Mapping]]) -> None:

@@ -55,10 +55,9 @@ class Experiment:
       bad_label_share=config["bad_label_share"],
       heldout_examples=config["heldout_examples"],
       download=FLAGS.download,
-      npz=FLAGS.npz,
+      npz=common.npz_path(),
     )
     self.engine = common.run_engine()
-    shape = self.data.image_shape
     classes = self.data.num_classes
     trunk = config["global_model"] in TRUNKS
     if len(set(classes.values())) > 1 and not trunk:
@@ -67,12 +66,12 @@ class Experiment:
         f" classes cannot share --global_model={config['global_model']}; use"
         f" one of {', '.join(TRUNKS)}"
       )
-    name = _RECIPES.get(config["dataset"][0])
-    self.recipe = (
-      augment.RECIPES[name]
-      if name
-      else augment.fitted("crop", self.data.clients[0].train.bank["x"])
-    )
+    if config["dataset"][0] == "npz":
+      bank = self.data.clients[0].train.bank
+      self.recipe = augment.fitted("crop", bank["x"])
+    else:
+      self.recipe = augment.RECIPES[_RECIPES[config["dataset"][0]]]
+    shape = (*[self.recipe.size] * 2, self.data.image_shape[-1])
     example = jnp.zeros((1, *shape))
 
     @functools.cache

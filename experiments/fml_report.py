@@ -5,12 +5,10 @@ import pathlib
 
 import numpy as np
 
-from hetfl import report
+from hetfl import logs, report
 
 # In these a client ends with its own model, in others with the global one.
 _PERSONAL = ("fml", "independent")
-# Up to so many clients have a panel and a column each.
-_FEW = 10
 
 
 def curve_rows(
@@ -35,7 +33,7 @@ def curve_rows(
   [{'round': 1, 'client 0/accuracy': 0.5}]
   """
   names = {"global/test_accuracy": "global/accuracy"}
-  few = len(config["client_models"]) <= _FEW
+  few = len(config["client_models"]) <= logs.FEW
   if not few:
     names["clients/validation_accuracy"] = "average client/accuracy"
   for k, model in enumerate(config["client_models"] if few else ()):
@@ -88,7 +86,7 @@ def table(results: dict[str, list[dict]]) -> str:
   of_clients = lambda r: [c["validation_accuracy"] for c in r["clients"]]
   heads["clients", "mean %"] = lambda r: np.mean(of_clients(r))
   number = max(len(of[0]["clients"]) for of in results.values())
-  if number > _FEW:
+  if number > logs.FEW:
     heads["", "lowest %"] = lambda r: min(of_clients(r))
     heads["", "highest %"] = lambda r: max(of_clients(r))
   columns = [["", "algorithm", *results]]
@@ -97,7 +95,7 @@ def table(results: dict[str, list[dict]]) -> str:
       report.cell([value(r) for r in of], factor=100) for of in results.values()
     ]
     columns.append([*head, *cells])
-  for k in range(number if number <= _FEW else 0):
+  for k in range(number if number <= logs.FEW else 0):
     clients = [[r["clients"][k] for r in of] for of in results.values()]
     accuracies = [
       report.cell([c["validation_accuracy"] for c in of], factor=100)

@@ -231,6 +231,12 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
       raise common.UsageError(
         f"--dataset={dataset}: choose from {', '.join(DEFAULTS)}"
       )
+  common.npz_path()
+  if "npz" in datasets and len({*datasets}) > 1:
+    raise common.UsageError(
+      f"--dataset={','.join(datasets)}: npz cannot be combined with others,"
+      " which are normalised in another way"
+    )
   values = common.filled(DEFAULTS[datasets[0]])
   several = len(datasets) > 1
   default_clients = len(datasets) if several else 5

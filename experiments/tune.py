@@ -298,7 +298,8 @@ def make_problem(
       except ValueError as error:
         raise common.UsageError(
           f"--space: --{flag} cannot be searched: with these flags the state"
-          f" of --algorithm={config['algorithm']} does not contain it"
+          f" of --algorithm={config['algorithm']} does not contain it; add"
+          f" {flag}=fixed to --space"
         ) from error
     return state
 
@@ -410,6 +411,7 @@ def main() -> None:
     if FLAGS[flag].value == 0:  # Switched off, it is not part of the state.
       FLAGS[flag].value = dimension.high
   vmap = choose_batching()
+  common.warn_of_idle_threads()
   dataset = _text(FLAGS.dataset).replace(",", "-")
   workdir = common.default_workdir("tune", FLAGS.experiment, dataset, algorithm)
   config, speed = module.configuration(algorithm, workdir)

@@ -315,13 +315,15 @@ def fitted(name: str, x: np.ndarray) -> Recipe:
   if name not in FITTED:
     raise ValueError(f"name={name!r}: choose one of {FITTED}")
   _check_pixels(x)
-  values = np.arange(256) / 255
-  mean, deviation = [], []
-  for channel in range(x.shape[-1]):
-    share = np.bincount(x[..., channel].ravel(), minlength=256) / x[..., 0].size
-    mean.append(float(share @ values))
-    spread = float(np.sqrt(share @ (values - mean[-1]) ** 2))
-    deviation.append(spread or 1.0)  # of a channel that is the same everywhere
+  counts = np.zeros((x.shape[-1], 256))
+  for i in range(0, len(x), 100):  # Few at a time: NumPy counts in 64 bits.
+    for channel, count in enumerate(counts):
+      pixels = x[i : i + 100, ..., channel].ravel()
+      count += np.bincount(pixels, minlength=256)
+  values, share = np.arange(256) / 255, counts / x[..., 0].size
+  mean = share @ values
+  spread = np.sqrt((share * (values - mean[:, None]) ** 2).sum(1))
+  deviation = np.where(spread > 0, spread, 1)  # 0: the same everywhere.
   size = min(x.shape[1:3])
   return Recipe(
     size=size,
@@ -329,6 +331,6 @@ def fitted(name: str, x: np.ndarray) -> Recipe:
     flip=name == "crop_flip",
     padding="SAME",
     pool_after=(0, 1),
-    mean=tuple(mean),
-    deviation=tuple(deviation),
+    mean=tuple(mean.tolist()),
+    deviation=tuple(deviation.tolist()),
   )

@@ -26,6 +26,8 @@ except ImportError:  # not on Windows
   fcntl = None  # type: ignore[assignment]
 
 _FORMAT = 1
+# Up to so many clients or parties are shown one by one.
+FEW = 10
 
 
 class ConfigMismatch(ValueError):  # noqa: N818 (reads well in except)
@@ -536,15 +538,20 @@ class Progress:
 
 
 def _text(numbers: Mapping[str, float]) -> str:
-  """Metrics on one line, without those of each of many clients.
+  """Metrics on one line; of many clients or parties, their means.
 
-  >>> _text({'global/loss': 1.5} | {f'client{k}/loss': 2. for k in range(11)})
-  'global/loss 1.5, and 11 of single clients or parties'
+  >>> _text({'global/loss': 1.5} | {f'client{k}/loss': k for k in range(11)})
+  'global/loss 1.5, means of 11: loss 5'
   """
-  single = {name for name in numbers if re.match(r"\D+\d+/", name)}
-  if len({name.partition("/")[0] for name in single}) <= 10:
-    single = set()
-  texts = [f"{n} {v:.4g}" for n, v in numbers.items() if n not in single]
-  if single:
-    texts.append(f"and {len(single)} of single clients or parties")
+  single = [name for name in numbers if re.match(r"\D+\d+/", name)]
+  owners = {name.partition("/")[0] for name in single}
+  if len(owners) <= FEW:
+    single = []
+  texts = [f"{n} {v:.4g}" for n, v in numbers.items() if n not in {*single}]
+  of_each: dict[str, list[float]] = {}
+  for name in single:
+    of_each.setdefault(name.partition("/")[2], []).append(numbers[name])
+  means = [f"{n} {sum(v) / len(v):.4g}" for n, v in of_each.items()]
+  if means:
+    texts.append(f"means of {len(owners)}: {', '.join(means)}")
   return ", ".join(texts)

@@ -1,12 +1,14 @@
 """Images of one's own: the file, the federations, the commands."""
 
+import zipfile
+
 import jax
 import numpy as np
 import pytest
 
 from hetfl import augment
 from hetfl.data import codist_images, DataError, fml_images, npz, vision
-from tests.runs import outcome
+from tests.runs import error_of, outcome
 
 # 240 and 60 digits as images of their own.
 DIGITS = vision.load_digits()
@@ -31,7 +33,7 @@ def save(tmp_path):
   return save
 
 
-def test_all_forms_of_the_arrays(save):
+def test_all_forms_of_the_arrays(save, caplog):
   plain = npz.load_npz(save())
   assert plain.clients is None and plain.num_classes == 10
   assert plain.test["x"].shape == (60, 8, 8, 1)
@@ -48,7 +50,10 @@ def test_all_forms_of_the_arrays(save):
     )
     assert grey_and_column.train[name].dtype == plain.train[name].dtype
   # A class of which there are only test images counts.
+  assert npz.load_npz(save(y_test=np.full(60, 10))).num_classes == 11
+  assert "have no image" not in caplog.text
   assert npz.load_npz(save(y_test=np.full(60, 12))).num_classes == 13
+  assert "own.npz: 2 of 13 classes have no image" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -63,6 +68,8 @@ def test_all_forms_of_the_arrays(save):
     (dict(y_train=np.zeros(240)), "y_train is float64.*a whole number"),
     (dict(y_train=np.full(240, -1)), "a label -1; number the classes from 0"),
     (dict(y_test=np.full(60, 2**40)), f"a label {2**40}"),
+    (dict(y_test=np.full(60, 300)), "a label is 300, but .* only 300 images"),
+    (dict(clients_train=CLIENTS.astype("S")), "clients_train is .S2.240. for"),
     (dict(clients_train=np.zeros(3, int)), "clients_train is int64.3. for 240"),
     (dict(clients_train=np.zeros(240)), "clients_train is float64"),
     # Objects would have to be unpickled.
@@ -86,6 +93,10 @@ def test_files_that_are_no_archives(save, tmp_path):
   path.write_bytes(damaged[:1000])
   with pytest.raises(DataError, match=r"own.npz: cannot be read \("):
     npz.load_npz(path)
+  with zipfile.ZipFile(tmp_path / "renamed.zip", "w") as archive:
+    archive.writestr("x_train", b"pixels")
+  with pytest.raises(DataError, match="x_train is no NumPy array; want a file"):
+    npz.load_npz(tmp_path / "renamed.zip")
   np.save(tmp_path / "one.npy", np.zeros(3))
   with pytest.raises(DataError, match="one.npy: one array, not an archive"):
     npz.load_npz(tmp_path / "one.npy")
@@ -142,8 +153,14 @@ def test_codistillation_with_drawn_clients(save):
   assert sorted(np.concatenate(parts)) == list(range(240))
   assert [len(pool) for pool in images.pools] == [13, 4]
   assert images.partition == "dirichlet"
-  with pytest.raises(ValueError, match="num_clients=2: want 3 or more"):
+  # Ten images a client where there are few.
+  images = codist_images.load_codist_images("npz", npz=save())
+  assert len(images.pools[0]) == 24 - 6 - 2
+  with pytest.raises(ValueError, match="num_clients=2: for the 240 training"):
     codist_images.load_codist_images("npz", npz=save(), num_clients=2)
+  two = save(clients_train=np.arange(240) % 2)
+  with pytest.raises(ValueError, match="own.npz: clients_train has 2 clients"):
+    codist_images.load_codist_images("npz", npz=two)
 
 
 def test_mutual_learning_with_the_files_clients(save, caplog):
@@ -157,8 +174,10 @@ def test_mutual_learning_with_the_files_clients(save, caplog):
     )
   validation = np.concatenate([c.validation.index for c in images.clients])
   assert sorted(validation) == list(range(60))
-  with pytest.raises(ValueError, match="num_clients=5: the file has 12"):
+  with pytest.raises(ValueError, match="takes them all; give num_clients=12"):
     load(["npz"], npz=path, partition="file")
+  with pytest.raises(ValueError, match="npz has 240 training and 60 test imag"):
+    load(["npz"], npz=path, num_clients=61)
   load(["npz"], npz=path, partition="iid")
   assert "its clients are not used with partition=iid" in caplog.text
   with pytest.raises(ValueError, match="partition=file: npz does not say"):
@@ -168,7 +187,9 @@ def test_mutual_learning_with_the_files_clients(save, caplog):
 
 
 @pytest.mark.slow
-def test_the_commands_train_on_own_images(experiment, save, tmp_path):
+def test_the_commands_train_on_own_images(
+  experiment, save, tmp_path, monkeypatch
+):
   path = save(clients_train=CLIENTS)
   run = ("--dataset=npz", f"--npz={path}", "--rounds=2", "--eval_every=1")
   codist = (*run, "--clients_per_round=3,2", "--client_batch_size=10")
@@ -194,9 +215,29 @@ def test_the_commands_train_on_own_images(experiment, save, tmp_path):
     f"--workdir={tmp_path}/codist",
   )
   assert "data.json is not what the data gives now" in again.stderr
+  for flags, message in (
+    ((*run, "--npz="), "error: --npz=: give a file"),
+    (run[:1], "error: --npz=None: dataset=npz needs your file"),
+    (("--dataset=pydoc", run[1]), "dataset=pydoc does not read it"),
+    (run[:2], "the pool of the small model has 8 clients; give at most 8,2"),
+  ):
+    done = experiment("codist")(*flags, f"--workdir={tmp_path}/refused")
+    assert message in error_of(done)
+  save(x_train=ARRAYS["x_train"][:, :3], x_test=ARRAYS["x_test"][:, :3])
+  done = experiment("codist")(*codist, "--algorithm=fedavg")
+  assert "images of 3x3 are too small for the CNNs" in error_of(done)
 
+  # Not square, of a path in the user's home.
+  home = {
+    n: a[:, :6] if n.startswith("x") else a for n, a in ARRAYS.items()
+  } | {"clients_train": CLIENTS}
+  np.savez(tmp_path / "home.npz", **home)
+  monkeypatch.setitem(experiment.keywords["environment"], "HOME", str(tmp_path))
   done = experiment("fml")(
     *run,
+    "--npz=~/home.npz",
+    "--engine=inline",
+    "--threads=2",
     "--algorithm=fml",
     "--partition=file",
     "--num_clients=12",
@@ -209,7 +250,8 @@ def test_the_commands_train_on_own_images(experiment, save, tmp_path):
   assert done.returncode == 0, done.stderr
   # Many clients have no columns and no log lines of their own.
   assert "lowest %" in done.stdout and "11: mlp" not in done.stdout
-  assert "of single clients or parties" in done.stderr
+  assert "means of 12: validation_accuracy 0." in done.stderr
+  assert "--threads has no effect: the engine is not threads" in done.stderr
   assert "client11/" not in done.stderr
   assert "client11/validation_accuracy" in outcome(tmp_path / "fml")[1][0]
 

@@ -73,11 +73,6 @@ _NPZ_CLIENTS = 100
 
 def _npz_task(clients: int) -> _Task:
   """The parts of one's own clients: CIFAR-100's shares, a larger large pool."""
-  if clients < 3:
-    raise ValueError(
-      f"num_clients={clients}: want 3 or more, for the pool, for distillation"
-      " and to be held out"
-    )
   distill, heldout = (max(1, round(share * clients)) for share in (0.27, 0.1))
   high = max(1, round(0.3 * (clients - distill - heldout)))
   return _Task(clients, distill, heldout, high, ("in_domain",))
@@ -136,7 +131,8 @@ def load_codist_images(
       them to parts.
     npz: the file of `npz`.
     num_clients: the number of clients into which to divide the images of
-      `npz`; by default 100. Not if the file has clients.
+      `npz`; by default 100, or one for ten images if there are fewer than a
+      thousand. Not if the file has clients.
 
   Returns:
     The pools and the server's data.
@@ -223,12 +219,22 @@ def _number_of_own(
 ) -> int:
   """How many clients a file of one's own images has, or is to have."""
   if own.clients is None:
-    return _NPZ_CLIENTS if given is None else given
-  if given is not None:
+    images = len(own.train["y"])
+    number = min(_NPZ_CLIENTS, images // 10) if given is None else given
+    origin = f"num_clients={number}: for the {images} training images of {path}"
+  else:
+    if given is not None:
+      raise ValueError(
+        f"num_clients={given}: {path} has clients of its own; leave it out"
+      )
+    number = len(np.unique(own.clients))
+    origin = f"{path}: clients_train has {number} clients"
+  if number < 3:
     raise ValueError(
-      f"num_clients={given}: {path} has clients of its own; leave it out"
+      f"{origin}; want 3 or more, for the pool, for distillation and to be held"
+      " out"
     )
-  return len(np.unique(own.clients))
+  return number
 
 
 def _federation(

@@ -176,6 +176,12 @@ def load_fml_images(
     else:
       images = _LOADERS[dataset](data_dir, download)
     members = [k for k in range(num_clients) if of[k] == dataset]
+    sizes = len(images.train["y"]), len(images.test["y"])
+    if min(sizes) < len(members):
+      raise ValueError(
+        f"num_clients={len(members)}: {dataset} has {sizes[0]} training and"
+        f" {sizes[1]} test images, and each client needs one of both"
+      )
     parts = _parts(images, members, partition, partition_alpha, partition_seed)
     bank = {"x": images.train["x"], "y": images.train["y"].copy()}
     test_bank = {"x": images.test["x"], "y": images.test["y"]}
@@ -230,7 +236,7 @@ def _parts(
     if len(held) != len(members):
       raise ValueError(
         f"num_clients={len(members)}: the file has {len(held)} clients, and"
-        " partition=file takes them all"
+        f" partition=file takes them all; give num_clients={len(held)}"
       )
     train = [held.positions(k) for k in range(len(held))]
     return [train, partition_lib.matching(train, *labels, seed=seed)]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import os
 import zipfile
 
+from absl import logging
 import numpy as np
 
 from hetfl.data import files
@@ -73,19 +74,29 @@ def load_npz(path: str | os.PathLike) -> VisionDataset:
     )
   clients = arrays.get("clients_train")
   if clients is not None:
-    if clients.shape != train["y"].shape or clients.dtype.kind not in "iuUS":
+    if clients.shape != train["y"].shape or clients.dtype.kind not in "iuU":
       raise DataError(
         f"{path}: clients_train is {clients.dtype}{[*clients.shape]} for"
         f" {len(train['y'])} training images; give the number or name of each"
         " one's client"
       )
-  return VisionDataset(
-    name="npz",
-    train=train,
-    test=test,
-    num_classes=int(max(train["y"].max(), test["y"].max())) + 1,
-    clients=clients,
-  )
+  labels = np.concatenate([train["y"], test["y"]])
+  num_classes = int(labels.max()) + 1
+  if num_classes > len(labels):
+    raise DataError(
+      f"{path}: a label is {num_classes - 1}, but there are only {len(labels)}"
+      " images; number the classes 0, 1, 2, ..."
+    )
+  missing = num_classes - len(np.unique(labels))
+  if missing:
+    logging.warning(
+      "%s: %d of %d classes have no image; if that is not meant, number the"
+      " classes 0, 1, 2, ...",
+      path,
+      missing,
+      num_classes,
+    )
+  return VisionDataset("npz", train, test, num_classes, clients)
 
 
 def _read(path) -> dict[str, np.ndarray]:
@@ -96,7 +107,11 @@ def _read(path) -> dict[str, np.ndarray]:
     if not isinstance(stored, np.lib.npyio.NpzFile):
       raise DataError(f"{path}: one array, not an archive; {LAYOUT}")
     with stored:
-      return {name: stored[name] for name in names if name in stored}
+      arrays = {name: stored[name] for name in names if name in stored}
+    for name, array in arrays.items():
+      if not isinstance(array, np.ndarray):
+        raise DataError(f"{path}: {name} is no NumPy array; {LAYOUT}")
+    return arrays
   except FileNotFoundError as error:
     raise DataError(f"{path}: there is no such file; {LAYOUT}") from error
   except (OSError, EOFError, zipfile.BadZipFile, ValueError) as error:
