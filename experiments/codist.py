@@ -185,7 +185,7 @@ def define_flags() -> None:
   )
   flags.DEFINE_float(
     "distill_epsilon",
-    1e-8,
+    None,
     "Epsilon of the students' Adam; the servers' is 1e-5.",
     lower_bound=0,
   )

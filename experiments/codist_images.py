@@ -23,6 +23,7 @@ _CIFAR = dict(
   client_lr=0.05,
   server_lr=(0.005, 0.002),
   distill_lr=(1e-3, 1e-3),
+  distill_epsilon=1e-8,
   distill_steps=200,
   distill_batch_size=128,
   codist_period=200,
@@ -32,7 +33,14 @@ _CIFAR = dict(
 _CIFARS = {
   "fedavg": _CIFAR,
   "periodic": _CIFAR | dict(client_lr=0.02),
-  "merged": _CIFAR | dict(distill_steps=32),
+  "merged": _CIFAR
+  | dict(
+    distill_lr=(5e-3, 5e-3),
+    distill_epsilon=1e-3,
+    distill_steps=32,
+    distill_batch_size=32,
+    merge_alpha=0.95,
+  ),
 }
 _DIGITS = dict(
   recipe="digits8",
@@ -44,6 +52,7 @@ _DIGITS = dict(
   client_lr=0.05,
   server_lr=(0.01, 0.01),
   distill_lr=(1e-3, 1e-3),
+  distill_epsilon=1e-8,
   distill_steps=10,  # for all algorithms, so that they share programs
   distill_batch_size=64,
   codist_period=10,

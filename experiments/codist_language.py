@@ -30,6 +30,7 @@ _PAPER = dict(
   client_lr=0.3,
   server_lr=(0.01, 0.01),
   distill_lr=(1e-3, 1e-3),
+  distill_epsilon=1e-8,
   distill_steps=200,
   distill_batch_size=128,
   codist_period=200,

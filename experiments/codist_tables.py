@@ -23,7 +23,7 @@ _DISTILL = ("distill_lr", "distill_steps", "distill_batch_size")
 _EXTRA = {
   "fedavg": (),
   "periodic": (*_DISTILL, "codist_period"),
-  "merged": (*_DISTILL, "merge_alpha"),
+  "merged": (*_DISTILL, "distill_epsilon", "merge_alpha"),
 }
 _DOMAIN = {"": "", "in_domain": "_in", "cifar10": "_out", "c4": "_out"}
 # The paper tuned these but did not publish them: see BUILD_NOTES.md.
