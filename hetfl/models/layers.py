@@ -47,8 +47,8 @@ def haiku_init(key, shape, dtype=jnp.float32):
 class Conv(nn.Module):
   """A convolution, with the parameters of `flax.linen.Conv`.
 
-  `patches` copies each output's receptive field into a row and multiplies by
-  the kernel as one matrix. Under `vmap` over client weights this stays one
+  `patches` copies each output's receptive field into a row, or a column where
+  there are few channels, and multiplies by the kernel as one matrix. Under `vmap` over client weights this stays one
   batched matrix product, where XLA's own convolution falls back to slow paths,
   and on CPU it is faster in any case. `winograd` is the same except for 3x3
   kernels with stride 1 and at least 16 input channels, which take 2.25 to 3
