@@ -48,15 +48,16 @@ class Conv(nn.Module):
   """A convolution, with the parameters of `flax.linen.Conv`.
 
   `patches` copies each output's receptive field into a row, or a column where
-  there are few channels, and multiplies by the kernel as one matrix. Under `vmap` over client weights this stays one
-  batched matrix product, where XLA's own convolution falls back to slow paths,
-  and on CPU it is faster in any case. `winograd` is the same except for 3x3
-  kernels with stride 1 and at least 16 input channels, which take 2.25 to 3
-  times fewer multiplications; see `hetfl.models.winograd`. `native` is XLA's
-  own convolution. `adaptive` is `native` for one kernel and `patches` under
-  `vmap` over many, so that on GPUs a round's clients and its students each use
-  the faster form; it has gradients, but no forward-mode derivatives. All forms
-  give the same numbers up to rounding.
+  there are few channels, and multiplies by the kernel as one matrix. Under
+  `vmap` over client weights this stays one batched matrix product, where
+  XLA's own convolution falls back to slow paths, and on CPU it is faster in
+  any case. `winograd` is the same except for 3x3 kernels with stride 1 and at
+  least 16 input channels, which take 2.25 to 3 times fewer multiplications;
+  see `hetfl.models.winograd`. `native` is XLA's own convolution. `adaptive`
+  is `native` for one kernel and `patches` under `vmap` over many, so that on
+  GPUs a round's clients and its students each use the faster form; it has
+  gradients, but no forward-mode derivatives. All forms give the same numbers
+  up to rounding.
 
   Attributes:
     features: number of output channels.
