@@ -543,7 +543,7 @@ def test_reproduce_puts_our_numbers_beside_the_published(environment, tmp_path):
   "name,text",
   [
     ("codist", "1500 (cifar100, cifar10, stackoverflow); 120 (digits)"),
-    ("fml", "200 (mnist, cifar10, cifar100)"),
+    ("fml", "200 (mnist, cifar10, cifar100, npz)"),
     ("fedmd", "13 (cifar_noniid)"),
     ("tune", "1500 (cifar100, cifar10, stackoverflow); 120 (digits)"),
   ],
