@@ -309,7 +309,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     values[name] = per_pool(name, given, *allowed)
   alpha = values["merge_alpha"]
   if isinstance(alpha, list):  # Constants stay numbers, which can be searched.
-    alpha = common.first_last("merge_alpha", alpha, high=1)
+    alpha = common.first_last("merge_alpha", alpha)
     values["merge_alpha"] = alpha[0] if len({*alpha}) == 1 else alpha
   if values.get("dropout") is not None:
     rates = per_pool("dropout", values["dropout"], 0, 0.99)

@@ -468,24 +468,23 @@ def numbers(
   return read
 
 
-def first_last(name: str, given: Sequence, *, high: float) -> list[float]:
-  """Parses a flag of one value, or of FIRST,LAST for a linear schedule.
+def first_last(name: str, given: Sequence) -> list[float]:
+  """Parses a flag of one weight, or of FIRST,LAST for a linear schedule.
 
   Args:
     name: the flag.
     given: its values, as strings or numbers.
-    high: the greatest allowed value; the least is 0.
 
   Returns:
-    One or two numbers.
+    One or two numbers from 0 to 1.
 
   Raises:
     UsageError: naming the flag, the value and what is allowed.
 
-  >>> first_last('alpha', ['0.9', '0.5'], high=1)
+  >>> first_last('alpha', ['0.9', '0.5'])
   [0.9, 0.5]
   """
-  values = numbers(name, given, low=0, high=high)
+  values = numbers(name, given, low=0, high=1)
   if len(values) not in (1, 2):
     shown = ",".join(map(str, given))
     raise UsageError(f"--{name}={shown}: give one value, or FIRST,LAST")

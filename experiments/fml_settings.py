@@ -260,7 +260,7 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
       f" --partition={values['partition']}, but for dirichlet"
     )
   for name in ("alpha", "beta"):
-    values[name] = common.first_last(name, FLAGS[name].value, high=1)
+    values[name] = common.first_last(name, FLAGS[name].value)
   values["bad_clients"] = common.numbers(
     "bad_clients",
     FLAGS.bad_clients,

@@ -543,15 +543,16 @@ def _text(numbers: Mapping[str, float]) -> str:
   >>> _text({'global/loss': 1.5} | {f'client{k}/loss': k for k in range(11)})
   'global/loss 1.5, means of 11: loss 5'
   """
-  single = [name for name in numbers if re.match(r"\D+\d+/", name)]
+  single = {name for name in numbers if re.match(r"\D+\d+/", name)}
   owners = {name.partition("/")[0] for name in single}
-  if len(owners) <= FEW:
-    single = []
-  texts = [f"{n} {v:.4g}" for n, v in numbers.items() if n not in {*single}]
   of_each: dict[str, list[float]] = {}
-  for name in single:
-    of_each.setdefault(name.partition("/")[2], []).append(numbers[name])
-  means = [f"{n} {sum(v) / len(v):.4g}" for n, v in of_each.items()]
-  if means:
+  texts = []
+  for name, value in numbers.items():
+    if name in single and len(owners) > FEW:
+      of_each.setdefault(name.partition("/")[2], []).append(value)
+    else:
+      texts.append(f"{name} {value:.4g}")
+  if of_each:
+    means = [f"{n} {sum(v) / len(v):.4g}" for n, v in of_each.items()]
     texts.append(f"means of {len(owners)}: {', '.join(means)}")
   return ", ".join(texts)

@@ -93,6 +93,12 @@ def test_files_that_are_no_archives(save, tmp_path):
   path.write_bytes(damaged[:1000])
   with pytest.raises(DataError, match=r"own.npz: cannot be read \("):
     npz.load_npz(path)
+  np.savez_compressed(path, **ARRAYS)
+  damaged = bytearray(path.read_bytes())
+  damaged[200:260] = bytes(60)
+  path.write_bytes(damaged)
+  with pytest.raises(DataError, match=r"own.npz: cannot be read \("):
+    npz.load_npz(path)
   with zipfile.ZipFile(tmp_path / "renamed.zip", "w") as archive:
     archive.writestr("x_train", b"pixels")
   with pytest.raises(DataError, match="x_train is no NumPy array; want a file"):

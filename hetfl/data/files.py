@@ -1,6 +1,7 @@
 """Files of data sets: downloads, hashes, and sets prepared by TFDS."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+import contextlib
 import glob
 import hashlib
 import http.client
@@ -11,6 +12,7 @@ import re
 import tempfile
 from typing import Any
 import urllib.request
+import zipfile
 import zlib
 
 import numpy as np
@@ -276,6 +278,42 @@ def check_md5(path: str, md5: str, remedy: str) -> None:
       f"{path}: damaged or cut short, its md5 is {digest.hexdigest()} and "
       f"not {md5}: {remedy}"
     )
+
+
+@contextlib.contextmanager
+def reading_npz(path: str | os.PathLike, remedy: str) -> Iterator[None]:
+  """Turns errors of a NumPy file that is read within into a `DataError`.
+
+  Args:
+    path: the file.
+    remedy: the end of the message, from its punctuation on.
+
+  Raises:
+    DataError: as it is if raised within, else naming the file.
+
+  >>> with reading_npz('own.npz', '; make it again'):
+  ...   raise zipfile.BadZipFile('File is not a zip file')
+  Traceback (most recent call last):
+    ...
+  hetfl.data.errors.DataError: own.npz: cannot be read (File is not a zip \
+file); make it again
+  """
+  try:
+    yield
+  except DataError:
+    raise
+  except (
+    EOFError,
+    KeyError,
+    OSError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
+  ) as error:
+    raise DataError(
+      f"{path}: cannot be read ({one_line(error)}){remedy}"
+    ) from error
 
 
 def one_line(error: BaseException) -> str:

@@ -8,8 +8,6 @@ idx files and TFDS do not name the writers. Nothing is ever unpickled.
 
 import os
 from typing import NamedTuple
-import zipfile
-import zlib
 
 import numpy as np
 
@@ -294,24 +292,14 @@ def _read_tfds(folder: str) -> tuple[Bank, Bank]:
 
 
 def _read_npz(path: str) -> tuple[Bank, Bank]:
-  try:
-    with np.load(path, allow_pickle=False) as arrays:
-      images, labels, writers = (
-        arrays[name] for name in ("images", "labels", "writers")
-      )
-  except (
-    EOFError,
-    KeyError,
-    OSError,
-    TypeError,
-    ValueError,
-    zipfile.BadZipFile,
-    zlib.error,
-  ) as e:
-    raise DataError(
-      f"{path}: cannot be read ({files.one_line(e)}): want arrays images,"
-      " labels and writers"
-    ) from e
+  remedy = ": want arrays images, labels and writers"
+  with (
+    files.reading_npz(path, remedy),
+    np.load(path, allow_pickle=False) as arrays,
+  ):
+    images, labels, writers = (
+      arrays[name] for name in ("images", "labels", "writers")
+    )
   if images.ndim != 3 or images.dtype != np.uint8 or not len(images):
     raise DataError(
       f"{path}: images are {images.dtype}{list(images.shape)}, want"

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 import os
-import zipfile
 
 from absl import logging
 import numpy as np
@@ -102,23 +101,19 @@ def load_npz(path: str | os.PathLike) -> VisionDataset:
 def _read(path) -> dict[str, np.ndarray]:
   """The file's arrays, as far as they are used."""
   names = ("x_train", "y_train", "x_test", "y_test", "clients_train")
-  try:
-    stored = np.load(path, allow_pickle=False)
+  with files.reading_npz(path, f"; {LAYOUT}"):
+    try:
+      stored = np.load(path, allow_pickle=False)
+    except FileNotFoundError as error:
+      raise DataError(f"{path}: there is no such file; {LAYOUT}") from error
     if not isinstance(stored, np.lib.npyio.NpzFile):
       raise DataError(f"{path}: one array, not an archive; {LAYOUT}")
     with stored:
       arrays = {name: stored[name] for name in names if name in stored}
-    for name, array in arrays.items():
-      if not isinstance(array, np.ndarray):
-        raise DataError(f"{path}: {name} is no NumPy array; {LAYOUT}")
-    return arrays
-  except FileNotFoundError as error:
-    raise DataError(f"{path}: there is no such file; {LAYOUT}") from error
-  except (OSError, EOFError, zipfile.BadZipFile, ValueError) as error:
-    if isinstance(error, DataError):
-      raise
-    reason = files.one_line(error)
-    raise DataError(f"{path}: cannot be read ({reason}); {LAYOUT}") from error
+  for name, array in arrays.items():
+    if not isinstance(array, np.ndarray):
+      raise DataError(f"{path}: {name} is no NumPy array; {LAYOUT}")
+  return arrays
 
 
 def _bank(path, arrays: dict[str, np.ndarray], part: str) -> Bank:
