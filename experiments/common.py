@@ -50,6 +50,7 @@ PLACE_FLAGS = (
   "distributed_processes",
   "download",
   "npz",
+  "public_npz",
   "seeds",
   "workdir",
 )
@@ -247,33 +248,41 @@ def define_run_flags() -> None:
   )
 
 
-def define_npz_flag() -> None:
-  """Defines the flag of one's own images, for experiments that read them."""
+def define_npz_flag(of: str = "dataset") -> None:
+  """Defines the flag of one's own images.
+
+  Args:
+    of: the flag that names the data set.
+  """
   flags.DEFINE_string(
     "npz",
     None,
-    "For --dataset=npz: a NumPy file of your own images, with the arrays"
+    f"For --{of}=npz: a NumPy file of your own images, with the arrays"
     " x_train and x_test (uint8[N, H, W] or [N, H, W, C]), y_train and y_test"
     " (whole numbers from 0) and, if the images have clients, their ids"
     " clients_train ([N]). A resumed run needs it again, like --data_dir.",
   )
 
 
-def npz_path() -> str | None:
-  """The file that `--npz` names.
+def npz_path(flag: str = "npz", of: str = "dataset") -> str | None:
+  """The file of one's own images that a flag names.
+
+  Args:
+    flag: its name.
+    of: the flag that names the data set.
 
   Raises:
-    UsageError: there is none where `--dataset` is npz, or one where it is not.
+    UsageError: there is none where the data set is npz, or one where it is not.
   """
-  if FLAGS.npz == "":
-    raise UsageError("--npz=: give a file, or leave it out")
-  given = FLAGS.dataset
+  path, given = FLAGS[flag].value, FLAGS[of].value
+  if path == "":
+    raise UsageError(f"--{flag}=: give a file, or leave it out")
   datasets = given if isinstance(given, list) else [given]
   try:
-    npz.check_npz(FLAGS.npz, datasets)
+    npz.check_npz(path, datasets, of=of, argument=flag)
   except ValueError as error:
     raise UsageError(f"--{error}") from error
-  return FLAGS.npz and os.path.expanduser(FLAGS.npz)
+  return path and os.path.expanduser(path)
 
 
 def say_defaults(defaults: Mapping[str, Mapping[str, Mapping]]) -> None:

@@ -64,6 +64,8 @@ class Experiment:
       superclasses=config["superclasses"],
       heldout_examples=config["heldout_examples"] if heldout else 0,
       public_examples=config["public_examples"],
+      npz=common.npz_path(of="environment"),
+      public_npz=common.npz_path("public_npz", of="environment"),
       partition_seed=config["partition_seed"],
       download=FLAGS.download,
     )

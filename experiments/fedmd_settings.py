@@ -70,6 +70,9 @@ DEFAULTS = {
     revisit_batch_size=10,
     revisit_epochs=10,
   ),
+  "npz": dict(
+    _CIFAR, examples_per_class=None, heldout_examples=200, public_subset=1000
+  ),
 }
 # Runs can share phases that depend on the same flags (--pretrained).
 # Flags that only the collaboration reads:
@@ -118,12 +121,20 @@ def define_flags() -> None:
     "environment",
     "digits",
     list(fedmd_images.ENVIRONMENTS),
-    "Public data and the parties' private data.",
+    "Public data and the parties' private data; npz: your own.",
+  )
+  common.define_npz_flag(of="environment")
+  flags.DEFINE_string(
+    "public_npz",
+    None,
+    "For --environment=npz: the public images, a file like --npz, whose images"
+    " have the same shape.",
   )
   _define_integers(
     num_parties="Number of parties; 10 in the paper.",
     examples_per_class="Number of images per private class of a party; not for"
-    " mnist_letters_by_writer, where a party has all that its writer wrote.",
+    " mnist_letters_by_writer, where a party has all that its writer wrote, nor"
+    " for an --npz with clients. By default 3 for npz.",
     public_subset="Number of public examples per round on which the parties"
     " exchange scores.",
     public_epochs="Maximum number of epochs on public data.",

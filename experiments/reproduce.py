@@ -25,6 +25,7 @@ import json
 import pathlib
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -466,4 +467,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+  signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # For `--list | head`.
   main(sys.argv[1:])

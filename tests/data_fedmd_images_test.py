@@ -1,5 +1,6 @@
 """FedMD's partitions and environments."""
 
+import functools
 import os
 
 from hypothesis import given, settings
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from hetfl.data import fedmd_images, partition
+from hetfl.data import DataError, fedmd_images, partition, vision
 
 REAL = os.environ.get("HETFL_DATA_DIR")
 needs_real_data = pytest.mark.skipif(
@@ -125,6 +126,64 @@ def test_what_is_out_of_range_is_refused():
   ]:
     with pytest.raises(ValueError, match=message):
       fedmd_images.load_fedmd_images(**{"environment": "digits", **settings_})
+
+
+def test_own_images(tmp_path):
+  digits = vision.load_digits()
+
+  def save(name, of, **more):
+    arrays = {}
+    for part, bank in (("train", digits.train), ("test", digits.test)):
+      keep = of(bank["y"])
+      arrays[f"x_{part}"] = bank["x"][keep]
+      arrays[f"y_{part}"] = bank["y"][keep] - bank["y"][keep].min()
+    clients = {k: v[: len(arrays["y_train"])] for k, v in more.items()}
+    np.savez(tmp_path / name, **(arrays | clients))
+    return tmp_path / name
+
+  public = save("public.npz", lambda y: y < 6)
+  private = save("private.npz", lambda y: y >= 6)
+  load = functools.partial(
+    fedmd_images.load_fedmd_images, "npz", npz=private, public_npz=public
+  )
+  # As `digits`, but for the pixels, which it doubles.
+  own, same = (
+    load(num_parties=5),
+    fedmd_images.load_fedmd_images("digits", num_parties=5),
+  )
+  assert own.num_classes == 10 and own.image_shape == (8, 8, 1)
+  np.testing.assert_array_equal(own.private.members, same.private.members)
+  for part in ("public", "public_test", "private_test"):
+    ours, theirs = getattr(own, part).bank, getattr(same, part).bank
+    np.testing.assert_array_equal(ours["x"], theirs["x"][:, ::2, ::2])
+    np.testing.assert_array_equal(ours["y"], theirs["y"])
+  np.testing.assert_array_equal(own.public_mean, same.public_mean[::2, ::2])
+
+  # Seven clients, of which five are drawn; each has every seventh image.
+  names = np.array([f"writer {i % 7}" for i in range(2000)])
+  save("private.npz", lambda y: y >= 6, clients_train=names)
+  own = load(num_parties=5, heldout_examples=100)
+  held = [own.private.positions(k) for k in range(5)]
+  assert all(len(set(h % 7)) == 1 for h in held)
+  assert len({int(h[0] % 7) for h in held}) == 5
+  in_all = len(own.private.bank["y"])
+  assert all(len(h) in (in_all // 7, in_all // 7 + 1) for h in held)
+  assert not set(own.private_stopping.index) & set(np.concatenate(held))
+
+  other = save("other.npz", lambda y: y < 3)
+  with np.load(other) as stored:
+    cut = {n: a[:, :6] if n.startswith("x") else a for n, a in stored.items()}
+  np.savez(other, **cut)
+  for error, kwargs, message in (
+    (ValueError, dict(num_parties=8), "images of 7 clients.*at most 7"),
+    (ValueError, dict(examples_per_class=3), "examples_per_class=3: .*leave"),
+    (ValueError, dict(public_npz=None), "public_npz=None: environment=npz"),
+    (DataError, dict(public_npz=other), "images of 6x8x1, but of 8x8x1"),
+  ):
+    with pytest.raises(error, match=message):
+      load(**kwargs)
+  with pytest.raises(ValueError, match="npz=.*: environment=digits does not"):
+    fedmd_images.load_fedmd_images("digits", npz=private)
 
 
 @needs_real_data

@@ -263,6 +263,36 @@ def test_the_commands_train_on_own_images(
 
 
 @pytest.mark.slow
+def test_fedmd_on_own_images(experiment, save, tmp_path):
+  path = save(clients_train=CLIENTS)
+  run = (
+    "--environment=npz",
+    f"--public_npz={path}",
+    "--models=small",
+    "--num_parties=2",
+    *(f"--{phase}_epochs=1" for phase in ("public", "transfer", "pooled")),
+    "--heldout_examples=20",
+    "--public_subset=40",
+    "--rounds=1",
+    f"--workdir={tmp_path}/run",
+  )
+  done = experiment("fedmd")(*run, f"--npz={path}")
+  assert done.returncode == 0, done.stderr
+  result, _ = outcome(tmp_path / "run")
+  assert [p["examples"] for p in result["parties"]] == [20, 20]
+  assert result["private_source"] == "npz" and result["test_examples"] == 60
+  assert "npz" not in (tmp_path / "run/config.flags").read_text().replace(
+    "--environment=npz", ""
+  )
+  # Other private images are another run.
+  other = tmp_path / "other.npz"
+  reversed_ = {"x_train": ARRAYS["x_train"][::-1], "clients_train": CLIENTS}
+  np.savez(other, **ARRAYS | reversed_)
+  again = experiment("fedmd")(*run, f"--npz={other}")
+  assert "data.json is not what the data gives now" in again.stderr
+
+
+@pytest.mark.slow
 def test_a_search_on_own_images(experiment, save, tmp_path):
   done = experiment("tune")(
     "--experiment=codist",

@@ -12,6 +12,8 @@ import numpy as np
 
 from hetfl import checks
 from hetfl.data import letters, mnist, partition, vision
+from hetfl.data.errors import DataError
+from hetfl.data.npz import check_npz, load_npz
 from hetfl.data.streams import generator, Stream
 from hetfl.population import Bank, ClientPopulation, Subset
 
@@ -21,6 +23,7 @@ ENVIRONMENTS = (
   "mnist_letters_by_writer",
   "cifar_iid",
   "cifar_noniid",
+  "npz",
 )
 _PUBLIC_CLASSES = 10
 _LETTERS = tuple(range(6))  # a to f
@@ -82,6 +85,8 @@ def load_fedmd_images(
   superclasses: str = "paper",
   heldout_examples: int = 0,
   public_examples: int | None = None,
+  npz: str | os.PathLike | None = None,
+  public_npz: str | os.PathLike | None = None,
   partition_seed: int = 0,
   download: bool = False,
 ) -> FedMDImages:
@@ -98,6 +103,9 @@ def load_fedmd_images(
     subclasses.
   - `digits`: public digits 0 to 5; private digits 6 to 9, three of each per
     party; 16 x 16 pixels. Not in the paper; for trying out, without a download.
+  - `npz`: your own private and public images, two files, see
+    `hetfl.data.npz.load_npz`. A party has the images of one client of the
+    private file, or, if it names none, three of each of its classes.
 
   Args:
     environment: its name.
@@ -115,6 +123,8 @@ def load_fedmd_images(
       stratified sample, are removed from training.
     public_examples: how many public training images to keep, a stratified
       sample; by default all.
+    npz: the private images of `npz`.
+    public_npz: the public ones, of the same shape.
     partition_seed: draws the parties' images and the stopping sets.
     download: download a missing set into `data_dir`, where possible.
 
@@ -143,12 +153,22 @@ def load_fedmd_images(
   checks.counts(num_parties=num_parties, examples_per_class=examples_per_class)
   if heldout_examples < 0:
     raise ValueError(f"heldout_examples={heldout_examples}: want 0 or more")
-  load = {"digits": _digits, "cifar_iid": _cifar, "cifar_noniid": _cifar}
-  task = load.get(environment, _letters)(
-    environment, data_dir, download, superclasses
-  )
+  for argument, path in (("npz", npz), ("public_npz", public_npz)):
+    check_npz(path, [environment], of="environment", argument=argument)
+  if npz is not None and public_npz is not None:
+    task = _npz(npz, public_npz)
+    by_writer = "writer" in task.train
+    if by_writer:
+      _check_clients(task, npz, num_parties, examples_per_class)
+      min_writer_examples = 1
+  else:
+    load = {"digits": _digits, "cifar_iid": _cifar, "cifar_noniid": _cifar}
+    task = load.get(environment, _letters)(
+      environment, data_dir, download, superclasses
+    )
+    by_writer = environment == "mnist_letters_by_writer"
   each = dict(num_clients=num_parties, seed=partition_seed)
-  if environment == "mnist_letters_by_writer":
+  if by_writer:
     parts = one_writer(
       task.train["y"],
       task.train["writer"],
@@ -432,6 +452,48 @@ def _cifar(environment, data_dir, download, superclasses) -> _Task:
     public_mean=_mean(public.train),
     private_mean=_mean(private.train),
   )
+
+
+def _npz(npz, public_npz) -> _Task:
+  public, private = load_npz(public_npz), load_npz(npz)
+  shape, public_shape = (d.train["x"].shape[1:] for d in (private, public))
+  if shape != public_shape:
+    raise DataError(
+      f"{public_npz}: images of {'x'.join(map(str, public_shape))}, but of"
+      f" {'x'.join(map(str, shape))} in {npz}; give both the same shape"
+    )
+  first = public.num_classes
+  train, test = (
+    {**bank, "y": bank["y"] + first} for bank in (private.train, private.test)
+  )
+  if private.clients is not None:
+    train["writer"] = np.unique(private.clients, return_inverse=True)[1]
+  return _Task(
+    source="npz",
+    num_public=first,
+    classes=tuple(range(first, first + private.num_classes)),
+    public=public.train,
+    public_test=public.test,
+    train=train,
+    test=test,
+    public_mean=_mean(public.train),
+    private_mean=_mean(private.train),
+  )
+
+
+def _check_clients(task, npz, num_parties, examples_per_class) -> None:
+  """Checks the arguments against the clients that a file names."""
+  if examples_per_class is not None:
+    raise ValueError(
+      f"examples_per_class={examples_per_class}: {npz} has clients_train, so a"
+      " party has all images of a client; leave it out"
+    )
+  clients = int(task.train["writer"].max()) + 1
+  if num_parties > clients:
+    raise ValueError(
+      f"num_parties={num_parties}: {npz} has the images of {clients} clients,"
+      f" one per party; give at most {clients}"
+    )
 
 
 def _new_labels(classes: Sequence[int]) -> tuple[int, ...]:

@@ -18,22 +18,30 @@ LAYOUT = (
 )
 
 
-def check_npz(path: str | os.PathLike | None, datasets: Sequence[str]) -> None:
+def check_npz(
+  path: str | os.PathLike | None,
+  datasets: Sequence[str],
+  *,
+  of: str = "dataset",
+  argument: str = "npz",
+) -> None:
   """Checks that there is a file where a data set is `npz`, and only there.
 
   Args:
     path: the file, or `None`.
     datasets: names of data sets.
+    of: the argument that names them, for messages.
+    argument: the argument that names the file, for messages.
 
   Raises:
     ValueError: there is a file but no such data set, or the reverse.
   """
   if path is None and "npz" in datasets:
-    raise ValueError(f"npz=None: dataset=npz needs your file; {LAYOUT}")
+    raise ValueError(f"{argument}=None: {of}=npz needs your file; {LAYOUT}")
   if path is not None and "npz" not in datasets:
     raise ValueError(
-      f"npz={path}: dataset={','.join(datasets)} does not read it; use"
-      " dataset=npz"
+      f"{argument}={path}: {of}={','.join(datasets)} does not read it; use"
+      f" {of}=npz"
     )
 
 
