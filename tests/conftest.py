@@ -40,6 +40,10 @@ def environment():
 
 
 @pytest.fixture(scope="session")
-def experiment(environment):
+def experiment(environment, tmp_path_factory):
   """Makes a `runs.Experiment` of a script's name."""
-  return functools.partial(runs.Experiment, environment=environment)
+  folder = tmp_path_factory.mktemp("forks")
+  with runs.Forks(environment, folder) as forks:
+    yield functools.partial(
+      runs.Experiment, environment=environment, forks=forks
+    )

@@ -193,9 +193,7 @@ def test_mutual_learning_with_the_files_clients(save, caplog):
 
 
 @pytest.mark.slow
-def test_the_commands_train_on_own_images(
-  experiment, save, tmp_path, monkeypatch
-):
+def test_the_commands_train_on_own_images(experiment, save, tmp_path):
   path = save(clients_train=CLIENTS)
   run = ("--dataset=npz", f"--npz={path}", "--rounds=2", "--eval_every=1")
   codist = (*run, "--clients_per_round=3,2", "--client_batch_size=10")
@@ -238,7 +236,6 @@ def test_the_commands_train_on_own_images(
     n: a[:, :6] if n.startswith("x") else a for n, a in ARRAYS.items()
   } | {"clients_train": CLIENTS}
   np.savez(tmp_path / "home.npz", **home)
-  monkeypatch.setitem(experiment.keywords["environment"], "HOME", str(tmp_path))
   done = experiment("fml")(
     *run,
     "--npz=~/home.npz",
@@ -252,6 +249,7 @@ def test_the_commands_train_on_own_images(
     "--local_epochs=1",
     "--batch_size=10",
     f"--workdir={tmp_path}/fml",
+    HOME=str(tmp_path),
   )
   assert done.returncode == 0, done.stderr
   # Many clients have no columns and no log lines of their own.

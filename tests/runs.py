@@ -1,5 +1,6 @@
 """Experiments, run as a user runs them, and what they left."""
 
+import functools
 import json
 import pathlib
 import signal
@@ -7,7 +8,51 @@ import subprocess
 import sys
 import time
 
+SECONDS = 300  # A run may take no longer.
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+class Forks:
+  """Runs scripts in forks of a process that has imported JAX, see `forks.py`.
+
+  Args:
+    environment: of that process.
+    folder: for the scripts' output.
+  """
+
+  def __init__(self, environment, folder):
+    self.environment, self._folder = environment, folder
+
+  def __exit__(self, *exception):
+    if "_process" in vars(self):
+      self._process.communicate()
+
+  def __enter__(self):
+    return self
+
+  @functools.cached_property
+  def _process(self):
+    return subprocess.Popen(
+      [sys.executable, str(ROOT / "tests/forks.py"), str(SECONDS)],
+      env=self.environment,
+      cwd=ROOT,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+
+  def run(self, script, *args):
+    """Runs a script to its end."""
+    files = [self._folder / name for name in ("stdout", "stderr")]
+    for file in files:
+      file.unlink(missing_ok=True)
+    command = [script, *map(str, args)]
+    line = json.dumps([*command[:1], command[1:], *map(str, files)])
+    self._process.stdin.write(f"{line}\n")
+    self._process.stdin.flush()
+    status = int(self._process.stdout.readline())
+    printed = [file.read_text() for file in files]
+    return subprocess.CompletedProcess(command, status, *printed)
 
 
 class Experiment:
@@ -16,27 +61,31 @@ class Experiment:
   Args:
     name: of the script.
     environment: of its processes.
+    forks: a `Forks` with the tests' usual environment.
   """
 
-  def __init__(self, name, environment):
-    self._command = [sys.executable, str(ROOT / f"experiments/{name}.py")]
-    self._environment = environment
+  def __init__(self, name, environment, forks):
+    self._script = str(ROOT / f"experiments/{name}.py")
+    self._environment, self._forks = environment, forks
 
   def __call__(self, *args, **environment):
     """Runs it to its end."""
+    environment = self._environment | environment
+    if environment == self._forks.environment:
+      return self._forks.run(self._script, *args)
     return subprocess.run(
-      [*self._command, *map(str, args)],
-      env=self._environment | environment,
+      [sys.executable, self._script, *map(str, args)],
+      env=environment,
       cwd=ROOT,
       capture_output=True,
       text=True,
-      timeout=300,
+      timeout=SECONDS,
     )
 
   def start(self, *args):
     """Starts it."""
     return subprocess.Popen(
-      [*self._command, *map(str, args)],
+      [sys.executable, self._script, *map(str, args)],
       env=self._environment,
       cwd=ROOT,
       stdout=subprocess.DEVNULL,
