@@ -122,7 +122,7 @@ def search(
   checks.counts(trials=trials, block=block, checkpoint_every=checkpoint_every)
   if halvings < 0:
     raise ValueError(f"halvings={halvings}: must be at least 0")
-  folder = pathlib.Path(folder)
+  folder = pathlib.Path(folder).absolute()
   folder.mkdir(parents=True, exist_ok=True)
   log = TrialLog(folder / "trials.jsonl")
   if log.rows and len(log.rows) < trials and len(log.rows) % block:
@@ -183,7 +183,10 @@ def _ended_by_signals(work: "_Block") -> Iterator[None]:
   """Ends the process on a stop signal; logs where the search will resume."""
 
   def handler(number):
-    raise _Signal(number)
+    if work.saving:  # Orbax does not survive an interruption.
+      work.signals.append(number)
+    else:
+      raise _Signal(number)
 
   with training.on_signals(handler):
     try:
@@ -232,11 +235,15 @@ class _Block:
   Attributes:
     name: which trials.
     saved: the round of its last checkpoint.
+    saving: whether it is writing a checkpoint.
+    signals: stop signals that came in the meantime, which end it afterwards.
   """
 
   def __init__(self, problem, runner, folder, first, values):
     self.name = f"Trials {first} to {first + len(values) - 1}"
     self.saved = 0
+    self.saving = False
+    self.signals: list[int] = []
     self._problem = problem
     self._runner = runner
     self._folder = folder
@@ -350,8 +357,12 @@ class _Block:
   def _save(self, done, seconds, members, states):
     store = self._checkpoints(len(members))
     extra = {"rows": self._rows, "members": members, "seconds": seconds}
+    self.saving = True
     store.save(done, states, logs.to_json(extra))
+    self.saving = False
     self.saved = done
+    if self.signals:
+      raise _Signal(self.signals[0])
     for other in self._folder.iterdir():
       if other != store.folder:
         shutil.rmtree(other, ignore_errors=True)
@@ -362,10 +373,10 @@ class _Block:
     if self._folder.is_dir():
       # The fewer trials a checkpoint holds, the newer it is.
       for number in range(1, len(self._values) + 1):
-        like = self._runner.take(start, range(number))
-        if not self._checkpoints(number).folder.is_dir():
+        store = self._checkpoints(number)
+        if not store.folder.is_dir():
           continue
-        found = self._checkpoints(number).latest(like)
+        found = store.latest(self._runner.take(start, range(number)))
         if found is not None:
           done, states, extra = found
           if [r["values"] for r in extra["rows"]] != self._values:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 import types
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from hetfl import (
+  checkpoint,
   codist,
   core,
   distill,
@@ -180,11 +182,12 @@ def test_halving_by_hand(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["side", "vmapped"])
 @pytest.mark.parametrize("fail_at", [1, 2, 3, 4, 5, 7])
 def test_a_stopped_search_goes_on_to_the_same_trials(
-  kind, fail_at, tmp_path, caplog
+  kind, fail_at, tmp_path, caplog, monkeypatch
 ):
-  expected, whole = toy_search(tmp_path / "whole", kind, seeds=(0, 5))
+  monkeypatch.chdir(tmp_path)
+  expected, whole = toy_search("whole", kind, seeds=(0, 5))
   with pytest.raises(SystemExit) as end:
-    toy_search(tmp_path / "cut", kind, fail_at=fail_at, seeds=(0, 5))
+    toy_search("cut", kind, fail_at=fail_at, seeds=(0, 5))
   assert end.value.code == 128 + signal.SIGTERM
   _, first, _ = whole.advanced[fail_at]
   trials = "Trials 0 to 4" if fail_at < 5 else "Trials 5 to 6"
@@ -194,12 +197,31 @@ def test_a_stopped_search_goes_on_to_the_same_trials(
   )
   with open(tmp_path / "cut/trials.jsonl", "ab") as f:
     f.write(b'{"trial": 5, "half a li')
-  rows, toy = toy_search(tmp_path / "cut", kind, seeds=(0, 5))
+  rows, toy = toy_search("cut", kind, seeds=(0, 5))
   assert timeless(rows) == timeless(expected)
   assert len(toy.advanced) == 10 - fail_at  # Nothing was done twice.
   assert rows[4]["objective"] == 40 + 2.5  # The mean over the seeds.
   stored = (tmp_path / "cut/trials.jsonl").read_text().splitlines()
   assert [json.loads(line) for line in stored] == rows
+
+
+def test_a_signal_does_not_interrupt_a_checkpoint(tmp_path, monkeypatch):
+  expected, _ = toy_search(tmp_path / "whole", "side")
+  save = checkpoint.Checkpoints.save
+
+  def interrupted(store, *args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.01)  # The handler has run.
+    save(store, *args)
+
+  monkeypatch.setattr(checkpoint.Checkpoints, "save", interrupted)
+  with pytest.raises(SystemExit) as end:
+    toy_search(tmp_path / "cut", "side")
+  assert end.value.code == 128 + signal.SIGTERM
+  monkeypatch.undo()
+  rows, toy = toy_search(tmp_path / "cut", "side")
+  assert toy.advanced[0][1] == 3  # Round 2 was saved.
+  assert timeless(rows) == timeless(expected)
 
 
 def test_of_equal_trials_the_earlier_go_on(tmp_path):
