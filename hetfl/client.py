@@ -54,7 +54,7 @@ class ClientUpdate(NamedTuple):
 
 
 def proximal_term(
-  params: PyTree, server: PyTree, mu: float | jax.Array
+  params: PyTree, server: PyTree, *, mu: float | jax.Array
 ) -> jax.Array:
   """FedProx's term `mu / 2 ||w - w_server||^2`.
 
@@ -68,7 +68,7 @@ def proximal_term(
 
   Reference: Li et al. 2020 (FedProx), equation 2.
 
-  >>> float(proximal_term(jnp.array([3., 4.]), jnp.zeros(2), 0.1))
+  >>> float(proximal_term(jnp.array([3., 4.]), jnp.zeros(2), mu=0.1))
   1.25
   """
   distance = optax.tree.norm(optax.tree.sub(params, server), squared=True)
@@ -130,7 +130,7 @@ def local_sgd(
       value = core.masked_mean(loss(logits, batch), batch["mask"])
       total = value
       if proximal:
-        total += proximal_term(params, server.params, hyper["prox_mu"])
+        total += proximal_term(params, server.params, mu=hyper["prox_mu"])
       return total, (value, stats)
 
     (total, (value, stats)), grads = jax.value_and_grad(

@@ -37,7 +37,7 @@ PyTree = Any
 
 
 def merge_gradients(
-  g: PyTree, delta: PyTree, alpha: float | jax.Array
+  g: PyTree, delta: PyTree, *, alpha: float | jax.Array
 ) -> PyTree:
   """`Delta = alpha g + (1 - alpha) delta ||g|| / ||delta||`.
 
@@ -53,7 +53,7 @@ def merge_gradients(
 
   Reference: Lichtarge et al. 2023, equation 2.
 
-  >>> merge_gradients(jnp.array([3., 4.]), jnp.array([0., 2.]), 0.5)
+  >>> merge_gradients(jnp.array([3., 4.]), jnp.array([0., 2.]), alpha=0.5)
   Array([1.5, 4.5], dtype=float32)
   """
   # In float16 the squares of small numbers vanish.
@@ -372,4 +372,4 @@ def _merge(params, sums, student, alpha):
   """Lines 7 and 8 of algorithm 2: the merged gradient, and the statistics."""
   g, stats = mean_update(sums)
   delta = optax.tree.sub(params, student.params)
-  return merge_gradients(g, delta, alpha), stats
+  return merge_gradients(g, delta, alpha=alpha), stats

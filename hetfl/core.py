@@ -101,8 +101,8 @@ class Algorithm(NamedTuple):
 
   Attributes:
     init: `(key, models=None) -> state`, an immutable pytree. Without models it
-      makes new ones; otherwise it continues from those given, see each
-      algorithm.
+      makes new ones; otherwise it continues from those given, which each
+      algorithm names and describes.
     step: `(state, plan, data) -> (state, metrics)`, one round. Pure, and
       traceable by `jax.jit`, `jax.vmap` and `jax.lax.scan`, unless the
       algorithm's engine says otherwise. The plan sets the lengths of its loops,
@@ -450,7 +450,7 @@ def descend(
   return optax.apply_updates(params, updates), opt_state
 
 
-def identity(field: Any) -> Any:
+def hash_key(field: Any) -> Any:
   """A key that identifies a field: itself, or its `id` if it has no hash.
 
   Args:
@@ -459,7 +459,7 @@ def identity(field: Any) -> Any:
   Returns:
     A key for a dict, valid while the field lives.
 
-  >>> identity(max) is max, isinstance(identity([]), int)
+  >>> hash_key(max) is max, isinstance(hash_key([]), int)
   (True, True)
   """
   try:

@@ -13,9 +13,8 @@ from hetfl import checks, core
 from hetfl.models.language import TokenLogits
 
 PyTree = Any
-# (student's logits, teachers' logits, student's initial logits, teachers'
-#  temperatures, regularization, label weight, batch, weights) -> sum over the
-#  batch
+# (student's logits, teachers' logits, student's initial logits, batch, weights,
+#  *, temperatures, regularization, label_weight) -> sum over the batch
 Divergence = Callable[..., jax.Array]
 
 
@@ -76,10 +75,10 @@ def kl_divergence(target: jax.Array, logits: jax.Array) -> jax.Array:
 def codist_target(
   teachers: Sequence[jax.Array],
   student: jax.Array,
+  labels: jax.Array | None = None,
+  *,
   temperatures: Sequence[float | jax.Array],
   regularization: float | jax.Array,
-  *,
-  labels: jax.Array | None = None,
   label_weight: float | jax.Array = 0.0,
 ) -> jax.Array:
   """A student's target: the teachers' prediction, mixed with its own.
@@ -89,9 +88,9 @@ def codist_target(
   Args:
     teachers: each teacher's logits, `float[..., C]`.
     student: logits of the student before distillation, `float[..., C]`.
+    labels: y, as `label_target` returns it; `None` for no labels.
     temperatures: each teacher's T.
     regularization: r, in [0, 1].
-    labels: y, as `label_target` returns it; `None` for no labels.
     label_weight: v, in [0, 1].
 
   Returns:
@@ -104,7 +103,8 @@ def codist_target(
 
   >>> p = jnp.log(jnp.array([.2, .8]))
   >>> q = jnp.log(jnp.array([.6, .4]))
-  >>> [round(float(x), 4) for x in codist_target([p], q, [1.], 0.25)]
+  >>> target = codist_target([p], q, temperatures=[1.], regularization=0.25)
+  >>> [round(float(x), 4) for x in target]
   [0.3, 0.7]
   """
   checks.same_outputs(*teachers, student)
@@ -392,9 +392,10 @@ class Distiller:
       optimizer = self.optimizer(rate)
       # Differs from the batches' keys, and from the other students'.
       student_key = jax.random.fold_in(key, 2**31 + index)
-      mix = (
-        [hyper["temperature"][j] for j in others],
-        hyper["regularization"][index],
+      mix = dict(
+        temperatures=[hyper["temperature"][j] for j in others],
+        regularization=hyper["regularization"][index],
+        label_weight=self.label_weight,
       )
 
       def to_target(logits, examples):
@@ -413,15 +414,8 @@ class Distiller:
           _outputs(models[j], teachers[j][0], batch["x"], examples["views"][j])
           for j in (index, *others)
         )
-        return self.divergence(
-          logits,
-          outputs,
-          own,
-          *mix,
-          self.label_weight,
-          batch,
-          examples["weights"],
-        )
+        weights = examples["weights"]
+        return self.divergence(logits, outputs, own, batch, weights, **mix)
 
       def step(carry, row):
         student, opt_state = carry
@@ -438,9 +432,8 @@ class Distiller:
           examples["target"] = codist_target(
             [views[j] for j in others],
             views[index],
-            *mix,
-            labels=labels,
-            label_weight=self.label_weight,
+            labels,
+            **mix,
           )
         else:
           divergence = to_views

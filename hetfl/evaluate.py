@@ -127,7 +127,7 @@ class Evaluator:
     for i, model in enumerate(models):
       core.Model.check(f"models[{i}]", model)
     # Equal models share a program.
-    alike = [tuple(map(core.identity, model)) for model in models]
+    alike = [tuple(map(core.hash_key, model)) for model in models]
     programs = {
       key: measure_program(model, transform, measure)
       for key, model in zip(alike, models)

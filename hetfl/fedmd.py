@@ -23,6 +23,7 @@ from hetfl import checks, core, evaluate, population
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 from hetfl.data import partition
+from hetfl.data.streams import Stream
 from hetfl.party import (
   check_parties,
   check_work,
@@ -34,7 +35,6 @@ from hetfl.party import (
 )
 
 PyTree = Any
-_SUBSET, _DIGEST, _REVISIT = range(101, 104)  # streams of random numbers
 
 
 class Translator(NamedTuple):
@@ -297,7 +297,7 @@ def fedmd(
       trained = [party.adopt(t) for party, t in zip(parties, trained)]
     else:
       trained = [
-        party.start(v) for party, v in zip(parties, fresh_models(parties, key))
+        party.start(v) for party, v in zip(parties, fresh_models(key, parties))
       ]
     key = jnp.copy(key)  # States may be donated.
     return FedMDState(
@@ -553,7 +553,7 @@ def plan_fedmd(
     )
   positions = population.positions_in(public.bank, public.index, "public")
   private = population.holdings(private)
-  drawn_by = [_SUBSET, seed, round]
+  drawn_by = [Stream.PUBLIC_SUBSET, seed, round]
   labels = public.bank.get("y")
   if labels is not None and np.ndim(labels) == 1:
     labels = np.asarray(labels)[positions]
@@ -567,7 +567,7 @@ def plan_fedmd(
       [
         shuffled_epochs(
           np.arange(subset),
-          seed=[_DIGEST, seed, round, k],
+          seed=[Stream.DIGEST, seed, round, k],
           batch_size=digest_batch_size,
           epochs=digest_epochs,
         )
@@ -577,7 +577,7 @@ def plan_fedmd(
     revisit=tuple(
       shuffled_epochs(
         positions,
-        seed=[_REVISIT, seed, round, k],
+        seed=[Stream.REVISIT, seed, round, k],
         batch_size=revisit_batch_size,
         epochs=revisit_epochs,
       )

@@ -206,7 +206,7 @@ def _build(
   programs = [functools.partial(_whole, one) for one in stages]
   as_array = lambda x: jnp.array(x, jnp.float32)
 
-  def init(key, server=None):
+  def init(key, server=None):  # Line 2; line 2 of ClientUpdate.
     init_key, run_key = jax.random.split(key)
     keys = lambda first, group: jnp.stack(
       [jax.random.fold_in(init_key, first + k) for k in group]
@@ -261,7 +261,7 @@ def _build(
       kept = engine.run(
         *(engine_lib.Call(_rows, args) for args in zip(kept, works))
       )
-    results = engine.run(
+    results = engine.run(  # Lines 4 to 6.
       *(
         engine_lib.Each(
           program,
@@ -279,7 +279,7 @@ def _build(
       each = zip(state.groups, works, kept)
       kept = engine.run(*(engine_lib.Call(_with_rows, args) for args in each))
     server = state.server
-    if global_model is not None:  # Merge.
+    if global_model is not None:  # Line 7: Merge.
       weights = tuple(work.weight for work in works)
       (server,) = engine.run(engine_lib.Call(_merge, (memes, weights)))
     metrics = {

@@ -143,6 +143,7 @@ def mutual_loss(
   logits: jax.Array,
   partner: jax.Array,
   labels_loss: jax.Array,
+  *,
   weight: float | jax.Array,
   temperature: float | jax.Array = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
@@ -165,7 +166,7 @@ def mutual_loss(
   Reference: Shen et al. 2020, equation 5.
 
   >>> logits, partner = jnp.log(jnp.array([[[.75, .25]], [[.5, .5]]]))
-  >>> loss, kl = mutual_loss(logits, partner, jnp.array([2.]), 0.5)
+  >>> loss, kl = mutual_loss(logits, partner, jnp.array([2.]), weight=0.5)
   >>> [round(float(x[0]), 4) for x in (kl, loss)]  # log(4 / 3) / 2, + 2 / 2
   [0.1438, 1.0719]
   """
@@ -322,8 +323,8 @@ def _part_loss(client: MutualClient, models: dict[str, core.Model]):
             logits[name],
             partner,
             losses,
-            hyper[weights[name]],
-            hyper["temperature"],
+            weight=hyper[weights[name]],
+            temperature=hyper["temperature"],
           )
       part = jnp.sum(losses * batch["mask"])
       total += share * part

@@ -52,7 +52,7 @@ def group_clients(
   checks.sequence("clients", clients, MutualClient)
   groups: dict[tuple[Any, ...], list[int]] = {}
   for k, client in enumerate(clients):
-    groups.setdefault(tuple(map(core.identity, client)), []).append(k)
+    groups.setdefault(tuple(map(core.hash_key, client)), []).append(k)
   return tuple(map(tuple, groups.values()))
 
 

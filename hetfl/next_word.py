@@ -100,11 +100,12 @@ def token_divergence(
   student: TokenLogits,
   teachers: Sequence[TokenLogits],
   own: TokenLogits,
-  temperatures: Sequence[float | jax.Array],
-  regularization: float | jax.Array,
-  label_weight: float,
   batch: core.Batch,
   weights: jax.Array,
+  *,
+  temperatures: Sequence[float | jax.Array],
+  regularization: float | jax.Array,
+  label_weight: float = 0.0,
 ) -> jax.Array:
   """KL from `distill.codist_target` to the student, summed over positions.
 
@@ -115,17 +116,26 @@ def token_divergence(
     student: the student's logits, through which gradients flow.
     teachers: each teacher's logits.
     own: logits of the student before distillation.
-    temperatures: each teacher's T.
-    regularization: r, in [0, 1].
-    label_weight: weight of the true next words beside the teachers, in [0, 1].
     batch: holds `y: int[B, T]`.
     weights: `float[B, T]`; with `TokenLogits.chunk`, positions with weight zero
       are skipped.
+    temperatures: each teacher's T.
+    regularization: r, in [0, 1].
+    label_weight: weight of the true next words beside the teachers, in [0, 1].
 
   Returns:
     The weighted sum, a scalar in nats.
 
   Reference: Lichtarge et al. 2023, appendix C.4.
+
+  >>> def logits(ratio):  # of two words, at one position
+  ...   bias = jnp.log(jnp.array([ratio, 1.]))
+  ...   return TokenLogits(jnp.zeros((1, 1, 2)), jnp.zeros((2, 2)), bias)
+  >>> batch, weights = {'y': jnp.array([[1]])}, jnp.ones((1, 1))
+  >>> kl = token_divergence(logits(1.), [logits(3.)], logits(1.), batch,
+  ...                       weights, temperatures=[1.], regularization=0.)
+  >>> round(float(kl), 4)  # 3/4 log(3/2) + 1/4 log(1/2)
+  0.1308
   """
   views = (*teachers, own)
   for view in (student, *views):
@@ -161,7 +171,11 @@ def _target(features, heads, temperatures, regularization, **labels):
     for f, (kernel, bias) in zip(features, heads)
   ]
   return distill.codist_target(
-    teachers, own, temperatures, regularization, **labels
+    teachers,
+    own,
+    temperatures=temperatures,
+    regularization=regularization,
+    **labels,
   )
 
 
@@ -204,7 +218,7 @@ def weighted_sum(
   rows = jax.tree.map(flat, rows)
   if logits.chunk is None:
     z = core.wide(features @ logits.kernel + logits.bias.reshape(1, -1))
-    rows, shared = jax.lax.stop_gradient((rows, shared))
+    weights, rows, shared = jax.lax.stop_gradient((weights, rows, shared))
     return jnp.sum(weights * divergence(z, rows, shared)[0])
   return _fused(
     divergence,

@@ -19,9 +19,9 @@ import optax
 from hetfl import checks, core, planning, population
 from hetfl import engine as engine_lib
 from hetfl import evaluate as evaluate_lib
+from hetfl.data.streams import Stream
 
 PyTree = Any
-_FIT = 104  # a stream of random numbers
 # Keras's defaults, which the released code trains with.
 keras_adam = functools.partial(optax.adam, b1=0.9, b2=0.999, eps=1e-7)
 
@@ -289,7 +289,7 @@ def fit(
         for party, v in zip(parties, variables)
       ]
     else:
-      variables = fresh_models(parties, key)
+      variables = fresh_models(key, parties)
     key = jnp.copy(key)  # Since states may be donated.
     return FitState(
       tuple(
@@ -459,7 +459,7 @@ def plan_fit(
   checks.counts(round=round, batch_size=batch_size)
   epochs = [
     shuffled_epochs(
-      positions, seed=[_FIT, seed, phase, round, k], batch_size=batch_size
+      positions, seed=[Stream.FIT, seed, phase, round, k], batch_size=batch_size
     )
     for k, positions in enumerate(population.holdings(examples))
   ]
@@ -507,12 +507,12 @@ def check_work(work: Sequence[Any], parties: Sequence[Party]) -> None:
     )
 
 
-def fresh_models(parties, key) -> list[core.Variables]:
+def fresh_models(key, parties) -> list[core.Variables]:
   """Newly initialised models of all parties.
 
   Args:
-    parties: P parties.
     key: the run's key; 2**31 + k, folded into it, differs from any round.
+    parties: P parties.
 
   Returns:
     P `Variables`.

@@ -243,7 +243,7 @@ class _Block:
     self.name = f"Trials {first} to {first + len(values) - 1}"
     self.saved = 0
     self.saving = False
-    self.signals: list[int] = []
+    self.signals = []
     self._problem = problem
     self._runner = runner
     self._folder = folder

@@ -99,6 +99,16 @@ def test_pachinko_uses_nothing_twice(
   assert used.min() >= 0 and used.max() < len(fine)
 
 
+def test_numbers_of_clients_are_whole():
+  for number in (2.5, 0):
+    with pytest.raises(ValueError, match=f"num_clients={number}: must be a wh"):
+      partition.iid(10, num_clients=number, seed=0)
+    with pytest.raises(ValueError, match=f"num_clients={number}: must be a wh"):
+      partition.dirichlet(
+        np.zeros(10, int), num_clients=number, alpha=1, seed=0
+      )
+
+
 def test_pachinko_refuses_more_than_there_is():
   with pytest.raises(ValueError, match="num_clients=3.*want 12.*there are 10"):
     partition.pachinko(

@@ -449,7 +449,7 @@ WRONG = {
     evaluate.classification(TOKENS, {"y": jnp.zeros((1, 2), int)})
   ),
   "must be an array float[..., C], not a TokenLogits": lambda: mutual_loss(
-    TOKENS, TOKENS, jnp.zeros(1), 0.5
+    TOKENS, TOKENS, jnp.zeros(1), weight=0.5
   ),
   "next-word losses and metrics need TokenLogits": lambda: (
     next_word.next_word_metrics(jnp.zeros((1, 2, 5)), {})
@@ -467,7 +467,13 @@ WRONG = {
   ),
   "next-word losses and metrics need TokenLogits(features": lambda: (
     next_word.token_divergence(
-      TOKENS, [jnp.zeros((1, 2, 5))], TOKENS, [1.0], 0.0, 0.0, WORDS, None
+      TOKENS,
+      [jnp.zeros((1, 2, 5))],
+      TOKENS,
+      WORDS,
+      None,
+      temperatures=[1.0],
+      regularization=0.0,
     )
   ),
   "Language models need Pool(loss=sentence_loss()), Distiller(": lambda: (
@@ -487,7 +493,7 @@ WRONG = {
     jnp.zeros(8), 1.0
   ),
   "loss: returned a scalar": lambda: mutual_loss(
-    jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(()), 0.5
+    jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(()), weight=0.5
   ),
   "labels of shape (4, 2)": lambda: partition.stratified(
     np.zeros((4, 2)), size=2, seed=0
@@ -754,7 +760,7 @@ def test_a_party_of_weight_zero_is_not_heard():
 def test_float16_gradients_keep_their_length():
   """Merging with alpha 0 keeps the norm of g, whose squares underflow."""
   g = jnp.array([1e-4], jnp.float16)
-  merged = codist.merge_gradients(g, g, 0.0)
+  merged = codist.merge_gradients(g, g, alpha=0.0)
   np.testing.assert_allclose(merged, g.astype(jnp.float32), rtol=1e-6)
 
 
@@ -856,8 +862,12 @@ def test_divergences_of_half_precision_are_taken_in_float32(classes):
   batch = {"y": jnp.arange(64) % classes}
 
   def both(z, t):
-    kl = lambda z: mutual_loss(z, t, core.cross_entropy(z, batch), 0.0)[0].sum()
-    target = distill.codist_target([t], z, [0.5], 0.25)
+    kl = lambda z: mutual_loss(z, t, core.cross_entropy(z, batch), weight=0.0)[
+      0
+    ].sum()
+    target = distill.codist_target(
+      [t], z, temperatures=[0.5], regularization=0.25
+    )
     student = lambda z: distill.kl_divergence(target, z).sum()
     digest = lambda z: squared_error(z, t).sum() + absolute_error(z, t).sum()
     return [jax.value_and_grad(f)(z) for f in (kl, student, digest)]
@@ -876,7 +886,7 @@ def test_labels_stand_beside_the_teachers():
   t, s = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.75]]))
   labels = distill.label_target(t, {"y": jnp.array([0])})
   target = distill.codist_target(
-    [t], s, [1.0], 0.25, labels=labels, label_weight=0.25
+    [t], s, labels, temperatures=[1.0], regularization=0.25, label_weight=0.25
   )
   # 3/4 (3/4 1/2 + 1/4) + 1/4 1/4 = 17/32, and 3/4 3/8 + 3/16 = 15/32.
   np.testing.assert_allclose(target, [[17 / 32, 15 / 32]], rtol=1e-6)

@@ -182,21 +182,23 @@ def test_losses_by_hand():
   # p = (3/4, 1/4), q = (1/2, 1/2), label 0.
   z, w = jnp.log(jnp.array([[0.75, 0.25]])), jnp.zeros((1, 2))
   # KL(q || p) = 1/2 log(2/3) + 1/2 log 2 = 0.1438410
-  loss, kl = mutual_loss(z, w, -jnp.log(jnp.array([0.75])), 0.25)
+  loss, kl = mutual_loss(z, w, -jnp.log(jnp.array([0.75])), weight=0.25)
   np.testing.assert_allclose(kl, [0.1438410], rtol=1e-5)
   np.testing.assert_allclose(loss, [0.25 * 0.2876821 + 0.75 * 0.1438410])
   # KL(p || q) = 3/4 log(3/2) + 1/4 log(1/2) = 0.1308120
-  _, kl = mutual_loss(w, z, jnp.zeros(1), 0.25)
+  _, kl = mutual_loss(w, z, jnp.zeros(1), weight=0.25)
   np.testing.assert_allclose(kl, [0.1308120], rtol=1e-5)
   # Nothing is learnt through the partner.
-  grad = jax.grad(lambda w: mutual_loss(z, w, jnp.zeros(1), 0.5)[0].sum())
+  grad = jax.grad(
+    lambda w: mutual_loss(z, w, jnp.zeros(1), weight=0.5)[0].sum()
+  )
   assert not np.asarray(grad(w)).any()
 
 
 def test_a_partner_that_is_not_heard_may_be_anything():
   z, lost = jnp.zeros((2, 3)), jnp.full((2, 3), jnp.nan)
   labels = lambda z: -jax.nn.log_softmax(z)[:, 0]
-  total = lambda z, w: mutual_loss(z, lost, labels(z), w)[0].sum()
+  total = lambda z, w: mutual_loss(z, lost, labels(z), weight=w)[0].sum()
   assert_close(
     jax.value_and_grad(total)(z, 1.0),
     jax.value_and_grad(lambda z: labels(z).sum())(z),

@@ -212,6 +212,24 @@ def test_distillation_gradient_is_the_oracles(
   )
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_weights_are_not_trained(chunk):
+  view = next_word.TokenLogits(
+    jnp.ones((1, 3, 2)), jnp.eye(2), jnp.arange(2.0), chunk
+  )
+  loss = lambda weights: next_word.token_divergence(
+    view,
+    [view],
+    view,
+    {"y": jnp.zeros((1, 3), int)},
+    weights,
+    temperatures=[0.5],
+    regularization=0.0,
+  )
+  value, grad = jax.value_and_grad(loss)(jnp.ones((1, 3)))
+  assert value > 0.01 and not np.asarray(grad).any()
+
+
 def test_targets_of_a_small_type_are_no_other_classes():
   # The words 3 to 43 of 300, as uint8: 256 + 3 is not the word 3.
   y = np.arange(40).reshape(8, 5) + 3

@@ -56,9 +56,9 @@ class FedMDImages:
       holds; `None` if there are none, or none are held out.
     private_test: test images of the private classes, the task of all parties.
     public_mean: `float32[H, W, C]`, the mean image of the whole public training
-      set, in [0, 1].
+      set, in [0, 1]; of `digits`, of the public classes only.
     private_mean: the same for the whole training set from which the private
-      images are taken, with all its classes.
+      images are taken, with all its classes; of `digits`, of the private ones.
   """
 
   name: str
@@ -533,7 +533,7 @@ def _hold_out(subset: Subset, size: int, seed: int):
       f"heldout_examples={size}: there are {len(y)} public images, want"
       f" 0 to {len(y) - 1}"
     )
-  drawn = partition.stratified(y, size=size, seed=[21, seed])
+  drawn = partition.stratified(y, size=size, seed=[Stream.PUBLIC_HELDOUT, seed])
   held = np.zeros(len(y), bool)
   held[drawn] = True
   return (
@@ -548,7 +548,9 @@ def _some(subset: Subset, size: int, seed: int) -> Subset:
     raise ValueError(
       f"public_examples={size}: there are {len(y)}, want 1 to {len(y)}"
     )
-  drawn = partition.stratified(y, size=size, seed=[22, seed])
+  drawn = partition.stratified(
+    y, size=size, seed=[Stream.PUBLIC_EXAMPLES, seed]
+  )
   return Subset(subset.bank, subset.index[np.sort(drawn)])
 
 
@@ -560,5 +562,7 @@ def _left_over(bank, classes, parts, size, seed) -> Subset | None:
   size = min(size, len(free))
   if not size:
     return None
-  drawn = partition.stratified(bank["y"][free], size=size, seed=[23, seed])
+  drawn = partition.stratified(
+    bank["y"][free], size=size, seed=[Stream.PRIVATE_HELDOUT, seed]
+  )
   return Subset(bank, free[np.sort(drawn)])

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hetfl import checks
 from hetfl.data.streams import generator, Stream
 from hetfl.population import Positions
 
@@ -94,7 +95,8 @@ def pachinko(
       "coarse, fine: want one label of each per example, got shapes "
       f"{coarse.shape} and {fine.shape}"
     )
-  _check_positive(alpha=alpha, beta=beta, num_clients=num_clients)
+  checks.positive(alpha=alpha, beta=beta)
+  checks.counts(num_clients=num_clients)
   if num_clients * examples_per_client > len(fine):
     raise ValueError(
       f"num_clients={num_clients}, examples_per_client="
@@ -176,7 +178,8 @@ def dirichlet(
   Departure: the paper does not consider empty clients.
   """
   labels = np.asarray(labels)
-  _check_positive(alpha=alpha, num_clients=num_clients)
+  checks.positive(alpha=alpha)
+  checks.counts(num_clients=num_clients)
   _check_clients(num_clients, len(labels))
   rng = generator(Stream.DIRICHLET, seed)
   concentration = np.full(num_clients, float(alpha))
@@ -285,7 +288,7 @@ def iid(num_examples: int, *, num_clients: int, seed: int) -> list[np.ndarray]:
   >>> [len(c) for c in iid(11, num_clients=3, seed=0)]
   [4, 4, 3]
   """
-  _check_positive(num_clients=num_clients)
+  checks.counts(num_clients=num_clients)
   _check_clients(num_clients, num_examples)
   order = generator(Stream.IID, seed).permutation(num_examples)
   return np.array_split(order.astype(np.int32), num_clients)
@@ -332,7 +335,7 @@ def shards(
   >>> [sorted(set((c % 4).tolist())) for c in test]
   [[0, 3], [1, 2]]
   """
-  _check_positive(num_clients=num_clients, shards_per_client=shards_per_client)
+  checks.counts(num_clients=num_clients, shards_per_client=shards_per_client)
   labels = tuple(np.asarray(y) for y in labels)
   num_classes = 1 + max(int(y.max()) for y in labels)
   total = num_clients * shards_per_client
@@ -510,12 +513,6 @@ class _Multinomial:
   def _accumulate(self):
     self._sums = list(itertools.accumulate(self._weights))
     self._last = max(i for i, w in enumerate(self._weights) if w > 0)
-
-
-def _check_positive(**values):
-  for name, value in values.items():
-    if not value > 0:
-      raise ValueError(f"{name}={value}: want more than zero")
 
 
 def _check_clients(num_clients: int, num_examples: int):

@@ -26,6 +26,13 @@ class Stream(enum.IntEnum):
   EQUAL_CLASSES = 11
   WRITERS = 12
   SUBCLASSES = 13
+  PUBLIC_HELDOUT = 21
+  PUBLIC_EXAMPLES = 22
+  PRIVATE_HELDOUT = 23
+  PUBLIC_SUBSET = 101
+  DIGEST = 102
+  REVISIT = 103
+  FIT = 104
 
 
 def generator(stream: Stream, *numbers: int) -> np.random.Generator:
