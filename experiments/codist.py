@@ -545,6 +545,11 @@ class Experiment:
       "seed": config["seed"],
       "exchanges": config["rounds"] // every if every else 0,
       "bytes_per_round": sent,
+      # Sizes of the server's sets, as in the paper's tables 3 to 5.
+      **{
+        f"{name}_examples": len(getattr(self.data, name).index)
+        for name in ("distill", "heldout", "test")
+      },
       "pools": pools,
     }
 

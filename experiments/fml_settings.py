@@ -131,8 +131,8 @@ def define_flags() -> None:
   flags.DEFINE_float(
     "temperature",
     1.0,
-    "fml: softmax temperature of both models in the divergences; the paper has"
-    " none.",
+    "fml: softmax temperature of both models in the divergences; the paper's"
+    " equation 5 has none.",
     lower_bound=1e-6,
   )
   flags.DEFINE_bool(

@@ -62,6 +62,8 @@ def _cell(
   flags |= {n: fml_settings.DEFAULTS[datasets[0]][n] for n in _SHARED}
   for algorithm in algorithms:
     flags = _EXTRA[algorithm] | flags
+  if {*algorithms} <= {"fedavg", "fedprox"}:
+    flags["merge_weights"] = "examples"  # Equation 2; FML's are equal.
   return tables_lib.Cell(name, title, flags, paths, (*notes, _not_said(flags)))
 
 
@@ -187,7 +189,11 @@ def _figure6() -> list[tables_lib.Cell]:
 
 
 def _section6() -> list[tables_lib.Cell]:
-  """The numbers are of clients 0 to 3, since the last client differs."""
+  """The numbers are of clients 0 to 3, since the last client differs.
+
+  The badly trained client is among different models and among equal ones: the
+  controls are this table's first and fourth cells.
+  """
   ours = "Data set, models and number of clients are our choice."
   mlps = ("mlp",) * 4
   paths = dict.fromkeys(
@@ -210,13 +216,22 @@ def _section6() -> list[tables_lib.Cell]:
         (beside, "fml_sec6_sardines, which has no catfish."),
       ),
       (
+        "bad_sardine",
+        "five weak clients, client 4 trains on random labels",
+        _unlike((*mlps, "mlp")) | {"bad_clients": 4, "bad_label_share": 1.0},
+        (beside, "fml_sec6_sardines, where client 4 has true labels."),
+      ),
+      (
+        "good_client",
+        "five different clients",
+        _unlike(_UNLIKE),
+        (beside, "fml_sec6_bad_client."),
+      ),
+      (
         "bad_client",
-        "client 4 trains on random labels",
+        "the same, client 4 trains on random labels",
         _unlike(_UNLIKE) | {"bad_clients": 4, "bad_label_share": 1.0},
-        (
-          beside,
-          "fml_fig5_model_heterogeneity's fml, where client 4 has true labels.",
-        ),
+        (beside, "fml_sec6_good_client, where client 4 has true labels."),
       ),
     )
   ]
@@ -225,21 +240,25 @@ def _section6() -> list[tables_lib.Cell]:
 def _dynamic() -> list[tables_lib.Cell]:
   return [
     _cell(
-      "fml_dynamic",
-      "alpha falls and beta rises over the rounds",
+      name,
+      title,
       ["fml"],
       {
         "dataset": "cifar10",
         "partition": "iid",
         "global_model": "cnn1",
         "client_models": "cnn1",
-        "alpha": (0.9, 0.5),
-        "beta": (0.5, 0.9),
+        **weights,
       },
       dict.fromkeys([_GLOBAL, _BEST_GLOBAL, _CLIENTS]),
+      ("Data set, model, values and the straight line are our choice.",),
+    )
+    for name, title, weights in (
+      ("fml_dynamic_constant", "alpha and beta are 0.5 in all rounds", {}),
       (
-        "To be put beside fml_table1_cifar10_cnn1_iid_fml, with 0.5 for both.",
-        "Data set, model, values and the straight line are our choice.",
+        "fml_dynamic",
+        "alpha falls and beta rises over the rounds",
+        {"alpha": (0.9, 0.5), "beta": (0.5, 0.9)},
       ),
     )
   ]

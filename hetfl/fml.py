@@ -333,7 +333,7 @@ def fml(
     optimizer: `learning rate -> optax optimizer`; `MutualClient.optimizer`
       replaces it for a client's local model.
     temperature: T of the divergences, which are then multiplied by T^2; a
-      value or a schedule. The paper has none.
+      value or a schedule. Equation 5 has none.
     sequential: whether the local model is updated first and the meme learns
       from the updated one, as in deep mutual learning (Zhang et al. 2018). The
       paper does not say; its code updates both at once.

@@ -155,7 +155,8 @@ def mutual_loss(
     labels_loss: `float[B]`, the model's loss on the labels, CE.
     weight: alpha for the local model, beta for the meme.
     temperature: T, of both softmaxes; the divergence is then multiplied by
-      T^2 as in Hinton et al. 2015. The paper has none.
+      T^2 as in Hinton et al. 2015. Equation 5 has none; equation 3 has one, of
+      the teacher only.
 
   Returns:
     Two `float[B]`: the loss, and the divergence in it, summed over classes.

@@ -282,6 +282,9 @@ def test_fedmd_on_own_images(experiment, save, tmp_path):
   assert "npz" not in (tmp_path / "run/config.flags").read_text().replace(
     "--environment=npz", ""
   )
+  three = run[:3] + ("--num_parties=4",) + run[4:]
+  small = experiment("fedmd")(*three, f"--npz={path}")
+  assert "party3's (cnn(8,12,16)) does not fit images of 8x8" in error_of(small)
   # Other private images are another run.
   other = tmp_path / "other.npz"
   reversed_ = {"x_train": ARRAYS["x_train"][::-1], "clients_train": CLIENTS}

@@ -484,8 +484,8 @@ def test_fedmd_models_of_table_2_and_their_maps():
     shapes = jax.eval_shape(module.init, jax.random.key(0), x)
     counts[name] = core.num_parameters(shapes["params"])
     assert shapes["params"]["head"]["kernel"].shape[1] == 16
-  # conv (9*3+1)*64, (4*64+1)*64, (9*64+1)*64 twice, BN 4 * 2*64, head 64*16
-  assert counts["cnn(64,64,64,64)"] == 1792 + 16448 + 2 * 36928 + 512 + 1024
+  # conv (9*3+1)*64, (4*64+1)*64, (9*64+1)*64 twice, BN 4 * 2*64, head 3*3*64*16
+  assert counts["cnn(64,64,64,64)"] == 1792 + 16448 + 2 * 36928 + 512 + 9216
   names = [
     "cnn(128,256)",
     "cnn(128,128,192)",

@@ -25,7 +25,8 @@ class Forks:
 
   def __exit__(self, *exception):
     if "_process" in vars(self):
-      self._process.communicate()
+      self._process.kill()  # It holds nothing, and ends on its own too.
+      self._process.wait()
 
   def __enter__(self):
     return self

@@ -64,12 +64,18 @@ def test_published_numbers_are_of_the_setting_that_was_published(known):
     "fedmd_weak_none": paper,
     "fedmd_weak_equal": set(),
     "fedmd_weak_suppressed": set(),
+    "fedmd_weak_unheard": set(),
   }
   # Models 0 and 9 are suppressed in the paper's CIFAR cells only.
   for cell in known["fedmd_fig2"].cells:
     weights = cell.flags.get("consensus_weights")
     paper = cell.name in ("fedmd_cifar_iid", "fedmd_cifar_noniid")
     assert weights == ([0.5, *[1.0] * 8, 0.5] if paper else None), cell.name
+  # The claims are of each party, and of the herd without its weak parties.
+  for cell in known["fedmd_fig2"].cells:
+    assert "parties.0.final_accuracy" in cell.published
+  for cell in known["fedmd_weak"].cells:
+    assert "parties.0-7.final_accuracy" in cell.published
 
 
 def test_stack_overflow_cells_ask_for_no_c4_that_may_not_be_there(known):
@@ -92,10 +98,24 @@ def test_fml_is_compared_with_what_the_paper_compares_it_with(known):
   for cell in known["fml_sec6"].cells:
     # Neither the catfish nor the badly trained client.
     assert not [p for p in cell.published if "*" in p or ".4." in p]
-  bad = cell_of(known["fml_sec6"], "fml_sec6_bad_client")
-  assert "fml_fig5_model_heterogeneity" in " ".join(bad.notes)
-  differ = {n for n in bad.flags if bad.flags[n] != fig5.flags.get(n)}
-  assert differ == {"algorithm", "bad_clients", "bad_label_share"}
+  # Each cell's control is a cell of the same table.
+  bad = "bad_clients bad_label_share"
+  for name, other, differ in (
+    ("fml_sec6_bad_sardine", "fml_sec6_sardines", bad),
+    ("fml_sec6_bad_client", "fml_sec6_good_client", bad),
+    ("fml_sec6_catfish", "fml_sec6_sardines", "client_models"),
+    ("fml_dynamic", "fml_dynamic_constant", "alpha beta"),
+  ):
+    table = "fml_dynamic" if "dynamic" in name else "fml_sec6"
+    flags, control = (cell_of(known[table], n).flags for n in (name, other))
+    unlike = {n for n in flags if flags[n] != control.get(n)}
+    assert unlike == {*differ.split()}, name
+  weights = lambda table: {
+    c.flags.get("merge_weights", "uniform") for c in known[table].cells
+  }
+  assert weights("fml_fig4") == {"uniform"}
+  for cell in known["fml_table1"].cells:
+    assert ("merge_weights" in cell.flags) == (not cell.name.endswith("fml"))
 
 
 def test_rows_have_published_columns_only_where_something_is_published(
