@@ -15,6 +15,13 @@ With --seeds=0,1,2 every cell is run with each seed, and the table has means and
 standard deviations. Cells can run in parallel, on several machines that share
 --workdir: --commands prints the commands of the cells, and --tabulate writes
 the table of the finished ones.
+
+The papers tuned each cell; the cells' flags were chosen by hand, for a few of
+them. With --search=N each cell is tuned first, by N trials that held-out data
+judges, in --workdir/search, and then run with the values of the best:
+
+  python experiments/reproduce.py --table=codist_table1_cifar --data_dir=DIR \
+      --search=64 --search_rounds=300 --search_flags="--block=8"
 """
 
 import argparse
@@ -29,6 +36,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from typing import NamedTuple
 
 import make_flags
 import tables
@@ -151,8 +159,45 @@ def draw(
   )
 
 
+class Search(NamedTuple):
+  """How cells are tuned before they are run.
+
+  Attributes:
+    folder: has a folder for each cell's search.
+    trials: how many trials a cell has.
+    rounds: how many rounds a trial has; the cell's, if it is `None`.
+    flags: further flags of `tune.py`.
+    extra: further flags of the trials.
+  """
+
+  folder: pathlib.Path
+  trials: int
+  rounds: int | None
+  flags: Sequence[str]
+  extra: Sequence[str]
+
+  def command_of(self, script: str, cell: tables.Cell) -> list[str]:
+    """The command that tunes a cell of an experiment."""
+    return [
+      sys.executable,
+      str(tables.HERE / "tune.py"),
+      f"--experiment={pathlib.Path(script).stem}",
+      f"--trials={self.trials}",
+      f"--workdir={self.folder / cell.name}",
+      *self.flags,
+      "--",
+      f"--flagfile={tables.FLAG_FILES / cell.name}.flags",
+      *self.extra,
+      *([f"--rounds={self.rounds}"] if self.rounds else []),
+    ]
+
+
 def command_of(
-  script: str, cell: tables.Cell, folder: pathlib.Path, extra: Sequence[str]
+  script: str,
+  cell: tables.Cell,
+  folder: pathlib.Path,
+  extra: Sequence[str],
+  search: Search | None = None,
 ) -> list[str]:
   """The command that runs or resumes a cell in a folder.
 
@@ -161,14 +206,23 @@ def command_of(
     cell: the cell.
     folder: the folder.
     extra: further flags.
+    search: the search whose best values it has; `None` for the cell's own.
 
   Returns:
     The command's words.
   """
+  flags = [f"--flagfile={tables.FLAG_FILES / cell.name}.flags"]
+  if search:
+    flags = [
+      f"--flagfile={search.folder / cell.name / 'best.flags'}",
+      f"--rounds={cell.flags['rounds']}",
+    ]
+    if script == "fml.py":  # The search's are training images again.
+      extra = [*extra, "--heldout_examples=0"]
   return [
     sys.executable,
     str(tables.HERE / script),
-    f"--flagfile={tables.FLAG_FILES / cell.name}.flags",
+    *flags,
     f"--workdir={folder}",
     *extra,
   ]
@@ -298,6 +352,26 @@ def make_parser(known: Mapping[str, tables.Table]) -> argparse.ArgumentParser:
     help="go on with the next cell if one fails, and say which did at the end",
   )
   parser.add_argument(
+    "--search",
+    type=int,
+    metavar="N",
+    help="tune each cell first, by N trials (1,024 in the codistillation"
+    " paper), and run it with the best one's values; not for FedMD. FML needs"
+    " -- --heldout_examples",
+  )
+  parser.add_argument(
+    "--search_rounds",
+    type=int,
+    metavar="R",
+    help="number of rounds of a trial; by default that of the cell",
+  )
+  parser.add_argument(
+    "--search_flags",
+    default="",
+    metavar="FLAGS",
+    help="flags of the searches, in quotes: see tune.py --help",
+  )
+  parser.add_argument(
     "--commands",
     action="store_true",
     help="print the commands, a line for each cell and seed, and run nothing;"
@@ -322,6 +396,7 @@ def run_cells(
   shown: Sequence[str],
   hidden: Sequence[str],
   keep_going: bool,
+  search: Search | None,
 ) -> dict[str, int]:
   """Runs or resumes cells, and writes the table after each.
 
@@ -333,25 +408,30 @@ def run_cells(
     shown: flags of all runs that the table shows.
     hidden: flags of all runs that it does not show, such as --data_dir.
     keep_going: whether to go on after a cell that fails.
+    search: how cells are tuned first; `None` for not at all.
 
   Returns:
     The exit statuses of the cells that failed, by name.
   """
   run_now, failed = set(), {}
+  titled = [f"--search={search.trials}", *shown] if search else shown
   for cell in cells:
     flags = [*shown, *hidden]
     # Only of cells that this command has run, whose flags are the same.
     if cell.like in run_now and not any("pretrained" in f for f in flags):
       flags += shared_phases(cell, workdir, seeds)
-    folder = workdir / cell.name
-    code = run_cell(command_of(table.script, cell, folder, flags))
+    folder, code = workdir / cell.name, 0
+    if search:
+      code = run_cell(search.command_of(table.script, cell))
+    if not code:
+      code = run_cell(command_of(table.script, cell, folder, flags, search))
     if code:
       failed[cell.name] = code
       if not keep_going:
         break
       continue
     run_now.add(cell.name)
-    tabulate(table, workdir, seeds, shown, run_now)
+    tabulate(table, workdir, seeds, titled, run_now)
   if run_now:
     print((workdir / "table.md").read_text(encoding="utf-8"))
   return failed
@@ -428,9 +508,29 @@ def main(argv: Sequence[str]) -> None:
   hidden += ["--download"] if args.download else []
   workdir = pathlib.Path(args.workdir or pathlib.Path("runs", args.table))
   workdir = workdir.expanduser()
+  search = None
+  if args.search is not None:
+    if table.script == "fedmd.py":
+      parser.error(f"--search={args.search}: FedMD has no search; leave it out")
+    search = Search(
+      workdir / "search",
+      args.search,
+      args.search_rounds,
+      shlex.split(args.search_flags),
+      [*extra, *hidden],
+    )
+  elif args.search_rounds or args.search_flags:
+    parser.error("--search_rounds, --search_flags: only with --search")
   if args.commands:
     for cell in cells:
       folder = workdir / cell.name
+      if search:
+        first = search.command_of(table.script, cell)
+        flags = [*shown, *hidden]
+        then = command_of(table.script, cell, folder, flags, search)
+        both = f"{shlex.join(first)} && exec {shlex.join(then)}"
+        print(shlex.join(["bash", "-c", both]))
+        continue
       # The folders that a single command for all seeds would use.
       runs = {folder / f"seed{seed}": [f"--seed={seed}"] for seed in seeds}
       for place, seed in (runs or {folder: []}).items():
@@ -457,6 +557,7 @@ def main(argv: Sequence[str]) -> None:
       shown=shown,
       hidden=hidden,
       keep_going=args.keep_going,
+      search=search,
     )
     if failed:
       codes = ", ".join(f"{n} (status {code})" for n, code in failed.items())

@@ -309,6 +309,68 @@ def make_run(folder, **result):
   (folder / "result.json").write_text(json.dumps(result))
 
 
+def test_a_cell_is_tuned_and_run_with_the_best(
+  modules, tmp_path, monkeypatch, capsys
+):
+  reproduce, commands = modules["reproduce"], []
+
+  def run_cell(command):
+    commands.append([pathlib.Path(command[1]).name, *command[2:]])
+    (tmp_path / "table1_cifar_3100_fedavg").mkdir(exist_ok=True)
+    return 0
+
+  def table(*args):
+    names = ("--table=codist_table1_cifar", "--only=3100_fedavg")
+    search = ("--search=8", "--search_rounds=30", "--search_flags=--block=4")
+    run = ("--seeds=0,1", "--data_dir=/data", "--", "--recipe=crop24")
+    reproduce.main([*names, f"--workdir={tmp_path}", *search, *args, *run])
+
+  monkeypatch.setattr(reproduce, "run_cell", run_cell)
+  monkeypatch.setattr(
+    reproduce,
+    "read_results",
+    lambda folder, _: [{"rounds": 1500}] * folder.exists(),
+  )
+  table()
+  tuning, run = commands
+  folder = tmp_path / "search/table1_cifar_3100_fedavg"
+  shared = ["--recipe=crop24", "--data_dir=/data"]
+  # Trials have one seed each, and flags of theirs after the cell's.
+  assert tuning[:5] == [
+    "tune.py",
+    "--experiment=codist",
+    "--trials=8",
+    f"--workdir={folder}",
+    "--block=4",
+  ]
+  assert tuning[6].endswith("table1_cifar_3100_fedavg.flags")
+  assert tuning[7:] == [*shared, "--rounds=30"]
+  assert run == [
+    "codist.py",
+    f"--flagfile={folder}/best.flags",
+    "--rounds=1500",
+    f"--workdir={tmp_path}/table1_cifar_3100_fedavg",
+    "--seeds=0,1",
+    *shared,
+  ]
+  shown = "`--search=8 --seeds=0,1 --recipe=crop24`"
+  assert shown in (tmp_path / "table.md").read_text()
+  capsys.readouterr()
+  table("--commands")
+  # One word for `exec`.
+  *bash, both = shlex.split(capsys.readouterr().out)
+  first, then = both.split(" && exec ")
+  assert bash == ["bash", "-c"] and shlex.split(first)[2:] == tuning[1:]
+  assert shlex.split(then)[2:] == run[1:]
+  for args, message in (
+    (("--table=fedmd_fig2", "--search=8"), "--search=8: FedMD has no search"),
+    (("--table=fml_fig6", "--search_rounds=8"), "only with --search"),
+  ):
+    with pytest.raises(SystemExit):
+      reproduce.main(args)
+    assert message in capsys.readouterr().err
+
+
 def test_a_table_has_cells_that_others_finish_meanwhile(
   modules, known, tmp_path, monkeypatch, capsys
 ):
