@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-import codist
+import codist_settings
 import tables as tables_lib
 
 from hetfl.data import codist_text
@@ -56,7 +56,7 @@ def tables() -> dict[str, tables_lib.Table]:
 def _flags(
   dataset: str, algorithm: str, distill_data: str, own: Mapping[str, Any]
 ) -> dict[str, Any]:
-  defaults = codist.DEFAULTS[dataset][algorithm]
+  defaults = codist_settings.DEFAULTS[dataset][algorithm]
   flags = {"algorithm": algorithm, "dataset": dataset, **own}
   if distill_data:
     flags["distill_data"] = distill_data

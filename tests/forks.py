@@ -34,8 +34,7 @@ def main(seconds: int) -> None:
 if __name__ == "__main__":
   root = pathlib.Path(__file__).resolve().parent.parent
   sys.path[0] = str(root / "experiments")
-  import codist_images  # noqa: F401
-  import codist_language  # noqa: F401
+  import codist_settings  # noqa: F401
   import fedmd_settings  # noqa: F401
   import fml_settings  # noqa: F401
   import launch  # noqa: F401
