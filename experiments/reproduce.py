@@ -41,7 +41,7 @@ from typing import NamedTuple
 import make_flags
 import tables
 
-from hetfl import logs
+from hetfl import logs, signals
 
 _WIDE = 16  # columns
 
@@ -262,8 +262,6 @@ def run_cell(command: Sequence[str]) -> int:
   Raises:
     SystemExit: if a signal stopped it.
   """
-  from hetfl import training  # takes seconds
-
   print(shlex.join(command), flush=True)
   process = subprocess.Popen(command)
   stopped = []
@@ -273,7 +271,7 @@ def run_cell(command: Sequence[str]) -> int:
     # If it has reached the run already, this second one does nothing.
     process.send_signal(number)
 
-  with training.on_signals(hand_on):
+  with signals.on_signals(hand_on):
     code = process.wait()  # A stopped run saves a checkpoint first.
   if stopped:
     sys.exit(128 + stopped[0])

@@ -23,7 +23,7 @@ from typing import Any
 from absl import logging
 import numpy as np
 
-from hetfl import checkpoint, checks, logs, proposers, report, training
+from hetfl import checkpoint, checks, logs, proposers, report, signals
 from hetfl import trials as trials_lib
 from hetfl.proposers import Row
 
@@ -188,7 +188,7 @@ def _ended_by_signals(work: "_Block") -> Iterator[None]:
     else:
       raise _Signal(number)
 
-  with training.on_signals(handler):
+  with signals.on_signals(handler):
     try:
       yield
     except _Signal as caught:
