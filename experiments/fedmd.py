@@ -38,12 +38,7 @@ from hetfl import (
 )
 from hetfl.data import fedmd_images, files
 from hetfl.engine import from_first, jit
-from hetfl.fedmd import (
-  bytes_per_round,
-  fedmd,
-  FedMDPlan,
-  plan_fedmd,
-)
+from hetfl.fedmd import fedmd, FedMDPlan, plan_fedmd
 from hetfl.models import fedmd as models
 from hetfl.party import fit, FitPlan, Party, plan_fit, Trained
 
@@ -435,6 +430,34 @@ class Experiment:
       results=[result],
     )
     return result
+
+
+def bytes_per_round(
+  subset: int, num_classes: int, parameters: int
+) -> dict[str, int]:
+  """Bytes, of float32 and int32, that a party sends and receives in a round.
+
+  A party receives the positions of the round's public examples and the
+  consensus on them, and sends its scores.
+
+  Args:
+    subset: N, public examples of a round.
+    num_classes: C.
+    parameters: number of the party's parameters.
+
+  Returns:
+    `sent` and `received`; for comparison `weights`, what sending the parameters
+    would take; receiving them would take as many bytes again.
+
+  >>> bytes_per_round(5000, 16, 989440)
+  {'sent': 320000, 'received': 340000, 'weights': 3957760}
+  """
+  scores = 4 * subset * num_classes
+  return {
+    "sent": scores,
+    "received": scores + 4 * subset,
+    "weights": 4 * parameters,
+  }
 
 
 def draw(
