@@ -4,6 +4,7 @@ from absl import flags
 import common
 import jax
 import jax.numpy as jnp
+import run_flags
 
 from hetfl import augment, core, evaluate
 from hetfl.data import codist_images
@@ -80,7 +81,7 @@ DEFAULTS = {
 
 def define_flags() -> None:
   """Defines the flags that only image runs have."""
-  common.define_npz_flag()
+  run_flags.define_npz_flag()
   flags.DEFINE_enum(
     "recipe",
     None,

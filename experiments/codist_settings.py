@@ -7,6 +7,7 @@ import codist_images
 import codist_language
 import common
 import numpy as np
+import run_flags
 
 from hetfl import engine as engine_lib
 from hetfl.fedavg import (
@@ -57,7 +58,7 @@ DEFAULTS = {dataset: task.DEFAULTS[dataset] for dataset, task in TASKS.items()}
 
 def define_flags() -> None:
   """Defines the experiment's flags, including the shared ones."""
-  common.define_run_flags()
+  run_flags.define_run_flags()
   codist_images.define_flags()
   codist_language.define_flags()
   flags.DEFINE_list(

@@ -5,6 +5,7 @@ import pathlib
 from absl import flags
 import common
 import jax
+import run_flags
 
 from hetfl import evaluate
 from hetfl.data import fedmd_images
@@ -128,14 +129,14 @@ def of_phase(phase: str, config: dict) -> dict:
 
 def define_flags() -> None:
   """Defines the flags of the experiment."""
-  common.define_run_flags()
+  run_flags.define_run_flags()
   flags.DEFINE_enum(
     "environment",
     "digits",
     list(fedmd_images.ENVIRONMENTS),
     "Public data and the parties' private data; npz: your own.",
   )
-  common.define_npz_flag(of="environment")
+  run_flags.define_npz_flag(of="environment")
   flags.DEFINE_string(
     "public_npz",
     None,

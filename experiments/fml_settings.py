@@ -5,6 +5,7 @@ import pathlib
 from absl import flags
 import common
 import jax
+import run_flags
 
 from hetfl.data import fml_images
 from hetfl.models import fml as nets
@@ -58,8 +59,8 @@ DEFAULTS = {
 
 def define_flags() -> None:
   """Defines the experiment's flags, including the shared ones."""
-  common.define_run_flags()
-  common.define_npz_flag()
+  run_flags.define_run_flags()
+  run_flags.define_npz_flag()
   flags.DEFINE_list(
     "algorithm",
     list(ALGORITHMS),
