@@ -30,20 +30,18 @@ import common
 import jax
 import launch
 import numpy as np
+from search_space import (
+  check_ends,
+  flag_values,
+  make_space,
+  search_config,
+  shown,
+)
 import tunables
 
 from hetfl import engine, logs, proposers, report, training, trials, tune
 
 FLAGS = flags.FLAGS
-# Flags of the search that change its result.
-_SEARCH_FLAGS = (
-  "experiment",
-  "block",
-  "halvings",
-  "objective",
-  "proposer",
-  "seeds",
-)
 
 
 def _define_flags() -> None:
@@ -133,139 +131,6 @@ def _define_experiment() -> None:
   )
   if "workdir" not in FLAGS:
     module.define_flags()
-
-
-def make_space(tunable: tunables.Tunable, algorithm: str) -> proposers.Space:
-  """The default space, with the changes of `--space`.
-
-  Args:
-    tunable: the experiment.
-    algorithm: one of its algorithms.
-
-  Returns:
-    Dimension by name.
-
-  Raises:
-    UsageError: naming what is wrong with `--space`.
-  """
-  space = dict(tunable.space[algorithm])
-  for item in FLAGS.space:
-    name, _, text = item.partition("=")
-    flag, _, model = name.partition(".")
-    if flag not in FLAGS or model not in ("", *tunable.models):
-      models = f", nor FLAG.MODEL with one of {', '.join(tunable.models)}"
-      raise common.UsageError(
-        f"--space={item}: {name!r} is not a flag of {tunable.module}"
-        f"{models if tunable.models else ''}"
-      )
-    # One value for all models, or one for each: not both.
-    each = [f"{flag}.{m}" for m in tunable.models]
-    if model:
-      whole = space.pop(flag, None)
-      space |= {n: whole for n in each if whole}
-      names = [name]
-    else:
-      names = each if set(each) & set(space) else [flag]
-    for n in names:
-      space.pop(n, None)
-      if text != "fixed":
-        space[n] = text
-  dimensions = {}
-  for n, text in space.items():
-    try:
-      dimensions[n] = proposers.Dimension.parse(text)
-    except ValueError as error:
-      raise common.UsageError(f"--space, {n}: {error}") from error
-  if not dimensions:
-    raise common.UsageError(
-      "--space=...: every value is fixed, so there is nothing to search"
-    )
-  for flag in sorted(
-    common.typed() & {n.partition(".")[0] for n in dimensions}
-  ):
-    if _is_searched(flag, dimensions, tunable):
-      raise common.UsageError(
-        f"--{flag}={_text(FLAGS[flag].value)}: it is searched; leave it out, or"
-        f" add {flag}=fixed to --space"
-      )
-  return dimensions
-
-
-def _is_searched(
-  flag: str, space: proposers.Space, tunable: tunables.Tunable
-) -> bool:
-  """Whether a flag is searched as one value or for all models, not for some."""
-  of_models = [f"{flag}.{model}" for model in tunable.models]
-  return flag in space or (bool(of_models) and space.keys() >= {*of_models})
-
-
-def flag_values(
-  tunable: tunables.Tunable, config: dict, values: dict[str, Any]
-) -> dict[str, Any]:
-  """A trial's values as values of flags.
-
-  Args:
-    tunable: the experiment.
-    config: the experiment's flags, for models that are not searched.
-    values: dimension -> value, a number or traced.
-
-  Returns:
-    Flag -> a value, or a list of one for each model.
-  """
-  result = {}
-  for name, value in values.items():
-    flag, _, model = name.partition(".")
-    if not model:
-      result[flag] = value
-      continue
-    if flag not in result:
-      there = config[flag]
-      alike = not isinstance(there, list | tuple)
-      result[flag] = [there] * len(tunable.models) if alike else list(there)
-    result[flag][tunable.models.index(model)] = value
-  return result
-
-
-def check_ends(
-  tunable: tunables.Tunable,
-  module,
-  config: dict,
-  space: proposers.Space,
-  workdir,
-) -> None:
-  """Checks that the experiment accepts both ends of all ranges.
-
-  Args:
-    tunable: the experiment.
-    module: its module.
-    config: its flags.
-    space: dimension by name.
-    workdir: the search's folder.
-
-  Raises:
-    UsageError: naming a flag and the value that it rejects.
-  """
-  for end in ("low", "high"):
-    ends = {name: getattr(d, end) for name, d in space.items()}
-    values = flag_values(tunable, config, ends)
-    before = {flag: FLAGS[flag].value for flag in values}
-    try:
-      for flag, value in values.items():
-        each = value if isinstance(value, list) else [value]
-        text = ",".join(map(str, each))
-        try:
-          FLAGS[flag].value = FLAGS[flag].parser.parse(text)
-        except ValueError as error:
-          hint = ""
-          if isinstance(FLAGS[flag].parser, flags.IntegerParser):
-            hint = "; whole numbers cannot be searched"
-          raise common.UsageError(f"--{flag}={text}: {error}{hint}") from error
-      module.configuration(config["algorithm"], workdir)
-    except ValueError as error:
-      raise common.UsageError(f"--space: {error}") from error
-    finally:
-      for flag, value in before.items():
-        FLAGS[flag].value = value
 
 
 def make_objective(names: tuple[str, ...]) -> Callable[[dict], float]:
@@ -371,34 +236,6 @@ def choose_batching() -> bool:
   return vmap
 
 
-def search_config(
-  tunable: tunables.Tunable,
-  config: dict,
-  space: dict[str, proposers.Dimension],
-) -> dict[str, Any]:
-  """What identifies a search: its own flags, and its trials' fixed flags.
-
-  Args:
-    tunable: the experiment.
-    config: the experiment's flags.
-    space: dimension by name.
-
-  Returns:
-    The config of the search's folder.
-  """
-  # A flag may be searched for one model and not for the other.
-  searched = {name.partition(".")[0] for name in space}
-  searched = {f for f in searched if _is_searched(f, space, tunable)}
-  fixed = [
-    f"{n}=fixed" for n in tunable.space[config["algorithm"]] if n not in space
-  ]
-  return (
-    {name: FLAGS[name].value for name in _SEARCH_FLAGS}
-    | {n: v for n, v in config.items() if n not in searched}
-    | {"space": [*(_range(name, d) for name, d in space.items()), *fixed]}
-  )
-
-
 def main() -> None:
   """Runs the search, then writes and prints its results."""
   tunable = tunables.EXPERIMENTS[FLAGS.experiment]
@@ -412,12 +249,12 @@ def main() -> None:
       FLAGS[flag].value = dimension.high
   vmap = choose_batching()
   common.warn_of_idle_threads()
-  dataset = _text(FLAGS.dataset).replace(",", "-")
+  dataset = shown(FLAGS.dataset).replace(",", "-")
   workdir = common.default_workdir("tune", FLAGS.experiment, dataset, algorithm)
   config, speed = module.configuration(algorithm, workdir)
   if FLAGS.seeds and config.get("distill_examples"):
     raise common.UsageError(
-      f"--seeds={_text(FLAGS.seeds)}: trials share the --distill_examples that"
+      f"--seeds={shown(FLAGS.seeds)}: trials share the --distill_examples that"
       f" --seed={FLAGS.seed} draws; leave one of the two out"
     )
   check_ends(tunable, module, config, space, workdir)
@@ -455,7 +292,7 @@ def main() -> None:
         checkpoint_every=speed["checkpoint_every"],
       )
   best = write_best(tunable, module, rows, config, workdir)
-  title = f"{algorithm}, {_text(config['dataset'])}: {len(rows)} trials"
+  title = f"{algorithm}, {shown(config['dataset'])}: {len(rows)} trials"
   draw(rows, space, workdir / "parallel.png", title)
   result = {
     "experiment": FLAGS.experiment,
@@ -585,15 +422,6 @@ def write_best(tunable, module, rows, config, workdir) -> proposers.Row:
   text = "\n".join([*head, logs.flags_text(used)]) + "\n"
   logs.write_bytes(workdir / "best.flags", text.encode())
   return row
-
-
-def _text(value: Any) -> str:
-  return ",".join(value) if isinstance(value, list | tuple) else str(value)
-
-
-def _range(name: str, dimension: proposers.Dimension) -> str:
-  scale = "log" if dimension.log else "linear"
-  return f"{name}={scale}:{dimension.low:.12g}:{dimension.high:.12g}"
 
 
 if __name__ == "__main__":

@@ -584,13 +584,13 @@ def test_a_search_for_fml(experiment, tmp_path):
 
 @pytest.fixture(scope="module")
 def script():
-  """experiments/tune.py as a module, its flags not defined."""
+  """experiments/search_space.py as a module, no flags defined."""
   sys.path.insert(0, str(runs.ROOT / "experiments"))
   try:
-    yield importlib.import_module("tune")
+    yield importlib.import_module("search_space")
   finally:
     sys.path.pop(0)
-    sys.modules.pop("tune")
+    sys.modules.pop("search_space")
 
 
 def test_spaces(script, monkeypatch):
