@@ -156,11 +156,8 @@ def test_wordpiece_is_hugging_faces_up_to_ties():
 
 def test_vocabularies_are_kept_and_told_apart():
   word = text.train_words(Counter(a=2, b=3, é=1), 10)
-  assert text.Vocabulary.from_bytes(word.to_bytes(), "v") == word
+  assert json.loads(word.to_bytes())["tokens"] == ["b", "a", "é"]
   assert word.sha256 != text.Vocabulary("wordpiece", word.tokens).sha256
-  for bad in (b"", b"[]", b'{"kind": "x", "tokens": []}', b"\xff", b"[" * 9999):
-    with pytest.raises(DataError, match="v.json: not a vocabulary"):
-      text.Vocabulary.from_bytes(bad, "v.json")
 
 
 # --- Stack Exchange --------------------------------------------------------

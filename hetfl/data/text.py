@@ -368,35 +368,6 @@ class Vocabulary:
     """The hash of `to_bytes()`."""
     return hashlib.sha256(self.to_bytes()).hexdigest()
 
-  @classmethod
-  def from_bytes(cls, content: bytes, name: str) -> "Vocabulary":
-    """Reads the content of a `vocabulary.json`.
-
-    Args:
-      content: what `to_bytes` returned.
-      name: the file's name, for errors.
-
-    Returns:
-      The vocabulary.
-
-    Raises:
-      DataError: `content` is not a vocabulary.
-
-    >>> Vocabulary.from_bytes(Vocabulary('word', ('a',)).to_bytes(), 'v.json')
-    Vocabulary(kind='word', tokens=('a',))
-    """
-    try:
-      value = json.loads(content.decode("utf-8", "surrogatepass"))
-      kind, tokens = value["kind"], tuple(value["tokens"])
-      if kind not in KINDS or not all(isinstance(t, str) for t in tokens):
-        raise ValueError("not of any kind")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-      raise DataError(
-        f"{name}: not a vocabulary file ({error!r}); delete it and it will be"
-        " rebuilt"
-      ) from error
-    return cls(kind, tokens)
-
 
 def train_words(counts: Counter, size: int) -> Vocabulary:
   """The most common words; ties are broken alphabetically.
