@@ -213,9 +213,7 @@ def read_sqlite(
   return _collect(iter(clients), features)
 
 
-def load_federated_cifar100(
-  path_or_dir: str | os.PathLike, split: str = "train"
-) -> ClientPopulation:
+def load_federated_cifar100(path: str | os.PathLike) -> ClientPopulation:
   """TensorFlow Federated's own CIFAR-100 clients, as FedJAX stores them.
 
   FedJAX makes `federated_cifar100_train.sqlite` (500 clients of 100 images)
@@ -224,8 +222,7 @@ def load_federated_cifar100(
   them in `~/.cache/fedjax`.
 
   Args:
-    path_or_dir: one of those files, or the folder that holds them.
-    split: 'train' or 'test': which file of a folder to read.
+    path: one of those files.
 
   Returns:
     The population; its bank has `x` `uint8[N, 32, 32, 3]`, `y` `int32[N]` in
@@ -234,13 +231,8 @@ def load_federated_cifar100(
   Raises:
     DataError: the file is missing, damaged, or not CIFAR-100.
     ImportError: FedJAX is not installed.
-    ValueError: `split` is neither of the two.
   """
-  if split not in ("train", "test"):
-    raise ValueError(f"split={split!r}: want 'train' or 'test'")
-  path = os.path.expanduser(os.fspath(path_or_dir))
-  if os.path.isdir(path):
-    path = os.path.join(path, f"federated_cifar100_{split}.sqlite")
+  path = os.path.expanduser(os.fspath(path))
   try:
     population = read_sqlite(path, _CIFAR100_FEATURES)
   except DataError:
