@@ -31,12 +31,11 @@ def curves(
   metric: str = "test_accuracy",
   ylabel: str = "Test accuracy (%)",
   xlabel: str = "Round",
-  scale: float = 100.0,
   published: Mapping[str, Mapping[str, float]] | None = None,
   dashed: str = "published",
   title: str | None = None,
 ) -> None:
-  """Draws a metric over the rounds to a PNG, one panel per pool.
+  """Draws a metric in percent over the rounds to a PNG, one panel per pool.
 
   One legend names the lines of all panels; the lines' last values are at the
   right of each panel.
@@ -47,9 +46,8 @@ def curves(
       deviation on each side.
     path: the PNG; replaced atomically.
     metric: what to draw for each pool: `'pool/metric'` of the rows.
-    ylabel: label of the metric's axis, with its unit.
+    ylabel: label of the metric's axis.
     xlabel: label of the axis of the rows' `'round'`.
-    scale: factor from the rows' unit to that of `ylabel`.
     published: pool -> label -> a value, in the unit of the rows, drawn as a
       horizontal dashed line. A label of `runs` gives the line its colour.
     dashed: what these values are, for the legend.
@@ -82,7 +80,7 @@ def curves(
   for pool, ax in zip(pools, axes):
     last = []
     for label, of_seeds in seeds.items():
-      x, y, deviation = _mean_line(of_seeds, f"{pool}/{metric}", scale)
+      x, y, deviation = _mean_line(of_seeds, f"{pool}/{metric}")
       if not x:
         continue
       last.append(f"{y[-1]:.1f}")
@@ -104,13 +102,13 @@ def curves(
       )
     for label, value in (published or {}).get(pool, {}).items():
       ax.axhline(
-        scale * value,
+        100 * value,
         color=colors.get(label, "0.35"),
         linestyle="--",
         linewidth=1.2,
         label=f"{label}, {dashed}",
       )
-      last.append(f"{scale * value:.1f}")
+      last.append(f"{100 * value:.1f}")
     ax.set_title(f"{pool} model", fontsize=11)
     ax.set_xlabel(xlabel)
     ax.set_xlim(left=0)
@@ -140,19 +138,15 @@ def dependence(
   path: str | os.PathLike[str],
   *,
   axis: str,
-  ylabel: str = "Test accuracy (%)",
-  scale: float = 100.0,
   title: str | None = None,
 ) -> None:
-  """Draws results against a hyper-parameter to a PNG, one line per label.
+  """Draws accuracies against a hyper-parameter to a PNG, a line per label.
 
   Args:
-    points: label -> pairs of the hyper-parameter's value and the result; with
-      None as the value, the result is drawn as a horizontal line.
+    points: label -> pairs of the hyper-parameter's value and the accuracy; with
+      None as the value, it is drawn as a horizontal line.
     path: the PNG; replaced atomically.
     axis: the hyper-parameter's name; its axis is logarithmic.
-    ylabel: label of the results' axis, with their unit.
-    scale: factor from the results' unit to that of `ylabel`.
     title: above the figure.
   """
   fig = _figure(6.4, 4.2)
@@ -161,13 +155,13 @@ def dependence(
     style: dict[str, Any] = dict(color=_COLORS[i % len(_COLORS)], label=label)
     for x, y in pairs:
       if x is None:
-        ax.axhline(scale * y, linestyle=":", linewidth=1.4, **style)
-    line = sorted((x, scale * y) for x, y in pairs if x is not None)
+        ax.axhline(100 * y, linestyle=":", linewidth=1.4, **style)
+    line = sorted((x, 100 * y) for x, y in pairs if x is not None)
     if line:
       ax.plot(*zip(*line), marker="o", markersize=4, linewidth=1.8, **style)
   ax.set_xscale("log")
   ax.set_xlabel(axis)
-  ax.set_ylabel(ylabel)
+  ax.set_ylabel("Test accuracy (%)")
   _plain(ax)
   ax.legend(fontsize=8.5, frameon=False)
   if title:
@@ -222,7 +216,6 @@ def collaboration(
   *,
   parties: Mapping[str, str],
   bounds: Mapping[str, float],
-  metric: str = "test_accuracy",
   title: str | None = None,
 ) -> None:
   """Draws all parties' accuracy over the rounds in one panel, to a PNG.
@@ -236,11 +229,10 @@ def collaboration(
     path: the PNG; replaced atomically.
     parties: a party's name in the rows -> its label.
     bounds: a party's name -> its upper bound, from 0 to 1.
-    metric: what to draw for each party: `'party/metric'` of the rows.
     title: above the panel.
 
   Raises:
-    ValueError: no row has the metric of a party.
+    ValueError: no row has the accuracy of a party, `'party/test_accuracy'`.
 
   Reference: Li & Wang 2019, figure 2.
   """
@@ -250,9 +242,11 @@ def collaboration(
   last = max((row["round"] for rows in seeds for row in rows), default=0)
   margin = max(0.12 * last, 0.5)
   for i, (party, label) in enumerate(parties.items()):
-    x, y, _ = _mean_line(seeds, f"{party}/{metric}", 100.0)
+    x, y, _ = _mean_line(seeds, f"{party}/test_accuracy")
     if not x:
-      raise ValueError(f"metric={metric!r}: no row has this metric for {party}")
+      raise ValueError(
+        f"metric='test_accuracy': no row has this metric for {party}"
+      )
     color = _MANY_COLORS[i % len(_MANY_COLORS)]
     style: dict[str, Any] = dict(color=color, linewidth=1.4)
     ax.plot(x, y, label=f"{label} ({y[-1]:.1f})", **style)
@@ -318,26 +312,24 @@ def parallel_coordinates(
   log: Mapping[str, bool],
   halved: Container[int] = (),
   label: str = "objective",
-  scale: float = 100.0,
   title: str | None = None,
 ) -> None:
   """Draws trials as lines across one axis per hyper-parameter, to a PNG.
 
   Args:
     axes: hyper-parameter -> each trial's value.
-    scores: each trial's score, drawn on the axis at the right and as the line's
-      colour; None, as of a diverged trial, gives a dotted line that ends before
-      that axis.
+    scores: each trial's score, drawn in percent on the axis at the right and as
+      the line's colour; None, as of a diverged trial, gives a dotted line that
+      ends before that axis.
     path: the PNG; replaced atomically.
     log: hyper-parameter -> whether its axis is logarithmic.
     halved: trials that were stopped early, so that their scores are not
       comparable with the others'; dashed lines that end before the score axis.
     label: the score's name.
-    scale: factor from the scores' unit to that of the axis.
     title: above the axes.
   """
   scores = [None if i in halved else s for i, s in enumerate(scores)]
-  scaled = [None if s is None else scale * s for s in scores]
+  scaled = [None if s is None else 100 * s for s in scores]
   columns = {**axes, label: scaled}
   shares, ticks = [], []
   for name, values in columns.items():
@@ -495,12 +487,10 @@ def align(
   return "\n".join(lines)
 
 
-def _points(
-  rows: Sequence[Mapping[str, Any]], name: str, scale: float
-) -> list[tuple[int, float]]:
-  """Rounds and values of a metric; a gap (NaN) where it was not finite."""
+def _points(rows: Rows, name: str) -> list[tuple[int, float]]:
+  """Rounds and values in percent of a metric; NaN where it was not finite."""
   return [
-    (row["round"], math.nan if row[name] is None else scale * row[name])
+    (row["round"], math.nan if row[name] is None else 100 * row[name])
     for row in rows
     if name in row
   ]
@@ -513,10 +503,10 @@ def _of_seeds(rows: Rows | Sequence[Rows]) -> Sequence[Rows]:
 
 
 def _mean_line(
-  seeds: Sequence[Rows], name: str, scale: float
+  seeds: Sequence[Rows], name: str
 ) -> tuple[list[int], list[float], list[float]]:
-  """A metric's rounds, means and standard deviations over seeds."""
-  lines = [dict(_points(rows, name, scale)) for rows in seeds]
+  """A metric's rounds, means and deviations over seeds, in percent."""
+  lines = [dict(_points(rows, name)) for rows in seeds]
   rounds = [t for t in lines[0] if all(t in line for line in lines)]
   values = [[line[t] for line in lines] for t in rounds]
   means, deviations = (
