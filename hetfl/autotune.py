@@ -86,23 +86,22 @@ def key_of(algorithm: core.Algorithm, plan: PyTree, data: PyTree) -> str:
 
 
 def seconds_of(
-  step: Callable, init: Callable, plan: PyTree, data: PyTree, *, runs: int = 3
+  step: Callable, init: Callable, plan: PyTree, data: PyTree
 ) -> float:
-  """The median seconds of a compiled step.
+  """The median seconds of three runs of a compiled step.
 
   Args:
     step: `(state, plan, data) -> (state, metrics)`, not donating its state.
     init: `key -> state`.
     plan: the plan.
     data: the data.
-    runs: how many steps are timed.
 
   Returns:
     Seconds.
   """
   state = core.strong(jit(init, once=True)(jax.random.key(0)))
   seconds = []
-  for _ in range(runs + 1):
+  for _ in range(4):
     start = time.perf_counter()
     jax.block_until_ready(step(state, plan, data))
     seconds.append(time.perf_counter() - start)

@@ -86,7 +86,7 @@ def test_the_first_run_which_compiles_is_not_counted():
     return state + data, {}
 
   init = lambda key: jnp.zeros(())
-  seconds = autotune.seconds_of(step, init, 5, jnp.ones(()), runs=3)
+  seconds = autotune.seconds_of(step, init, 5, jnp.ones(()))
   assert calls == [5] * 4 and 0 < seconds < 1
 
 

@@ -222,11 +222,20 @@ def test_a_dump_by_hand(tmp_path):
     "posts without an owner": 1,
     "rows that are neither question nor answer": 1,
   }
-  capped = text_sources.stackexchange(
-    tmp_path, max_words=2, max_sentences_per_client=2
-  )
-  assert sentences_of(capped)["7"] == [(0, "i don't"), (0, "any idea")]
-  assert capped.skipped["sentences beyond max_sentences_per_client"] == 3
+  short = text_sources.stackexchange(tmp_path, max_words=2)
+  assert sentences_of(short)["7"][:2] == [(0, "i don't"), (0, "any idea")]
+
+
+def test_further_sentences_of_a_client_are_left_out():
+  builder = text.CorpusBuilder(max_words=2, max_sentences_per_client=2)
+  builder.add_text("7", 0, "One. Two. Three. Four. Five.")
+  builder.add_text("8", 1, "One")
+  corpus = builder.build()
+  assert sentences_of(corpus) == {
+    "7": [(0, "one ."), (0, "two .")],
+    "8": [(1, "one")],
+  }
+  assert corpus.skipped == {"sentences beyond max_sentences_per_client": 3}
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,7 @@ _NOT_PROSE = (
 )
 
 
-def pydoc(
-  *, max_words: int, max_sentences_per_client: int | None = None
-) -> text.Corpus:
+def pydoc(*, max_words: int) -> text.Corpus:
   """Docstrings and comments of Python's standard library; needs no download.
 
   A client is a module; docstrings are domain 0, comments (on lines of their
@@ -53,7 +51,6 @@ def pydoc(
 
   Args:
     max_words: see `text.CorpusBuilder`.
-    max_sentences_per_client: see `text.CorpusBuilder`.
 
   Returns:
     The corpus.
@@ -62,9 +59,7 @@ def pydoc(
     DataError: the standard library's sources are missing.
   """
   root = pathlib.Path(sysconfig.get_path("stdlib"))
-  builder = text.CorpusBuilder(
-    max_words=max_words, max_sentences_per_client=max_sentences_per_client
-  )
+  builder = text.CorpusBuilder(max_words=max_words)
   for name in sorted(sys.stdlib_module_names):
     if name in _NOT_PROSE or name.startswith("_sysconfigdata"):
       continue
@@ -127,12 +122,7 @@ def _prose(builder, client, domain, lines):
         builder.add(client, domain, words)
 
 
-def stackexchange(
-  path: str | os.PathLike,
-  *,
-  max_words: int,
-  max_sentences_per_client: int | None = None,
-) -> text.Corpus:
+def stackexchange(path: str | os.PathLike, *, max_words: int) -> text.Corpus:
   """A Stack Exchange dump's `Posts.xml`, read as a stream.
 
   A client is a post's owner; questions (`PostTypeId` 1) are domain 0, answers
@@ -141,7 +131,6 @@ def stackexchange(
   Args:
     path: the file, or the folder that it is in.
     max_words: see `text.CorpusBuilder`.
-    max_sentences_per_client: see `text.CorpusBuilder`.
 
   Returns:
     The corpus; clients are owners' numbers.
@@ -160,9 +149,7 @@ def stackexchange(
       f"{path}: no such file: want Posts.xml of a dump of"
       " https://archive.org/details/stackexchange there"
     )
-  builder = text.CorpusBuilder(
-    max_words=max_words, max_sentences_per_client=max_sentences_per_client
-  )
+  builder = text.CorpusBuilder(max_words=max_words)
   for attributes in _rows(path):
     kind = attributes.get("PostTypeId")
     owner = attributes.get("OwnerUserId", "")
