@@ -25,7 +25,6 @@ class CodistImages:
   `heldout` and in-domain `distill` share one bank object.
 
   Attributes:
-    name: the data set.
     partition: how its clients were made, to be recorded with a run: 'tff',
       'pachinko', 'dirichlet' or 'file'.
     num_classes: number of classes of the pools, of `heldout` and of `test`.
@@ -38,7 +37,6 @@ class CodistImages:
     test: the data set's own test images.
   """
 
-  name: str
   partition: str
   num_classes: int
   image_shape: tuple[int, int, int]
@@ -203,7 +201,6 @@ def load_codist_images(
     )
   height, width, channels = clients.bank["x"].shape[1:]
   return CodistImages(
-    name=dataset,
     partition=name,
     num_classes=num_classes,
     image_shape=(height, width, channels),

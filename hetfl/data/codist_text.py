@@ -32,7 +32,6 @@ class CodistText:
   `domain` `int32[N]`, 0 for questions and 1 for answers.
 
   Attributes:
-    name: the data set.
     vocabulary: the tokens.
     pools: the small model's clients and the large model's. By capacity: the
       whole pool, and its clients with high capacity. By domain: clients who
@@ -43,7 +42,6 @@ class CodistText:
     skipped: how much was left out while reading, by reason.
   """
 
-  name: str
   vocabulary: text.Vocabulary
   pools: tuple[ClientPopulation, ClientPopulation]
   distill: Subset
@@ -238,9 +236,7 @@ def load_codist_text(
   for name, subset in subsets.items():
     if not len(subset.index):
       raise DataError(f"{dataset}: no sentences are left for {name}")
-  return CodistText(
-    dataset, tokens, (first, second), **subsets, skipped=skipped
-  )
+  return CodistText(tokens, (first, second), **subsets, skipped=skipped)
 
 
 @dataclasses.dataclass(frozen=True)

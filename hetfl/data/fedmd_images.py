@@ -43,7 +43,6 @@ class FedMDImages:
   object.
 
   Attributes:
-    name: the environment.
     source: where the private images come from, to be recorded with a run.
     num_classes: C, the number of public and private classes.
     image_shape: (height, width, channels).
@@ -61,7 +60,6 @@ class FedMDImages:
       images are taken, with all its classes; of `digits`, of the private ones.
   """
 
-  name: str
   source: str
   num_classes: int
   image_shape: tuple[int, int, int]
@@ -198,7 +196,6 @@ def load_fedmd_images(
   if public_examples is not None:
     public = _some(public, public_examples, partition_seed)
   return FedMDImages(
-    name=environment,
     source=task.source,
     num_classes=task.num_public + len(task.classes),
     image_shape=bank["x"].shape[1:],
