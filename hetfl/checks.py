@@ -6,12 +6,14 @@ Errors name the argument, its value and what to do.
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import inspect
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+_Named = TypeVar("_Named", bound=Any)  # with a field `name`
 
 
 def counts(**numbers: int | None) -> None:
@@ -341,6 +343,48 @@ def sequence(name: str, given: Any, kind: type) -> None:
     raise ValueError(
       f"{name}: give a sequence, such as [{name}], not a bare {kind.__name__}"
     )
+
+
+def named(
+  what: str,
+  given: Sequence[_Named],
+  wanted: type[_Named],
+  at_least: int = 1,
+  number: str | None = None,
+) -> tuple[_Named, ...]:
+  """Checks that there are enough pools or parties and that their names differ.
+
+  Args:
+    what: "pools" or "parties", for error messages.
+    given: the pools or parties.
+    wanted: their type.
+    at_least: how many are needed.
+    number: the same in words, for error messages; by default in digits.
+
+  Returns:
+    Them, as a tuple.
+
+  Raises:
+    ValueError: one is of another type, two share a name, or there are too few.
+
+  >>> import collections
+  >>> Pool = collections.namedtuple('Pool', 'name')
+  >>> named('pools', [Pool('a'), Pool('a')], Pool)
+  Traceback (most recent call last):
+    ...
+  ValueError: pools=['a', 'a']: give at least 1, each with a different name
+  """
+  sequence(what, given, wanted)
+  given = tuple(given)
+  hint = f"hetfl.{wanted.__name__}(name, model, ...)"
+  each(what, given, wanted, len(given), hint)
+  names = [one.name for one in given]
+  if len(names) < at_least or len(set(names)) != len(names):
+    raise ValueError(
+      f"{what}={names}: give at least {number or at_least}, each with a"
+      " different name"
+    )
+  return given
 
 
 def banks(data: Mapping[str, Any], name: str, number: int) -> Sequence[Any]:

@@ -22,7 +22,6 @@ from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 from hetfl.fedavg import (
   check_plan,
-  check_pools,
   client_jobs,
   client_metrics,
   fedavg,
@@ -199,7 +198,7 @@ def periodic_codist(
   >>> round(float(state.pools[0].params[0, 0]), 3)  # b says 0.83 now, a 0.73
   0.601
   """
-  pools = check_pools(pools, at_least=2)
+  pools = checks.named("pools", pools, Pool, at_least=2)
   engine = engine or engine_lib.Inline()
   exchange = _Exchange(pools, distiller, engine)
   checks.counts(period=period)
@@ -311,7 +310,7 @@ def merged_codist(
   >>> float(metrics['a/distill_loss'].value)  # 3/4 log 3/2 + 1/4 log 1/2
   0.130...
   """
-  pools = check_pools(pools, at_least=2)
+  pools = checks.named("pools", pools, Pool, at_least=2)
   engine = engine or engine_lib.Inline()
   exchange = _Exchange(pools, distiller, engine)
   checks.counts(rounds=rounds, every=every)

@@ -226,30 +226,6 @@ class PoolsState:
   hyper: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
-def check_pools(pools: Sequence[Pool], at_least: int = 1) -> tuple[Pool, ...]:
-  """Checks that there are enough pools and that their names differ.
-
-  Args:
-    pools: P pools.
-    at_least: how many are needed.
-
-  Returns:
-    The pools, as a tuple.
-
-  Raises:
-    ValueError: one is not a `Pool`, two share a name, or there are too few.
-  """
-  checks.sequence("pools", pools, Pool)
-  pools = tuple(pools)
-  checks.each("pools", pools, Pool, len(pools), "hetfl.Pool(name, model, ...)")
-  names = [pool.name for pool in pools]
-  if len(names) < at_least or len(set(names)) != len(names):
-    raise ValueError(
-      f"pools={names}: give at least {at_least}, each with a different name"
-    )
-  return pools
-
-
 def check_plan(plan: planning.RoundPlan, number: int) -> None:
   """Checks that a plan is for P pools.
 
@@ -468,7 +444,7 @@ def fedavg(
   >>> float(metrics['a/client_loss'].value)  # log 2
   0.693...
   """
-  pools = check_pools(pools)
+  pools = checks.named("pools", pools, Pool)
   engine = engine or engine_lib.Inline()
   checks.counts(rounds=rounds)
 

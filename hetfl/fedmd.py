@@ -25,7 +25,6 @@ from hetfl import engine as engine_lib
 from hetfl.data import partition
 from hetfl.data.streams import Stream
 from hetfl.party import (
-  check_parties,
   check_work,
   fresh_models,
   padded_rows,
@@ -267,7 +266,7 @@ def fedmd(
   >>> state.parties[0].variables.params.round(2).tolist()  # Digest: (1/2, 0)
   [[0.8..., -0.3...]]
   """
-  parties = check_parties(parties)
+  parties = checks.named("parties", parties, Party, number="one party")
   engine = engine or engine_lib.Inline()
   if not isinstance(digest_loss, Translator):
     if digest_loss not in TRANSLATORS:

@@ -269,7 +269,7 @@ def fit(
   >>> float(metrics['a/loss'].value)  # log 2
   0.693...
   """
-  parties = check_parties(parties)
+  parties = checks.named("parties", parties, Party, number="one party")
   engine = engine or engine_lib.Inline()
   checks.between(0, 1, min_delta=min_delta)
   eval_batch_size = evaluate_lib.batch_size_or_default(eval_batch_size)
@@ -473,30 +473,6 @@ def plan_fit(
     tuple(map(filled, epochs)),
     tuple(np.int32(len(batches)) for batches in epochs),
   )
-
-
-def check_parties(parties: Sequence[Party]) -> tuple[Party, ...]:
-  """The parties as a tuple, if each is a `Party` with a name of its own.
-
-  Args:
-    parties: P parties.
-
-  Returns:
-    The parties as a tuple.
-
-  Raises:
-    ValueError: one is not a `Party`, two share a name, or there are none.
-  """
-  checks.sequence("parties", parties, Party)
-  parties = tuple(parties)
-  hint = "hetfl.Party(name, model, ...)"
-  checks.each("parties", parties, Party, len(parties), hint)
-  names = [party.name for party in parties]
-  if not names or len(set(names)) != len(names):
-    raise ValueError(
-      f"parties={names}: give at least one party, each with a different name"
-    )
-  return parties
 
 
 def check_work(work: Sequence[Any], parties: Sequence[Party]) -> None:
