@@ -192,7 +192,7 @@ def load_codist_images(
     distill = clients.take(split.distill).examples()
   else:
     other = _load(distill_data, data_dir, download)
-    distill = Subset.whole(_without_coarse(other.train))
+    distill = Subset.whole(vision.plain(other.train))
   if distill_examples is not None:
     distill = distill.draw(
       distill_examples,
@@ -274,14 +274,14 @@ def _federation(
           f"{task.clients} of {_EXAMPLES_PER_CLIENT}: make it again with "
           "fedjax.datasets.cifar100.load_data()"
         )
-      clients = dataclasses.replace(clients, bank=_without_coarse(clients.bank))
+      clients = dataclasses.replace(clients, bank=vision.plain(clients.bank))
       # The test clients together are the test images of CIFAR-100.
       test_path = files.find(data_dir, "federated_cifar100_test.sqlite")
       if test_path is not None:
         test = fedjax_source.load_federated_cifar100(test_path).bank
       else:
         test = vision.load_cifar100(data_dir, download).test
-      return "tff", 100, clients, _without_coarse(test)
+      return "tff", 100, clients, vision.plain(test)
 
   images = own or _load(dataset, data_dir, download)
   y = images.train["y"]
@@ -305,10 +305,8 @@ def _federation(
       seed=partition_seed,
       alpha=alpha,
     )
-  clients = ClientPopulation.from_lists(
-    _without_coarse(images.train), assignment
-  )
-  return name, images.num_classes, clients, _without_coarse(images.test)
+  clients = ClientPopulation.from_lists(vision.plain(images.train), assignment)
+  return name, images.num_classes, clients, vision.plain(images.test)
 
 
 def _load(
@@ -318,8 +316,3 @@ def _load(
     return vision.load_digits()
   load = {"cifar10": vision.load_cifar10, "cifar100": vision.load_cifar100}
   return load[dataset](data_dir, download)
-
-
-def _without_coarse(bank: AnyBank) -> AnyBank:
-  """Leaves out coarse labels, without a copy, so that all banks are alike."""
-  return {"x": bank["x"], "y": bank["y"]}

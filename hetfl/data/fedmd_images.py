@@ -189,7 +189,7 @@ def load_fedmd_images(
       examples_per_class=_or(examples_per_class, 3),
       **each,
     )
-  bank = _plain(task.train)
+  bank = vision.plain(task.train)
   public, public_stopping = _hold_out(
     Subset.whole(task.public), heldout_examples, partition_seed
   )
@@ -206,7 +206,7 @@ def load_fedmd_images(
     private_stopping=_left_over(
       bank, task.classes, parts, heldout_examples, partition_seed
     ),
-    private_test=Subset.whole(_plain(task.test)),
+    private_test=Subset.whole(vision.plain(task.test)),
     public_mean=task.public_mean,
     private_mean=task.private_mean,
   )
@@ -504,10 +504,6 @@ def _relabelled(bank: Bank, classes: Sequence[int]) -> Bank:
   new = np.full(max(*classes, int(bank["y"].max())) + 1, -1, np.int32)
   new[list(classes)] = _new_labels(classes)
   return {**kept, "y": new[kept["y"]]}
-
-
-def _plain(bank: Bank) -> Bank:
-  return {"x": bank["x"], "y": bank["y"]}
 
 
 def _mean(bank: Bank) -> np.ndarray:

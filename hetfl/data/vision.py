@@ -13,15 +13,16 @@ import hashlib
 from importlib import resources
 import os
 import tarfile
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 import zlib
 
 import numpy as np
 
 from hetfl.data import files as files_lib
 from hetfl.data.errors import DataError
-from hetfl.population import Bank
+from hetfl.population import AnyBank, Bank
 
+_AnyBank = TypeVar("_AnyBank", Bank, AnyBank)
 _PIXELS = 32 * 32 * 3
 _PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 # The digits come without official test images: these 20% are our choice.
@@ -47,6 +48,11 @@ class VisionDataset(NamedTuple):
   test: Bank
   num_classes: int
   clients: np.ndarray | None = None
+
+
+def plain(bank: _AnyBank) -> _AnyBank:
+  """Images and labels alone, without a copy, so that all banks are alike."""
+  return {"x": bank["x"], "y": bank["y"]}
 
 
 class _File(NamedTuple):
