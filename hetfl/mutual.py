@@ -53,24 +53,6 @@ class MutualClient(NamedTuple):
   optimizer: core.Optimizer | None = None
 
 
-class ClientRounds(NamedTuple):
-  """The work of a group's clients in one round.
-
-  Attributes:
-    row: `int32[N]`, the clients' rows in the group's state.
-    client: `int32[N]`, the clients' numbers.
-    index: `int32[N, S, B]`, positions in the bank; -1 marks an empty place.
-    steps: `int32[N]`, how many of the S steps each client runs.
-    weight: `float32[N]`, the weight of each client's meme in the merge.
-  """
-
-  row: np.ndarray
-  client: np.ndarray
-  index: np.ndarray  # type: ignore[assignment]
-  steps: np.ndarray
-  weight: np.ndarray
-
-
 @flax.struct.dataclass
 class GroupState:
   """What the clients of a group keep from round to round.
@@ -400,7 +382,7 @@ def client_program(
     metrics)`: `server` is the global model's `Variables`, `hyper` the round's
     `learning_rate`, `alpha`, `beta` and `temperature`, `key` the round's key,
     `bank` the examples on the device, `kept` a row of a `GroupState` and `work`
-    a row of `ClientRounds`. Step `s` of client `k` draws from
+    a row of `GroupPlan`. Step `s` of client `k` draws from
     `fold_in(fold_in(key, k), s)`, as in `hetfl.client.lane_program`.
   """
   models = {"local": client.model}

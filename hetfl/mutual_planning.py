@@ -7,13 +7,31 @@ Reference: Shen et al. 2020, "Federated Mutual Learning", algorithm 1.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import numpy as np
 
 from hetfl import checks, core, planning, population
-from hetfl.mutual import ClientRounds, MutualClient
+from hetfl.mutual import MutualClient
+
+
+class GroupPlan(NamedTuple):
+  """The work of a group's clients in one round.
+
+  Attributes:
+    row: `int32[N]`, the clients' rows in the group's state.
+    client: `int32[N]`, the clients' numbers.
+    index: `int32[N, S, B]`, positions in the bank; -1 marks an empty place.
+    steps: `int32[N]`, how many of the S steps each client runs.
+    weight: `float32[N]`, the weight of each client's meme in the merge.
+  """
+
+  row: np.ndarray
+  client: np.ndarray
+  index: np.ndarray  # type: ignore[assignment]
+  steps: np.ndarray
+  weight: np.ndarray
 
 
 @flax.struct.dataclass
@@ -22,14 +40,14 @@ class MutualPlan:
 
   Attributes:
     round: `int32[]`, the number of the round, from 1.
-    groups: a `ClientRounds` for each group of clients.
+    groups: a `GroupPlan` for each group of clients.
     clients: each group's client numbers. Like `full_batches` they are static,
       so that a wrong plan raises under `jax.jit` too.
     full_batches: for each group, whether all of its batches are full.
   """
 
   round: np.integer
-  groups: tuple[ClientRounds, ...]
+  groups: tuple[GroupPlan, ...]
   clients: tuple[tuple[int, ...], ...] = flax.struct.field(pytree_node=False)
   full_batches: tuple[bool, ...] = flax.struct.field(pytree_node=False)
 
@@ -169,7 +187,7 @@ def plan_mutual(
           order[len(held[k]) :] = -1
         index[i, epoch * n : (epoch + 1) * n] = order.reshape(n, batch_size)
     rounds.append(
-      ClientRounds(
+      GroupPlan(
         row=np.array(rows, np.int32),
         client=np.array(chosen, np.int32),
         index=index,
