@@ -301,8 +301,9 @@ def main() -> None:
   if TASKS[FLAGS.dataset] is codist_language:
     common.warn_of_idle("language models have no convolutions", "conv")
 
-  def configure(name, path):
+  def configure(name, path, seed):
     config, speed = configuration(name, path)
+    config["seed"] = seed
     if FLAGS.autotune:
       every = exchange_every(config)
       speed = autotuning.measure(Experiment, config, speed, path, every)

@@ -492,7 +492,7 @@ def run(experiment: Experiment, folder: logs.RunFolder) -> dict:
   return experiment.collaborate(folder, own, phases)
 
 
-def setup(place: pathlib.Path) -> tuple[dict, dict]:
+def setup(place: pathlib.Path, seed: int) -> tuple[dict, dict]:
   """The flags of a seed's run, `config` and `speed`.
 
   Raises:
@@ -500,6 +500,7 @@ def setup(place: pathlib.Path) -> tuple[dict, dict]:
     ConfigMismatch: if that run's public phase had other flags.
   """
   config, speed = settings.configuration(place)
+  config["seed"] = seed
   if jax.process_index() > 0:  # Only the first reads the other run's folder.
     speed["pretrained"] = None
   elif FLAGS.pretrained:
@@ -541,10 +542,7 @@ def main() -> None:
     "fedmd", FLAGS.environment, *["seeds"] * bool(FLAGS.seeds)
   )
   places = common.seed_folders(workdir)
-  setups = []
-  for seed, place in places.items():
-    FLAGS.seed = seed
-    setups.append((place, *setup(place)))
+  setups = [(place, *setup(place, seed)) for seed, place in places.items()]
   _, config, speed = setups[0]
   experiment = Experiment(config, speed)
   # Raises errors before any folder is made.

@@ -340,11 +340,17 @@ def main() -> None:
   common.refuse("not supported by fml; leave it out", "autotune")
   if not FLAGS.bad_clients:
     common.warn_of_idle("there are no --bad_clients", "bad_label_share")
+
+  def configure(name, path, seed):
+    config, speed = configuration(name, path)
+    config["seed"] = seed
+    return config, speed
+
   launch.side_by_side(
     ("fml", *FLAGS.dataset),
     ALGORITHMS,
     unused=UNUSED,
-    configure=configuration,
+    configure=configure,
     build=Experiment,
     train=train,
     draw=lambda rows, *, config, folder, experiment: fml_report.draw(

@@ -37,7 +37,7 @@ def side_by_side(
   algorithms: Sequence[str],
   *,
   unused: Mapping[str, Sequence[str]],
-  configure: Callable[[str, pathlib.Path], tuple[dict, dict]],
+  configure: Callable[[str, pathlib.Path, int], tuple[dict, dict]],
   build: Callable[..., Any],
   train: Callable[..., dict],
   draw: Callable[..., None],
@@ -50,7 +50,8 @@ def side_by_side(
     label: parts of the default folder's name.
     algorithms: the known algorithms.
     unused: algorithm -> the flags that it ignores.
-    configure: (algorithm, folder) -> the resolved flags, `config` and `speed`.
+    configure: (algorithm, folder, seed) -> the resolved flags, `config` and
+      `speed`.
     build: `(config, speed) ->` the experiment, which all runs share that agree
       in `_made_of`; it has `algorithm(config, speed)` and
       `plan(config, speed, round)`.
@@ -80,10 +81,9 @@ def side_by_side(
   places = common.seed_folders(workdir)
   runs = []
   for seed, place in places.items():
-    FLAGS.seed = seed
     for name in names:
       path = place / name if several else place
-      runs.append(_Run(seed, name, path, *configure(name, path)))
+      runs.append(_Run(seed, name, path, *configure(name, path, seed)))
   experiment_of = _keeper(build)
   # Raises errors before any folder is made.
   for run in runs[: len(names)]:
