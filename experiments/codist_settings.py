@@ -95,7 +95,7 @@ def define_flags() -> None:
     None,
     "Number of clients that train the large model. The paper has 31, 47 or 63"
     " for CIFAR, and 684 for Stack Overflow, where its two other pools have the"
-    " size of about 330 and 1,411 clients.",
+    " size of about 342 and 1,369 clients.",
     lower_bound=1,
   )
   flags.DEFINE_enum(
