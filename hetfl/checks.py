@@ -350,16 +350,14 @@ def named(
   given: Sequence[_Named],
   wanted: type[_Named],
   at_least: int = 1,
-  number: str | None = None,
 ) -> tuple[_Named, ...]:
   """Checks that there are enough pools or parties and that their names differ.
 
   Args:
-    what: "pools" or "parties", for error messages.
+    what: "pools" or "parties".
     given: the pools or parties.
     wanted: their type.
     at_least: how many are needed.
-    number: the same in words, for error messages; by default in digits.
 
   Returns:
     Them, as a tuple.
@@ -381,8 +379,7 @@ def named(
   names = [one.name for one in given]
   if len(names) < at_least or len(set(names)) != len(names):
     raise ValueError(
-      f"{what}={names}: give at least {number or at_least}, each with a"
-      " different name"
+      f"{what}={names}: give at least {at_least}, each with a different name"
     )
   return given
 

@@ -266,7 +266,7 @@ def fedmd(
   >>> state.parties[0].variables.params.round(2).tolist()  # Digest: (1/2, 0)
   [[0.8..., -0.3...]]
   """
-  parties = checks.named("parties", parties, Party, number="one party")
+  parties = checks.named("parties", parties, Party)
   engine = engine or engine_lib.Inline()
   if not isinstance(digest_loss, Translator):
     if digest_loss not in TRANSLATORS:

@@ -269,7 +269,7 @@ def fit(
   >>> float(metrics['a/loss'].value)  # log 2
   0.693...
   """
-  parties = checks.named("parties", parties, Party, number="one party")
+  parties = checks.named("parties", parties, Party)
   engine = engine or engine_lib.Inline()
   checks.between(0, 1, min_delta=min_delta)
   eval_batch_size = evaluate_lib.batch_size_or_default(eval_batch_size)
