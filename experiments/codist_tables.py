@@ -67,7 +67,7 @@ def _flags(
   return flags | (_TARGETS if distill_data else {})
 
 
-def _notes(dataset: str, distill_data: str, algorithm: str = "") -> list[str]:
+def _notes(dataset: str, distill_data: str, algorithm: str) -> list[str]:
   ours = (
     "Not said in the paper: rates, distillation batches, temperature, r, alpha"
   )

@@ -4,7 +4,7 @@ The flags that runs share are defined once, here and in
 `fedmd_settings.DEFAULTS`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import fedmd_settings
@@ -75,8 +75,12 @@ _WEAK = (
     "fedmd_weak_equal",
   ),
 )
-# The parties that are never weak.
-_HERD = [f"parties.0-7.{when}_accuracy" for when in ("transfer", "final")]
+# What the paper only plots, or claims without a number: each party's accuracy
+# before and after, and that of the parties that are never weak.
+_EACH, _HERD = (
+  [f"parties.{k}.{when}_accuracy" for when in ("transfer", "final") for k in of]
+  for of in (range(10), ("0-7",))
+)
 
 
 def tables() -> dict[str, tables_lib.Table]:
@@ -97,6 +101,7 @@ def _cell(
   environment: str,
   more: Mapping[str, Any],
   published: tuple[str, ...],
+  plotted: Sequence[str],
   notes: tuple[str, ...] = (),
   like: str | None = None,
 ) -> tables_lib.Cell:
@@ -117,7 +122,7 @@ def _cell(
     name,
     title,
     flags | dict(more),
-    _published(environment, published),
+    _published(environment, published) | dict.fromkeys(plotted),
     (
       *notes,
       "Hours on a CPU; for a first look --width=0.125 --public_epochs=5 and",
@@ -146,12 +151,6 @@ def _published(
       numbers |= {
         f"parties.{k}.{quantity}_accuracy": v for k, v in enumerate(values)
       }
-  if "pooled" in quantities:  # The figure's curves, beside the pooled lines.
-    numbers |= {
-      f"parties.{k}.{quantity}_accuracy": None
-      for quantity in ("transfer", "final")
-      for k in range(10)
-    }
   return numbers
 
 
@@ -172,6 +171,7 @@ def _figure2() -> list[tables_lib.Cell]:
         environment,
         flags,
         ("public", "pooled"),
+        _EACH,
         notes,
         _LIKE[environment],
       )
@@ -192,6 +192,7 @@ def _figure2() -> list[tables_lib.Cell]:
       },
       # Table 2 has the public accuracies of other models.
       ("pooled",),
+      _EACH,
       (
         "Table 1's models, superclasses 0, 1, 7, 9, 12, 18, equal weights, and",
         "training that stops by test images.",
@@ -204,7 +205,7 @@ def _figure2() -> list[tables_lib.Cell]:
 
 
 def _weak() -> list[tables_lib.Cell]:
-  cells = [
+  return [
     _cell(
       f"fedmd_weak_{name}",
       title,
@@ -212,6 +213,7 @@ def _weak() -> list[tables_lib.Cell]:
       {"weak_parties": number, "consensus_weights": weights},
       # The paper has no numbers for runs with two weak parties.
       () if number else ("public", "pooled"),
+      _EACH + _HERD,
       (
         *(_WEAK_NOTES if number else ()),
         f"To share the training before the collaboration with {other}:",
@@ -221,5 +223,3 @@ def _weak() -> list[tables_lib.Cell]:
     )
     for name, title, number, weights, other in _WEAK
   ]
-  herd = dict.fromkeys(_HERD)
-  return [c._replace(published={**c.published, **herd}) for c in cells]

@@ -199,6 +199,7 @@ def _section6() -> list[tables_lib.Cell]:
   paths = dict.fromkeys(
     [_OTHERS, *(f"clients.{k}.validation_accuracy" for k in range(4)), _GLOBAL]
   )
+  bad = {"bad_clients": 4, "bad_label_share": 1.0}
   beside = "Clients 0 to 3 are to be put beside those of"
   return [
     _cell(f"fml_sec6_{name}", title, ["fml"], flags, paths, (*notes, ours))
@@ -218,7 +219,7 @@ def _section6() -> list[tables_lib.Cell]:
       (
         "bad_sardine",
         "five weak clients, client 4 trains on random labels",
-        _unlike((*mlps, "mlp")) | {"bad_clients": 4, "bad_label_share": 1.0},
+        _unlike((*mlps, "mlp")) | bad,
         (beside, "fml_sec6_sardines, where client 4 has true labels."),
       ),
       (
@@ -230,7 +231,7 @@ def _section6() -> list[tables_lib.Cell]:
       (
         "bad_client",
         "the same, client 4 trains on random labels",
-        _unlike(_UNLIKE) | {"bad_clients": 4, "bad_label_share": 1.0},
+        _unlike(_UNLIKE) | bad,
         (beside, "fml_sec6_good_client, where client 4 has true labels."),
       ),
     )

@@ -183,10 +183,7 @@ def _ended_by_signals(work: "_Block") -> Iterator[None]:
   """Ends the process on a stop signal; logs where the search will resume."""
 
   def handler(number):
-    if work.saving:  # Orbax does not survive an interruption.
-      work.signals.append(number)
-    else:
-      raise _Signal(number)
+    raise _Signal(number)
 
   with signals.on_signals(handler):
     try:
@@ -235,15 +232,11 @@ class _Block:
   Attributes:
     name: which trials.
     saved: the round of its last checkpoint.
-    saving: whether it is writing a checkpoint.
-    signals: stop signals that came in the meantime, which end it afterwards.
   """
 
   def __init__(self, problem, runner, folder, first, values):
     self.name = f"Trials {first} to {first + len(values) - 1}"
     self.saved = 0
-    self.saving = False
-    self.signals = []
     self._problem = problem
     self._runner = runner
     self._folder = folder
@@ -357,12 +350,12 @@ class _Block:
   def _save(self, done, seconds, members, states):
     store = self._checkpoints(len(members))
     extra = {"rows": self._rows, "members": members, "seconds": seconds}
-    self.saving = True
-    store.save(done, states, logs.to_json(extra))
-    self.saving = False
+    caught = []
+    with signals.on_signals(caught.append):  # Orbax must not be interrupted.
+      store.save(done, states, logs.to_json(extra))
     self.saved = done
-    if self.signals:
-      raise _Signal(self.signals[0])
+    if caught:
+      raise _Signal(caught[0])
     for other in self._folder.iterdir():
       if other != store.folder:
         shutil.rmtree(other, ignore_errors=True)

@@ -48,7 +48,7 @@ class Forks:
     for file in files:
       file.unlink(missing_ok=True)
     command = [script, *map(str, args)]
-    line = json.dumps([*command[:1], command[1:], *map(str, files)])
+    line = json.dumps([script, command[1:], *map(str, files)])
     self._process.stdin.write(f"{line}\n")
     self._process.stdin.flush()
     status = int(self._process.stdout.readline())

@@ -13,7 +13,7 @@ import numpy as np
 from hetfl import checks
 from hetfl.data import letters, mnist, partition, vision
 from hetfl.data.errors import DataError
-from hetfl.data.npz import check_npz, load_npz
+from hetfl.data.npz import check_npz, image_size, load_npz
 from hetfl.data.streams import generator, Stream
 from hetfl.population import Bank, ClientPopulation, Subset
 
@@ -153,7 +153,7 @@ def load_fedmd_images(
     raise ValueError(f"heldout_examples={heldout_examples}: want 0 or more")
   for argument, path in (("npz", npz), ("public_npz", public_npz)):
     check_npz(path, [environment], of="environment", argument=argument)
-  if npz is not None and public_npz is not None:
+  if environment == "npz":
     task = _npz(npz, public_npz)
     by_writer = "writer" in task.train
     if by_writer:
@@ -453,11 +453,11 @@ def _cifar(environment, data_dir, download, superclasses) -> _Task:
 
 def _npz(npz, public_npz) -> _Task:
   public, private = load_npz(public_npz), load_npz(npz)
-  shape, public_shape = (d.train["x"].shape[1:] for d in (private, public))
-  if shape != public_shape:
+  size, public_size = image_size(private.train), image_size(public.train)
+  if size != public_size:
     raise DataError(
-      f"{public_npz}: images of {'x'.join(map(str, public_shape))}, but of"
-      f" {'x'.join(map(str, shape))} in {npz}; give both the same shape"
+      f"{public_npz}: images of {public_size}, but of {size} in {npz}; give"
+      " both the same shape"
     )
   first = public.num_classes
   train, test = (

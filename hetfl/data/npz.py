@@ -74,10 +74,11 @@ def load_npz(path: str | os.PathLike) -> VisionDataset:
   """
   arrays = _read(path)
   train, test = (_bank(path, arrays, part) for part in ("train", "test"))
-  if train["x"].shape[1:] != test["x"].shape[1:]:
+  size, test_size = image_size(train), image_size(test)
+  if size != test_size:
     raise DataError(
-      f"{path}: x_train has images of {_by(train)}, x_test of {_by(test)};"
-      " give both the same shape"
+      f"{path}: x_train has images of {size}, x_test of {test_size}; give both"
+      " the same shape"
     )
   clients = arrays.get("clients_train")
   if clients is not None:
@@ -154,5 +155,6 @@ def _bank(path, arrays: dict[str, np.ndarray], part: str) -> Bank:
   }
 
 
-def _by(bank: Bank) -> str:
+def image_size(bank: Bank) -> str:
+  """The size of a bank's images, such as 28x28x1."""
   return "x".join(map(str, bank["x"].shape[1:]))
