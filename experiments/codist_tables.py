@@ -174,8 +174,9 @@ def _figure4() -> tables_lib.Table:
           f"pools.{pool}.test_accuracy": None for pool in ("small", "large")
         },
         notes=[
-          "One run; a point in the paper is the mean of its 25 best trials, as",
-          "experiments/tune.py --halvings=0 --top=25 gives it.",
+          "One run; a point in the paper is the mean of its 25 best trials.",
+          "experiments/reproduce.py --table=codist_fig4 --search=64",
+          "--search_flags='--halvings=0 --top=25' draws that too.",
           "Of the sizes the paper's text names 600. 13,500 are all there are;",
           "that run and fedavg's are Table 1's too (table1_cifar_4700_*).",
           *_notes("cifar100", "", algorithm),

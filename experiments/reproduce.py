@@ -137,26 +137,44 @@ def draw(
 ) -> None:
   """Draws the results of a table's cells against its axis, to `figure.png`.
 
+  If cells were tuned, `figure_trials.png` has the means of their searches' best
+  trials, as the paper's figure does.
+
   Args:
-    folder: the folder to write to.
+    folder: the table's folder, to which it writes.
     table: a table with an axis; a cell without that flag is a horizontal line.
     results: cell name -> the content of `result.json` of each seed; the mean is
       drawn.
   """
   from hetfl import report  # takes a second
 
-  points = {}
+  points, of_trials, tops = {}, {}, set()
   for cell in table.cells:
-    seeds = results.get(cell.name)
-    for path in cell.published if seeds else ():
-      values = [tables.lookup(result, path) for result in seeds]
-      label = f"{cell.flags['algorithm']}, {tables.label(path)}"
-      if None not in values:
-        point = (cell.flags.get(table.axis), statistics.fmean(values))
+    tuned = _read(folder / "search" / cell.name / "result.json") or {}
+    tops |= {tuned["top"]} if "test" in tuned else set()
+    for path in cell.published:
+      name = tables.label(path)
+      label, x = (
+        f"{cell.flags['algorithm']}, {name}",
+        cell.flags.get(table.axis),
+      )
+      values = [tables.lookup(r, path) for r in results.get(cell.name, ())]
+      if values and None not in values:
+        point = (x, statistics.fmean(values))
         points.setdefault(label, []).append(point)
+      if name in tuned.get("test", ()):
+        of_trials.setdefault(label, []).append((x, tuned["test"][name]))
   report.dependence(
     points, folder / "figure.png", axis=table.axis, title=table.title
   )
+  if of_trials:
+    report.dependence(
+      of_trials,
+      folder / "figure_trials.png",
+      axis=table.axis,
+      title=f"{table.title}: means of the best"
+      f" {' or '.join(map(str, sorted(tops)))} trials",
+    )
 
 
 class Search(NamedTuple):
@@ -313,12 +331,17 @@ def read_result(folder: pathlib.Path) -> dict | None:
 
 def _of_run(folder: pathlib.Path) -> dict | None:
   """A run's `result.json`, if it covers all rounds of its `config.json`."""
+  result, config = (_read(folder / f"{n}.json") for n in ("result", "config"))
+  done = result and config and result["rounds"] == config["config"]["rounds"]
+  return result if done else None
+
+
+def _read(path: pathlib.Path) -> dict | None:
+  """A file of JSON; `None` if there is none."""
   try:
-    result = json.loads((folder / "result.json").read_bytes())
-    config = json.loads((folder / "config.json").read_bytes())["config"]
+    return json.loads(path.read_bytes())
   except FileNotFoundError:
     return None
-  return result if result["rounds"] == config["rounds"] else None
 
 
 def make_parser(known: Mapping[str, tables.Table]) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ import time
 import matplotlib.image
 import pytest
 
-from hetfl import report
+from hetfl import logs, report
 from tests.runs import ROOT
 
 
@@ -178,21 +178,34 @@ def test_a_figure_is_drawn_against_its_axis(
   modules, known, tmp_path, monkeypatch
 ):
   table = known["codist_fig4"]
-  drawn = {}
+  drawn, titles = {}, []
 
-  def dependence(points, path, **kwargs):
-    drawn.update(points)
+  def dependence(points, path, *, title, **kwargs):
+    drawn[path.name] = points
+    titles.append(title)
 
   results = {
     cell.name: [{"pools": {"small": {"test_accuracy": 0.1 * i}}}]
     for i, cell in enumerate(table.cells)
     if "merged" not in cell.name
   }
+  # Searches of two cells; one's trials are of a version without test data.
+  for algorithm, more in (
+    ("periodic_600", {"test": {"small": 0.7}}),
+    ("fedavg", {}),
+  ):
+    folder = tmp_path / "search" / f"fig4_cifar_{algorithm}"
+    folder.mkdir(parents=True)
+    logs.write_json(folder / "result.json", {"top": 25, **more})
   modules["reproduce"].draw(tmp_path, table, results)
-  assert matplotlib.image.imread(tmp_path / "figure.png").shape[0] > 400
+  for name in ("figure", "figure_trials"):
+    image = matplotlib.image.imread(tmp_path / f"{name}.png")
+    assert image.shape[0] > 400
   monkeypatch.setattr(report, "dependence", dependence)
   modules["reproduce"].draw(tmp_path, table, results)
-  assert drawn == {
+  assert drawn["figure_trials.png"] == {"periodic, small": [(600, 0.7)]}
+  assert titles[1].endswith("Figure 4: means of the best 25 trials")
+  assert drawn["figure.png"] == {
     "fedavg, small": [(None, 0.0)],
     "periodic, small": [
       (n, pytest.approx(0.1 * i))
