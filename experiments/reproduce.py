@@ -152,12 +152,10 @@ def draw(
   for cell in table.cells:
     tuned = _read(folder / "search" / cell.name / "result.json") or {}
     tops |= {tuned["top"]} if "test" in tuned else set()
+    x = cell.flags.get(table.axis)
     for path in cell.published:
       name = tables.label(path)
-      label, x = (
-        f"{cell.flags['algorithm']}, {name}",
-        cell.flags.get(table.axis),
-      )
+      label = f"{cell.flags['algorithm']}, {name}"
       values = [tables.lookup(r, path) for r in results.get(cell.name, ())]
       if values and None not in values:
         point = (x, statistics.fmean(values))
