@@ -89,6 +89,11 @@ def random_flip(key: jax.Array, x: jax.Array, axis: int) -> jax.Array:
 
   Returns:
     `[B, H, W, c]`.
+
+  >>> x = jnp.tile(jnp.arange(3), (99, 1)).reshape(99, 1, 3, 1)
+  >>> flipped = random_flip(jax.random.key(0), x, 2)
+  >>> jnp.unique(flipped[:, 0, :, 0], axis=0).tolist()
+  [[0, 1, 2], [2, 1, 0]]
   """
   flip = jax.random.bernoulli(key, shape=(x.shape[0], 1, 1, 1))
   return jnp.where(flip, jnp.flip(x, axis), x)

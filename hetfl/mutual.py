@@ -243,6 +243,10 @@ def fork(
 
   Returns:
     The meme's variables, of the model that `splice` makes.
+
+  >>> server, adaptor = (core.Variables(w, {}) for w in (2., 3.))
+  >>> fork(server).params, fork(server, adaptor).params
+  (2.0, {'trunk': 2.0, 'adaptor': 3.0})
   """
   if adaptor is None and encoder is None:
     return server

@@ -508,6 +508,9 @@ def padded_rows(index: jax.Array, batch_size: int) -> jax.Array:
 
   Returns:
     `int32[ceil(N / B), B]`.
+
+  >>> padded_rows(jnp.array([4, 8, 6]), 2).tolist()
+  [[4, 8], [6, -1]]
   """
   size = min(batch_size, len(index))
   missing = -len(index) % size

@@ -48,6 +48,11 @@ class LSTM(nn.Module):
     hidden: H.
 
   Reference: Hochreiter & Schmidhuber 1997; dm-haiku, `hk.LSTM`.
+
+  >>> x = jnp.ones((2, 5, 3))
+  >>> h, variables = LSTM(4).init_with_output(jax.random.key(0), x)
+  >>> h.shape, sum(w.size for w in variables['params'].values())
+  ((2, 5, 4), 128)
   """
 
   hidden: int
