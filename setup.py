@@ -14,6 +14,9 @@ setuptools.setup(
   long_description_content_type="text/markdown",
   license="Apache-2.0",
   license_files=["LICENSE", "NOTICE"],
+  # Makes an editable installation put this folder on the path. With a finder
+  # instead, `import hetfl` beside a clone named hetfl would find the clone.
+  package_dir={"": "."},
   packages=setuptools.find_packages(include=["hetfl", "hetfl.*"]),
   package_data={"hetfl": ["py.typed"], "hetfl.data": ["digits.npz"]},
   python_requires=">=3.11",
