@@ -292,6 +292,31 @@ def kind(name: str, given: Any, wanted: type, hint: str) -> None:
     raise ValueError(f"{name}: give {_a(wanted)}, {_not_a(given)}; {hint}")
 
 
+def holds(what: str, hyper: Mapping[str, Any], *names: str) -> None:
+  """Checks that a state has some hyper-parameters.
+
+  Args:
+    what: what the state is, for error messages.
+    hyper: its hyper-parameters.
+    *names: those that it must have.
+
+  Raises:
+    ValueError: one is missing, as in the state of another algorithm.
+
+  >>> holds('state', {'alpha': 1.0}, 'alpha', 'beta')
+  Traceback (most recent call last):
+    ...
+  ValueError: state: has no hyper-parameter 'beta', so another algorithm made \
+it; use the state of this one's init
+  """
+  for name in names:
+    if name not in hyper:
+      raise ValueError(
+        f"{what}: has no hyper-parameter {name!r}, so another algorithm made"
+        " it; use the state of this one's init"
+      )
+
+
 def each(name: str, given: Any, wanted: type, number: int, hint: str) -> None:
   """Checks that something is a sequence of N things of a type.
 

@@ -41,6 +41,24 @@ class ClientSums(NamedTuple):
   loss: core.Mean
 
 
+class ClientUpdates(NamedTuple):
+  """What the clients of a round send to the server, each by itself.
+
+  Attributes:
+    delta: `w_server - w_k`, arrays `[K, ...]`, shaped as the parameters.
+    stats: arrays `[K, ...]`, shaped as the model's statistics.
+    weight: `n_k`, `float32[K]`.
+    loss: each client's training loss over its steps, a `Mean` of `[K]`.
+    client: `int32[K]`, the clients' numbers in their population.
+  """
+
+  delta: PyTree
+  stats: PyTree
+  weight: jax.Array
+  loss: core.Mean
+  client: jax.Array
+
+
 class ClientUpdate(NamedTuple):
   """A client's local training as pure functions.
 
@@ -226,3 +244,32 @@ def lane_program(
     return jax.lax.fori_loop(0, steps, body, (start, sums))[1]
 
   return train_lane
+
+
+def client_of_lane(
+  train_lane: Callable[..., ClientSums],
+) -> Callable[..., ClientUpdates]:
+  """Trains the only client of a lane.
+
+  Args:
+    train_lane: a program from `lane_program`.
+
+  Returns:
+    The program of the same arguments, whose result is `ClientUpdates` without
+    its first axis. If the lane does not hold exactly one client, it is NaN.
+  """
+
+  def train_client(server, hyper, key, bank, lane, steps):
+    sums = train_lane(server, hyper, key, bank, lane, steps)
+    alone = jnp.sum(jnp.asarray(lane.weight) > 0) == 1
+    weight = jnp.where(alone, sums.weight, jnp.nan)
+    mean = lambda x: x / weight
+    return ClientUpdates(
+      delta=jax.tree.map(mean, sums.delta),
+      stats=jax.tree.map(mean, sums.stats),
+      weight=weight,
+      loss=sums.loss,
+      client=jnp.asarray(lane.client)[0],
+    )
+
+  return train_client

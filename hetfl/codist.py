@@ -21,13 +21,13 @@ from hetfl import checks, core
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 from hetfl.fedavg import (
-  check_plan,
+  check_round,
   client_jobs,
   client_metrics,
+  combine,
   fedavg,
   init_pools,
   linear_decay,
-  mean_update,
   Pool,
   round_keys,
 )
@@ -202,6 +202,7 @@ def periodic_codist(
   engine = engine or engine_lib.Inline()
   exchange = _Exchange(pools, distiller, engine)
   checks.counts(period=period)
+  names = tuple(distiller.hyper(len(pools)))
   # Line 3: apply FedAvg to each model, sampling clients from its pool.
   federated = fedavg(pools, rounds=rounds, engine=engine)
 
@@ -209,7 +210,8 @@ def periodic_codist(
     return init_pools(pools, key, variables, distiller.hyper(len(pools)))
 
   def step(state, plan, data):
-    state, metrics = federated.step(state, plan, data)  # Checks the plan too.
+    check_round(pools, state, plan, *names)
+    state, metrics = federated.step(state, plan, data)
     *_, key = round_keys(state.key, plan.round, len(pools))
     due = plan.round % period == 0  # Line 4.
     # Lines 5 to 7: teachers and students start as copies of the models.
@@ -315,6 +317,9 @@ def merged_codist(
   exchange = _Exchange(pools, distiller, engine)
   checks.counts(rounds=rounds, every=every)
   checks.schedule("alpha", alpha, 1, rounds or 1, allowed=(0, 1))
+  names = tuple(distiller.hyper(len(pools)))
+  if not callable(alpha):
+    names += ("alpha",)
 
   def init(key, variables=None):  # Line 1.
     hyper = distiller.hyper(len(pools))
@@ -323,7 +328,7 @@ def merged_codist(
     return init_pools(pools, key, variables, hyper)
 
   def step(state, plan, data):
-    check_plan(plan, len(pools))
+    check_round(pools, state, plan, *names)
     *keys, exchange_key = round_keys(state.key, plan.round, len(pools))
     decay = linear_decay(plan.round, rounds)
     if callable(alpha):
@@ -345,12 +350,15 @@ def merged_codist(
     # Line 3: aggregate client gradients, in parallel with the distillation.
     clients = client_jobs(pools, state, keys, plan, data)
     results = engine.run(*students, *clients)
-    distilled, sums = results[: len(pools)], results[len(pools) :]
+    distilled, sent = results[: len(pools)], results[len(pools) :]
+    gradients = combine(pools, sent, engine)
     # Lines 7 and 8.
     merged = engine.run(
       *(
-        engine_lib.Call(_merge, (pool_state.params, total, student, a))
-        for pool_state, total, (student, _) in zip(state.pools, sums, distilled)
+        engine_lib.Call(_merge, (kept.params, *gradient, student, a))
+        for kept, gradient, (student, _) in zip(
+          state.pools, gradients, distilled
+        )
       )
     )
     # Line 9: apply FedAvg with the merged gradient.
@@ -360,15 +368,14 @@ def merged_codist(
         for pool, pool_state, gradient in zip(pools, state.pools, merged)
       )
     )
-    metrics = client_metrics(pools, sums)
+    metrics = client_metrics(pools, sent)
     metrics |= _distill_metrics(pools, [loss for _, loss in distilled])
     return state.replace(pools=states), metrics
 
   return core.Algorithm(init, step)
 
 
-def _merge(params, sums, student, alpha):
+def _merge(params, g, stats, student, alpha):
   """Lines 7 and 8 of algorithm 2: the merged gradient, and the statistics."""
-  g, stats = mean_update(sums)
   delta = optax.tree.sub(params, student.params)
   return merge_gradients(g, delta, alpha=alpha), stats

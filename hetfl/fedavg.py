@@ -53,6 +53,9 @@ class Pool:
       `w_server - w_k` before it is sent, such as clipping, noise, quantisation;
       `None` sends it unchanged. Batch statistics and the loss are always sent
       unchanged.
+    aggregate: `ClientUpdates -> delta`, what the server optimizer takes as its
+      gradient, such as a median; `None` for the clients' weighted mean. Plans
+      then need a lane for each client, `num_lanes=clients_per_round`.
 
   Raises:
     ValueError: the model is a bare Flax module, a rate is negative or not a
@@ -70,12 +73,15 @@ class Pool:
   server_optimizer: core.Optimizer = fedadam_server
   prox_mu: float | jax.Array | None = None
   delta_transform: Callable[[jax.Array, PyTree], PyTree] | None = None
+  aggregate: Callable[[client_lib.ClientUpdates], PyTree] | None = None
 
   def __post_init__(self):
     checks.kind("name", self.name, str, "hetfl.Pool(name, model, ...)")
     core.Model.check(f"pool {self.name!r}", self.model)
     if self.delta_transform is not None:
       checks.takes("delta_transform", self.delta_transform, "key", "delta")
+    if self.aggregate is not None:
+      checks.takes("aggregate", self.aggregate, "updates")
     checks.factories(
       client_optimizer=self.client_optimizer,
       server_optimizer=self.server_optimizer,
@@ -101,6 +107,33 @@ class Pool:
       ),
       self.delta_transform,
     )
+
+  @functools.cached_property
+  def train_client(self) -> Callable[..., client_lib.ClientUpdates]:
+    """The program that trains the only client of a lane."""
+    return client_lib.client_of_lane(self.train_lane)
+
+  @functools.cached_property
+  def combine(self) -> Callable[..., tuple[PyTree, PyTree]]:
+    """The program `sent -> (gradient, stats)`: what the server makes of it.
+
+    `sent` is the result of `lanes`. The statistics are the clients' weighted
+    mean, whatever the gradient is.
+    """
+    if self.aggregate is None:
+      return mean_update
+
+    def combine(updates):
+      weight = updates.weight / jnp.sum(updates.weight)
+      mean = lambda x: jnp.tensordot(
+        weight, x, 1, precision=jax.lax.Precision.HIGHEST
+      )
+      gradient = self.aggregate(updates)
+      one = jax.tree.map(lambda a: a[0], updates.delta)
+      checks.alike("aggregate", gradient, one)
+      return gradient, jax.tree.map(mean, updates.stats)
+
+    return combine
 
   @functools.cached_property
   def server_step(self) -> Callable[..., "PoolState"]:
@@ -167,6 +200,8 @@ class Pool:
     key: jax.Array,
     bank: core.Batch,
     plan: planning.LanePlan,
+    *,
+    apart: bool = False,
   ) -> engine_lib.Lanes:
     """The job that trains this round's clients.
 
@@ -175,15 +210,31 @@ class Pool:
       key: the pool's key of the round.
       bank: the examples, on the device.
       plan: the round's lanes.
+      apart: whether to return each client's update by itself, which `aggregate`
+        needs too.
 
     Returns:
-      The job, whose result is `ClientSums`.
+      The job, whose result is `ClientSums` or, apart, `ClientUpdates`.
+
+    Raises:
+      ValueError: a lane must hold one client but does not. In a traced plan
+        this gives NaN.
     """
+    apart = apart or self.aggregate is not None
+    if apart and isinstance(plan.weight, np.ndarray):
+      number = (plan.weight > 0).sum(axis=1)
+      if (number != 1).any():
+        raise ValueError(
+          f"pool {self.name!r}: the plan's lanes hold {number.tolist()}"
+          " clients, but to tell updates apart each must hold one: plan with"
+          " num_lanes=clients_per_round"
+        )
     return engine_lib.Lanes(
-      self.train_lane,
+      self.train_client if apart else self.train_lane,
       (state.variables, state.hyper, key, bank),
       plan,
       plan.steps,
+      stacked=apart,
     )
 
 
@@ -226,21 +277,47 @@ class PoolsState:
   hyper: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
-def check_plan(plan: planning.RoundPlan, number: int) -> None:
-  """Checks that a plan is for P pools.
+def check_round(
+  pools: Sequence[Pool],
+  state: PoolsState,
+  plan: planning.RoundPlan,
+  *hyper: str,
+) -> None:
+  """Checks that a round's state and plan are for these pools.
 
   Args:
+    pools: P pools.
+    state: the state.
     plan: the plan.
-    number: P.
+    *hyper: hyper-parameters that the state must have.
 
   Raises:
-    ValueError: it is not.
+    ValueError: they are for others.
   """
   checks.kind("plan", plan, planning.RoundPlan, "as plan_round makes it")
-  if len(plan.pools) != number:
+  hint = "as this algorithm's init makes it"
+  checks.kind("state", state, PoolsState, hint)
+  if len(plan.pools) != len(pools):
     raise ValueError(
-      f"the plan is for {len(plan.pools)} pools, but there are {number}"
+      f"the plan is for {len(plan.pools)} pools, but there are {len(pools)}"
     )
+  if len(state.pools) != len(pools):
+    raise ValueError(
+      f"the state is of {len(state.pools)} pools, but there are {len(pools)}"
+    )
+  checks.holds("state", state.hyper, *hyper)
+  for pool, kept, lanes in zip(pools, state.pools, plan.pools):
+    proximal = ["prox_mu"] if pool.prox_mu is not None else []
+    checks.holds(f"state of pool {pool.name!r}", kept.hyper, *proximal)
+    # A traced plan, or one on the device, is not looked at.
+    if isinstance(lanes.index, np.ndarray) and jax.tree.leaves(kept.stats):
+      empty = lanes.index < 0
+      if (empty.any(axis=-1) & ~empty.all(axis=-1)).any():
+        raise ValueError(
+          f"pool {pool.name!r}: the plan has batches that are not full, whose"
+          " empty places would enter the batch statistics: plan with"
+          " full_batches=True"
+        )
 
 
 def init_pools(
@@ -344,12 +421,34 @@ def mean_update(sums: client_lib.ClientSums) -> tuple[PyTree, PyTree]:
   return jax.tree.map(mean, sums.delta), jax.tree.map(mean, sums.stats)
 
 
+def combine(
+  pools: Sequence[Pool],
+  sent: Sequence[client_lib.ClientSums | client_lib.ClientUpdates],
+  engine: engine_lib.Engine,
+) -> tuple[tuple[PyTree, PyTree], ...]:
+  """What each pool's server makes of what its clients sent.
+
+  Args:
+    pools: P pools.
+    sent: the results of `client_jobs`.
+    engine: where the work runs.
+
+  Returns:
+    P pairs: the gradient for the server optimizer, and the new statistics.
+  """
+  return engine.run(
+    *(engine_lib.Call(pool.combine, (of,)) for pool, of in zip(pools, sent))
+  )
+
+
 def client_jobs(
   pools: Sequence[Pool],
   state: PoolsState,
   keys: Sequence[jax.Array],
   plan: planning.RoundPlan,
   data: dict[str, Any],
+  *,
+  apart: bool = False,
 ) -> list[engine_lib.Lanes]:
   """The jobs that train this round's clients, pool by pool.
 
@@ -359,34 +458,88 @@ def client_jobs(
     keys: the round's keys; the first P are used.
     plan: the round's plan.
     data: `pools` holds P banks on the device.
+    apart: see `Pool.lanes`.
 
   Returns:
-    P jobs, whose results are `ClientSums`.
+    P jobs, whose results are those of `Pool.lanes`.
 
   Raises:
     ValueError: if data is for another number of pools.
   """
   banks = checks.banks(data, "pools", len(pools))
   return [
-    pool.lanes(*args)
+    pool.lanes(*args, apart=apart)
     for pool, *args in zip(pools, state.pools, keys, banks, plan.pools)
   ]
 
 
+def client_updates(
+  pools: Sequence[Pool],
+  state: PoolsState,
+  plan: planning.RoundPlan,
+  data: dict[str, Any],
+  *,
+  engine: engine_lib.Engine | None = None,
+) -> tuple[client_lib.ClientUpdates, ...]:
+  """What each client sends in a round, for algorithms of your own.
+
+  The same clients, batches and random draws as in a step of `fedavg`, without
+  the server's step, which is `pool.server_step`.
+
+  Args:
+    pools: P pools.
+    state: their state; it does not change.
+    plan: the round's plan, with a lane for each client.
+    data: as for `fedavg`.
+    engine: as for `fedavg`.
+
+  Returns:
+    P `ClientUpdates`. Client k's parameters are `w_server - delta[k]`.
+
+  Raises:
+    ValueError: the plan or the state is not for these pools, or a lane does not
+      hold one client; in a traced plan this gives NaN.
+
+  >>> model = core.Model(
+  ...     lambda key: core.Variables(jnp.zeros((1, 2)), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> pool = Pool('a', model, 1., 1., server_optimizer=fedavg_server)
+  >>> bank = {'x': jnp.ones((2, 1)), 'y': jnp.arange(2)}
+  >>> from hetfl import population
+  >>> clients = population.ClientPopulation.from_lists(bank, [[0], [1]])
+  >>> plan = planning.plan_round(
+  ...     [clients], seed=0, round=1, clients_per_round=2, batch_size=1)
+  >>> (updates,) = client_updates(
+  ...     [pool], fedavg([pool], rounds=None).init(jax.random.key(0)), plan,
+  ...     {'pools': (bank,)})
+  >>> updates.client.tolist(), updates.delta.tolist()
+  ([0, 1], [[[-0.5, 0.5]], [[0.5, -0.5]]])
+  """
+  check_round(pools, state, plan)
+  engine = engine or engine_lib.Inline()
+  keys = round_keys(state.key, plan.round, len(pools))
+  return engine.run(*client_jobs(pools, state, keys, plan, data, apart=True))
+
+
 def client_metrics(
-  pools: Sequence[Pool], sums: Sequence[client_lib.ClientSums]
+  pools: Sequence[Pool],
+  sent: Sequence[client_lib.ClientSums | client_lib.ClientUpdates],
 ) -> core.Metrics:
   """The clients' training loss of each pool.
 
   Args:
     pools: P pools.
-    sums: what the clients of each pool sent.
+    sent: what the clients of each pool sent.
 
   Returns:
     `NAME/client_loss` of each pool, a mean over steps, in nats.
   """
+
+  def total(loss):
+    return jax.tree.map(jnp.sum, loss) if jnp.ndim(loss.count) else loss
+
   return {
-    f"{pool.name}/client_loss": total.loss for pool, total in zip(pools, sums)
+    f"{pool.name}/client_loss": total(of.loss) for pool, of in zip(pools, sent)
   }
 
 
@@ -452,19 +605,17 @@ def fedavg(
     return init_pools(pools, key, variables, {})
 
   def step(state, plan, data):
-    check_plan(plan, len(pools))
+    check_round(pools, state, plan)
     keys = round_keys(state.key, plan.round, len(pools))
     decay = linear_decay(plan.round, rounds)
-    sums = engine.run(*client_jobs(pools, state, keys, plan, data))
-    means = engine.run(
-      *(engine_lib.Call(mean_update, (total,)) for total in sums)
-    )
+    sent = engine.run(*client_jobs(pools, state, keys, plan, data))
+    combined = combine(pools, sent, engine)
     states = engine.run(
       *(
-        engine_lib.Call(pool.server_step, (pool_state, *mean, decay))
-        for pool, pool_state, mean in zip(pools, state.pools, means)
+        engine_lib.Call(pool.server_step, (pool_state, *gradient, decay))
+        for pool, pool_state, gradient in zip(pools, state.pools, combined)
       )
     )
-    return state.replace(pools=states), client_metrics(pools, sums)
+    return state.replace(pools=states), client_metrics(pools, sent)
 
   return core.Algorithm(init, step)

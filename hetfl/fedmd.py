@@ -25,6 +25,7 @@ from hetfl import engine as engine_lib
 from hetfl.data import partition
 from hetfl.data.streams import Stream
 from hetfl.party import (
+  check_state,
   check_work,
   fresh_models,
   padded_rows,
@@ -319,6 +320,7 @@ def fedmd(
   def step(state, plan, data):
     checks.kind("plan", plan, FedMDPlan, "as plan_fedmd makes it")
     check_work(plan.digest, parties)
+    check_state(state, FedMDState, parties)
     key = jax.random.fold_in(state.key, plan.round)
     public = checks.bank(data, "public")
     private = checks.banks(data, "private", len(parties))

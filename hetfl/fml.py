@@ -115,9 +115,17 @@ def _merge(memes, weights):
   return jax.tree.map(mean, *memes)
 
 
-def _check_plan(plan, groups, state):
-  """Raises if a plan is not for these clients and models."""
+def _check_round(plan, groups, state, *hyper):
+  """Raises if a plan or a state is not for these clients and models."""
   checks.kind("plan", plan, MutualPlan, "as plan_mutual makes it")
+  hint = "as this algorithm's init makes it"
+  checks.kind("state", state, MutualState, hint)
+  checks.holds("state", state.hyper, *hyper)
+  if (of := tuple(group.clients for group in state.groups)) != groups:
+    raise ValueError(
+      f"the state groups clients as {of}, but the algorithm as {groups}: use"
+      " the state of this algorithm's init"
+    )
   if plan.clients != groups:
     raise ValueError(
       f"the plan groups clients as {plan.clients}, but the algorithm as"
@@ -205,13 +213,14 @@ def _build(
   ]
   programs = [functools.partial(_whole, one) for one in stages]
   as_array = lambda x: jnp.array(x, jnp.float32)
+  constant = {n: x for n, x in hyper.items() if not callable(x)}
 
   def init(key, server=None):  # Line 2; line 2 of ClientUpdate.
     init_key, run_key = jax.random.split(key)
     keys = lambda first, group: jnp.stack(
       [jax.random.fold_in(init_key, first + k) for k in group]
     )
-    values = {n: as_array(x) for n, x in hyper.items() if not callable(x)}
+    values = {name: as_array(x) for name, x in constant.items()}
 
     if global_model is None and server is not None:
       raise ValueError(
@@ -246,7 +255,7 @@ def _build(
     return MutualState(run_key, server, tuple(map(group_state, groups)), values)
 
   def step(state, plan, data):
-    _check_plan(plan, groups, state)
+    _check_round(plan, groups, state, *constant)
     banks = [checks.bank(data, clients[group[0]].bank) for group in groups]
     key, *_ = round_keys(state.key, plan.round, 1)
     now = {

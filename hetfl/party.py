@@ -310,6 +310,7 @@ def fit(
   def step(state, plan, data):
     checks.kind("plan", plan, FitPlan, "as plan_fit makes it")
     check_work(plan.batches, parties)
+    check_state(state, FitState, parties)
     names = set(data) if isinstance(data, Mapping) else set()
     if strange := names - {"train", "stopping"}:
       raise ValueError(
@@ -481,6 +482,25 @@ def check_work(work: Sequence[Any], parties: Sequence[Party]) -> None:
     raise ValueError(
       f"the plan is for {len(work)} parties, but there are {len(parties)}"
     )
+
+
+def check_state(state: Any, kind: type, parties: Sequence[Party]) -> None:
+  """Raises a `ValueError` if a state is not of these parties.
+
+  Args:
+    state: the state.
+    kind: its type, with a field `parties`.
+    parties: the parties.
+  """
+  checks.kind("state", state, kind, "as this algorithm's init makes it")
+  if len(state.parties) != len(parties):
+    raise ValueError(
+      f"the state is of {len(state.parties)} parties, but there are"
+      f" {len(parties)}"
+    )
+  for party, kept in zip(parties, state.parties):
+    penalty = ["l2"] if party.penalty is not None else []
+    checks.holds(f"state of party {party.name!r}", kept.hyper, *penalty)
 
 
 def fresh_models(key, parties) -> list[core.Variables]:

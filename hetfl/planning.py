@@ -144,6 +144,7 @@ def enough_lanes(
   batch_size: int,
   epochs: int = 1,
   max_steps: int | None = None,
+  full_batches: bool = True,
 ) -> int:
   """The fewest lanes whose rounds are hardly longer than with one per client.
 
@@ -157,6 +158,7 @@ def enough_lanes(
     batch_size: see `plan_clients`.
     epochs: see `plan_clients`.
     max_steps: see `plan_clients`.
+    full_batches: see `plan_clients`.
 
   Returns:
     L, between 1 and `clients_per_round`. Over sixteen sampled rounds, the
@@ -176,7 +178,9 @@ def enough_lanes(
   _check_sample(population, "the pool", clients_per_round)
   checks.counts(batch_size=batch_size, epochs=epochs, max_steps=max_steps)
   rng = np.random.default_rng(0)
-  steps_of_all = _steps_of(population.sizes, batch_size, epochs, max_steps)
+  steps_of_all = _steps_of(
+    population.sizes, batch_size, epochs, max_steps, full_batches
+  )
   samples = [
     rng.choice(steps_of_all, clients_per_round, replace=False).tolist()
     for _ in range(16)
@@ -196,10 +200,17 @@ def enough_lanes(
 
 
 def _steps_of(
-  sizes: np.ndarray, batch_size: int, epochs: int, max_steps: int | None
+  sizes: np.ndarray,
+  batch_size: int,
+  epochs: int,
+  max_steps: int | None,
+  full_batches: bool,
 ) -> np.ndarray:
   """The number of steps of clients with these numbers of examples."""
-  steps = -(-sizes * epochs // batch_size)
+  if full_batches:
+    steps = -(-sizes * epochs // batch_size)
+  else:
+    steps = epochs * -(-sizes // batch_size)
   return steps if max_steps is None else np.minimum(steps, max_steps)
 
 
@@ -249,13 +260,16 @@ def plan_clients(
   epochs: int = 1,
   max_steps: int | None = None,
   uniform_weights: bool = False,
+  full_batches: bool = True,
   num_lanes: int = 1,
 ) -> LanePlan:
   """Samples a round's clients and orders their examples.
 
   Clients are drawn uniformly without replacement. Each makes
   `ceil(n_k epochs / B)` steps over its reshuffled examples; the last batch is
-  filled up from the next reshuffle, so that all batches have B examples.
+  filled up from the next reshuffle, so that all batches have B examples. With
+  `full_batches=False` it makes `epochs ceil(n_k / B)` steps, and the last batch
+  of a pass holds what remains.
 
   Args:
     population: the pool's clients.
@@ -267,6 +281,9 @@ def plan_clients(
     epochs: passes of a client over its examples.
     max_steps: a limit to the steps of a client; `None` for none.
     uniform_weights: weight clients equally, not by their number of examples.
+    full_batches: whether all batches have B examples. If not, a client with
+      fewer than B takes its full gradient. Models with batch statistics need
+      full batches, since the statistics would count empty places.
     num_lanes: L; lanes beyond `clients_per_round` stay empty.
 
   Returns:
@@ -278,8 +295,8 @@ def plan_clients(
       bank, or a number is not at least 1.
 
   Reference: FedJAX's `ClientDataset.shuffle_repeat_batch`; Lichtarge et al.
-    2023, appendix C.3. Departure from McMahan et al. 2017: there a client's
-    last batch is short.
+    2023, appendix C.3. McMahan et al. 2017, algorithm 1, with
+    `full_batches=False`.
 
   >>> bank = {'y': np.arange(6)}
   >>> population = ClientPopulation.from_lists(bank, [[0, 1, 2], [3, 4, 5]])
@@ -287,6 +304,11 @@ def plan_clients(
   ...     population, seed=0, round=1, clients_per_round=1, batch_size=2)
   >>> plan.steps, plan.weight[:, :2]
   (array([2], dtype=int32), array([[0., 3.]], dtype=float32))
+  >>> plan = plan_clients(population, seed=0, round=1, clients_per_round=1,
+  ...                     batch_size=2, full_batches=False)
+  >>> plan.index[0, :2]
+  array([[ 4,  3],
+         [ 5, -1]], dtype=int32)
   """
   _check_sample(population, f"pool {pool}", clients_per_round)
   checks.counts(
@@ -300,11 +322,15 @@ def plan_clients(
   chosen = rng.choice(len(population), clients_per_round, replace=False)
   holdings = [population.positions(k) for k in chosen]
   sizes = np.array([len(held) for held in holdings])
-  number = _steps_of(sizes, batch_size, epochs, max_steps)
+  number = _steps_of(sizes, batch_size, epochs, max_steps, full_batches)
   batches, weights = [], []
   for held, steps in zip(holdings, number.tolist()):
-    passes = -(-steps * batch_size // len(held))
-    order = np.concatenate([rng.permutation(held) for _ in range(passes)])
+    missing = 0 if full_batches else -len(held) % batch_size
+    empty = np.full(missing, -1, np.int32)
+    passes = -(-steps * batch_size // (len(held) + missing))
+    order = np.concatenate(
+      [part for _ in range(passes) for part in (rng.permutation(held), empty)]
+    )
     batches.append(order[: steps * batch_size].reshape(steps, batch_size))
     weights.append(1.0 if uniform_weights else len(held))
   return pack_lanes(batches, chosen, weights, num_lanes=num_lanes)
@@ -366,6 +392,7 @@ def plan_round(
   epochs: int = 1,
   max_steps: int | None = None,
   uniform_weights: bool = False,
+  full_batches: bool = True,
   num_lanes: int | Sequence[int] | None = None,
   distill_steps: int = 1,
   distill_batch_size: int = 128,
@@ -383,6 +410,7 @@ def plan_round(
     epochs: see `plan_clients`.
     max_steps: see `plan_clients`.
     uniform_weights: see `plan_clients`.
+    full_batches: see `plan_clients`.
     num_lanes: L, one number, or one for each pool; an engine's
       `num_lanes(clients_per_round)` is a good choice.
       By default one lane per client, which suits accelerators if clients are
@@ -427,6 +455,7 @@ def plan_round(
       epochs=epochs,
       max_steps=max_steps,
       uniform_weights=uniform_weights,
+      full_batches=full_batches,
       num_lanes=lanes_of_pool,
     )
     for pool, (clients, number, size, lanes_of_pool) in enumerate(

@@ -79,10 +79,11 @@ def test_some_of_very_many_clients(everyone):
   epochs=st.integers(1, 3),
   max_steps=st.none() | st.integers(1, 4),
   uniform=st.booleans(),
+  full=st.booleans(),
   num_lanes=st.integers(1, 4),
 )
 def test_clients_work_and_weights(
-  sizes, batch_size, epochs, max_steps, uniform, num_lanes
+  sizes, batch_size, epochs, max_steps, uniform, full, num_lanes
 ):
   """All of a client's steps lie in a row, and its examples take turns."""
   clients = population.ClientPopulation.from_lists(
@@ -98,6 +99,7 @@ def test_clients_work_and_weights(
     epochs=epochs,
     max_steps=max_steps,
     uniform_weights=uniform,
+    full_batches=full,
     num_lanes=num_lanes,
   )
   work = np.arange(lanes.client.shape[1]) < lanes.steps[:, None]
@@ -105,14 +107,24 @@ def test_clients_work_and_weights(
   for k, n in enumerate(sizes):
     mine = work & (lanes.client == k)
     assert len(np.unique(np.nonzero(mine)[0])) == 1  # One lane.
-    steps = min(-(-n * epochs // batch_size), max_steps or 10**9)
+    a_pass = -(-n // batch_size)
+    steps = -(-n * epochs // batch_size) if full else epochs * a_pass
+    steps = min(steps, max_steps or 10**9)
     assert lanes.step[mine].tolist() == list(range(steps))
     ends = [0] * (steps - 1) + [1 if uniform else n]
     assert lanes.weight[mine].tolist() == ends
-    seen = np.bincount(lanes.index[mine].ravel(), minlength=sum(sizes))
-    held = clients.positions(k)
-    assert seen.sum() == seen[held].sum() == steps * batch_size
+    held, batches = clients.positions(k), lanes.index[mine]
+    seen = np.bincount(batches[batches >= 0], minlength=sum(sizes))
+    assert seen.sum() == seen[held].sum()
     assert seen[held].max() - seen[held].min() <= 1
+    if full:
+      assert seen.sum() == steps * batch_size
+    elif steps % a_pass == 0:  # Whole passes: each example once in each.
+      assert (seen[held] == steps // a_pass).all()
+    lengths = (batches >= 0).sum(1)
+    of_pass = [batch_size] * (a_pass - 1) + [n - batch_size * (a_pass - 1)]
+    expected = [batch_size] if full else of_pass
+    assert lengths.tolist() == (expected * steps)[:steps]
 
 
 def test_a_round_may_need_nothing_of_a_bank():

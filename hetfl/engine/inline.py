@@ -264,13 +264,16 @@ class Inline:
     num_lanes = len(job.steps)
     if num_lanes == 1 and self._mesh is None:
       lane = jax.tree.map(lambda a: a[0], job.lanes)
-      return job.fn(*job.shared, lane, job.steps[0])
+      result = job.fn(*job.shared, lane, job.steps[0])
+      return stack(result) if job.stacked else result
 
     def run(shared, lanes, steps):
       # If these are not tracers, the loop's length is known, and `jax.grad` can
       # differentiate it.
       longest = steps.max()
       results = jax.vmap(lambda lane: job.fn(*shared, lane, longest))(lanes)
+      if job.stacked:
+        return results
       return jax.tree.map(lambda a: jnp.sum(a, axis=0), results)
 
     if self._mesh is None:
@@ -294,9 +297,14 @@ class Inline:
       job = job._replace(fn=counted, lanes=(lanes, counts), steps=steps)
 
     def on_device(shared, rows, shard):
-      return shard.sum(run(shared, *shard.take(rows)))
+      results = run(shared, *shard.take(rows))
+      return shard.gather(results) if job.stacked else shard.sum(results)
 
-    return self._on_devices(on_device, job.shared, (job.lanes, job.steps))
+    rows = (job.lanes, job.steps)
+    results = self._on_devices(on_device, job.shared, rows)
+    if job.stacked:
+      return jax.tree.map(lambda a: a[:num_lanes], results)
+    return results
 
   def _chunks(self, job: Chunks):
     args, count = (*job.shared, job.rows), len(jax.tree.leaves(job.rows)[0])

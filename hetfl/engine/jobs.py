@@ -99,7 +99,7 @@ class Call(NamedTuple):
 
 
 class Lanes(NamedTuple):
-  """Sums `fn(*shared, lane, steps)` over lanes.
+  """Sums or stacks `fn(*shared, lane, steps)` over lanes.
 
   Attributes:
     fn: a pure function of one lane.
@@ -107,12 +107,14 @@ class Lanes(NamedTuple):
     lanes: a pytree with lanes on the first axes.
     steps: `int32[L]`, the number of steps in each lane that are not padding. If
       lanes run side by side in one program, all get the largest number.
+    stacked: whether the results are stacked, lane by lane, not added up.
   """
 
   fn: Callable[..., PyTree]
   shared: tuple[PyTree, ...]
   lanes: PyTree
   steps: jax.Array | np.ndarray
+  stacked: bool = False
 
 
 class Chunks(NamedTuple):

@@ -188,7 +188,7 @@ class Threads:
       shapes = jax.eval_shape(job.fn, *job.shared, job.rows)
       zeros = lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape)
       return jax.tree.map(zeros, shapes)
-    if isinstance(job, Each):
+    if isinstance(job, Each) or (isinstance(job, Lanes) and job.stacked):
       return self._execute(stack, results, 1)
     if isinstance(job, Call) or len(results) == 1:
       return results[0]

@@ -1,0 +1,161 @@
+"""Servers that see each client's update, not only their mean."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hetfl
+from hetfl import codist, core, engine, planning, population
+from hetfl.fedavg import client_updates, fedavg, fedavg_server, Pool
+from tests import federation
+
+
+def mean(updates):
+  share = updates.weight / updates.weight.sum()
+  return jax.tree.map(lambda d: jnp.tensordot(share, d, 1), updates.delta)
+
+
+def median(updates):
+  return jax.tree.map(lambda d: jnp.median(d, axis=0), updates.delta)
+
+
+def engines():
+  return {
+    "inline": engine.Inline(),
+    "threads": engine.Threads(2),
+    "mesh": engine.Inline(federation.mesh(2)),
+    "padded mesh": engine.Inline(federation.mesh(3)),
+  }
+
+
+def line_of_two():
+  """A linear model whose statistics are the mean of its inputs."""
+  return core.Model(
+    lambda key: core.Variables(jnp.zeros((1, 2)), {"mean": jnp.zeros(())}),
+    lambda v, x, key, train: (x @ v.params, {"mean": jnp.mean(x)}),
+  )
+
+
+def federation_of_three(**settings):
+  """Clients of 1, 2 and 1 images of classes 0, 0 and 1; x is k + 1."""
+  bank = {
+    "x": jnp.array([[1.0], [2.0], [2.0], [3.0]]),
+    "y": jnp.array([0, 0, 0, 1]),
+  }
+  clients = population.ClientPopulation.from_lists(bank, [[0], [1, 2], [3]])
+  plan = functools.partial(
+    planning.plan_round,
+    [clients],
+    seed=0,
+    round=1,
+    clients_per_round=3,
+    batch_size=2,
+  )
+  pool = Pool(
+    "a", line_of_two(), 1.0, 1.0, server_optimizer=fedavg_server, **settings
+  )
+  return pool, plan, {"pools": (bank,)}
+
+
+@pytest.mark.parametrize("name", engines())
+@pytest.mark.parametrize("build", [fedavg, codist.merged_codist])
+def test_the_weighted_mean_is_fedavgs(name, build):
+  runner, states, losses = engines()[name], [], []
+  more = {}
+  if build is codist.merged_codist:
+    more = dict(distiller=hetfl.Distiller(), alpha=0.5)
+  for aggregate in (None, mean):
+    pools = federation.make_pools(aggregate=aggregate)
+    algorithm = build(pools, rounds=9, engine=runner, **more)
+    algorithm = algorithm._replace(step=runner.compile(algorithm.step))
+    state, metrics = federation.run(algorithm, 2, num_lanes=4)
+    states.append(federation.params(state))
+    losses.append(core.values(metrics))
+  chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-6)
+  assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_median_by_hand():
+  """From (0, 0), a step of rate 1 on x of class c: x / 2 up, x / 2 down."""
+  for aggregate, moved in (
+    (None, (1 * 0.5 + 2 * 1.0 - 1 * 1.5) / 4),
+    (median, 0.5),
+  ):
+    pool, plan, data = federation_of_three(aggregate=aggregate)
+    algorithm = fedavg([pool], rounds=None)
+    state = algorithm.init(jax.random.key(0))
+    (after,) = algorithm.step(state, plan(), data)[0].pools
+    np.testing.assert_allclose(after.params, [[moved, -moved]], rtol=1e-6)
+    # Statistics stay the mean: (1 * 1 + 2 * 2 + 1 * 3) / 4.
+    assert float(after.stats["mean"]) == 2.0
+
+
+@pytest.mark.parametrize("name", engines())
+def test_each_update_is_that_of_its_client_alone(name):
+  pools = federation.make_pools(
+    2, server_optimizer=fedavg_server, server_lr=1.0
+  )
+  algorithm = fedavg(pools, rounds=None)
+  state, data = algorithm.init(jax.random.key(0)), federation.make_data()
+  plan = federation.make_plan(1, num_lanes=4)
+  of_pools = client_updates(pools, state, plan, data, engine=engines()[name])
+  for i, updates in enumerate(of_pools):
+    lanes = plan.pools[i]
+    np.testing.assert_array_equal(updates.client, lanes.client[:, 0])
+    np.testing.assert_array_equal(updates.weight, lanes.weight.max(axis=1))
+    for k in range(4):
+      alone = jax.tree.map(lambda a, k=k: a[k : k + 1], lanes)
+      both = planning.RoundPlan(plan.round, (alone, alone), None)
+      after, metrics = algorithm.step(state, both, data)
+      mine = jax.tree.map(
+        lambda w, d, k=k: w - d[k], state.pools[i].params, updates.delta
+      )
+      chex.assert_trees_all_close(
+        mine, after.pools[i].params, rtol=1e-5, atol=1e-6
+      )
+      np.testing.assert_allclose(
+        updates.loss.value[k],
+        metrics[f"pool{i}/client_loss"].value,
+        rtol=1e-5,
+      )
+
+
+def test_a_lane_of_two_clients_is_refused_or_shows():
+  pool, plan, data = federation_of_three(aggregate=median)
+  algorithm = fedavg([pool], rounds=None)
+  state = algorithm.init(jax.random.key(0))
+  for lanes in (2, 4):  # Two clients in one, and none in another.
+    with pytest.raises(
+      ValueError, match="'a': the plan's lanes hold .* plan w"
+    ):
+      algorithm.step(state, plan(num_lanes=lanes), data)
+    traced, _ = jax.jit(algorithm.step)(state, plan(num_lanes=lanes), data)
+    assert np.isnan(traced.pools[0].params).all()
+
+
+def test_what_is_no_aggregate_is_refused():
+  with pytest.raises(ValueError, match="aggregate is called with .updates."):
+    federation_of_three(aggregate=lambda deltas, weights: deltas)
+  pool, plan, data = federation_of_three(aggregate=lambda u: u.delta)
+  algorithm = fedavg([pool], rounds=None)
+  state = algorithm.init(jax.random.key(0))
+  with pytest.raises(ValueError, match=r"aggregate: .* \(3, 1, 2\), expected"):
+    algorithm.step(state, plan(), data)
+
+
+def test_trials_may_have_a_median():
+  pool, plan, data = federation_of_three(aggregate=median)
+  algorithm = fedavg([pool], rounds=None)
+  start = lambda rate: core.with_hyper(
+    algorithm.init(jax.random.key(0)), client_lr=rate
+  )
+  states = jax.vmap(start)(jnp.array([0.5, 1.0]))
+  step = jax.jit(jax.vmap(algorithm.step, (0, None, None)))
+  states, _ = step(states, plan(), data)
+  np.testing.assert_allclose(
+    states.pools[0].params[:, 0, 0], [0.25, 0.5], rtol=1e-6
+  )
