@@ -5,6 +5,7 @@ members of the modules of these names from there, as in
 `from hetfl.fedavg import round_keys`.
 """
 
+from hetfl.client import ClientUpdates
 from hetfl.codist import merge_gradients, merged_codist, periodic_codist
 from hetfl.core import (
   Algorithm,
@@ -18,6 +19,7 @@ from hetfl.distill import Distiller
 from hetfl.engine import default_engine, Inline, Threads
 from hetfl.evaluate import classification, Evaluator
 from hetfl.fedavg import (
+  client_updates,
   fedadam_server,
   fedavg,
   fedavg_server,
@@ -63,6 +65,7 @@ __version__ = "0.1.0"
 __all__ = (
   "Algorithm",
   "ClientPopulation",
+  "ClientUpdates",
   "Distiller",
   "Evaluator",
   "FedMDPlan",
@@ -86,6 +89,7 @@ __all__ = (
   "Trained",
   "Variables",
   "classification",
+  "client_updates",
   "cross_entropy",
   "default_engine",
   "enough_lanes",

@@ -16,11 +16,11 @@ import numpy as np
 _Named = TypeVar("_Named", bound=Any)  # with a field `name`
 
 
-def counts(**numbers: int | None) -> None:
+def counts(**numbers: int) -> None:
   """Checks numbers of rounds, steps, examples and the like.
 
   Args:
-    **numbers: names and values; `None` is skipped.
+    **numbers: names and values.
 
   Raises:
     ValueError: naming the first that is not a whole number of at least one.
@@ -31,11 +31,47 @@ def counts(**numbers: int | None) -> None:
   ValueError: batch_size=0: must be a whole number, at least 1
   """
   for name, value in numbers.items():
-    if value is None:
-      continue
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole or value < 1:
-      raise ValueError(f"{name}={value!r}: must be a whole number, at least 1")
+    _whole(name, value, 1)
+
+
+def seed(seed: int) -> None:
+  """Checks a seed of random draws.
+
+  Args:
+    seed: the seed.
+
+  Raises:
+    ValueError: it is not a whole number of at least zero.
+
+  >>> seed('2')
+  Traceback (most recent call last):
+    ...
+  ValueError: seed='2': must be a whole number, at least 0
+  """
+  _whole("seed", seed, 0)
+
+
+def _whole(name, value, least):
+  whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+  if not whole or value < least:
+    raise ValueError(
+      f"{name}={value!r}: must be a whole number, at least {least}"
+    )
+
+
+def given(**values: Any) -> dict[str, Any]:
+  """The values that are not `None`, of arguments that may be left out.
+
+  Args:
+    **values: names and values.
+
+  Returns:
+    The others.
+
+  >>> given(max_steps=None, microbatch=8)
+  {'microbatch': 8}
+  """
+  return {name: x for name, x in values.items() if x is not None}
 
 
 def between(low: float, high: float, **values: Any) -> None:
@@ -43,9 +79,8 @@ def between(low: float, high: float, **values: Any) -> None:
 
   Args:
     low: the least allowed value.
-    high: the greatest.
-    **values: names and values; `None` is skipped, and only the shapes of traced
-      values are checked.
+    high: the greatest; infinity for any finite number.
+    **values: names and values; of traced ones only the shapes are checked.
 
   Raises:
     ValueError: naming the first that is not a number, not a scalar, or out of
@@ -57,8 +92,6 @@ def between(low: float, high: float, **values: Any) -> None:
   ValueError: alpha=1.5: must lie between 0 and 1
   """
   for name, value in values.items():
-    if value is None:
-      continue
     if callable(value):
       raise ValueError(
         f"{name}={value!r}: must be a number, not a schedule; if the state"
@@ -74,8 +107,11 @@ def between(low: float, high: float, **values: Any) -> None:
     array = np.asarray(value)
     if not np.issubdtype(array.dtype, np.number):
       raise ValueError(f"{name}={value!r}: must be a number")
-    if not low <= array <= high:
-      raise ValueError(f"{name}={value}: must lie between {low} and {high}")
+    if not (low <= array <= high and np.isfinite(array)):
+      wanted = f"lie between {low} and {high}"
+      if np.isinf(high):
+        wanted = f"be finite, at least {low}"
+      raise ValueError(f"{name}={value}: must {wanted}")
 
 
 def positive(**values: Any) -> None:
@@ -90,7 +126,7 @@ def positive(**values: Any) -> None:
   >>> positive(temperature=0.0)
   Traceback (most recent call last):
     ...
-  ValueError: temperature=0.0: must lie between 1e-06 and inf
+  ValueError: temperature=0.0: must be finite, at least 1e-06
   """
   between(1e-6, np.inf, **values)
 
@@ -144,10 +180,17 @@ optax.adam, not an optimizer
         f"{name}: give a function of the learning rate, such as optax.adam, not"
         " an optimizer"
       )
+    takes(name, optimizer, "learning_rate")
     if _holds_rate(optimizer):
       raise ValueError(
         f"{name}: its state holds the learning rate, which then could not"
         " change; give it without optax.inject_hyperparams"
+      )
+    if not _uses_rate(optimizer):
+      logging.warning(
+        "%s: its steps do not depend on the learning rate that it is given, so"
+        " neither learning rates nor their decay have an effect.",
+        name,
       )
 
 
@@ -159,6 +202,20 @@ def _holds_rate(optimizer: Any) -> bool:
   except Exception:  # It needs parameters of some structure: not checked.
     return False
   return any(not np.array_equal(a, b) for a, b in zip(first, second))
+
+
+def _uses_rate(optimizer: Any) -> bool:
+  """Whether the rate enters an optimizer's steps."""
+
+  def step(rate, x):
+    return optimizer(rate).update(x, optimizer(rate).init(x), x)[0]
+
+  try:
+    program = jax.make_jaxpr(step)(0.5, np.ones(1, np.float32)).jaxpr
+  except Exception:  # It needs parameters of some structure: not checked.
+    return True
+  rate = program.invars[0]
+  return any(v is rate for eqn in program.eqns for v in eqn.invars)
 
 
 def alike(what: str, given: Any, wanted: Any) -> None:

@@ -144,8 +144,10 @@ def local_sgd(
 
     def objective(params):
       variables = core.Variables(params, client.variables.stats)
-      logits, stats = model.outputs(variables, batch["x"], model_key, True)
-      value = core.masked_mean(loss(logits, batch), batch["mask"])
+      with checks.noted(core.inputs_of(batch)):
+        logits, stats = model.outputs(variables, batch["x"], model_key, True)
+      losses = core.losses_of(loss, logits, batch)
+      value = core.masked_mean(losses, batch["mask"])
       total = value
       if proximal:
         total += proximal_term(params, server.params, mu=hyper["prox_mu"])

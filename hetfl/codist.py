@@ -315,7 +315,7 @@ def merged_codist(
   pools = checks.named("pools", pools, Pool, at_least=2)
   engine = engine or engine_lib.Inline()
   exchange = _Exchange(pools, distiller, engine)
-  checks.counts(rounds=rounds, every=every)
+  checks.counts(every=every, **checks.given(rounds=rounds))
   checks.schedule("alpha", alpha, 1, rounds or 1, allowed=(0, 1))
   names = tuple(distiller.hyper(len(pools)))
   if not callable(alpha):

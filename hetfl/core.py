@@ -149,8 +149,45 @@ def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
   """
   labels = checks.labels(logits, batch)
   losses = optax.softmax_cross_entropy_with_integer_labels(wide(logits), labels)
-  # Negative labels would count from the last class.
-  return jnp.where(labels < 0, jnp.nan, losses)
+  # Negative labels would count from the last class. A product, so that the
+  # gradient is NaN too: a model must not train on the other examples unseen.
+  known = (labels >= 0) & (labels < logits.shape[-1])
+  return losses * jnp.where(known, 1.0, jnp.nan)
+
+
+def inputs_of(batch: Batch) -> str:
+  """What a batch's inputs are, for error messages.
+
+  Args:
+    batch: holds `x`.
+
+  Returns:
+    Their shapes, in words.
+
+  >>> inputs_of({'x': jnp.zeros((2, 3))})
+  'a model given inputs x of shape (2, 3)'
+  """
+  return (
+    f"a model given inputs x of shape {jax.tree.map(jnp.shape, batch['x'])}"
+  )
+
+
+def losses_of(loss: Loss, logits: PyTree, batch: Batch) -> jax.Array:
+  """The losses of a batch; an error says how a loss is called.
+
+  Args:
+    loss: the loss.
+    logits: the model's outputs.
+    batch: the batch.
+
+  Returns:
+    `float[B]`, or a scalar.
+  """
+  with checks.noted(
+    "a loss is called as loss(logits, batch), and takes what it needs from the"
+    f" batch, which holds {sorted(batch)}"
+  ):
+    return loss(logits, batch)
 
 
 def gather(bank: Batch, index: jax.Array | np.ndarray) -> Batch:

@@ -270,8 +270,8 @@ class Distiller:
     for r in each(self.regularization):
       checks.between(0, 1, regularization=r)
     checks.between(0, 1, label_weight=self.label_weight)
-    checks.positive(mixup_beta=self.mixup_beta)
-    checks.counts(microbatch=self.microbatch)
+    checks.positive(**checks.given(mixup_beta=self.mixup_beta))
+    checks.counts(**checks.given(microbatch=self.microbatch))
     checks.factories(optimizer=self.optimizer)
     if self.divergence and self.mixup_beta is not None:
       raise ValueError(

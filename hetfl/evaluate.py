@@ -241,7 +241,9 @@ def measure_program(
 
   def of_batch(variables, bank, index):
     batch = core.prepare(transform, core.gather(bank, index))
-    sums = measure(model.predict(variables, batch["x"]), batch)
+    with checks.noted(core.inputs_of(batch)):
+      outputs = model.predict(variables, batch["x"])
+    sums = measure(outputs, batch)
     pairs = isinstance(sums, Mapping) and all(
       isinstance(pair, tuple) and len(pair) == 2 for pair in sums.values()
     )

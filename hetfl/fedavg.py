@@ -91,13 +91,13 @@ class Pool:
       np.inf,
       client_lr=self.client_lr,
       server_lr=self.server_lr,
-      prox_mu=self.prox_mu,
+      **checks.given(prox_mu=self.prox_mu),
     )
 
   @functools.cached_property
   def train_lane(self) -> Callable[..., client_lib.ClientSums]:
     """The program that trains a lane of clients."""
-    return client_lib.lane_program(
+    program = client_lib.lane_program(
       client_lib.local_sgd(
         self.model,
         loss=self.loss,
@@ -107,6 +107,12 @@ class Pool:
       ),
       self.delta_transform,
     )
+
+    def train_lane(*args):
+      with checks.noted(f"pool {self.name!r}"):
+        return program(*args)
+
+    return train_lane
 
   @functools.cached_property
   def train_client(self) -> Callable[..., client_lib.ClientUpdates]:
@@ -559,8 +565,8 @@ def fedavg(
 
   Args:
     pools: P pools.
-    rounds: T, over which the servers' learning rates fall linearly to zero;
-      `None` keeps them constant.
+    rounds: T, over which the servers' learning rates fall linearly to zero, so
+      that later rounds change nothing; `None` keeps them constant.
     engine: where the work runs; `Inline()` by default. With `Threads()` the
       step dispatches programs itself and must not be traced.
 
@@ -599,7 +605,7 @@ def fedavg(
   """
   pools = checks.named("pools", pools, Pool)
   engine = engine or engine_lib.Inline()
-  checks.counts(rounds=rounds)
+  checks.counts(**checks.given(rounds=rounds))
 
   def init(key, variables=None):
     return init_pools(pools, key, variables, {})

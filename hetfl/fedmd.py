@@ -519,6 +519,7 @@ def plan_fedmd(
     revisit_batch_size=revisit_batch_size,
     revisit_epochs=revisit_epochs,
   )
+  checks.seed(seed)
   population.check_kind(public, "public", population.Subset)
   if subset > len(public.index):
     raise ValueError(

@@ -180,6 +180,22 @@ def _check_clients(clients, global_model, from_global):
   return clients
 
 
+def _warn_of_copies(clients, groups):
+  """Warns if clients form more groups than their functions' code explains."""
+  # Such as a lambda written in a comprehension: a new function each time.
+  code = lambda field: getattr(field, "__code__", core.hash_key(field))
+  kinds = {tuple(map(code, client)) for client in clients}
+  if len(kinds) < len(groups):
+    logging.warning(
+      "%d clients form %d groups, each with a program of its own, but by their"
+      " functions' code only %d. If they are to be alike, make the transform,"
+      " loss or optimizer once and pass it to all.",
+      len(clients),
+      len(groups),
+      len(kinds),
+    )
+
+
 def _build(
   clients,
   global_model,
@@ -198,9 +214,10 @@ def _build(
   for name, value in hyper.items():
     low = 1e-6 if name == "temperature" else 0  # T is a divisor.
     checks.schedule(name, value, 1, allowed=(low, highest.get(name, np.inf)))
-  checks.counts(microbatch=microbatch)
+  checks.counts(**checks.given(microbatch=microbatch))
   checks.factories(optimizer=optimizer)
   groups = group_clients(clients)
+  _warn_of_copies(clients, groups)
   stages = [
     client_program(
       clients[group[0]],

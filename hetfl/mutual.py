@@ -110,7 +110,7 @@ def momentum_sgd(
   """
   checks.between(0, 1, momentum=momentum)
   checks.between(0, np.inf, weight_decay=weight_decay)
-  checks.positive(clip_norm=clip_norm)
+  checks.positive(**checks.given(clip_norm=clip_norm))
   clip = optax.identity()
   if clip_norm is not None:
     clip = optax.clip_by_global_norm(clip_norm)
@@ -297,7 +297,7 @@ def _part_loss(client: MutualClient, models: dict[str, core.Model]):
         )
     total, sums = jnp.zeros(()), {}
     for name in params:
-      losses = client.loss(logits[name], batch)
+      losses = core.losses_of(client.loss, logits[name], batch)
       checks.losses(losses, batch["mask"])
       kl = jnp.zeros_like(losses)
       if "meme" in logits:

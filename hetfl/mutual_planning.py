@@ -134,8 +134,9 @@ def plan_mutual(
     round=round,
     batch_size=batch_size,
     epochs=epochs,
-    clients_per_round=clients_per_round,
+    **checks.given(clients_per_round=clients_per_round),
   )
+  checks.seed(seed)
   given, held = held, population.holdings(held)
   active = np.ones(len(held), bool)
   if clients_per_round is not None:

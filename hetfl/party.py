@@ -102,10 +102,12 @@ class Party:
 
         def objective(params):
           variables = trained.variables._replace(params=params)
-          logits, stats = self.model.outputs(
-            variables, batch["x"], jax.random.fold_in(key, s), True
-          )
-          value = core.masked_mean(loss(logits, batch), batch["mask"])
+          with checks.noted(f"party {self.name!r}, {core.inputs_of(batch)}"):
+            logits, stats = self.model.outputs(
+              variables, batch["x"], jax.random.fold_in(key, s), True
+            )
+            losses = core.losses_of(loss, logits, batch)
+          value = core.masked_mean(losses, batch["mask"])
           total = value
           if self.penalty is not None:
             total += hyper["l2"] * self.penalty(params)
@@ -458,6 +460,7 @@ def plan_fit(
   [((128, 4), 1), ((128, 5), 2)]
   """
   checks.counts(round=round, batch_size=batch_size)
+  checks.seed(seed)
   epochs = [
     shuffled_epochs(
       positions, seed=[Stream.FIT, seed, phase, round, k], batch_size=batch_size

@@ -176,7 +176,9 @@ def enough_lanes(
   (2, 3)
   """
   _check_sample(population, "the pool", clients_per_round)
-  checks.counts(batch_size=batch_size, epochs=epochs, max_steps=max_steps)
+  checks.counts(
+    batch_size=batch_size, epochs=epochs, **checks.given(max_steps=max_steps)
+  )
   rng = np.random.default_rng(0)
   steps_of_all = _steps_of(
     population.sizes, batch_size, epochs, max_steps, full_batches
@@ -315,9 +317,10 @@ def plan_clients(
     round=round,
     batch_size=batch_size,
     epochs=epochs,
-    max_steps=max_steps,
     num_lanes=num_lanes,
+    **checks.given(max_steps=max_steps),
   )
+  checks.seed(seed)
   rng = np.random.default_rng([seed, round, pool])
   chosen = rng.choice(len(population), clients_per_round, replace=False)
   holdings = [population.positions(k) for k in chosen]
@@ -362,6 +365,7 @@ def plan_distillation(
   [2, 2, 5, 5, 7, 7]
   """
   checks.counts(round=round, steps=steps, batch_size=batch_size)
+  checks.seed(seed)
   check_kind(examples, "examples", Subset)
   if not len(examples.index):
     raise ValueError("examples: there are none to distil on")

@@ -97,6 +97,34 @@ def step(name, plan=None, data=None):
   )
 
 
+def step_of(name, other):
+  """A first step with the state of another algorithm."""
+  case = CASES[name]
+  state = other.init(jax.random.key(0))
+  return case.build(None, 1).step(state, case.plan(1, 1), case.data())
+
+
+def normed_pool():
+  """A round with batches that are not full, of a model with statistics."""
+  normed = algorithms.PARTIES[0].model
+  clients = population.ClientPopulation.from_lists(
+    algorithms.PRIVATE, [[0, 1, 2]]
+  )
+  plan = planning.plan_round(
+    [clients],
+    seed=0,
+    round=1,
+    clients_per_round=1,
+    batch_size=2,
+    full_batches=False,
+  )
+  algorithm = fedavg([Pool("a", normed, 0.1, 0.1)], rounds=1)
+  bank = jax.device_put(dict(clients.bank))
+  return algorithm.step(
+    algorithm.init(jax.random.key(0)), plan, {"pools": (bank,)}
+  )
+
+
 def labelled(y):
   """The loss of two predictions with the labels `y`."""
   batch = {"x": 0} if y is None else {"y": y}
@@ -361,6 +389,28 @@ WRONG = {
     clients_per_round=10
   ),
   "batch_size=0:": lambda: plan_clients(batch_size=0),
+  "batch_size=None: must be a whole number": lambda: plan_clients(
+    batch_size=None
+  ),
+  "clients_per_round=None: must be": lambda: plan_clients(
+    clients_per_round=None
+  ),
+  "alpha=None: must be a number": lambda: merged(alpha=None),
+  "server_lr=inf: must be finite, at least 0": lambda: federation.make_pools(
+    server_lr=np.inf
+  ),
+  "seed='2': must be a whole number, at least 0": lambda: mutual(seed="2"),
+  "seed=-1: must be": lambda: plan_distillation(seed=-1),
+  "seed=True: must be": lambda: planning.plan_clients(
+    federation.POPULATION,
+    seed=True,
+    round=1,
+    clients_per_round=1,
+    batch_size=1,
+  ),
+  "client_optimizer is called with (learning_rate) here, but takes ()": (
+    lambda: federation.make_pools(client_optimizer=lambda: optax.sgd(0.1))
+  ),
   "max_steps=0:": lambda: plan_clients(max_steps=0),
   "round=0:": lambda: federation.make_plan(0),
   "steps=0:": lambda: plan_distillation(steps=0),
@@ -382,6 +432,44 @@ WRONG = {
   "the plan is for 1 pools, but there are 2": lambda: step(
     "merged", federation.make_plan(1, num_pools=1)
   ),
+  "the state is of 1 pools, but there are 2": lambda: step_of(
+    "fedavg", fedavg(federation.make_pools(1), rounds=1)
+  ),
+  "the state is of 3 pools, but there are 2": lambda: step_of(
+    "merged", merged(federation.make_pools(3))
+  ),
+  "state: has no hyper-parameter 'distill_lr'": lambda: step_of(
+    "periodic", CASES["fedavg"].build(None, 1)
+  ),
+  "state: has no hyper-parameter 'alpha'": lambda: step_of(
+    "merged", CASES["periodic"].build(None, 1)
+  ),
+  "state of pool 'pool0': has no hyper-parameter 'prox_mu'": lambda: fedavg(
+    federation.make_pools(prox_mu=0.1), rounds=1
+  ).step(
+    CASES["fedavg"].build(None, 1).init(jax.random.key(0)),
+    federation.make_plan(1),
+    federation.make_data(),
+  ),
+  "state: give a PoolsState, not a MutualState": lambda: step_of(
+    "fedavg", CASES["fml"].build(None, 1)
+  ),
+  "state: give a MutualState, not a PoolsState": lambda: step_of(
+    "fml", CASES["fedavg"].build(None, 1)
+  ),
+  "the state groups clients as ((0,),), but": lambda: step_of(
+    "fml", fml([MutualClient(WIDER)], global_model=WIDER)
+  ),
+  "state: has no hyper-parameter 'alpha', so": lambda: step_of(
+    "fml", independent(algorithms.MUTUAL)
+  ),
+  "the state is of 1 parties, but there are 3": lambda: step_of(
+    "fedmd", fedmd(algorithms.PARTIES[:1])
+  ),
+  "state: give a FitState, not a FedMDState": lambda: step_of(
+    "fit", CASES["fedmd"].build(None, 1)
+  ),
+  "pool 'a': the plan has batches that are not full": normed_pool,
   "data has no 'pools'": lambda: step("fedavg", data={"pool": 1}),
   "data['pools']: must be a sequence of 2 banks, one per pool or party, not": (
     lambda: step("fedavg", data={"pools": {"x": 1, "y": 2}})
@@ -439,8 +527,8 @@ WRONG = {
   "pools: has length 1, but the plan is for 2": lambda: planning.localize(
     plan_clients(), [from_lists([0])]
   ),
-  "expected_length=-5.0: must lie between": lambda: next_word.sentence_loss(
-    -5.0
+  "expected_length=-5.0: must be finite, at least": lambda: (
+    next_word.sentence_loss(-5.0)
   ),
   "model's outputs must be an array float[..., C], not a TokenL": lambda: (
     core.cross_entropy(TOKENS, {"y": jnp.zeros((1, 2), int)})
@@ -703,8 +791,13 @@ def test_an_example_that_nobody_holds_may_be_anything(name):
 
 
 def test_labels_that_are_no_class_show():
-  losses = core.cross_entropy(jnp.zeros((3, 2)), {"y": jnp.array([-1, 0, 2])})
+  batch = {"y": jnp.array([-1, 0, 2])}
+  losses = core.cross_entropy(jnp.zeros((3, 2)), batch)
   assert np.isnan(losses).tolist() == [True, False, True]
+  # And do not train a model unseen.
+  total = lambda logits: core.cross_entropy(logits, batch).sum()
+  grads = jax.grad(total)(jnp.zeros((3, 2)))
+  assert np.isnan(grads).all(axis=1).tolist() == [True, False, True]
   head = jnp.zeros((1, 5)), jnp.zeros(5)
   for y, chunk in ((-1, None), (-1, 2), (5, None), (5, 2), (4, 2)):
     words = next_word.TokenLogits(jnp.zeros((1, 2, 1)), *head, chunk)
@@ -1168,3 +1261,48 @@ def test_equal_flax_models_are_one():
     core.Model.from_flax(Shifted(jnp.ones(3)), jnp.ones((1, 2))) for _ in "ab"
   )
   assert one == one and one != other
+
+
+def test_errors_of_models_and_losses_say_whose_they_are():
+  """Those that Flax and optax raise, of another shape or signature."""
+  clients = population.ClientPopulation.from_lists(BANK, [[0, 1]])
+  plan = planning.plan_round(
+    [clients], seed=0, round=1, clients_per_round=1, batch_size=2
+  )
+
+  def notes(model=algorithms.MLP, **settings):
+    algorithm = fedavg([Pool("a", model, 0.1, 0.1, **settings)], rounds=1)
+    state = algorithm.init(jax.random.key(0))
+    with pytest.raises(Exception) as error:
+      algorithm.step(state, plan, {"pools": (jax.device_put(BANK),)})
+    # JAX adds a note of its own.
+    return [n for n in error.value.__notes__ if "---" not in n]
+
+  narrow = core.Model.from_flax(nn.Dense(3), jnp.zeros((1, 7)))
+  assert notes(narrow) == [
+    "a model given inputs x of shape (2, 4, 4, 2)",
+    "pool 'a'",
+  ]
+  of_labels = optax.softmax_cross_entropy_with_integer_labels
+  called, _ = notes(loss=of_labels)
+  assert "loss(logits, batch)" in called and "['mask', 'x', 'y']" in called
+
+
+@pytest.mark.parametrize("makes_one", [False, True])
+def test_groups_by_functions_of_the_same_code_are_warned_of(caplog, makes_one):
+  same = lambda key, batch: batch
+  make = lambda: same if makes_one else lambda key, batch: batch
+  clients = [MutualClient(algorithms.MLP, transform=make()) for _ in range(3)]
+  with caplog.at_level("WARNING"):
+    fml(clients, global_model=algorithms.MLP)
+  assert len(group_clients(clients)) == (1 if makes_one else 3)
+  warned = "3 groups, each with a program of its own" in caplog.text
+  assert warned != makes_one
+
+
+def test_a_rate_without_effect_is_warned_of(caplog):
+  with caplog.at_level("WARNING"):
+    federation.make_pools(1)
+    assert not caplog.text
+    federation.make_pools(1, client_optimizer=lambda rate: optax.sgd(0.1))
+  assert "client_optimizer: its steps do not depend on the" in caplog.text

@@ -174,7 +174,7 @@ def load_codist_text(
     "distill_examples": distill_examples,
     "high_capacity_clients": high_capacity_clients,
   }
-  checks.counts(**counts)
+  checks.counts(**checks.given(**counts))
   if dataset != "pydoc" and data_dir is None:
     raise DataError(
       f"data_dir=None: give the folder with {dataset}'s files (see"

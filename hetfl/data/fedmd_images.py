@@ -148,7 +148,8 @@ def load_fedmd_images(
     raise ValueError(
       f"superclasses={superclasses}: choose from {', '.join(SUPERCLASSES)}"
     )
-  checks.counts(num_parties=num_parties, examples_per_class=examples_per_class)
+  per_class = checks.given(examples_per_class=examples_per_class)
+  checks.counts(num_parties=num_parties, **per_class)
   if heldout_examples < 0:
     raise ValueError(f"heldout_examples={heldout_examples}: want 0 or more")
   for argument, path in (("npz", npz), ("public_npz", public_npz)):

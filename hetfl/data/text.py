@@ -172,7 +172,8 @@ class CorpusBuilder:
     self, *, max_words: int, max_sentences_per_client: int | None = None
   ):
     checks.counts(
-      max_words=max_words, max_sentences_per_client=max_sentences_per_client
+      max_words=max_words,
+      **checks.given(max_sentences_per_client=max_sentences_per_client),
     )
     self.skipped: Counter[str] = Counter()
     self._max_words = max_words

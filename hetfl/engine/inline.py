@@ -52,7 +52,7 @@ class Inline:
     *,
     max_lanes: int | None = None,
   ):
-    checks.counts(max_lanes=max_lanes)
+    checks.counts(**checks.given(max_lanes=max_lanes))
     if mesh is not None:
       if len(mesh.axis_names) != 1:
         raise ValueError(

@@ -48,7 +48,7 @@ class Threads:
   """
 
   def __init__(self, num_threads: int | None = None):
-    checks.counts(num_threads=num_threads)
+    checks.counts(**checks.given(num_threads=num_threads))
     self.num_threads = num_threads or num_cores()
     # Two per thread, so that waiting for a late thread costs half as much.
     self.num_pieces = 2 * self.num_threads
