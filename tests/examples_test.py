@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from examples import (
+  ensemble_distillation,
   fedmd_any_model,
   fine_tuning,
   mutual_hospitals,
@@ -56,6 +57,12 @@ def test_any_model():
 def test_fine_tuning():
   before, after = fine_tuning.main(rounds=20)
   assert after > before + 0.05
+
+
+@pytest.mark.slow
+def test_ensemble_distillation():
+  fedavg, feddf = ensemble_distillation.main()
+  assert feddf > fedavg + 0.01
 
 
 @pytest.mark.slow
