@@ -17,7 +17,7 @@ from hetfl.core import (
 )
 from hetfl.distill import Distiller
 from hetfl.engine import default_engine, Inline, Threads
-from hetfl.evaluate import classification, Evaluator
+from hetfl.evaluate import classification, ClientEvaluator, Evaluator
 from hetfl.fedavg import (
   client_updates,
   fedadam_server,
@@ -64,6 +64,7 @@ __version__ = "0.1.0"
 
 __all__ = (
   "Algorithm",
+  "ClientEvaluator",
   "ClientPopulation",
   "ClientUpdates",
   "Distiller",

@@ -1,6 +1,7 @@
 """Accuracy and loss of a model on a set of examples."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
 from typing import Any
 
 import jax
@@ -209,6 +210,104 @@ class Evaluator:
       }
       for names in all_names
     ]
+
+
+class ClientEvaluator:
+  """Evaluates a model on each client's examples by itself.
+
+  Args:
+    model: the model.
+    clients: K clients; their bank should be on the device.
+    transform: as for `Evaluator`.
+    measure: as for `Evaluator`.
+    engine: as for `Evaluator`.
+    batch_size: as for `Evaluator`.
+
+  Raises:
+    ValueError: a client has no examples or positions outside the bank, or
+      `batch_size` is below 1.
+
+  >>> model = core.Model(
+  ...     lambda key: core.Variables(jnp.array([[1., 0.]]), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> bank = {'x': jnp.ones((4, 1)), 'y': jnp.array([0, 0, 1, 0])}
+  >>> clients = population.ClientPopulation.from_lists(bank, [[0], [1, 2]])
+  >>> evaluator = ClientEvaluator(model, clients)
+  >>> evaluator(model.start(jax.random.key(0)))['accuracy']
+  array([1. , 0.5])
+  """
+
+  def __init__(
+    self,
+    model: core.Model,
+    clients: population.ClientPopulation,
+    *,
+    transform: core.Preparation | None = None,
+    measure: Measure = classification,
+    engine: engine_lib.Engine | None = None,
+    batch_size: int | None = None,
+  ):
+    core.Model.check("model", model)
+    kind = population.ClientPopulation
+    population.check_kind(clients, "clients", kind)
+    batch_size = batch_size_or_default(batch_size)
+    checks.counts(batch_size=batch_size)
+    self._engine = engine or engine_lib.Inline()
+    self._bank = clients.bank
+    batch_size = min(batch_size, int(clients.sizes.max()))
+    steps = -(-clients.sizes // batch_size)
+    index = np.full((len(clients), steps.max() * batch_size), -1, np.int32)
+    for k, row in enumerate(index):
+      row[: clients.sizes[k]] = clients.positions(k)
+    self._work = (
+      index.reshape(len(clients), -1, batch_size),
+      steps.astype(np.int32),
+    )
+    program = measure_program(model, transform, measure)
+    # As many clients at once as suit the device.
+    at_once = max(1, batch_size_or_default(None) // batch_size)
+
+    def measure_clients(own, shared, bank, rows):
+      def one(row):
+        variables, *work = row if own else (shared, *row)
+        return program(variables, bank, *work)
+
+      return jax.lax.map(one, rows, batch_size=at_once)
+
+    self._programs = {
+      own: functools.partial(measure_clients, own) for own in (False, True)
+    }
+    self._compiled = {
+      own: self._engine.compile(functools.partial(self._evaluate, own))
+      for own in (False, True)
+    }
+
+  def __call__(
+    self, variables: core.Variables, *, own: bool = False
+  ) -> dict[str, np.ndarray]:
+    """Evaluates one model on each client, or each client's own model.
+
+    Args:
+      variables: the model's variables.
+      own: whether each client has its own model: the arrays of `variables` then
+        have a first axis of K.
+
+    Returns:
+      Arrays `float64[K]` by metric, such as `accuracy` and `loss`; NaN where
+      there is nothing to measure.
+    """
+    checks.kind("variables", variables, core.Variables, "one for all clients")
+    sums = self._compiled[own](variables, self._bank, self._work)
+    with np.errstate(invalid="ignore"):
+      return {
+        name: np.asarray(total, np.float64) / np.asarray(count)
+        for name, (total, count) in jax.device_get(sums).items()
+      }
+
+  def _evaluate(self, own, variables, bank, work):
+    shared, rows = (None, (variables, *work)) if own else (variables, work)
+    job = engine_lib.Chunks(self._programs[own], (shared, bank), rows)
+    return self._engine.run(job)[0]
 
 
 def _lanes(index, batch_size, num_lanes):

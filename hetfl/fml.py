@@ -9,7 +9,7 @@ Reference: Shen et al. 2020, "Federated Mutual Learning", algorithm 1 and
 equation 5.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 
 from absl import logging
@@ -115,6 +115,20 @@ def _merge(memes, weights):
   return jax.tree.map(mean, *memes)
 
 
+def _merge_by(merge):
+  """The program of a merge of the user's; see `fml`."""
+
+  def merged(memes, weights):
+    join = lambda *leaves: jnp.concatenate(leaves)
+    each = jax.tree.map(join, *memes)
+    result = merge(each, join(*weights))
+    one = jax.tree.map(lambda a: a[0], each)
+    checks.alike("merge", result, one)
+    return jax.tree.map(lambda x, a: core.as_type(x, a.dtype), result, one)
+
+  return merged
+
+
 def _check_round(plan, groups, state, *hyper):
   """Raises if a plan or a state is not for these clients and models."""
   checks.kind("plan", plan, MutualPlan, "as plan_mutual makes it")
@@ -204,6 +218,7 @@ def _build(
   *,
   optimizer,
   microbatch,
+  merge=None,
   sequential=False,
   from_global=False,
 ) -> core.Algorithm:
@@ -216,6 +231,9 @@ def _build(
     checks.schedule(name, value, 1, allowed=(low, highest.get(name, np.inf)))
   checks.counts(**checks.given(microbatch=microbatch))
   checks.factories(optimizer=optimizer)
+  if merge is not None:
+    checks.takes("merge", merge, "memes", "weights")
+  merge = _merge if merge is None else _merge_by(merge)
   groups = group_clients(clients)
   _warn_of_copies(clients, groups)
   stages = [
@@ -307,7 +325,7 @@ def _build(
     server = state.server
     if global_model is not None:  # Line 7: Merge.
       weights = tuple(work.weight for work in works)
-      (server,) = engine.run(engine_lib.Call(_merge, (memes, weights)))
+      (server,) = engine.run(engine_lib.Call(merge, (memes, weights)))
     metrics = {
       name: core.Mean(
         *(sum(jnp.sum(m[name][i]) for m in means) for i in range(2))
@@ -330,6 +348,7 @@ def fml(
   temperature: float | jax.Array | core.Schedule = 1.0,
   sequential: bool = False,
   from_global: bool = False,
+  merge: Callable[[core.Variables, jax.Array], core.Variables] | None = None,
   microbatch: int | None = None,
   engine: engine_lib.Engine | None = None,
 ) -> core.Algorithm:
@@ -366,6 +385,9 @@ def fml(
     from_global: whether clients whose local model is the global model start
       from its weights ("the same model provided by server", section 4.2),
       and not from an initialisation of their own.
+    merge: `(memes, weights) -> global`, such as a median: `memes` are
+      `Variables` of arrays `[K, ...]`, `weights` `float32[K]`, 0 for clients
+      that do not take part. `None` for the weighted mean.
     microbatch: the most examples that pass through the models at once; the
       batch is cut into equal parts. `None` for all. Changes only speed and
       memory, except for dropout and batch normalisation, which act on the
@@ -431,6 +453,7 @@ def fml(
     optimizer=optimizer,
     sequential=sequential,
     from_global=from_global,
+    merge=merge,
     microbatch=microbatch,
   )
 

@@ -159,3 +159,43 @@ def test_trials_may_have_a_median():
   np.testing.assert_allclose(
     states.pools[0].params[:, 0, 0], [0.25, 0.5], rtol=1e-6
   )
+
+
+@pytest.mark.parametrize("runner", [None, engine.Threads(2)])
+def test_memes_may_be_merged_in_another_way(runner):
+  """Of 3 memes two are equal; all of them see class 0, two with x of 1."""
+  linear = core.Model(
+    lambda key: core.Variables(jnp.zeros((1, 2)), {}),
+    lambda v, x, key, train: (x @ v.params, v.stats),
+  )
+  bank = {"x": jnp.array([[1.0], [1.0], [4.0]]), "y": jnp.zeros(3, int)}
+  clients = [
+    hetfl.MutualClient(linear),
+    hetfl.MutualClient(linear._replace(init=lambda key: linear.init(key))),
+    hetfl.MutualClient(linear),
+  ]
+  held = [[0], [1], [2]]
+  plan = hetfl.plan_mutual(
+    held, clients, seed=0, round=1, batch_size=1, epochs=1
+  )
+  # From (0, 0): beta / 2 x up, of rate 1; the partner says the same, kl 0.
+  for merge, expected in (
+    (None, 0.25 * (1 + 1 + 4) / 3),
+    (lambda memes, w: jax.tree.map(lambda a: jnp.median(a, 0), memes), 0.25),
+  ):
+    algorithm = hetfl.fml(
+      clients,
+      global_model=linear,
+      learning_rate=1.0,
+      optimizer=fedavg_server,
+      merge=merge,
+      engine=runner,
+    )
+    state = algorithm.init(jax.random.key(0))
+    state, _ = algorithm.step(state, plan, {"train": bank})
+    np.testing.assert_allclose(
+      state.server.params, [[expected, -expected]], rtol=1e-6
+    )
+  short = hetfl.fml(clients, global_model=linear, merge=lambda m, w: m)
+  with pytest.raises(ValueError, match=r"merge: .* \(3, 1, 2\), expected"):
+    short.step(short.init(jax.random.key(0)), plan, {"train": bank})

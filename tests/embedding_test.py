@@ -431,3 +431,26 @@ def test_clients_may_have_optimizers_of_their_own():
   assert_close(mixed.server, usual.server)
   moved = optax.tree.sub(usual.local(0).params, start.local(0).params)
   assert optax.tree.norm(moved) > 1e-3
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", ["inline", "threads", "mesh"])
+def test_each_client_is_evaluated_by_itself(name, own):
+  runner = {
+    "inline": engine.Inline(),
+    "threads": engine.Threads(2),
+    "mesh": engine.Inline(federation.mesh(2)),
+  }[name]
+  model, keys = algorithms.MLP, jax.random.split(jax.random.key(0), 9)
+  each = jax.vmap(model.start)(keys)
+  take = lambda k: jax.tree.map(lambda a: a[k], each)
+  evaluator = evaluate.ClientEvaluator(
+    model, CLIENTS, engine=runner, batch_size=5
+  )
+  found = evaluator(each if own else take(0), own=own)
+  for k in range(len(CLIENTS)):
+    subset = population.Subset(CLIENTS.bank, CLIENTS.positions(k))
+    alone = evaluate.Evaluator([model], {"a": subset}, batch_size=3)
+    (expected,) = alone([take(k if own else 0)])
+    assert found["accuracy"][k] == pytest.approx(expected["a_accuracy"])
+    assert found["loss"][k] == pytest.approx(expected["a_loss"], rel=1e-5)
