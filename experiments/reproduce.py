@@ -18,7 +18,8 @@ the table of the finished ones.
 
 The papers tuned each cell; the cells' flags were chosen by hand, for a few of
 them. With --search=N each cell is tuned first, by N trials that held-out data
-judges, in --workdir/search, and then run with the values of the best:
+judges, in --workdir/search, and then run with the values of the best; the first
+trial has the cell's own:
 
   python experiments/reproduce.py --table=codist_table1_cifar --data_dir=DIR \
       --search=64 --search_rounds=300 --search_flags="--block=8"

@@ -1,8 +1,11 @@
 """Which flags a search varies: `--space`, and trials' values as flags."""
 
+from collections.abc import Collection
+import json
+import pathlib
 from typing import Any
 
-from absl import flags
+from absl import flags, logging
 import common
 import tunables
 
@@ -65,23 +68,80 @@ def make_space(tunable: tunables.Tunable, algorithm: str) -> proposers.Space:
     raise common.UsageError(
       "--space=...: every value is fixed, so there is nothing to search"
     )
-  for flag in sorted(
-    common.typed() & {n.partition(".")[0] for n in dimensions}
-  ):
-    if _is_searched(flag, dimensions, tunable):
-      raise common.UsageError(
-        f"--{flag}={shown(FLAGS[flag].value)}: it is searched; leave it out, or"
-        f" add {flag}=fixed to --space"
-      )
+  for flag in sorted(common.typed() & _searched(dimensions, tunable)):
+    logging.warning(
+      "--%s=%s is where the search starts, and only trial 0 has it; for all"
+      " trials add %s=fixed to --space.",
+      flag,
+      shown(FLAGS[flag].value),
+      flag,
+    )
   return dimensions
 
 
-def _is_searched(
-  flag: str, space: proposers.Space, tunable: tunables.Tunable
+def start_values(
+  tunable: tunables.Tunable,
+  config: dict,
+  space: proposers.Space,
+  off: Collection[str],
+) -> dict[str, float] | None:
+  """The flags' own values, which a search tries first.
+
+  They may lie outside the ranges.
+
+  Args:
+    tunable: the experiment.
+    config: its flags.
+    space: dimension by name.
+    off: the flags that are 0, though their values in `config` are not.
+
+  Returns:
+    Dimension -> value; None if a flag has one value for each model, where the
+    search has one for all.
+  """
+  values = {}
+  for name in space:
+    flag, _, model = name.partition(".")
+    given = 0.0 if flag in off else config[flag]
+    each = list(given) if isinstance(given, list | tuple) else [given]
+    if model and len(each) > 1:
+      each = [each[tunable.models.index(model)]]
+    if len({*each}) > 1:
+      logging.warning(
+        "No trial has the flags' own values, since --%s=%s is not one value, as"
+        " in the search; add a range for each model to --space, such as %s.%s.",
+        flag,
+        shown([str(value) for value in each]),
+        flag,
+        tunable.models[0] if tunable.models else "MODEL",
+      )
+      return None
+    values[name] = float(each[0])
+  return values
+
+
+def has_no_start(
+  folder: pathlib.Path, space: proposers.Space, tunable: tunables.Tunable
 ) -> bool:
-  """Whether a flag is searched as one value or for all models, not for some."""
-  of_models = [f"{flag}.{model}" for model in tunable.models]
-  return flag in space or (bool(of_models) and space.keys() >= {*of_models})
+  """Whether a folder's search did not begin with the flags' own values.
+
+  Searches of earlier versions did not; then its config lacks these flags.
+  """
+  try:
+    there = json.loads((folder / "config.json").read_bytes())["config"]
+  except (OSError, ValueError, KeyError, TypeError):
+    return False  # If it is no search, that is found out later.
+  return not _searched(space, tunable) <= there.keys()
+
+
+def _searched(space: proposers.Space, tunable: tunables.Tunable) -> set[str]:
+  """The flags that are searched as one value or for all models."""
+
+  def whole(flag):
+    of_models = [f"{flag}.{model}" for model in tunable.models]
+    return flag in space or (bool(of_models) and space.keys() >= {*of_models})
+
+  return {f for f in (name.partition(".")[0] for name in space) if whole(f)}
 
 
 def flag_values(
@@ -157,6 +217,7 @@ def search_config(
   tunable: tunables.Tunable,
   config: dict,
   space: dict[str, proposers.Dimension],
+  start: dict[str, float] | None,
 ) -> dict[str, Any]:
   """What identifies a search: its own flags, and its trials' fixed flags.
 
@@ -164,19 +225,20 @@ def search_config(
     tunable: the experiment.
     config: the experiment's flags.
     space: dimension by name.
+    start: the values of trial 0, if they are the flags' own.
 
   Returns:
     The config of the search's folder.
   """
   # A flag may be searched for one model and not for the other.
-  searched = {name.partition(".")[0] for name in space}
-  searched = {f for f in searched if _is_searched(f, space, tunable)}
+  searched = set() if start else _searched(space, tunable)
+  own = flag_values(tunable, config, start or {})
   fixed = [
     f"{n}=fixed" for n in tunable.space[config["algorithm"]] if n not in space
   ]
   return (
     {name: FLAGS[name].value for name in _SEARCH_FLAGS}
-    | {n: v for n, v in config.items() if n not in searched}
+    | {n: v for n, v in (config | own).items() if n not in searched}
     | {"space": [*(_range(name, d) for name, d in space.items()), *fixed]}
   )
 

@@ -6,7 +6,9 @@ r"""Searches for an experiment's hyper-parameters on held-out data.
 Flags after `--` are the experiment's own. By default the search space is the
 paper's (codist: Lichtarge et al. 2023, appendix F), and the objective is the
 mean of the models' accuracies on held-out data, never on test data;
-`--experiment=fml` requires `--heldout_examples` for it. DIR then holds
+`--experiment=fml` requires `--heldout_examples` for it. Trial 0 has the flags'
+own values and is not halved, so the best trial is never worse than these on
+held-out data. DIR then holds
 
   trials.jsonl  one line per trial
   result.json   the best trial, and the means of the best --top trials
@@ -25,7 +27,7 @@ import json
 import pathlib
 from typing import Any
 
-from absl import flags
+from absl import flags, logging
 import common
 import jax
 import launch
@@ -33,9 +35,11 @@ import numpy as np
 from search_space import (
   check_ends,
   flag_values,
+  has_no_start,
   make_space,
   search_config,
   shown,
+  start_values,
 )
 import tunables
 
@@ -243,10 +247,12 @@ def main() -> None:
   algorithm = check_flags(tunable, module)
   seeds = common.read_seeds()
   space = make_space(tunable, algorithm)
+  off = set()
   for name, dimension in space.items():
     flag = name.partition(".")[0]
     if FLAGS[flag].value == 0:  # Switched off, it is not part of the state.
       FLAGS[flag].value = dimension.high
+      off.add(flag)
   vmap = choose_batching()
   common.warn_of_idle_threads()
   dataset = shown(FLAGS.dataset).replace(",", "-")
@@ -263,10 +269,23 @@ def main() -> None:
   # Raises errors before any folder is made.
   jax.eval_shape(lambda: problem.init({n: d.low for n, d in space.items()}, 0))
   problem.plan(seeds[0], 1)
-  search = search_config(tunable, config, space)
+  own = start_values(tunable, config, space, off)
+
+  def start_of(folder):
+    return None if has_no_start(folder, space, tunable) else own
+
+  start = start_of(workdir)
+  if own and not start:
+    logging.warning(
+      "--workdir=%s: this search began without a trial of the flags' own"
+      " values, and goes on without one.",
+      workdir,
+    )
+  search = search_config(tunable, config, space, start)
   joined = [pathlib.Path(path).expanduser() for path in FLAGS.join or ()]
   for path in joined:
-    check_alike(path, search, experiment.files)
+    theirs = search_config(tunable, config, space, start_of(path))
+    check_alike(path, theirs, experiment.files)
   rows = tune.join(joined)
   folder = common.open_folder(
     workdir,
@@ -290,8 +309,10 @@ def main() -> None:
         block=FLAGS.block,
         halvings=FLAGS.halvings,
         checkpoint_every=speed["checkpoint_every"],
+        start=start,
       )
   best = write_best(tunable, module, rows, config, workdir)
+  started = next((row for row in rows if row.get("start")), None)
   title = f"{algorithm}, {shown(config['dataset'])}: {len(rows)} trials"
   draw(rows, space, workdir / "parallel.png", title)
   result = {
@@ -299,9 +320,13 @@ def main() -> None:
     "objective": FLAGS.objective,
     **{name: config[name] for name in ("algorithm", "dataset", "rounds")},
     "seeds": seeds,
-    "best": {
-      name: best.get(name)
-      for name in ("trial", "objective", "heldout", "test", "values")
+    **{
+      which: {
+        name: row.get(name)
+        for name in ("trial", "objective", "heldout", "test", "values")
+      }
+      for which, row in (("start", started), ("best", best))
+      if row
     },
     # Each row of a block has the seconds of the whole block.
     "seconds": sum({row["block_end"]: row["seconds"] for row in rows}.values()),
@@ -311,6 +336,12 @@ def main() -> None:
   }
   folder.write_result(result)
   print(tune.table(rows, space, FLAGS.top))
+  if started:
+    score = started["objective"]
+    print(
+      f"\nTrial {started['trial']} has the flags' own values: objective"
+      f" {'none, it diverged' if score is None else f'{100 * score:.2f} %'}"
+    )
   if "test" in result:  # Else the trials are of an older version.
     means = ", ".join(f"{n} {100 * v:.2f} %" for n, v in result["test"].items())
     print(f"\nOn test data, the mean of the best {result['top']}: {means}")

@@ -243,7 +243,11 @@ class OptunaSearch:
   def _trial(self, row: Row):
     halved = row["status"] == "halved"
     states = self._optuna.trial.TrialState
-    values = {name: row["values"][name] for name in self._space}
+    # A search's start may lie outside the ranges, which Optuna does not accept.
+    values = {
+      name: Dimension(d.low, d.high).rounded(row["values"][name])
+      for name, d in self._space.items()
+    }
     return self._optuna.create_trial(
       params=values,
       distributions=self._space,

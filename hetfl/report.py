@@ -374,18 +374,28 @@ def parallel_coordinates(
 def _axis(
   values: Sequence[float | None], log: bool
 ) -> tuple[list[float | None], list[tuple[float, str]]]:
-  """Each value's place on an axis from 0 to 1, and the axis's ticks."""
+  """Each value's place on an axis from 0 to 1, and the axis's ticks.
+
+  A logarithmic axis has 0, from which a search may start, at its lower end.
+  """
+  given = [v for v in values if v is not None]
+  log = log and any(v > 0 for v in given)
   move = math.log if log else float
   back = math.exp if log else float
-  known = [move(v) for v in values if v is not None] or [0.0]
+  known = [move(v) for v in given if v > 0 or not log] or [0.0]
   low, high = min(known), max(known)
   width = (high - low) or 1.0
-  places = [None if v is None else (move(v) - low) / width for v in values]
+  places = [
+    None if v is None else 0.0 if log and v <= 0 else (move(v) - low) / width
+    for v in values
+  ]
   marks = (0, 0.25, 0.5, 0.75, 1) if high > low else (0,)
   for digits in range(3, 8):  # Enough that no two ticks read the same.
     texts = [f"{back(low + m * width):.{digits}g}" for m in marks]
     if len(set(texts)) == len(marks):
       break
+  if log and min(given) <= 0:
+    texts[0] = f"0, {texts[0]}"
   return places, list(zip(marks, texts))
 
 

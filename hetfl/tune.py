@@ -90,6 +90,7 @@ def search(
   block: int,
   halvings: int = 2,
   checkpoint_every: int = 50,
+  start: trials_lib.Values | None = None,
 ) -> list[Row]:
   """Runs a search, or resumes it.
 
@@ -106,14 +107,16 @@ def search(
     block: how many of them train side by side.
     halvings: how often the worse half of a block is dropped.
     checkpoint_every: rounds from one checkpoint of a block to the next.
+    start: known values, which trial 0 then has in place of proposed ones. It is
+      not halved, so the best trial is never worse, unless it diverges.
 
   Returns:
     A row for each trial: `trial`, `block_end`, `values`, `status` (`complete`,
     `halved` or `diverged`), `round` (the last one done), `objective` and
     `heldout` after it (None if diverged), `test` (of complete trials, if the
-    problem has test data), `rungs` (round -> objective), and `seconds` of the
-    block. Apart from `seconds`, a search that was killed and resumed gives the
-    same rows.
+    problem has test data), `rungs` (round -> objective), `seconds` of the
+    block, and `start`, true, if it has the values of `start`. Apart from
+    `seconds`, a search that was killed and resumed gives the same rows.
 
   Raises:
     SystemExit: after a signal.
@@ -139,6 +142,8 @@ def search(
     number = min(block, trials - first)
     values = proposer.propose(log.rows, first, number)
     work = _Block(problem, runner, folder / "checkpoints", first, values)
+    if start is not None and first == 0:
+      work.begin_with(start)
     with _ended_by_signals(work):
       log.append(work.run(rungs(problem.rounds, halvings), checkpoint_every))
       work.clean()
@@ -151,6 +156,9 @@ def search(
 def join(searches: Sequence[str | os.PathLike[str]]) -> list[Row]:
   """Reads the trials of several searches as those of one.
 
+  Of searches that started from the same values, only the first one's trial of
+  these is read.
+
   Args:
     searches: their folders.
 
@@ -162,9 +170,13 @@ def join(searches: Sequence[str | os.PathLike[str]]) -> list[Row]:
   """
   rows: list[Row] = []
   for search in searches:
-    first = len(rows)
-    for row in logs.read_rows(pathlib.Path(search) / "trials.jsonl"):
-      moved = {name: first + row[name] for name in ("trial", "block_end")}
+    found = logs.read_rows(pathlib.Path(search) / "trials.jsonl")
+    starts = [row["values"] for row in rows if row.get("start")]
+    if found and found[0].get("start") and found[0]["values"] in starts:
+      del found[0]
+    move = len(rows) - found[0]["trial"] if found else 0
+    for row in found:
+      moved = {name: move + row[name] for name in ("trial", "block_end")}
       rows.append(row | moved)
   values = [json.dumps(row["values"], sort_keys=True) for row in rows]
   if len(set(values)) < len(values):
@@ -257,6 +269,11 @@ class _Block:
       for i, v in enumerate(values)
     ]
 
+  def begin_with(self, start: trials_lib.Values) -> None:
+    """Gives the first trial these values, and keeps it from being halved."""
+    self._values[0] = start
+    self._rows[0] |= {"values": start, "start": True}
+
   def run(self, rungs: list[int], checkpoint_every: int) -> list[Row]:
     """Trains the block and returns its rows."""
     rounds = self._problem.rounds
@@ -321,6 +338,8 @@ class _Block:
       row |= dict(objective=objective, heldout=results[j])
       row["rungs"] |= {str(round): objective}
     if drop:
+      # The start goes on, and the others are halved among themselves.
+      rows = [row for row in rows if not row.get("start")]
       # Of two equal trials the earlier one survives.
       rows.sort(key=lambda row: (-row["objective"], row["trial"]))
       for row in rows[-(-len(rows) // 2) :]:
@@ -331,9 +350,12 @@ class _Block:
         row["test"] = test
 
   def _compact(self, members, states):
-    """Leaves out trials that have ended, once half of the members have."""
+    """Leaves out trials that have ended, once half of the members have.
+
+    With the start beside them, half of the others.
+    """
     alive = self._alive(members)
-    if not alive or len(alive) > (len(members) + 1) // 2:
+    if not alive or len(alive) > len(members) // 2 + 1:
       return members, states
     return [members[j] for j in alive], self._runner.take(states, alive)
 

@@ -253,6 +253,55 @@ def test_trials_are_added_and_a_half_written_block_is_done_again(tmp_path):
   assert toy.advanced[0] == ([True, True], 1, 2)
 
 
+@pytest.mark.parametrize("kind", ["side", "vmapped"])
+def test_a_search_keeps_the_values_that_it_starts_from(kind, tmp_path):
+  def search(name, start, rates=(0.0, 1.0, 4.0, 5.0, 2.0), fail_at=None):
+    toy = Toy(fail_at)
+    problem, runner = toy.runner(kind)
+    rows = tune.search(
+      problem,
+      Listed(list(rates)),
+      runner,
+      folder=tmp_path / name,
+      trials=5,
+      block=4,
+      start=start,
+    )
+    return rows, toy
+
+  # The worst, it goes on to the end, beside 2 and 1 of the other 3.
+  rows, toy = search("worst", {"rate": 0.5})
+  assert [r["values"]["rate"] for r in rows] == [0.5, 1, 4, 5, 2]
+  status = ["complete", "halved", "halved", "complete", "complete"]
+  assert [r["status"] for r in rows] == status
+  assert [r["round"] for r in rows] == [8, 2, 4, 8, 8]
+  assert [r["objective"] for r in rows] == [4, 2, 16, 40, 16]
+  assert [r.get("start") for r in rows] == [True] + [None] * 4
+  # Those that have ended are left out.
+  alive = [number for number, _, _ in toy.advanced]
+  assert alive == [[True] * n for n in (4, 3, 2, 1, 1, 1)]
+  # The best, it is the search's best.
+  best, _ = search("best", {"rate": 6.0})
+  assert [row["trial"] for row in tune.top(best, 2)] == [0, 3]
+  with pytest.raises(SystemExit):
+    search("cut", {"rate": 0.5}, fail_at=1)
+  assert timeless(search("cut", {"rate": 0.5})[0]) == timeless(rows)
+  # A search that began without goes on without.
+  few, _ = toy_search(tmp_path / "old", kind, trials=5)
+  more, _ = search("old", {"rate": 0.5})
+  assert more == few
+  # Joined searches have it once, and no other trial twice.
+  other, _ = search("other", {"rate": 0.5}, (0.0, 1.5, 4.5, 5.5, 2.5))
+  both = tune.join([tmp_path / "worst", tmp_path / "other"])
+  values = [row["values"] for row in (*rows, *other[1:])]
+  assert [row["values"] for row in both] == values
+  assert [row["trial"] for row in both] == list(range(9))
+  assert [row["block_end"] for row in both] == [4] * 4 + [5] + [8] * 3 + [9]
+  search("twice", {"rate": 0.25}, (0.0, 1.5, 3.0, 6.0, 7.0))
+  with pytest.raises(ValueError, match="two trials have the same values"):
+    tune.join([tmp_path / "other", tmp_path / "twice"])
+
+
 def federated(runner=None):
   """MergedCodist over the tests' federation, as a problem."""
   # Two dense models, which compile quickly.
@@ -437,6 +486,16 @@ def test_optuna_goes_on_where_it_was_and_learns(tmp_path):
   assert np.median(rates[-16:]) < 4
 
 
+def test_optuna_takes_a_start_outside_the_ranges(tmp_path):
+  pytest.importorskip("optuna")
+  space = {"rate": proposers.Dimension(1.0, 100.0, log=True)}
+  row = dict(trial=0, status="complete", objective=0.5, rungs={"8": 0.5})
+  row |= dict(values={"rate": 0.0}, start=True)
+  proposer = proposers.OptunaSearch(space, 0, tmp_path / "journal")
+  proposed = proposer.propose([row], 1, 3)
+  assert all(1 <= values["rate"] <= 100 for values in proposed)
+
+
 def test_parallel_coordinates(tmp_path):
   report.parallel_coordinates(
     {"lr": [0.1, 0.01, 1.0], "alpha": [0.5, 0.5, 0.5]},
@@ -449,6 +508,10 @@ def test_parallel_coordinates(tmp_path):
   places, marks = report._axis([0.1, 0.01, 1.0], True)
   assert places == pytest.approx([0.5, 0, 1])
   assert [text for _, text in marks] == ["0.01", "0.0316", "0.1", "0.316", "1"]
+  # The 0 of a start, and a start alone.
+  places, marks = report._axis([0.0, 0.01, None, 1.0], True)
+  assert places == [0, 0, None, 1] and marks[0] == (0, "0, 0.01")
+  assert report._axis([0.0], True) == ([0], [(0, "0")])
 
 
 QUICK = ("--algorithm=fedavg", "--rounds=4", "--eval_every=4")
@@ -469,6 +532,18 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   assert [set(row["values"]) for row in rows] == [
     {"client_lr", "server_lr.small", "prox_mu"}
   ] * 4
+  # The first has the flags' own values, and gives what a run of them does.
+  assert rows[0]["start"] and rows[0]["status"] == "complete"
+  own = {"client_lr": 0.05, "server_lr.small": 0.01, "prox_mu": 0}
+  assert rows[0]["values"] == own
+  shown = f"objective {100 * rows[0]['objective']:.2f} %"
+  assert f"Trial 0 has the flags' own values: {shown}" in done.stdout
+  plain = experiment("codist")(*runs, f"--workdir={tmp_path}/plain")
+  assert plain.returncode == 0, plain.stderr
+  summary = json.loads((tmp_path / "plain/summary.json").read_text())
+  for model, accuracy in rows[0]["heldout"].items():
+    entry = summary["algorithms"]["fedavg"][f"pools.{model}.heldout_accuracy"]
+    assert entry["mean"] == pytest.approx(accuracy)
   best = max(
     (r for r in rows if r["status"] == "complete"), key=lambda r: r["objective"]
   )
@@ -516,12 +591,35 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   assert "joined" not in (tmp_path / "both/config.flags").read_text()
   both = (tmp_path / "both/trials.jsonl").read_text().splitlines()
   both = [json.loads(line) for line in both]
-  assert [row["values"] for row in both[2:]] == [row["values"] for row in rows]
-  assert [row["trial"] for row in both] == list(range(6))
-  assert [row["block_end"] for row in both] == [2, 2, 4, 4, 6, 6]
+  assert both[0]["values"] == own
+  values = [row["values"] for row in rows[1:]]
+  assert [row["values"] for row in both[2:]] == values
+  assert [row["trial"] for row in both] == list(range(5))
   summary = json.loads((tmp_path / "both/result.json").read_text())
   assert summary["best"]["objective"] >= best["objective"]
-  assert summary["trials"] == 6
+  assert summary["trials"] == 5 and summary["start"]["values"] == own
+  # A search of an earlier version began with proposed values.
+  config = json.loads((tmp_path / "other/config.json").read_text())
+  del config["config"]["client_lr"], config["config"]["prox_mu"]
+  (tmp_path / "other/config.json").write_text(json.dumps(config))
+  first, second = (tmp_path / "other/trials.jsonl").read_text().splitlines()
+  first = json.loads(first)
+  del first["start"]
+  first["values"]["prox_mu"] = 0.5
+  older = f"{json.dumps(first)}\n{second}\n"
+  (tmp_path / "other/trials.jsonl").write_text(older)
+  again = (space, "--seed=9", f"--workdir={tmp_path}/other", "--client_lr=0.3")
+  done = tune(*search[:1], "--trials=2", *search[2:], *again, "--", *runs)
+  assert done.returncode == 0, done.stderr
+  assert "goes on without one" in done.stderr
+  assert (tmp_path / "other/trials.jsonl").read_text() == older
+  done = tune(*search, *join, f"--workdir={tmp_path}/mixed", "--", *runs)
+  assert done.returncode == 0, done.stderr
+  summary = json.loads((tmp_path / "mixed/result.json").read_text())
+  assert summary["trials"] == 6 and summary["start"]["trial"] == 2
+  elsewhere = ("--client_lr=0.3", f"--workdir={tmp_path}/tune", "--", *runs)
+  done = tune(*search, space, *elsewhere)
+  assert "holds another run: client_lr: there 0.05, here 0.3" in done.stderr
   done = tune(*search, *join, f"--workdir={tmp_path}/tune", "--", *runs)
   assert "holds another run: joined: there unset, here true" in done.stderr
   assert (tmp_path / "tune/trials.jsonl").read_text().splitlines() == lines
@@ -544,6 +642,9 @@ def test_a_search_for_fml(experiment, tmp_path):
   assert done.returncode == 0, done.stderr
   lines = (tmp_path / "tune/trials.jsonl").read_text().splitlines()
   best = max(map(json.loads, lines), key=lambda row: row["objective"])
+  start = json.loads(lines[0])
+  own = {"learning_rate": 0.01, "alpha": 0.5, "beta": 0.5}
+  assert start["start"] and start["values"] == own
   assert set(best["values"]) == {"learning_rate", "alpha", "beta"}
   alone = experiment("fml")(
     f"--flagfile={tmp_path}/tune/best.flags",
@@ -573,7 +674,6 @@ def test_a_search_for_fml(experiment, tmp_path):
   for flags, message in (
     (("--heldout_examples=0",), "--heldout_examples=0: a search chooses"),
     (("--heldout_examples=7",), "give 0 or a multiple of the 5 clients"),
-    (("--alpha=1,0",), "--alpha=1,0: it is searched; leave it out, or add"),
     ((schedule,), "--alpha cannot be searched"),
     (("--space=beta=linear:0:2",), "--space: --beta=2.0: 2 must lie between"),
   ):
@@ -593,7 +693,7 @@ def script():
     sys.modules.pop("search_space")
 
 
-def test_spaces(script, monkeypatch):
+def test_spaces(script, monkeypatch, caplog):
   tunable = script.tunables.EXPERIMENTS["codist"]
   given = dict.fromkeys(["client_lr", "server_lr", "distill_lr", "prox_mu"])
 
@@ -634,15 +734,31 @@ def test_spaces(script, monkeypatch):
     script.FLAGS.space = item.split(",")
     with pytest.raises(ValueError, match=message):
       script.make_space(tunable, "fedavg")
-  # What is searched has no value of one's own.
+  # A value of what is searched is that of the first trial alone.
   monkeypatch.setattr(sys, "argv", ["tune.py", "--server_lr=0.1,0.2"])
   script.FLAGS["server_lr"] = types.SimpleNamespace(value=["0.1", "0.2"])
   script.FLAGS.space = []
-  with pytest.raises(ValueError, match="--server_lr=0.1,0.2: it is searched"):
-    script.make_space(tunable, "fedavg")
+  script.make_space(tunable, "fedavg")
+  (message,) = caplog.messages
+  assert message.startswith("--server_lr=0.1,0.2 is where the search starts")
   for item in ("server_lr=fixed", "server_lr.small=fixed"):
     script.FLAGS.space = [item]
     assert "server_lr.small" not in script.make_space(tunable, "fedavg")
+  assert len(caplog.messages) == 1
+
+
+def test_a_search_starts_from_the_flags_own_values(script, caplog):
+  tunable = script.tunables.EXPERIMENTS["codist"]
+  config = {"client_lr": (0.1, 0.1), "server_lr": (0.3, 0.4), "prox_mu": 9}
+  names = ("client_lr", "server_lr.large", "prox_mu")
+  space = dict.fromkeys(names, proposers.Dimension(1.0, 2.0))
+  start = script.start_values(tunable, config, space, off={"prox_mu"})
+  assert start == {"client_lr": 0.1, "server_lr.large": 0.4, "prox_mu": 0}
+  # The search has one value for both models, and the flag two.
+  unlike = config | {"client_lr": (0.1, 0.2)}
+  assert script.start_values(tunable, unlike, space, off=()) is None
+  assert "--client_lr=0.1,0.2 is not one value" in caplog.text
+  assert "client_lr.small" in caplog.text
 
 
 def test_values_become_flags_and_states(script):
