@@ -215,12 +215,11 @@ class Experiment:
 
   def summarize(self, config: dict, state, evaluation) -> dict:
     """What `result.json` says of a finished run."""
-    pools, sent, every = {}, 0, exchange_every(config)
+    pools, every = {}, exchange_every(config)
     for pool, pool_state, clients, number in zip(
       POOLS, state.pools, self.data.pools, config["clients_per_round"]
     ):
       parameters = core.num_parameters(pool_state.params)
-      sent += 2 * 4 * parameters * number
       pools[pool] = {
         "parameters": parameters,
         "clients": len(clients),
@@ -233,6 +232,7 @@ class Experiment:
         "heldout_accuracy": evaluation[f"{pool}/heldout_accuracy"],
         "bytes_sent_per_client_round": 4 * parameters,
         "bytes_received_per_client_round": 4 * parameters,
+        "bytes_per_round": 2 * 4 * parameters * number,
       }
     return {
       "algorithm": config["algorithm"],
@@ -240,7 +240,7 @@ class Experiment:
       **self.task.record(),
       "seed": config["seed"],
       "exchanges": config["rounds"] // every if every else 0,
-      "bytes_per_round": sent,
+      "bytes_per_round": sum(p["bytes_per_round"] for p in pools.values()),
       # Sizes of the server's sets, as in the paper's tables 3 to 5.
       **{
         f"{name}_examples": len(getattr(self.data, name).index)

@@ -7,9 +7,9 @@ paths differ only in a folder `seed0`, `seed1` and so on are seeds of one run.
 For each model of a run the table has the last and the best evaluation and, with
 --target, what it took until an evaluation first reached that many percent:
 rounds, data sent, minutes. With --out, `summary.csv` has the same for each
-seed, and `summary.png` the curves. The data that a run sends in a round is in
-its `result.json`, so it is unknown (?) for unfinished runs and for runs of
-earlier versions.
+seed, and `summary.png` the curves. The data that a run, or a pool of
+codistillation, sends in a round is in `result.json`, so it is unknown (?) for
+unfinished runs and for runs of earlier versions.
 """
 
 import argparse
@@ -28,6 +28,8 @@ from hetfl import logs
 _UNKNOWN = "?"
 _SEED = re.compile(r"seed\d+")
 _PLURAL = {"party": "parties", "client": "clients"}
+# The accuracy that clients of Federated Mutual Learning have.
+_OF_CLIENTS = "validation_accuracy"
 
 
 class Run(NamedTuple):
@@ -38,18 +40,21 @@ class Run(NamedTuple):
       seed.
     seed: the name of its seed's folder, or empty.
     courses: for each model the metric over the rounds, from `series`.
-    bytes_per_round: bytes that all clients and the server send each other in a
-      round, from `result.json`; `None` if unknown.
+    bytes_per_round: for each model the bytes that its clients and the server
+      send each other in a round, from `result.json`; `None` if unknown.
+    has_clients: whether it also has clients without this metric, which have
+      validation accuracies.
   """
 
   label: str
   seed: str
   courses: Mapping[str, Sequence[tuple[int, float, float]]]
-  bytes_per_round: int | None
+  bytes_per_round: Mapping[str, int | None]
+  has_clients: bool
 
 
 def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
-  """Reads the runs in some folders that have a metric.
+  """Reads the runs in some folders; one of them at least has the metric.
 
   Raises:
     ValueError: a folder holds no runs, or no run has the metric.
@@ -78,19 +83,46 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
       result = json.loads((place / "result.json").read_bytes())
     except FileNotFoundError:  # It is not finished.
       result = {}
+    courses, pools = series(rows, metric), result.get("pools")
     runs.append(
       Run(
         label="/".join(of[common:]),
         seed=next(filter(_SEED.fullmatch, reversed(place.parts)), ""),
-        courses=series(rows, metric),
-        bytes_per_round=result.get("bytes_per_round"),
+        courses=courses,
+        # What a pool's clients send is no cost of the other pool's model.
+        bytes_per_round={
+          model: (pools.get(model, {}) if pools else result).get(
+            "bytes_per_round"
+          )
+          for model in courses
+        },
+        has_clients=bool(series(rows, _OF_CLIENTS).keys() - courses.keys()),
       )
     )
-  measured = [run for run in runs if run.courses]
-  if not measured:
+  if not any(run.courses for run in runs):
     known = ", ".join(sorted(n for n in names if "accuracy" in n)) or "none"
     raise ValueError(f"--metric={metric}: no run has it; there are: {known}")
-  return measured
+  return runs
+
+
+def left_out(runs: Sequence[Run], metric: str) -> str:
+  """Names the runs whose clients are not in the table; empty if there are none.
+
+  >>> run = Run("independent", "seed0", {}, {}, has_clients=True)
+  >>> print(left_out([run, run._replace(seed="seed1")], "test_accuracy"))
+  Not in the table: the clients of independent, which have no test_accuracy; \
+see --metric=validation_accuracy
+  """
+  labels = dict.fromkeys(run.label for run in runs if run.has_clients)
+  if not labels:
+    return ""
+  named = (
+    ", ".join(labels) if len(labels) <= logs.FEW else f"{len(labels)} runs"
+  )
+  return (
+    f"Not in the table: the clients of {named}, which have no {metric}; see"
+    f" --metric={_OF_CLIENTS}"
+  )
 
 
 def series(
@@ -180,8 +212,8 @@ def lines_of(runs: Sequence[Run], target: float | None) -> list[dict[str, Any]]:
       "run": run.label,
       "seed": run.seed.removeprefix("seed"),
       "model": model,
-      **measures(course, target, run.bytes_per_round),
-      "bytes_per_round": run.bytes_per_round,
+      **measures(course, target, run.bytes_per_round[model]),
+      "bytes_per_round": run.bytes_per_round[model],
     }
     for run in runs
     for model, course in run.courses.items()
@@ -254,29 +286,29 @@ def draw(
   """
   from hetfl import report
 
-  xlabel, by_label = "Round", {}
+  by_label = {}
   for run in runs:
-    rows = [
-      {f"{model}/{metric}": value, "round": t}
-      for model, course in run.courses.items()
-      for t, _, value in course
-    ]
-    if over == "megabytes":
-      xlabel = "Sent between clients and server (MB)"
-      if run.bytes_per_round is None:
+    rows = []
+    for model, course in run.courses.items():
+      sent = run.bytes_per_round[model]
+      if over == "megabytes" and sent is None:
         raise ValueError(
-          f"--over=megabytes: no result.json says what {run.label} sends in a"
-          " round; the run has not ended, or is of an earlier version"
+          f"--over=megabytes: no result.json says what {run.label}, {model},"
+          " sends in a round; it has not ended, or is of an earlier version"
         )
-      each = run.bytes_per_round / 1e6
-      rows = [row | {"round": row["round"] * each} for row in rows]
-    by_label.setdefault(run.label, []).append(rows)
+      each = sent / 1e6 if over == "megabytes" else 1
+      rows += [
+        {f"{model}/{metric}": v, "round": t * each} for t, _, v in course
+      ]
+    if rows:
+      by_label.setdefault(run.label, []).append(rows)
+  megabytes = "Sent between clients and server (MB)"
   report.curves(
     by_label,
     path,
     metric=metric,
     ylabel=f"{metric.replace('_', ' ').capitalize()} (%)",
-    xlabel=xlabel,
+    xlabel=megabytes if over == "megabytes" else "Round",
     published=published,
   )
 
@@ -357,6 +389,8 @@ def main(argv: Sequence[str]) -> None:
     lines = lines_of(runs, target)
     check_published(published, lines)
     print(table(lines, target))
+    if note := left_out(runs, args.metric):
+      print(f"\n{note}")
     if out is None:
       return
     out.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,7 @@ def test_three_algorithms_side_by_side(codist, tmp_path):
     entry = result["pools"]["small"]
     assert entry["bytes_sent_per_client_round"] == 4 * 31914
     assert entry["bytes_received_per_client_round"] == 4 * 31914
+    assert entry["bytes_per_round"] == 31914 * 6 * 2 * 4
     for pool in ("small", "large"):
       entry = result["pools"][pool]
       assert entry["parameters"] == {"small": 31914, "large": 124234}[pool]

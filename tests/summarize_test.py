@@ -115,6 +115,37 @@ def test_models_with_numbers_and_parties_that_diverge(summarize, tmp_path):
   ]
 
 
+def test_a_pool_sends_what_its_own_clients_do(summarize, tmp_path):
+  for name, known in (("new", {"bytes_per_round": 1_500_000}), ("old", {})):
+    folder = tmp_path / name
+    write(folder, [])
+    rows = [
+      {"round": t, "small/test_accuracy": 0.5, "large/test_accuracy": 0.25 * t}
+      for t in (2, 3)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text)
+    pools = {"small": known, "large": {n: 4 * v for n, v in known.items()}}
+    result = {"bytes_per_round": 7_500_000, "pools": pools}
+    (folder / "result.json").write_text(json.dumps(result))
+  target, out = "--target=50", f"--out={tmp_path}/out"
+  done = summarize(tmp_path / "new", tmp_path / "old", target)
+  lines = [line.split() for line in done.stdout.splitlines()]
+  # Two rounds of 1.5 and 6 MB.
+  megabytes = {(line[0], line[1]): line[-2] for line in lines[2:]}
+  assert megabytes == {
+    ("new", "small"): "3.0",
+    ("new", "large"): "12.0",
+    ("old", "small"): "?",
+    ("old", "large"): "?",
+  }
+  over = ("--over=megabytes", out)
+  done = summarize(tmp_path / "new", *over)
+  assert done.returncode == 0, done.stderr
+  done = summarize(tmp_path / "new", tmp_path / "old", *over)
+  assert "what old, small, sends in a round" in error_of(done)
+
+
 def test_parties_and_clients_count_in_the_mean(summarize, tmp_path):
   write(tmp_path / "md", [])
   # FedMD's phases have folders, and no accuracies over rounds.
@@ -139,6 +170,14 @@ def test_parties_and_clients_count_in_the_mean(summarize, tmp_path):
   assert [s.split()[:2] for s in done.stdout.splitlines()[2:]] == [
     ["fml", "clients"]
   ]
+  # Beside a run with another accuracy they are named.
+  done = summarize(tmp_path / "fml", tmp_path / "md")
+  *lines, _, note = done.stdout.splitlines()
+  assert [s.split()[0] for s in lines[2:]] == ["md"]
+  assert note == (
+    "Not in the table: the clients of fml, which have no test_accuracy; see"
+    " --metric=validation_accuracy"
+  )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +197,7 @@ def test_parties_and_clients_count_in_the_mean(summarize, tmp_path):
     (("{}/run", "--over=megabytes"), "for the chart; give --out=DIR too"),
     (
       ("{}/run", "--metric=accuracy", "--over=megabytes", "--out={}/out"),
-      "--over=megabytes: no result.json says what run sends",
+      "--over=megabytes: no result.json says what run, global, sends",
     ),
   ],
 )
