@@ -2,7 +2,7 @@
 
 import pathlib
 
-from absl import flags
+from absl import flags, logging
 import codist_images
 import codist_language
 import common
@@ -298,14 +298,18 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     speed["lanes"] = lanes  # Else the number depends on the clients' sizes.
   values["algorithm"] = algorithm
   config, speed = common.resolved_flags(__name__, values, speed, workdir)
-  never = exchange_every(config) > config["rounds"]
-  if never and not (workdir / "config.json").exists():
+  if exchange_every(config) > config["rounds"]:
     name = {"periodic": "codist_period", "merged": "merge_every"}[algorithm]
-    raise common.UsageError(
+    problem = (
       f"--{name}={config[name]}: with --rounds={config['rounds']} the pools"
       f" never exchange anything, which is FedAvg; give a smaller --{name},"
       " more --rounds, or --algorithm=fedavg"
     )
+    # It may be the default, or that of a run that config.flags repeats.
+    asked = FLAGS[name].value is not None and common.typed() & {name, "rounds"}
+    if asked and not (workdir / "config.json").exists():
+      raise common.UsageError(problem)
+    logging.log_first_n(logging.WARNING, "%s", 1, problem)
   # Students draw dropout masks per microbatch, so it changes the result.
   if config.get("dropout") and "microbatch" not in UNUSED[algorithm]:
     config["microbatch"] = speed.pop("microbatch")

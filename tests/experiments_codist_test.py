@@ -78,6 +78,24 @@ def test_three_algorithms_side_by_side(codist, tmp_path):
 
 
 @pytest.mark.slow
+def test_few_rounds_with_the_default_period_are_fedavg(codist, tmp_path):
+  few = ("--algorithm=periodic", "--rounds=2", "--notensorboard")
+  said = "--codist_period=10: with --rounds=2 the pools never exchange"
+  done = codist(*few, "--seeds=0,1", f"--workdir={tmp_path}/seeds")
+  assert done.returncode == 0, done.stderr
+  assert done.stderr.count(said) == 1
+  result, rows = outcome(tmp_path / "seeds/seed0")
+  assert result["exchanges"] == 0 and "small/distill_loss" not in rows[0]
+  # The run's own flag file repeats it, and another of a user's does not.
+  flags = f"--flagfile={tmp_path}/seeds/seed0/config.flags"
+  done = codist(flags, f"--workdir={tmp_path}/again")
+  assert done.returncode == 0 and said in done.stderr
+  assert outcome(tmp_path / "again") == (result, rows)
+  cases = [((flags, "--rounds=2"), said), ((*few, "--codist_period=10"), said)]
+  codist.refuse(cases, fresh=tmp_path / "fresh")
+
+
+@pytest.mark.slow
 def test_seeds_have_folders_and_a_mean(codist, experiment, tmp_path):
   both = ("--algorithm=fedavg,merged", "--rounds=3", "--eval_every=3")
   path = tmp_path / "seeds"
