@@ -34,11 +34,11 @@ def curves(
   published: Mapping[str, Mapping[str, float]] | None = None,
   dashed: str = "published",
   title: str | None = None,
+  titles: Mapping[str, str] | None = None,
 ) -> None:
   """Draws a metric in percent over the rounds to a PNG, one panel per pool.
 
-  One legend names the lines of all panels; the lines' last values are at the
-  right of each panel.
+  The lines' names and last values are at the right of each panel.
 
   Args:
     runs: label -> rows of metrics, as `logs.read_rows` reads them; or a list of
@@ -52,6 +52,7 @@ def curves(
       horizontal dashed line. A label of `runs` gives the line its colour.
     dashed: what these values are, for the legend.
     title: above the panels.
+    titles: pool -> the title of its panel; by default `'POOL model'`.
 
   Raises:
     ValueError: no row has the metric.
@@ -71,7 +72,9 @@ def curves(
     raise ValueError(f"metric={metric!r}: no row of {list(runs)} has it")
   columns = min(len(pools), 3)
   lines = -(-len(pools) // columns)
-  fig = _figure(1.0 + 4.2 * columns, 0.6 + 3.8 * lines)
+  # Long names, as of folders, do not make the panels narrow.
+  names = max(map(len, runs)) + (len(dashed) if published else 0)
+  fig = _figure((4.8 + 0.06 * names) * columns, 0.2 + 3.8 * lines)
   grid = fig.subplots(lines, columns, sharey=True, squeeze=False)
   axes = list(grid.flat)
   for ax in axes[len(pools) :]:
@@ -83,7 +86,7 @@ def curves(
       x, y, deviation = _mean_line(of_seeds, f"{pool}/{metric}")
       if not x:
         continue
-      last.append(f"{y[-1]:.1f}")
+      last.append(f"{label} {y[-1]:.1f}")
       if len(of_seeds) > 1:
         last[-1] += f" ± {deviation[-1]:.1f}"
         below, above = (
@@ -98,7 +101,6 @@ def curves(
         # A single point draws no line.
         marker="o" if len(x) <= 12 else None,
         markersize=3.5,
-        label=label,
       )
     for label, value in (published or {}).get(pool, {}).items():
       ax.axhline(
@@ -106,10 +108,9 @@ def curves(
         color=colors.get(label, "0.35"),
         linestyle="--",
         linewidth=1.2,
-        label=f"{label}, {dashed}",
       )
-      last.append(f"{100 * value:.1f}")
-    ax.set_title(f"{pool} model", fontsize=11)
+      last.append(f"{label}, {dashed} {100 * value:.1f}")
+    ax.set_title((titles or {}).get(pool, f"{pool} model"), fontsize=11)
     ax.set_xlabel(xlabel)
     ax.set_xlim(left=0)
     _whole(ax)
@@ -126,8 +127,6 @@ def curves(
     )
   for ax in grid[:, 0]:
     ax.set_ylabel(ylabel)
-  names = {str(line.get_label()): line for ax in fig.axes for line in ax.lines}
-  _legend(fig, names, max(columns, 2))
   if title:
     fig.suptitle(title, fontsize=12)
   _save(fig, path)
@@ -188,18 +187,6 @@ def _whole(ax) -> None:
   steps = [1, 2, 2.5, 5, 10]
   ax.xaxis.set_major_locator(
     ticker.MaxNLocator("auto", steps=steps, integer=True)
-  )
-
-
-def _legend(fig: figure.Figure, lines: Mapping[str, Any], columns: int) -> None:
-  """Draws one legend of lines by name, below all panels."""
-  fig.legend(
-    lines.values(),
-    lines,
-    loc="outside lower center",
-    ncols=columns,
-    fontsize=8.5,
-    frameon=False,
   )
 
 
@@ -365,7 +352,14 @@ def parallel_coordinates(
   ax.set_yticks([])
   ax.spines[:].set_visible(False)
   if apart:
-    _legend(fig, apart, 2)
+    fig.legend(
+      apart.values(),
+      apart,
+      loc="outside lower center",
+      ncols=2,
+      fontsize=8.5,
+      frameon=False,
+    )
   if title:
     fig.suptitle(title, fontsize=12)
   _save(fig, path)

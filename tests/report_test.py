@@ -52,13 +52,14 @@ def test_the_legends_of_curves_are_beside_the_panels(figures):
   report.curves(runs, "", published={"large": {"codist": 0.81}})
   (fig,) = figures
   fig.draw_without_rendering()
-  names = ["codist", "fedavg", "few", "codist, published"]
-  assert texts(fig.legends[0]) == names
   small, large = fig.axes
-  assert texts(small.get_legend()) == ["80.0", "70.0", "12.5"]
-  assert texts(large.get_legend()) == ["80.0", "70.0", "81.0"]
+  names = ["codist 80.0", "fedavg 70.0", "few 12.5"]
+  assert texts(small.get_legend()) == names
+  names = ["codist 80.0", "fedavg 70.0", "codist, published 81.0"]
+  assert texts(large.get_legend()) == names
+  assert [ax.get_title() for ax in fig.axes] == ["small model", "large model"]
   panels = [ax.get_window_extent() for ax in fig.axes]
-  for legend in (*fig.legends, small.get_legend(), large.get_legend()):
+  for legend in (small.get_legend(), large.get_legend()):
     assert not any(legend.get_window_extent().overlaps(p) for p in panels)
 
 
@@ -66,7 +67,7 @@ def test_several_seeds_are_a_mean_and_a_band(figures):
   runs = {"codist": [rows(0.5), rows(0.7), rows(0.9)], "fedavg": rows(0.6)}
   report.curves(runs, "")
   _, large = figures[0].axes
-  assert texts(large.get_legend()) == ["70.0 ± 20.0", "60.0"]
+  assert texts(large.get_legend()) == ["codist 70.0 ± 20.0", "fedavg 60.0"]
   np.testing.assert_allclose(large.lines[0].get_ydata(), 70)
   (band,) = large.collections
   (path,) = band.get_paths()

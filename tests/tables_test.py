@@ -229,8 +229,10 @@ def test_curves_say_whose_model_they_are_of(modules, tmp_path, monkeypatch):
   fml_report = modules["fml_report"]
   drawn = {}
 
-  def curves(runs, path, *, published, **kwargs):
-    drawn.update(names=set(runs["fml"][0][0]), dashed=published)
+  def curves(runs, path, *, published, title, titles, **kwargs):
+    drawn.update(titles=[titles[name] for name in ("client1", "clients")])
+    drawn.update(names=set(next(iter(runs.values()))[0][0]), title=title)
+    drawn.update(dashed=published)
 
   runs, config = runs_of(("fml", "independent"))
   fml_report.draw(runs, config, tmp_path)
@@ -238,12 +240,33 @@ def test_curves_say_whose_model_they_are_of(modules, tmp_path, monkeypatch):
   assert image.shape[0] > 400
   monkeypatch.setattr(fml_report.report, "curves", curves)
   fml_report.draw(runs, config, tmp_path)
-  assert "client 0's mlp/accuracy" in drawn["names"]
+  names = {"round", "global/accuracy", "client0/accuracy", "client1/accuracy"}
+  assert drawn["names"] == names and drawn["title"] == "x, iid"
+  assert drawn["titles"] == [
+    "client 1's own cnn1, on its images",
+    "clients' own models, on their images (mean)",
+  ]
   # The best of two rounds, the first.
-  assert drawn["dashed"]["client 1's cnn1"]["independent"] == pytest.approx(0.2)
+  assert drawn["dashed"]["client1"]["independent"] == pytest.approx(0.2)
+  # FedAvg has one model for all.
   runs, config = runs_of(("fedavg", "fml"))
   fml_report.draw(runs, config, tmp_path)
-  assert "client 0/accuracy" in drawn["names"] and not drawn["dashed"]
+  assert not drawn["dashed"]
+  assert drawn["titles"] == [
+    "client 1's images (its own model: cnn1)",
+    "clients' images (mean)",
+  ]
+  assert drawn["title"].split("\n") == [
+    "x, iid",
+    "On clients' images: fedavg with the global model; fml with the clients'"
+    " own",
+  ]
+  runs, config = runs_of(("fedavg",))
+  fml_report.draw(runs, config, tmp_path)
+  assert drawn["titles"] == [
+    "global model, on client 1's images",
+    "global model, on clients' images (mean)",
+  ]
 
 
 def test_the_table_names_a_model_only_if_all_have_it(modules):
@@ -260,6 +283,12 @@ def test_the_table_names_a_model_only_if_all_have_it(modules):
   assert "0: mlp" in table(results) and "1: " not in table(results)
   results = {"fedavg": result("lenet5", "lenet5"), "fml": result("mlp", "mlp")}
   assert "mlp" not in table(results) and "lenet5" not in table(results)
+  lines = [line.split() for line in table(results).splitlines()]
+  assert lines[1][5:7] == ["model", "mean"]
+  assert [line[:4] for line in lines[3:]] == [
+    ["fedavg", "50.00", "75.00", "global"],
+    ["fml", "50.00", "75.00", "own"],
+  ]
 
 
 def test_sigterm_is_handed_on_to_the_cell(tmp_path):
