@@ -576,4 +576,5 @@ def main() -> None:
 
 if __name__ == "__main__":
   settings.define_flags()
-  launch.run(main)
+  refused = ("autotune", "lanes", "microbatch", "rounds_per_dispatch")
+  launch.run(main, refused=refused)

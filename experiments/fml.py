@@ -366,4 +366,4 @@ def main() -> None:
 
 if __name__ == "__main__":
   define_flags()
-  launch.run(main)
+  launch.run(main, refused=["autotune"])

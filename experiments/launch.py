@@ -233,13 +233,18 @@ def _measures(result: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def run(
-  main: Callable[[], None], define: Callable[[], None] | None = None
+  main: Callable[[], None],
+  define: Callable[[], None] | None = None,
+  *,
+  refused: Sequence[str] = (),
 ) -> None:
   """Parses flags, runs an experiment and turns its errors into one line.
 
   Args:
     main: the experiment; reads `FLAGS`.
     define: defines the flags that depend on the values of others.
+    refused: flags that it does not support, which `--help` leaves out. They are
+      defined all the same, since `config.flags` of earlier runs has them.
   """
 
   def parse(argv: Sequence[str]) -> Sequence[str]:
@@ -249,7 +254,7 @@ def run(
         no_help = [a for a in argv if not a.lstrip("-").startswith("help")]
         FLAGS(no_help, known_only=True)
         define()
-      _list_flags()
+      _list_flags(refused)
       rest = FLAGS(argv)
     except flags.Error as error:
       sys.exit(_one_line(error))
@@ -290,12 +295,13 @@ def _end(message: str) -> NoReturn:
   os._exit(1)
 
 
-def _list_flags() -> None:
+def _list_flags(refused: Sequence[str]) -> None:
   """Makes `--help` list the flags of all modules here, not only of the main."""
   ours = {path.stem for path in pathlib.Path(__file__).parent.glob("*.py")}
   for module, defined in FLAGS.flags_by_module_dict().items():
     for flag in defined if module in ours else ():
-      FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+      if flag.name not in refused:
+        FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
 
 def _refuse_odd_values() -> None:

@@ -457,4 +457,5 @@ def write_best(tunable, module, rows, config, workdir) -> proposers.Row:
 
 if __name__ == "__main__":
   _define_flags()
-  launch.run(main, _define_experiment)
+  refused = ("autotune", "rounds_per_dispatch", "stop_on_nonfinite")
+  launch.run(main, _define_experiment, refused=refused)

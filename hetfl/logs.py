@@ -184,7 +184,10 @@ def _is_shorter(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
 
 
 def _why_no_longer(
-  there: Mapping[str, Any], here: Mapping[str, Any], lengthens: bool
+  there: Mapping[str, Any],
+  here: Mapping[str, Any],
+  lengthens: bool,
+  named: str,
 ) -> str:
   """Why a run cannot be extended, if only its number of rounds differs."""
   if differences(there, here, ignoring=["rounds"]):
@@ -194,9 +197,11 @@ def _why_no_longer(
     return f" It is a run of {last} rounds, which cannot be shortened."
   if lengthens:
     return f" {last} is not a multiple of eval_every={there['eval_every']}."
+  # A command decides itself whether there are any.
+  hint = " (Without any give RunFolder lengthens=True.)"
   return (
     " It cannot be extended: schedules over all rounds, such as learning-rate"
-    " decay, would differ. (Without any give RunFolder lengthens=True.)"
+    f" decay, would differ.{'' if named.startswith('-') else hint}"
   )
 
 
@@ -277,7 +282,7 @@ class RunFolder:
       if unlike:
         raise ConfigMismatch(
           f"{named}={workdir} holds another run: {'; '.join(unlike)}."
-          f"{_why_no_longer(there, config, lengthens)}"
+          f"{_why_no_longer(there, config, lengthens, named)}"
           f" Use another {named}, or the same values."
         )
     elif self.path.exists() and not self.path.is_dir():

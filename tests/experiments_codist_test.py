@@ -573,6 +573,9 @@ def test_help_lists_all_flags_and_what_they_are_by_default(
   done = experiment(name)("--help")
   for flag in ("--rounds:", "--seed:", "--data_dir:", "--checkpoint_every:"):
     assert f"\n  {flag}" in done.stdout
+  # What the command refuses is left out.
+  assert ("--[no]autotune:" in done.stdout) == (name == "codist")
+  assert ("--lanes:" in done.stdout) == (name != "fedmd")
   assert text in " ".join(done.stdout.split())
 
 

@@ -156,6 +156,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
     (("--client_models=mlp,mlp",), "--client_models=mlp,mlp: 2 models for 5"),
     (("--client_models=vgg",), "--client_models=vgg: choose from"),
     (("--num_clients=4",), "num_clients=4: 8 shards (2 per client)"),
+    (("--num_clients=1",), "5 clients, or --partition=iid or dirichlet"),
     (("--bad_clients=5",), "--bad_clients=5: 5 must lie between 0 and 4"),
     (("--global_model=cnn2_conv",), "algorithm=fedavg needs a complete model"),
     (("--learning_rate=0",), "learning_rate"),

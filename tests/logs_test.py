@@ -98,6 +98,15 @@ def test_why_a_run_does_not_get_other_rounds(tmp_path, rounds, lengthens, why):
     logs.RunFolder(tmp_path, other | {"eval_every": 6}, lengthens=lengthens)
 
 
+def test_a_command_does_not_name_arguments_of_the_library(tmp_path):
+  logs.RunFolder(tmp_path, {"rounds": 7})
+  for named, hint in (("workdir", True), ("--workdir", False)):
+    with pytest.raises(logs.ConfigMismatch) as e:
+      logs.RunFolder(tmp_path, {"rounds": 8}, named=named)
+    assert ("lengthens=True" in str(e.value)) == hint
+    assert f"decay, would differ. {'(' if hint else 'Use'}" in str(e.value)
+
+
 def test_other_data_are_refused_and_left_alone(tmp_path):
   folder = logs.RunFolder(tmp_path, CONFIG)
   for _ in range(2):

@@ -345,7 +345,7 @@ def shards(
     raise ValueError(
       f"num_clients={num_clients}: {total} shards ({shards_per_client} per"
       f" client) cannot be divided evenly among {num_classes} classes; use a"
-      f" multiple of {step} clients"
+      f" multiple of {step} clients, or partition=iid or dirichlet"
     )
   each = total // num_classes
   rng = generator(Stream.LABEL_SHARDS, seed)
