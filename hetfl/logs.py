@@ -26,8 +26,10 @@ except ImportError:  # not on Windows
   fcntl = None  # type: ignore[assignment]
 
 _FORMAT = 1
-# Up to so many clients or parties are shown one by one.
+# Up to so many clients or parties are shown one by one in tables and curves.
 FEW = 10
+# The same on the line of an evaluation.
+_FEW_ON_A_LINE = 3
 
 
 class ConfigMismatch(ValueError):  # noqa: N818 (reads well in except)
@@ -517,7 +519,7 @@ class Progress:
       self._show(losses)
 
   def evaluated(self, row: Mapping[str, Any]) -> None:
-    """Shows a row of metrics.
+    """Shows a row of metrics; a log line has only its accuracies, if any.
 
     Args:
       row: metrics, with their `round` and `seconds`.
@@ -530,7 +532,10 @@ class Progress:
         row["round"],
         self._rounds,
         row["seconds"],
-        _text(numbers),
+        _text(
+          {k: v for k, v in numbers.items() if k.endswith("accuracy")}
+          or numbers
+        ),
       )
 
   def close(self) -> None:
@@ -543,21 +548,25 @@ class Progress:
 
 
 def _text(numbers: Mapping[str, float]) -> str:
-  """Metrics on one line; of many clients or parties, their means.
+  """Metrics on one line; of several clients or parties, their means.
 
-  >>> _text({'global/loss': 1.5} | {f'client{k}/loss': k for k in range(11)})
-  'global/loss 1.5, means of 11: loss 5'
+  >>> _text({'a/loss': 1.5, 'b/loss': 2} | {f'c{k}/loss': k for k in range(5)})
+  'loss a 1.5, b 2, c mean 2'
   """
-  single = {name for name in numbers if re.match(r"\D+\d+/", name)}
-  owners = {name.partition("/")[0] for name in single}
-  of_each: dict[str, list[float]] = {}
-  texts = []
+  # metric -> kind of owner -> owner -> value
+  found: dict[str, dict[str, dict[str, float]]] = {}
   for name, value in numbers.items():
-    if name in single and len(owners) > FEW:
-      of_each.setdefault(name.partition("/")[2], []).append(value)
-    else:
-      texts.append(f"{name} {value:.4g}")
-  if of_each:
-    means = [f"{n} {sum(v) / len(v):.4g}" for n, v in of_each.items()]
-    texts.append(f"means of {len(owners)}: {', '.join(means)}")
-  return ", ".join(texts)
+    owner, _, metric = name.rpartition("/")
+    kind = re.sub(r"\d+$", "", owner)
+    found.setdefault(metric, {}).setdefault(kind, {})[owner] = value
+  texts = []
+  for metric, kinds in found.items():
+    shown: dict[str, float] = {}
+    for kind, of_each in kinds.items():
+      if len(of_each) <= _FEW_ON_A_LINE:
+        shown |= of_each
+      elif f"{kind}s" not in kinds:  # Else the row has their mean.
+        shown[f"{kind} mean"] = sum(of_each.values()) / len(of_each)
+    parts = [f"{owner} {v:.4g}".strip() for owner, v in shown.items()]
+    texts.append(f"{metric} {', '.join(parts)}")
+  return "; ".join(texts)
