@@ -159,6 +159,9 @@ def dependence(
     if line:
       ax.plot(*zip(*line), marker="o", markersize=4, linewidth=1.8, **style)
   ax.set_xscale("log")
+  ticks = sorted({x for of in points.values() for x, _ in of if x is not None})
+  ax.set_xticks(ticks, [f"{x:,}" for x in ticks])
+  ax.minorticks_off()
   ax.set_xlabel(axis)
   ax.set_ylabel("Test accuracy (%)")
   _plain(ax)
