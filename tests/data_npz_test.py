@@ -254,7 +254,7 @@ def test_the_commands_train_on_own_images(experiment, save, tmp_path):
   assert done.returncode == 0, done.stderr
   # Many clients have no columns and no log lines of their own.
   assert "lowest %" in done.stdout and "11: mlp" not in done.stdout
-  assert "means of 12: validation_accuracy 0." in done.stderr
+  assert "validation_accuracy clients 0." in done.stderr
   assert "--threads has no effect: the engine is not threads" in done.stderr
   assert "client11/" not in done.stderr
   assert "client11/validation_accuracy" in outcome(tmp_path / "fml")[1][0]
