@@ -21,8 +21,10 @@ import numpy as np
 from benchmarks import peers, rounds
 from hetfl import core, engine, next_word, planning, population
 from hetfl.data import codist_text
-from hetfl.fedavg import fedavg, Pool
+from hetfl.fedavg import fedavg
+from hetfl.lanes import LanePlan
 from hetfl.models import language
+from hetfl.pool import Pool
 
 CLIENTS, BATCH, LENGTH, V = 20, 10, 20, 4_004
 CLIENT_LR, SERVER_LR = 0.3, 0.01
@@ -64,7 +66,7 @@ def split(key, batch):
   return {"x": tokens[:, :-1], "y": tokens[:, 1:], "mask": batch["mask"]}
 
 
-def plan_of(clients, round: int, lanes: int) -> planning.LanePlan:
+def plan_of(clients, round: int, lanes: int) -> LanePlan:
   """The round's plan; the same clients and batches for all."""
   return planning.plan_clients(
     clients,

@@ -44,7 +44,8 @@ from hetfl import (
   report,
 )
 from hetfl.data import files
-from hetfl.fedavg import fedavg, Pool
+from hetfl.fedavg import fedavg
+from hetfl.pool import Pool
 
 FLAGS = flags.FLAGS
 

@@ -10,7 +10,7 @@ import numpy as np
 import run_flags
 
 from hetfl import engine as engine_lib
-from hetfl.fedavg import (
+from hetfl.pool import (
   fedadam_server,
   fedavg_server,
   fedavgm_server,

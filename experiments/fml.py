@@ -25,11 +25,12 @@ import numpy as np
 
 from hetfl import augment, core, evaluate, logs, planning, population
 from hetfl.data import files, fml_images
-from hetfl.fedavg import fedavg, fedavg_server, Pool
+from hetfl.fedavg import fedavg
 from hetfl.fml import fml, independent
 from hetfl.models import fml as nets
 from hetfl.mutual import momentum_sgd, MutualClient, splice
 from hetfl.mutual_planning import as_lanes, group_clients, plan_mutual
+from hetfl.pool import fedavg_server, Pool
 
 FLAGS = flags.FLAGS
 _RECIPES = {

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import common
 
 from hetfl import core
+from hetfl.hyperparameters import with_hyper
 
 PyTree = Any
 
@@ -46,7 +47,7 @@ def _place_codist(state: PyTree, flag: str, value: Any) -> PyTree:
     "student_regularization": "regularization",
     "merge_alpha": "alpha",
   }.get(flag, flag)
-  return core.with_hyper(state, **{name: value})
+  return with_hyper(state, **{name: value})
 
 
 def _codist_space() -> dict[str, dict[str, str]]:
@@ -92,7 +93,7 @@ def codist_accuracies(experiment, config):
 def _place_fml(state: PyTree, flag: str, value: Any) -> PyTree:
   if flag == "learning_rate" and hasattr(state, "pools"):
     flag = "client_lr"  # FedAvg's and FedProx's name for it.
-  return core.with_hyper(state, **{flag: value})
+  return with_hyper(state, **{flag: value})
 
 
 def fml_accuracies(experiment, config):

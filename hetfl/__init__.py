@@ -2,7 +2,7 @@
 
 `hetfl.fedavg`, `hetfl.fml` and `hetfl.fedmd` are the functions; import other
 members of the modules of these names from there, as in
-`from hetfl.fedavg import round_keys`.
+`from hetfl.fedavg import linear_decay`.
 """
 
 from hetfl.client import ClientUpdates
@@ -13,23 +13,15 @@ from hetfl.core import (
   Mean,
   Model,
   Variables,
-  with_hyper,
 )
 from hetfl.distill import Distiller
 from hetfl.engine import default_engine, Inline, Threads
 from hetfl.evaluate import classification, ClientEvaluator, Evaluator
-from hetfl.fedavg import (
-  client_updates,
-  fedadam_server,
-  fedavg,
-  fedavg_server,
-  fedavgm_server,
-  fedyogi_server,
-  Pool,
-  PoolsState,
-)
+from hetfl.fedavg import fedavg
 from hetfl.fedmd import fedmd, FedMDPlan, FedMDState, plan_fedmd
 from hetfl.fml import fml, independent, MutualState
+from hetfl.hyperparameters import with_hyper
+from hetfl.lanes import LanePlan
 from hetfl.models.language import TokenLogits
 from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient, splice
 from hetfl.mutual_planning import group_clients, MutualPlan, plan_mutual
@@ -50,13 +42,21 @@ from hetfl.party import (
 )
 from hetfl.planning import (
   enough_lanes,
-  LanePlan,
   localize,
   plan_clients,
   plan_distillation,
   plan_round,
   RoundPlan,
   stack_plans,
+)
+from hetfl.pool import (
+  client_updates,
+  fedadam_server,
+  fedavg_server,
+  fedavgm_server,
+  fedyogi_server,
+  Pool,
+  PoolsState,
 )
 from hetfl.population import ClientPopulation, put_banks, Subset
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from absl import logging
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 _Named = TypeVar("_Named", bound=Any)  # with a field `name`
@@ -218,35 +217,6 @@ def _uses_rate(optimizer: Any) -> bool:
   return any(v is rate for eqn in program.eqns for v in eqn.invars)
 
 
-def alike(what: str, given: Any, wanted: Any) -> None:
-  """Checks that a pytree has another's structure and shapes.
-
-  Args:
-    what: what returned the pytree, for error messages.
-    given: the pytree.
-    wanted: the other one, of arrays or `jax.ShapeDtypeStruct`s.
-
-  Raises:
-    ValueError: naming the first array that differs in shape. Types may differ.
-
-  >>> alike('init', {'w': jnp.ones(2)}, {'w': jnp.ones(3)})
-  Traceback (most recent call last):
-    ...
-  ValueError: init: ['w'] has shape (2,), expected (3,)
-  """
-  here, there = map(jax.tree.structure, (given, wanted))
-  if here != there:  # type: ignore[operator]
-    raise ValueError(f"{what}: got structure {here}, expected {there}")
-  for (path, a), b in zip(
-    jax.tree.leaves_with_path(given), jax.tree.leaves(wanted)
-  ):
-    if jnp.shape(a) != jnp.shape(b):
-      raise ValueError(
-        f"{what}: {jax.tree_util.keystr(path)} has shape {jnp.shape(a)},"
-        f" expected {jnp.shape(b)}"
-      )
-
-
 def takes(what: str, function: Any, *arguments: str) -> None:
   """Checks that a function takes as many arguments as it will be given.
 
@@ -299,7 +269,7 @@ def bank(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _entry(data, name):
   if not isinstance(data, Mapping):
-    raise ValueError(f"data: give a dict with {name!r}, {_not_a(data)}")
+    raise ValueError(f"data: give a dict with {name!r}, {not_a(data)}")
   if name not in data:
     raise ValueError(f"data has no {name!r}; it has {sorted(data)}")
   return data[name]
@@ -308,7 +278,7 @@ def _entry(data, name):
 def _as_bank(given, name):
   if not isinstance(given, Mapping):
     raise ValueError(
-      f"{name}: give a bank, arrays by name, {_not_a(given)}; put_banks(...)"
+      f"{name}: give a bank, arrays by name, {not_a(given)}; put_banks(...)"
       " returns those of populations and subsets"
     )
   return given
@@ -324,7 +294,18 @@ def _a(wanted):
   return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _not_a(given):
+def not_a(given: Any) -> str:
+  """What something is not, for error messages.
+
+  Args:
+    given: the thing.
+
+  Returns:
+    The name of its type, in words.
+
+  >>> not_a(3)
+  'not a int'
+  """
   return f"not a {type(given).__name__}"
 
 
@@ -346,7 +327,31 @@ def kind(name: str, given: Any, wanted: type, hint: str) -> None:
   ValueError: plan: give a str, not a int; as plan_round makes it
   """
   if not isinstance(given, wanted):
-    raise ValueError(f"{name}: give {_a(wanted)}, {_not_a(given)}; {hint}")
+    raise ValueError(f"{name}: give {_a(wanted)}, {not_a(given)}; {hint}")
+
+
+def state(given: Any, wanted: type, **numbers: int) -> None:
+  """Checks that the state of a step is one that the algorithm's init made.
+
+  Args:
+    given: the state.
+    wanted: its type.
+    **numbers: how many pools or parties it is of, by the name of their field.
+
+  Raises:
+    ValueError: it is of another type, or of another number.
+
+  >>> import collections
+  >>> State = collections.namedtuple('State', 'pools')
+  >>> state(State(('a',)), State, pools=2)
+  Traceback (most recent call last):
+    ...
+  ValueError: the state is of 1 pools, but there are 2
+  """
+  kind("state", given, wanted, "as this algorithm's init makes it")
+  for name, number in numbers.items():
+    if (held := len(getattr(given, name))) != number:
+      raise ValueError(f"the state is of {held} {name}, but there are {number}")
 
 
 def holds(what: str, hyper: Mapping[str, Any], *names: str) -> None:
@@ -395,7 +400,7 @@ def each(name: str, given: Any, wanted: type, number: int, hint: str) -> None:
   if not _is_several(given):
     raise ValueError(
       f"{name}: give a sequence of {number}, each {_a(wanted)},"
-      f" {_not_a(given)}; {hint}"
+      f" {not_a(given)}; {hint}"
     )
   if len(given) != number:
     raise ValueError(
@@ -489,7 +494,7 @@ party, not a dict
   found = _entry(data, name)
   several = _is_several(found)
   if not several or len(found) != number:
-    what = f"not of {len(found)}" if several else _not_a(found)
+    what = f"not of {len(found)}" if several else not_a(found)
     raise ValueError(
       f"data[{name!r}]: must be a sequence of {number} banks, one per pool or"
       f" party, {what}"
@@ -520,13 +525,13 @@ def num_examples(bank: Mapping[str, Any]) -> int:
   if not isinstance(bank, Mapping):
     raise ValueError(
       "bank: give arrays by name, such as {'x': inputs, 'y': labels},"
-      f" {_not_a(bank)}"
+      f" {not_a(bank)}"
     )
   for name, array in bank.items():
     if not getattr(array, "ndim", 0):
       raise ValueError(
         f"bank[{name!r}]: must be an array with examples on its first axis,"
-        f" {_not_a(array)}; store inputs made of several arrays under separate"
+        f" {not_a(array)}; store inputs made of several arrays under separate"
         " names, and combine them into a tree x by a transform"
       )
   if not bank:
@@ -535,114 +540,6 @@ def num_examples(bank: Mapping[str, Any]) -> int:
   if len(set(sizes.values())) != 1:
     raise ValueError(f"bank: arrays of different lengths {sizes}")
   return next(iter(sizes.values()))
-
-
-def losses(values: Any, mask: jax.Array) -> None:
-  """Checks that a loss gives a number for each example, or a scalar.
-
-  Args:
-    values: what the loss gave.
-    mask: `float[B]`.
-
-  Raises:
-    ValueError: it gives neither, such as a pair, or `[B, 1]`, which times a
-      mask would be `[B, B]`.
-
-  >>> losses(jnp.zeros((8, 1)), jnp.ones(8))
-  Traceback (most recent call last):
-    ...
-  ValueError: a loss of shape (8, 1) on 8 examples: give one number for each, \
-float[8]
-  """
-  if not hasattr(values, "dtype") and not np.isscalar(values):
-    raise ValueError(
-      f"a loss returned a {type(values).__name__}: it must return float[B]"
-    )
-  if jnp.ndim(values) and jnp.shape(values) != jnp.shape(mask):
-    raise ValueError(
-      f"a loss of shape {jnp.shape(values)} on {len(mask)} examples: give one"
-      f" number for each, float[{len(mask)}]"
-    )
-
-
-def labels(logits: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
-  """The batch's labels, if they are one whole number for each prediction.
-
-  Args:
-    logits: `float[..., C]`.
-    batch: what should hold `y: int[...]`.
-
-  Returns:
-    `y`.
-
-  Raises:
-    ValueError: `y` is missing, or of another type or shape.
-
-  >>> labels(jnp.zeros((8, 3)), {'y': jnp.zeros((8, 3))})
-  Traceback (most recent call last):
-    ...
-  ValueError: batch['y'] is float32 of shape (8, 3) beside logits of shape \
-(8, 3): labels are whole numbers, 0 to C - 1, of shape (8,)
-  """
-  if "y" not in batch:
-    raise ValueError(
-      f"a batch holds {sorted(batch)}, but the loss takes labels 'y': name the"
-      " bank's labels so, or give a transform"
-    )
-  dense(logits)
-  y, shape = batch["y"], jnp.shape(logits)
-  dtype = jnp.result_type(y)
-  if not jnp.issubdtype(dtype, jnp.integer) or jnp.shape(y) != shape[:-1]:
-    raise ValueError(
-      f"batch['y'] is {dtype} of shape {jnp.shape(y)} beside logits of shape"
-      f" {shape}: labels are whole numbers, 0 to C - 1, of shape"
-      f" {shape[:-1]}"
-    )
-  return y
-
-
-def dense(outputs: Any) -> None:
-  """Checks that a model's outputs are an array.
-
-  Args:
-    outputs: what the model gave, `float[..., C]`.
-
-  Raises:
-    ValueError: they are something else, such as `TokenLogits`.
-  """
-  if not hasattr(outputs, "dtype") and not np.isscalar(outputs):
-    raise ValueError(
-      "a model's outputs must be an array float[..., C],"
-      f" {_not_a(outputs)}. Language models need Pool(loss=sentence_loss()),"
-      " Distiller(divergence=token_divergence, weights=token_weights) and"
-      " Evaluator(measure=next_word_metrics), all from hetfl; fml and fedmd are"
-      " for classifiers"
-    )
-
-
-def same_outputs(*logits: jax.Array) -> None:
-  """Checks that models which learn from each other have the same outputs.
-
-  Args:
-    *logits: each model's logits for the same examples.
-
-  Raises:
-    ValueError: they are of different shapes.
-
-  >>> same_outputs(jnp.zeros((8, 3)), jnp.zeros((8, 5)))
-  Traceback (most recent call last):
-    ...
-  ValueError: outputs of shapes (8, 3), (8, 5): models that learn from each \
-other need the same classes
-  """
-  for outputs in logits:
-    dense(outputs)
-  shapes = list(dict.fromkeys(jnp.shape(z) for z in logits))
-  if len(shapes) > 1:
-    raise ValueError(
-      f"outputs of shapes {', '.join(map(str, shapes))}: models that learn from"
-      " each other need the same classes"
-    )
 
 
 @contextlib.contextmanager
@@ -667,20 +564,3 @@ def noted(note: str) -> Iterator[None]:
   except Exception as error:
     error.add_note(note)
     raise
-
-
-def statistics(stats: Any) -> None:
-  """Warns of integers among the statistics that are averaged over clients.
-
-  Args:
-    stats: a model's statistics.
-  """
-  for path, leaf in jax.tree.leaves_with_path(stats):
-    if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-      logging.warning(
-        "stats%s is %s: the mean over clients of different numbers of steps is"
-        " rounded. Haiku's batch normalisation then corrects its"
-        " statistics too much; hold its counter as float32.",
-        jax.tree_util.keystr(path),
-        jnp.result_type(leaf),
-      )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import checks, core
+from hetfl import checks, core, output_checks
 
 PyTree = Any
 
@@ -144,7 +144,7 @@ def local_sgd(
 
     def objective(params):
       variables = core.Variables(params, client.variables.stats)
-      with checks.noted(core.inputs_of(batch)):
+      with checks.noted(f"a model {core.inputs_of(batch)}"):
         logits, stats = model.outputs(variables, batch["x"], model_key, True)
       losses = core.losses_of(loss, logits, batch)
       value = core.masked_mean(losses, batch["mask"])
@@ -199,7 +199,7 @@ def lane_program(
       if delta_transform is not None:
         sent_key = jax.random.fold_in(client_key, np.uint32(2**32 - 1))
         sent = delta_transform(sent_key, delta)
-        checks.alike("delta_transform", sent, delta)
+        output_checks.alike("delta_transform", sent, delta)
         delta = sent
       return start, sums._replace(
         delta=jax.tree.map(add, sums.delta, delta),

@@ -20,14 +20,14 @@ import optax
 from hetfl import checks, core
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
-from hetfl.fedavg import (
+from hetfl.fedavg import fedavg_round, linear_decay
+from hetfl.hyperparameters import Schedule, scheduled
+from hetfl.pool import (
   check_round,
   client_jobs,
   client_metrics,
   combine,
-  fedavg,
   init_pools,
-  linear_decay,
   Pool,
   round_keys,
 )
@@ -67,7 +67,11 @@ def merge_gradients(
 
 
 class _Exchange:
-  """The jobs of one codistillation between P pools."""
+  """The jobs of one codistillation between P pools.
+
+  Attributes:
+    names: the hyper-parameters that it reads.
+  """
 
   def __init__(
     self,
@@ -79,7 +83,7 @@ class _Exchange:
     checks.kind(
       "distiller", distiller, distill_lib.Distiller, "such as Distiller()"
     )
-    distiller.hyper(num_pools)  # Raises if the number of values is wrong.
+    self.names = tuple(distiller.hyper(num_pools))
     self._engine = engine
     models = [pool.model for pool in pools]
     self._predictors = [distiller.predictor(model) for model in models]
@@ -201,17 +205,18 @@ def periodic_codist(
   pools = checks.named("pools", pools, Pool, at_least=2)
   engine = engine or engine_lib.Inline()
   exchange = _Exchange(pools, distiller, engine)
-  checks.counts(period=period)
-  names = tuple(distiller.hyper(len(pools)))
-  # Line 3: apply FedAvg to each model, sampling clients from its pool.
-  federated = fedavg(pools, rounds=rounds, engine=engine)
+  checks.counts(period=period, **checks.given(rounds=rounds))
 
   def init(key, variables=None):  # Line 1.
     return init_pools(pools, key, variables, distiller.hyper(len(pools)))
 
   def step(state, plan, data):
-    check_round(pools, state, plan, *names)
-    state, metrics = federated.step(state, plan, data)
+    check_round(pools, state, plan, *exchange.names)
+    decay = linear_decay(plan.round, rounds)
+    # Line 3: apply FedAvg to each model, sampling clients from its pool.
+    state, metrics = fedavg_round(
+      pools, state, plan, data, decay=decay, engine=engine
+    )
     *_, key = round_keys(state.key, plan.round, len(pools))
     due = plan.round % period == 0  # Line 4.
     # Lines 5 to 7: teachers and students start as copies of the models.
@@ -222,7 +227,7 @@ def periodic_codist(
         key,
         plan,
         data,
-        linear_decay(plan.round, rounds),
+        decay,
         due,
       )
     )
@@ -247,7 +252,7 @@ def merged_codist(
   pools: Sequence[Pool],
   distiller: distill_lib.Distiller,
   *,
-  alpha: float | jax.Array | core.Schedule,
+  alpha: float | jax.Array | Schedule,
   rounds: int | None,
   every: int = 1,
   engine: engine_lib.Engine | None = None,
@@ -317,9 +322,7 @@ def merged_codist(
   exchange = _Exchange(pools, distiller, engine)
   checks.counts(every=every, **checks.given(rounds=rounds))
   checks.schedule("alpha", alpha, 1, rounds or 1, allowed=(0, 1))
-  names = tuple(distiller.hyper(len(pools)))
-  if not callable(alpha):
-    names += ("alpha",)
+  names = exchange.names if callable(alpha) else (*exchange.names, "alpha")
 
   def init(key, variables=None):  # Line 1.
     hyper = distiller.hyper(len(pools))
@@ -332,7 +335,7 @@ def merged_codist(
     *keys, exchange_key = round_keys(state.key, plan.round, len(pools))
     decay = linear_decay(plan.round, rounds)
     if callable(alpha):
-      a = core.scheduled(alpha, plan.round, high=1)
+      a = scheduled(alpha, plan.round, high=1)
     else:
       a = state.hyper["alpha"]
     if every > 1:

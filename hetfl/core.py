@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import checks
+from hetfl import checks, output_checks
 from hetfl.model import Model as Model
 from hetfl.model import Variables as Variables
 
@@ -31,8 +31,6 @@ Transform = Callable[[jax.Array, Batch], Batch]
 Preparation = Callable[[Batch], Batch]
 # learning rate -> optimizer, whose state does not depend on the rate
 Optimizer = Callable[[jax.Array], optax.GradientTransformation]
-# round -> value
-Schedule = Callable[[jax.Array], jax.Array | float]
 
 
 class Mean(NamedTuple):
@@ -142,12 +140,12 @@ def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
     `float[B]`, in nats; NaN where a label is out of range.
 
   Raises:
-    ValueError: as `checks.labels`.
+    ValueError: as `output_checks.labels`.
 
   >>> float(cross_entropy(jnp.zeros((1, 4)), {'y': jnp.array([2])})[0])
   1.386...
   """
-  labels = checks.labels(logits, batch)
+  labels = output_checks.labels(logits, batch)
   losses = optax.softmax_cross_entropy_with_integer_labels(wide(logits), labels)
   # Negative labels would count from the last class. A product, so that the
   # gradient is NaN too: a model must not train on the other examples unseen.
@@ -165,11 +163,9 @@ def inputs_of(batch: Batch) -> str:
     Their shapes, in words.
 
   >>> inputs_of({'x': jnp.zeros((2, 3))})
-  'a model given inputs x of shape (2, 3)'
+  'given inputs x of shape (2, 3)'
   """
-  return (
-    f"a model given inputs x of shape {jax.tree.map(jnp.shape, batch['x'])}"
-  )
+  return f"given inputs x of shape {jax.tree.map(jnp.shape, batch['x'])}"
 
 
 def losses_of(loss: Loss, logits: PyTree, batch: Batch) -> jax.Array:
@@ -345,12 +341,12 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     A scalar.
 
   Raises:
-    ValueError: as `checks.losses`.
+    ValueError: as `output_checks.losses`.
 
   >>> float(masked_mean(jnp.array([1., 2., 9.]), jnp.array([1., 1., 0.])))
   1.5
   """
-  checks.losses(values, mask)
+  output_checks.losses(values, mask)
   if not jnp.ndim(values):
     return values
   return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1)
@@ -369,93 +365,6 @@ def num_parameters(params: PyTree) -> int:
   8
   """
   return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-def of_trials(state: PyTree) -> bool:
-  """Whether a state has a trial axis, which it has if its key has one.
-
-  Args:
-    state: the state of any algorithm here.
-
-  Returns:
-    True if the state has a trial axis.
-  """
-  key = getattr(state, "key", None)
-  return key is not None and jax.random.key_data(key).ndim > 1
-
-
-def with_hyper(state: PyTree, **values: Any) -> PyTree:
-  """Sets hyper-parameters in a state, such as those of a trial.
-
-  Args:
-    state: the state of any algorithm here.
-    **values: hyper-parameters by their names in the `hyper` of the state or of
-      its pools or parties; each is one value, or one for each pool or party.
-      Values are not checked, since tracers could not be.
-
-  Returns:
-    The new state.
-
-  Raises:
-    ValueError: the state has no hyper-parameter of that name, or has it in
-      another shape; or the state holds several trials.
-
-  >>> from hetfl.fedavg import PoolsState
-  >>> state = PoolsState(None, (), {'alpha': jnp.zeros(())})
-  >>> with_hyper(state, alpha=0.5).hyper
-  {'alpha': Array(0.5, dtype=float32)}
-  >>> with_hyper(state, beta=0.5)
-  Traceback (most recent call last):
-    ...
-  ValueError: beta: this state has no such hyper-parameter; it has ['alpha']
-  """
-  if of_trials(state):
-    raise ValueError(
-      "the state holds several trials: set each trial's values by"
-      " jax.vmap(lambda state, v: with_hyper(state, NAME=v))(states, values)"
-    )
-  field = next((n for n in ("pools", "parties") if hasattr(state, n)), None)
-  members = getattr(state, field) if field else ()
-  own = getattr(state, "hyper", {})
-  for name, value in values.items():
-    value = jnp.asarray(value, jnp.float32)
-    if name in own:
-      _check_shape(name, value, own[name].shape)
-      own = own | {name: jnp.broadcast_to(value, own[name].shape)}
-    elif members and all(name in member.hyper for member in members):
-      _check_shape(name, value, (len(members),))
-      members = tuple(
-        member.replace(
-          hyper=member.hyper
-          | {name: jnp.broadcast_to(v, member.hyper[name].shape)}
-        )
-        for member, v in zip(
-          members, jnp.broadcast_to(value, (len(members),)), strict=True
-        )
-      )
-    else:
-      names = {*own, *(n for member in members for n in member.hyper)}
-      if name in names:
-        raise ValueError(
-          f"{name}: not all {field} have this hyper-parameter; set it (for l2,"
-          " a penalty) in all of them when you create them"
-        )
-      raise ValueError(
-        f"{name}: this state has no such hyper-parameter; it has"
-        f" {sorted(names)}"
-      )
-  if field:
-    state = state.replace(**{field: members})
-  return state.replace(hyper=own) if own else state
-
-
-def _check_shape(name, value, shape):
-  """Raises unless a value is a scalar or has the shape, or its last axes."""
-  if value.shape != shape[len(shape) - value.ndim :]:
-    raise ValueError(
-      f"{name}: an array of shape {value.shape}; give one value"
-      + (f", or an array of shape {shape}" if shape else "")
-    )
 
 
 def descend(
@@ -504,31 +413,6 @@ def hash_key(field: Any) -> Any:
   except TypeError:  # Such as a dataclass with a `__call__`.
     return id(field)
   return field
-
-
-def scheduled(
-  schedule: Schedule, round: jax.Array, *, high: float
-) -> jax.Array:
-  """A schedule's value in a round; NaN if it is out of its range.
-
-  NaN shows in a run's results; with a value out of range, training would
-  continue in the wrong direction.
-
-  Args:
-    schedule: the schedule.
-    round: the number of the round.
-    high: the greatest allowed value; the least is 0.
-
-  Returns:
-    The value, `float32[]`.
-
-  >>> [float(scheduled(lambda t: 1 - 0.4 * t, t, high=1)) for t in (1, 2, 3)]
-  [0.6..., 0.2..., nan]
-  """
-  value = jnp.asarray(schedule(round), jnp.float32)
-  inside = jnp.clip(value, 0, high)
-  # A schedule that ends at a bound may be beyond it by rounding.
-  return jnp.where(jnp.abs(value - inside) < 1e-5, inside, jnp.nan)
 
 
 def strong(tree: PyTree) -> PyTree:

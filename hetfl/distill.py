@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import checks, core
+from hetfl import checks, core, output_checks
 from hetfl.models.language import TokenLogits
 
 PyTree = Any
@@ -39,7 +39,7 @@ def tempered_softmax(
   >>> [round(float(x), 4) for x in p]
   [0.1, 0.9]
   """
-  checks.dense(logits)
+  output_checks.dense(logits)
   if logits.shape[-1] < 2:
     raise ValueError(
       f"outputs of shape {logits.shape}: the softmax over one class is always"
@@ -65,7 +65,7 @@ def kl_divergence(target: jax.Array, logits: jax.Array) -> jax.Array:
   >>> float(kl_divergence(jnp.array([0., 1.]), jnp.log(jnp.array([.75, .25]))))
   1.386...
   """
-  checks.dense(logits)
+  output_checks.dense(logits)
   log_p = jax.nn.log_softmax(core.wide(logits), axis=-1)
   # log_p may be minus infinity where the target is 0, as for masked classes.
   log_p = jnp.where(target == 0, 0.0, log_p)
@@ -107,7 +107,7 @@ def codist_target(
   >>> [round(float(x), 4) for x in target]
   [0.3, 0.7]
   """
-  checks.same_outputs(*teachers, student)
+  output_checks.same_outputs(*teachers, student)
   views = [
     tempered_softmax(z, t) for z, t in zip(teachers, temperatures, strict=True)
   ]
@@ -180,12 +180,12 @@ def label_target(like: jax.Array, batch: core.Batch) -> jax.Array:
     `float[..., C]`; NaN where a label is out of range.
 
   Raises:
-    ValueError: as `checks.labels`.
+    ValueError: as `output_checks.labels`.
 
   >>> label_target(jnp.zeros((2, 2)), {'y': jnp.array([1, 2])}).tolist()
   [[0.0, 1.0], [nan, nan]]
   """
-  y, classes = checks.labels(like, batch), like.shape[-1]
+  y, classes = output_checks.labels(like, batch), like.shape[-1]
   known = jnp.expand_dims((y >= 0) & (y < classes), -1)
   return jnp.where(known, jax.nn.one_hot(y, classes, dtype=like.dtype), jnp.nan)
 
@@ -362,7 +362,7 @@ class Distiller:
   def _view(self, outputs: PyTree) -> PyTree:
     """The part of a model's outputs that is per example, not the last layer."""
     if self.divergence is None:
-      checks.dense(outputs)
+      output_checks.dense(outputs)
     return outputs.features if isinstance(outputs, TokenLogits) else outputs
 
   def student(

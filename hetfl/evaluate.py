@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import checks, core, population
+from hetfl import checks, core, output_checks, population
 from hetfl import engine as engine_lib
 
 PyTree = Any
@@ -35,7 +35,7 @@ def classification(
   >>> float(mean.total / mean.count)
   0.5
   """
-  checks.dense(logits)
+  output_checks.dense(logits)
   # argmax takes the first NaN for the largest.
   known = ~jnp.isnan(logits).any(axis=-1)
   correct = known & (jnp.argmax(logits, axis=-1) == batch["y"])
@@ -340,7 +340,7 @@ def measure_program(
 
   def of_batch(variables, bank, index):
     batch = core.prepare(transform, core.gather(bank, index))
-    with checks.noted(core.inputs_of(batch)):
+    with checks.noted(f"a model {core.inputs_of(batch)}"):
       outputs = model.predict(variables, batch["x"])
     sums = measure(outputs, batch)
     pairs = isinstance(sums, Mapping) and all(

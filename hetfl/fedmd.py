@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import checks, core, evaluate, population
+from hetfl import checks, core, evaluate, output_checks, population
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 from hetfl.data import partition
@@ -136,7 +136,7 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
   >>> consensus(f, jnp.array([3., 1.])).tolist()
   [[1.0, 3.0]]
   """
-  checks.same_outputs(*scores)
+  output_checks.same_outputs(*scores)
   if len(weights) != len(scores):
     raise ValueError(f"weights: {len(weights)} for {len(scores)} scores")
   weights = weights / jnp.sum(weights)
@@ -394,7 +394,7 @@ def scores_program(
     def score(index):
       batch = core.prepare(transform, core.gather(bank, index))
       logits = party.model.predict(variables, batch["x"])
-      checks.dense(logits)
+      output_checks.dense(logits)
       return translator.scores(logits, temperature)
 
     scores = jax.lax.map(score, padded_rows(subset, batch_size))

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import checks, core
+from hetfl import checks, core, output_checks
 from hetfl import engine as engine_lib
-from hetfl.fedavg import round_keys
+from hetfl.hyperparameters import of_trials, Schedule, scheduled
 from hetfl.mutual import (
   client_program,
   fork,
@@ -29,6 +29,7 @@ from hetfl.mutual import (
   MutualClient,
 )
 from hetfl.mutual_planning import group_clients, MutualPlan
+from hetfl.pool import round_keys
 
 
 @flax.struct.dataclass
@@ -90,7 +91,7 @@ class MutualState:
     return fork(self.server, *own)
 
   def _find(self, client: int) -> tuple[GroupState, int]:
-    if core.of_trials(self):
+    if of_trials(self):
       raise ValueError(
         "the state holds several trials: use"
         " jax.vmap(lambda state: state.local(client))(states)"
@@ -123,7 +124,7 @@ def _merge_by(merge):
     each = jax.tree.map(join, *memes)
     result = merge(each, join(*weights))
     one = jax.tree.map(lambda a: a[0], each)
-    checks.alike("merge", result, one)
+    output_checks.alike("merge", result, one)
     return jax.tree.map(lambda x, a: core.as_type(x, a.dtype), result, one)
 
   return merged
@@ -132,8 +133,7 @@ def _merge_by(merge):
 def _check_round(plan, groups, state, *hyper):
   """Raises if a plan or a state is not for these clients and models."""
   checks.kind("plan", plan, MutualPlan, "as plan_mutual makes it")
-  hint = "as this algorithm's init makes it"
-  checks.kind("state", state, MutualState, hint)
+  checks.state(state, MutualState)
   checks.holds("state", state.hyper, *hyper)
   if (of := tuple(group.clients for group in state.groups)) != groups:
     raise ValueError(
@@ -269,7 +269,7 @@ def _build(
         hint = "state.server of another run"
         checks.kind("server", server, core.Variables, hint)
         server = global_model.adopt("server", server)
-      checks.statistics(server.stats)
+      output_checks.statistics(server.stats)
 
     def group_state(group):
       client = clients[group[0]]
@@ -294,7 +294,7 @@ def _build(
     banks = [checks.bank(data, clients[group[0]].bank) for group in groups]
     key, *_ = round_keys(state.key, plan.round, 1)
     now = {
-      name: core.scheduled(x, plan.round, high=highest.get(name, np.inf))
+      name: scheduled(x, plan.round, high=highest.get(name, np.inf))
       if callable(x)
       else state.hyper[name]
       for name, x in hyper.items()
@@ -341,11 +341,11 @@ def fml(
   clients: Sequence[MutualClient],
   *,
   global_model: core.Model,
-  alpha: float | jax.Array | core.Schedule = 0.5,
-  beta: float | jax.Array | core.Schedule = 0.5,
-  learning_rate: float | jax.Array | core.Schedule = 0.01,
+  alpha: float | jax.Array | Schedule = 0.5,
+  beta: float | jax.Array | Schedule = 0.5,
+  learning_rate: float | jax.Array | Schedule = 0.01,
   optimizer: core.Optimizer = momentum_sgd,
-  temperature: float | jax.Array | core.Schedule = 1.0,
+  temperature: float | jax.Array | Schedule = 1.0,
   sequential: bool = False,
   from_global: bool = False,
   merge: Callable[[core.Variables, jax.Array], core.Variables] | None = None,
@@ -461,7 +461,7 @@ def fml(
 def independent(
   clients: Sequence[MutualClient],
   *,
-  learning_rate: float | jax.Array | core.Schedule = 0.01,
+  learning_rate: float | jax.Array | Schedule = 0.01,
   optimizer: core.Optimizer = momentum_sgd,
   microbatch: int | None = None,
   engine: engine_lib.Engine | None = None,

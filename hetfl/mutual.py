@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import checks, core
+from hetfl import checks, core, output_checks
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 
@@ -153,7 +153,7 @@ def mutual_loss(
   >>> [round(float(x[0]), 4) for x in (kl, loss)]  # log(4 / 3) / 2, + 2 / 2
   [0.1438, 1.0719]
   """
-  checks.same_outputs(logits, partner)
+  output_checks.same_outputs(logits, partner)
   target = distill_lib.tempered_softmax(
     jax.lax.stop_gradient(partner), temperature
   )
@@ -282,8 +282,7 @@ def _part_loss(client: MutualClient, models: dict[str, core.Model]):
     # The meme's draws are those of a FedAvg client's model; 2**31 differs from
     # everything that `splice` folds in.
     keys = {"local": jax.random.fold_in(key, 2**31), "meme": key}
-    shapes = jax.tree.map(jnp.shape, batch["x"])
-    given = f"given inputs of shape {shapes} (bank {client.bank!r})"
+    given = f"{core.inputs_of(batch)} (bank {client.bank!r})"
     notes = {
       "local": f"a client's own model, {given}",
       "meme": f"a client's meme, {given}: its encoder, if it has one, the"
@@ -298,7 +297,7 @@ def _part_loss(client: MutualClient, models: dict[str, core.Model]):
     total, sums = jnp.zeros(()), {}
     for name in params:
       losses = core.losses_of(client.loss, logits[name], batch)
-      checks.losses(losses, batch["mask"])
+      output_checks.losses(losses, batch["mask"])
       kl = jnp.zeros_like(losses)
       if "meme" in logits:
         partner = logits["meme" if name == "local" else "local"]

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import flax.struct
 import numpy as np
 
-from hetfl import checks, core, planning, population
+from hetfl import checks, core, population
+from hetfl.lanes import LanePlan, pack_lanes
 from hetfl.mutual import MutualClient
 
 
@@ -203,7 +204,7 @@ def plan_mutual(
   return MutualPlan(np.int32(round), tuple(rounds), members, whole)
 
 
-def as_lanes(plan: MutualPlan, *, num_lanes: int) -> planning.LanePlan:
+def as_lanes(plan: MutualPlan, *, num_lanes: int) -> LanePlan:
   """A plan for FedAvg over one pool, with the same clients and batches.
 
   With this plan, `hetfl.fedavg` with `rounds=None` is FML's baseline, with the
@@ -232,4 +233,4 @@ def as_lanes(plan: MutualPlan, *, num_lanes: int) -> planning.LanePlan:
     if steps
   )
   clients, batches, weights = zip(*rows)
-  return planning.pack_lanes(batches, clients, weights, num_lanes=num_lanes)
+  return pack_lanes(batches, clients, weights, num_lanes=num_lanes)

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import checks, core, planning, population
+from hetfl import checks, core, output_checks, population
 from hetfl import engine as engine_lib
 from hetfl import evaluate as evaluate_lib
 from hetfl.data.streams import Stream
+from hetfl.lanes import padded_length
 
 PyTree = Any
 # Keras's defaults, which the released code trains with.
@@ -150,7 +151,9 @@ class Party:
     owner = f"party {self.name!r}"
     variables = self.model.adopt(owner, trained.variables)
     wanted = jax.eval_shape(self.start, variables)
-    checks.alike(f"{owner}, opt_state", trained.opt_state, wanted.opt_state)
+    output_checks.alike(
+      f"{owner}, opt_state", trained.opt_state, wanted.opt_state
+    )
     return Trained(variables, jax.tree.map(jnp.copy, trained.opt_state))
 
 
@@ -469,7 +472,7 @@ def plan_fit(
   ]
 
   def filled(batches):
-    length = planning.padded_length(len(batches), at_least=128)
+    length = padded_length(len(batches), at_least=128)
     return np.pad(batches, ((0, length - len(batches)), (0, 0)))
 
   return FitPlan(
@@ -495,12 +498,7 @@ def check_state(state: Any, kind: type, parties: Sequence[Party]) -> None:
     kind: its type, with a field `parties`.
     parties: the parties.
   """
-  checks.kind("state", state, kind, "as this algorithm's init makes it")
-  if len(state.parties) != len(parties):
-    raise ValueError(
-      f"the state is of {len(state.parties)} parties, but there are"
-      f" {len(parties)}"
-    )
+  checks.state(state, kind, parties=len(parties))
   for party, kept in zip(parties, state.parties):
     penalty = ["l2"] if party.penalty is not None else []
     checks.holds(f"state of party {party.name!r}", kept.hyper, *penalty)

@@ -10,7 +10,9 @@ import pytest
 
 import hetfl
 from hetfl import codist, core, engine, planning, population
-from hetfl.fedavg import client_updates, fedavg, fedavg_server, Pool
+from hetfl.fedavg import fedavg
+from hetfl.hyperparameters import with_hyper
+from hetfl.pool import client_updates, fedavg_server, Pool
 from tests import federation
 
 
@@ -150,7 +152,7 @@ def test_what_is_no_aggregate_is_refused():
 def test_trials_may_have_a_median():
   pool, plan, data = federation_of_three(aggregate=median)
   algorithm = fedavg([pool], rounds=None)
-  start = lambda rate: core.with_hyper(
+  start = lambda rate: with_hyper(
     algorithm.init(jax.random.key(0)), client_lr=rate
   )
   states = jax.vmap(start)(jnp.array([0.5, 1.0]))

@@ -10,12 +10,13 @@ import numpy as np
 import optax
 
 from hetfl import codist, core, distill, engine, party, population
-from hetfl.fedavg import fedavg, fedavg_server
+from hetfl.fedavg import fedavg
 from hetfl.fedmd import fedmd, plan_fedmd
 from hetfl.fml import fml
 from hetfl.models import fedmd as party_models
 from hetfl.mutual import MutualClient
 from hetfl.mutual_planning import group_clients, plan_mutual
+from hetfl.pool import fedavg_server
 from tests import federation
 
 

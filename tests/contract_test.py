@@ -13,13 +13,8 @@ import pytest
 import scipy.special
 
 from hetfl import codist, core, engine, planning, population
-from hetfl.fedavg import (
-  fedadam_server,
-  fedavg,
-  fedavg_server,
-  Pool,
-  round_keys,
-)
+from hetfl.fedavg import fedavg
+from hetfl.pool import fedadam_server, fedavg_server, Pool, round_keys
 from tests import federation
 from tests.algorithms import (
   arrays,

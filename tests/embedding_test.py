@@ -10,11 +10,13 @@ import optax
 import pytest
 
 from hetfl import codist, core, engine, evaluate, party, planning, population
-from hetfl.fedavg import fedavg, fedavg_server, Pool
+from hetfl.fedavg import fedavg
 from hetfl.fedmd import absolute_error, fedmd, Translator
 from hetfl.fml import fml, independent
+from hetfl.hyperparameters import with_hyper
 from hetfl.mutual import MutualClient
 from hetfl.mutual_planning import plan_mutual
+from hetfl.pool import fedavg_server, Pool
 from tests import algorithms, federation
 from tests.algorithms import CASES
 
@@ -44,9 +46,9 @@ def test_hyper_parameters_of_trials_are_each_states_own():
   algorithm = CASES["merged"].build(None, 1)
   states = jax.vmap(algorithm.init)(jax.random.split(jax.random.key(0), 2))
   with pytest.raises(ValueError, match="several trials: .*vmap"):
-    core.with_hyper(states, client_lr=(0.1, 0.3))
+    with_hyper(states, client_lr=(0.1, 0.3))
   rates = jnp.array([[0.1, 0.3], [0.2, 0.4]])
-  states = jax.vmap(lambda s, v: core.with_hyper(s, client_lr=v))(states, rates)
+  states = jax.vmap(lambda s, v: with_hyper(s, client_lr=v))(states, rates)
   found = [pool.hyper["client_lr"] for pool in states.pools]
   np.testing.assert_array_equal(np.stack(found, axis=1), rates)
 
@@ -78,7 +80,7 @@ def test_gradients_through_a_round_whose_plan_is_known(name, lanes):
   rate_of = "learning_rate" if name == "fedmd" else "client_lr"
 
   def distance(rate):
-    state = core.with_hyper(start, **{rate_of: rate})
+    state = with_hyper(start, **{rate_of: rate})
     state, _ = algorithm.step(state, plan, data)
     first = (state.parties if name == "fedmd" else state.pools)[0]
     return optax.tree.norm(first.variables.params)
@@ -347,7 +349,7 @@ def test_without_a_penalty_there_is_no_weight_of_it():
     jax.random.key(0)
   )
   with pytest.raises(ValueError, match="l2: this state has no such"):
-    core.with_hyper(party_state, l2=0.1)
+    with_hyper(party_state, l2=0.1)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from hetfl import (
   trials,
 )
 from hetfl.data import partition
-from hetfl.fedavg import fedavg, Pool
+from hetfl.fedavg import fedavg
 from hetfl.fedmd import (
   absolute_error,
   consensus,
@@ -34,9 +34,12 @@ from hetfl.fedmd import (
   TRANSLATORS,
 )
 from hetfl.fml import fml, independent
+from hetfl.hyperparameters import with_hyper
+from hetfl.lanes import pack_lanes
 from hetfl.models import language, layers
 from hetfl.mutual import mutual_loss, MutualClient
 from hetfl.mutual_planning import group_clients, plan_mutual
+from hetfl.pool import Pool
 from tests import algorithms, federation
 from tests.algorithms import CASES, make_distiller
 
@@ -306,7 +309,7 @@ WRONG = {
   "weights: 3 for 2 scores": lambda: consensus(
     jnp.zeros((2, 4, 3)), jnp.ones(3)
   ),
-  "prox_mu: not all pools have this": lambda: core.with_hyper(
+  "prox_mu: not all pools have this": lambda: with_hyper(
     fedavg([POOLS[0], *federation.make_pools(prox_mu=0.1)[1:]], rounds=1).init(
       jax.random.key(0)
     ),
@@ -316,7 +319,7 @@ WRONG = {
   "at least 1, each with a different name": lambda: fedavg(
     [POOLS[0]] * 2, rounds=1
   ),
-  "client_LR: this state has no such": lambda: core.with_hyper(
+  "client_LR: this state has no such": lambda: with_hyper(
     merged().init(jax.random.key(0)), client_LR=1.0
   ),
   # Who holds what.
@@ -379,7 +382,7 @@ WRONG = {
   ),
   "client 0: positions outside the bank: -1": lambda: mutual(((-1, 0), (1,))),
   # Plans.
-  "weights=[1, 0]: must be positive": lambda: planning.pack_lanes(
+  "weights=[1, 0]: must be positive": lambda: pack_lanes(
     [np.zeros((1, 2), np.int32)] * 2, [0, 1], [1, 0], num_lanes=1
   ),
   "pool 1 has no clients": lambda: planning.plan_clients(
@@ -639,7 +642,7 @@ WRONG = {
     batch_size=True
   ),
   "client_lr: an array of shape (3,); give one value, or an": lambda: (
-    core.with_hyper(merged().init(jax.random.key(0)), client_lr=jnp.ones(3))
+    with_hyper(merged().init(jax.random.key(0)), client_lr=jnp.ones(3))
   ),
   "the plan is for 1 parties, but there are 3": lambda: party.fit(
     algorithms.PARTIES
@@ -781,7 +784,7 @@ def test_an_example_that_nobody_holds_may_be_anything(name):
     algorithm = fedavg(POOLS[:1], rounds=1)
     batches = [np.array([[1, 2], [3, -1]], np.int32), np.array([[4, 5]])]
     # Two lanes of different lengths, side by side.
-    lanes = planning.pack_lanes(batches, [0, 1], [3, 2], num_lanes=2)
+    lanes = pack_lanes(batches, [0, 1], [3, 2], num_lanes=2)
     plan = planning.RoundPlan(np.int32(1), (lanes,), None)
     data = {"pools": (jax.device_put(bank),)}
   state = algorithm.init(jax.random.key(0))

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import core, engine, planning, population
-from hetfl.fedavg import Pool
 from hetfl.models import layers
+from hetfl.pool import Pool
 
 CLASSES = 3
 

@@ -12,12 +12,13 @@ import optax
 import pytest
 
 from hetfl import core, engine, planning
-from hetfl.fedavg import fedavg, fedavg_server, Pool
+from hetfl.fedavg import fedavg
 from hetfl.fml import fml, independent
 from hetfl.models import fml as nets
 from hetfl.models import layers
 from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient
 from hetfl.mutual_planning import as_lanes, group_clients, plan_mutual
+from hetfl.pool import fedavg_server, Pool
 from tests import federation
 from tests.algorithms import (
   CNN,
@@ -455,7 +456,7 @@ def test_mutual_learning_switched_off_is_said(caplog):
   "clients,global_model,note",
   [
     (ENCODED, MIDDLE, "in the trunk of a spliced model"),
-    (UNLIKE, HEAD, "a client's meme, given inputs of shape (4, 4, 4, 2)"),
+    (UNLIKE, HEAD, "a client's meme, given inputs x of shape (4, 4, 4, 2)"),
     (UNLIKE, FIRST, "give the client an adaptor"),
   ],
 )

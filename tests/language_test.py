@@ -17,8 +17,9 @@ from hetfl import (
   planning,
   population,
 )
-from hetfl.fedavg import fedavg, fedavg_server, Pool
+from hetfl.fedavg import fedavg
 from hetfl.models import language
+from hetfl.pool import fedavg_server, Pool
 from tests.oracles import codist as codist_oracle
 from tests.oracles import language as oracle
 

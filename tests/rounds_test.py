@@ -6,10 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from hetfl import codist, core, distill, planning
-from hetfl.fedavg import (
+from hetfl import codist, core, distill
+from hetfl.fedavg import fedavg
+from hetfl.lanes import LanePlan
+from hetfl.pool import (
   fedadam_server,
-  fedavg,
   fedavg_server,
   fedavgm_server,
   fedyogi_server,
@@ -57,7 +58,7 @@ def start(algorithm, pools, server):
   ]
 
 
-def clients_of(lanes: planning.LanePlan):
+def clients_of(lanes: LanePlan):
   """The oracle's view of a plan: each client's batches and weight."""
   bank = federation.POPULATION.bank
   clients = {}

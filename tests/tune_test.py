@@ -28,7 +28,7 @@ from hetfl import (
   tune,
 )
 from hetfl import evaluate as evaluate_lib
-from hetfl.fedavg import fedavg_server
+from hetfl.pool import fedavg_server
 from tests import federation, runs
 
 ROUNDS = 3
