@@ -4,6 +4,7 @@ from absl import flags
 import common
 import jax
 import jax.numpy as jnp
+import own_models
 import run_flags
 
 from hetfl import augment, core, evaluate
@@ -11,6 +12,7 @@ from hetfl.data import codist_images
 from hetfl.models import vision
 
 FLAGS = flags.FLAGS
+CNNS = {"small_cnn": vision.small_cnn, "large_cnn": vision.large_cnn}
 
 # The flags' defaults. For CIFAR they are from the paper's appendix C or, where
 # it gives none, from the best of a few runs (BUILD_NOTES.md).
@@ -108,6 +110,14 @@ def define_flags() -> None:
     lower_bound=1e-6,
   )
   flags.DEFINE_list(
+    "models",
+    None,
+    "The models of the small and the large pool, one for both or SMALL,LARGE:"
+    f" {', '.join(CNNS)}, or FILE.py:FUNCTION for one of your own, where"
+    " FUNCTION(num_classes) returns a Flax module; by default the paper's"
+    f" {','.join(CNNS)}.",
+  )
+  flags.DEFINE_list(
     "dropout",
     None,
     "Dropout rate of each dense layer's inputs, one value or SMALL,LARGE; by"
@@ -150,7 +160,6 @@ class Task:
 
   metrics = ("test_accuracy",)
   charts = {"": "test_accuracy"}
-  files = {}
 
   def __init__(self, config: dict, speed: dict, engine):
     del engine
@@ -189,21 +198,25 @@ class Task:
         f" channels, not {channels} ({config['dataset']}); choose another"
       )
     example = jnp.zeros((1, size, size, channels))
-    self.models = [
-      core.Model.from_flax(
-        cnn(
+    self._names = config["models"]
+    self.models = []
+    for name, dropout in zip(
+      self._names or CNNS, config["dropout"] or (0.0, 0.0)
+    ):
+      if own_models.is_own(name):
+        num_classes = self.data.num_classes
+        model = own_models.load("models", name, num_classes, example)
+      else:
+        module = CNNS[name](
           self.data.num_classes,
           padding=self._recipe.padding,
           pool_after=self._recipe.pool_after,
           conv=speed["conv"],
           dropout=dropout,
-        ),
-        example,
-      )
-      for cnn, dropout in zip(
-        (vision.small_cnn, vision.large_cnn), config["dropout"] or (0.0, 0.0)
-      )
-    ]
+        )
+        model = core.Model.from_flax(module, example)
+      self.models.append(model)
+    self.files = own_models.sources(self._names or ())
     self.pool_options = dict(transform=self._recipe.train)
     self.evaluator_options = dict(transform=self._recipe.evaluate)
 
@@ -219,4 +232,5 @@ class Task:
 
   def record(self) -> dict:
     """What `result.json` says of the data."""
-    return {"partition": self.data.partition}
+    record = {"partition": self.data.partition}
+    return record | ({"models": self._names} if self._names else {})

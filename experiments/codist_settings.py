@@ -7,6 +7,7 @@ import codist_images
 import codist_language
 import common
 import numpy as np
+import own_models
 import run_flags
 
 from hetfl import engine as engine_lib
@@ -286,6 +287,8 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   if values.get("dropout") is not None:
     rates = per_pool("dropout", values["dropout"], 0, 0.99)
     values["dropout"] = rates if any(rates) else None
+  if values.get("models") is not None:
+    values["models"] = _models(values["models"], values["dropout"])
   if FLAGS.label_weight and FLAGS.distill_data in ("cifar10", "cifar100"):
     raise common.UsageError(
       f"--label_weight={FLAGS.label_weight}: the labels of"
@@ -318,6 +321,23 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     common.refuse(reason, "autotune", "rounds_per_dispatch")
     speed["rounds_per_dispatch"] = 1
   return dict(sorted(config.items())), speed
+
+
+def _models(names: list[str], dropout: tuple | None) -> list[str]:
+  """`--models` as one name for each pool, checked."""
+  own_models.check("models", names, list(codist_images.CNNS))
+  if len(names) not in (1, len(POOLS)):
+    raise common.UsageError(
+      f"--models={','.join(names)}: give one name, or two for small and large"
+    )
+  names = names * (len(POOLS) // len(names))
+  for name, rate in zip(names, dropout or ()):
+    if rate and own_models.is_own(name):
+      raise common.UsageError(
+        f"--dropout={','.join(map(str, dropout))}: has no effect on {name};"
+        " give it a rate of 0, and write dropout into the model"
+      )
+  return names
 
 
 def exchange_every(config: dict) -> int:

@@ -22,10 +22,11 @@ import statistics
 
 from absl import flags, logging
 import common
+from fedmd_parties import make_parties
 import fedmd_settings as settings
 import jax
-import jax.numpy as jnp
 import launch
+import own_models
 
 from hetfl import (
   augment,
@@ -39,8 +40,7 @@ from hetfl import (
 from hetfl.data import fedmd_images, files
 from hetfl.engine import from_first, jit
 from hetfl.fedmd import fedmd, FedMDPlan, plan_fedmd
-from hetfl.models import fedmd as models
-from hetfl.party import fit, FitPlan, Party, plan_fit, Trained
+from hetfl.party import fit, FitPlan, plan_fit, Trained
 
 FLAGS = flags.FLAGS
 
@@ -66,37 +66,9 @@ class Experiment:
     )
     self.config, self.speed = config, speed
     self.engine = common.run_engine()
-    self.model_names, modules = zip(
-      *models.party_models(
-        config["models"],
-        config["num_parties"],
-        self.data.num_classes,
-        width=config["width"],
-        weak_parties=config["weak_parties"],
-        batch_norm_momentum=config["batch_norm_momentum"],
-        conv=speed["conv"],
-      )
+    self.model_names, self.parties = make_parties(
+      config, speed, self.data.num_classes, self.data.image_shape
     )
-    example = jnp.zeros((1, *self.data.image_shape))
-    self.parties = [
-      Party(
-        name=f"party{k}",
-        model=core.Model.from_flax(module, example),
-        learning_rate=config["learning_rate"],
-        l2=config["l2"],
-        penalty=models.head_penalty,
-      )
-      for k, module in enumerate(modules)
-    ]
-    for name, party in zip(self.model_names, self.parties):
-      try:
-        jax.eval_shape(party.model.init, jax.random.key(0))
-      except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-        side = self.data.image_shape[0]
-        raise common.UsageError(
-          f"--models={config['models']}: {party.name}'s ({name}) does not fit"
-          f" images of {side}x{side}: {error}"
-        ) from error
     self.transforms = {
       "public": functools.partial(augment.center, mean=self.data.public_mean),
       "private": functools.partial(augment.center, mean=self.data.private_mean),
@@ -131,6 +103,11 @@ class Experiment:
       )
       for of in test
     }
+
+  @functools.cached_property
+  def sources(self) -> dict[str, bytes]:
+    """The files of the user's own models."""
+    return own_models.sources(settings.own_names(self.config["models"]))
 
   def compiled(self, algorithm: core.Algorithm) -> core.Algorithm:
     """The compiled algorithm; `init` takes its arguments as a tuple."""
@@ -186,7 +163,10 @@ class Experiment:
     """A phase's folder; its config has the flags that the phase depends on."""
     public = phase == "public"
     config = settings.of_phase(phase, self.config)
-    kept = {"data.json": self.public_record if public else self.record}
+    kept = {
+      "data.json": self.public_record if public else self.record,
+      **self.sources,
+    }
 
     def opened(path: pathlib.Path, named: str) -> logs.RunFolder:
       folder = common.open_folder(path, config, self.speed, named=named)
@@ -483,7 +463,7 @@ def draw(
 
 def run(experiment: Experiment, folder: logs.RunFolder) -> dict:
   """Runs the four phases, and returns the result of the last."""
-  folder.keep({"data.json": experiment.record})
+  folder.keep({"data.json": experiment.record, **experiment.sources})
   phases = {}
   public, phases["public"] = experiment.fit("public", folder.path)
   start = [party.variables for party in public]

@@ -5,6 +5,7 @@ import pathlib
 from absl import flags
 import common
 import jax
+import own_models
 import run_flags
 
 from hetfl import evaluate
@@ -180,12 +181,14 @@ def define_flags() -> None:
     sorted(fedmd_images.SUPERCLASSES),
     "cifar_noniid: the paper's superclasses, 0 to 5, or the released code's.",
   )
-  flags.DEFINE_enum(
+  flags.DEFINE_list(
     "models",
     None,
-    sorted(models.TABLES),
-    "The parties' networks: those of the paper's table 1 (letters; in the"
-    " released code CIFAR too) or table 2 (CIFAR), or small ones.",
+    "The parties' networks: those of the paper's table 1 (table1: letters; in"
+    " the released code CIFAR too) or table 2 (table2: CIFAR), or small ones"
+    " (small); or your own, FILE.py:FUNCTION,FILE.py:OTHER, which repeat if"
+    " there are more parties, where FUNCTION(num_classes) returns a Flax"
+    " module.",
   )
   flags.DEFINE_float(
     "width",
@@ -287,6 +290,7 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
   """
   values = common.filled(DEFAULTS[FLAGS.environment])
   values["consensus_weights"] = _weights(values["num_parties"])
+  values["models"] = _models(values["models"])
   if values["weak_parties"] > values["num_parties"]:
     raise common.UsageError(
       f"--weak_parties={values['weak_parties']}: there are"
@@ -319,6 +323,35 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
     "eval_batch_size": evaluate.batch_size_or_default(None),
   }
   return common.resolved_flags(__name__, values, speed, workdir)
+
+
+def own_names(models: str) -> list[str]:
+  """The names in `--models` if they are of the user's own models."""
+  names = models.split(",")
+  return names if own_models.is_own(names[0]) else []
+
+
+def _models(given: str | list[str]) -> str:
+  """`--models` as one string, checked."""
+  names = [given] if isinstance(given, str) else given
+  if not any(map(own_models.is_own, names)) and len(names) == 1:
+    own_models.check("models", names, sorted(models.TABLES))
+    return names[0]
+  for name in names:
+    if not own_models.is_own(name):
+      raise common.UsageError(
+        f"--models={','.join(names)}: {name} is not FILE.py:FUNCTION; give one"
+        f" of {', '.join(sorted(models.TABLES))}, or only models of your own"
+      )
+  own_models.check("models", names, [])
+  reason = "models of your own choose it themselves"
+  common.warn_of_idle(reason, "batch_norm_momentum", "conv")
+  if FLAGS.width != 1:
+    raise common.UsageError(
+      f"--width={FLAGS.width}: has no effect on models of your own; leave it"
+      " out"
+    )
+  return ",".join(names)
 
 
 def _weights(num_parties: int) -> list[float] | None:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import launch
 import numpy as np
+import own_models
 
 from hetfl import augment, core, evaluate, logs, planning, population
 from hetfl.data import files, fml_images
@@ -45,6 +46,7 @@ class Experiment:
   """Data, models and engine of one federation, shared by its algorithms."""
 
   def __init__(self, config: dict, speed: dict):
+    self.config = config
     self.data = fml_images.load_fml_images(
       config["dataset"],
       num_clients=config["num_clients"],
@@ -78,6 +80,11 @@ class Experiment:
     @functools.cache
     def model(name, num_classes):
       """A network; clients with the same network share one object."""
+      if own_models.is_own(name):
+        flag = "client_models"
+        if name == config["global_model"]:
+          flag = "global_model"
+        return own_models.load(flag, name, num_classes, example)
       module = nets.net(name, num_classes, shape, conv=speed["conv"])
       return core.Model.from_flax(module, example)
 
@@ -112,6 +119,12 @@ class Experiment:
     ]
     # The complete meme model of each client.
     self.memes = [splice(self.global_model, c.adaptor) for c in self.clients]
+    init = lambda model: jax.eval_shape(model.start, jax.random.key(0))
+    # Statistics, of models of the user's own, must not count empty places.
+    self._full_batches = any(
+      jax.tree.leaves(init(model).stats)
+      for model in (self.global_model, *(c.model for c in self.clients))
+    )
     held, sets = self.data.clients, {}
     for k, client in enumerate(held):
       sets[f"client{k}"] = client.validation
@@ -150,7 +163,11 @@ class Experiment:
   @functools.cached_property
   def files(self) -> dict[str, bytes]:
     """Name and content of files that belong to a run; reads all data."""
-    return {"data.json": files.record(self.data.sets)}
+    names = (self.config["global_model"], *self.config["client_models"])
+    return {
+      "data.json": files.record(self.data.sets),
+      **own_models.sources(names),
+    }
 
   def algorithm(self, config: dict, speed: dict) -> core.Algorithm:
     """Builds one of the four algorithms."""
@@ -209,6 +226,7 @@ class Experiment:
       epochs=config["local_epochs"],
       uniform_weights=config["merge_weights"] != "examples",
       clients_per_round=config["clients_per_round"],
+      full_batches=self._full_batches,
     )
     if config["algorithm"] in ("fml", "independent"):
       return plan

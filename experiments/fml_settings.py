@@ -5,6 +5,7 @@ import pathlib
 from absl import flags
 import common
 import jax
+import own_models
 import run_flags
 
 from hetfl.data import fml_images
@@ -104,18 +105,20 @@ def define_flags() -> None:
     " The others keep their models unchanged.",
     lower_bound=1,
   )
-  flags.DEFINE_enum(
+  flags.DEFINE_string(
     "global_model",
     None,
-    [*nets.NAMES, *TRUNKS],
-    "The global model. Names in _conv stand for the convolutions only, on which"
-    " each client has its own adaptor layer; fml and independent only.",
+    f"The global model: {', '.join(nets.NAMES)}, or FILE.py:FUNCTION for one of"
+    " your own, where FUNCTION(num_classes) returns a Flax module; or"
+    f" {' or '.join(TRUNKS)}, the convolutions only, on which each client has"
+    " its own adaptor layer; fml and independent only.",
   )
   flags.DEFINE_list(
     "client_models",
     None,
     "The clients' own models, one for all or one for each client, of"
-    f" {', '.join(nets.NAMES)}; fml and independent only.",
+    f" {', '.join(nets.NAMES)}, or FILE.py:FUNCTION for one of your own; fml"
+    " and independent only.",
   )
   flags.DEFINE_list(
     "alpha",
@@ -270,11 +273,10 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     kind=int,
   )
   models = list(values["client_models"])
-  for name in models:
-    if name not in nets.NAMES:
-      raise common.UsageError(
-        f"--client_models={name}: choose from {', '.join(nets.NAMES)}"
-      )
+  own_models.check("client_models", models, nets.NAMES)
+  own_models.check(
+    "global_model", [values["global_model"]], [*nets.NAMES, *TRUNKS]
+  )
   if len(models) == 1 or FLAGS.client_models is None:
     models = [models[k % len(models)] for k in range(values["num_clients"])]
   if len(models) != values["num_clients"]:

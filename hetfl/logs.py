@@ -357,8 +357,9 @@ class RunFolder:
         write_bytes(path, content)
       elif path.read_bytes() != content:
         raise ConfigMismatch(
-          f"{path} is not what the data gives now: the data has changed, or,"
-          f" for pydoc, Python. Use another {self._named}."
+          f"{path} is not what this run would write: the data has changed, or"
+          " the file of your model, or, for pydoc, Python. Use another"
+          f" {self._named}."
         )
 
   def result(self) -> dict[str, Any] | None:

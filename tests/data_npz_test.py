@@ -218,7 +218,7 @@ def test_the_commands_train_on_own_images(experiment, save, tmp_path):
     f"--npz={other}",
     f"--workdir={tmp_path}/codist",
   )
-  assert "data.json is not what the data gives now" in again.stderr
+  assert "data.json is not what this run would write" in again.stderr
   for flags, message in (
     ((*run, "--npz="), "error: --npz=: give a file"),
     (run[:1], "error: --npz=None: dataset=npz needs your file"),
@@ -290,7 +290,7 @@ def test_fedmd_on_own_images(experiment, save, tmp_path):
   reversed_ = {"x_train": ARRAYS["x_train"][::-1], "clients_train": CLIENTS}
   np.savez(other, **ARRAYS | reversed_)
   again = experiment("fedmd")(*run, f"--npz={other}")
-  assert "data.json is not what the data gives now" in again.stderr
+  assert "data.json is not what this run would write" in again.stderr
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ def test_a_run_does_not_go_on_with_other_data(codist, tmp_path):
   path.write_text(path.read_text().replace("dirichlet", "pachinko"))
   done = codist(*run)
   assert done.returncode != 0
-  assert "data.json is not what the data gives now" in done.stderr
+  assert "data.json is not what this run would write" in done.stderr
 
 
 @pytest.mark.slow

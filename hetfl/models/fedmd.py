@@ -201,6 +201,22 @@ def head_penalty(params) -> jax.Array:
   return jnp.sum(params["head"]["kernel"] ** 2)
 
 
+def has_head(params) -> bool:
+  """Whether `head_penalty` applies: a model of the user's may have no head.
+
+  Args:
+    params: a model's parameters.
+
+  Returns:
+    Whether there is a layer of the name `head`, with a `kernel`.
+
+  >>> has_head({'head': {'kernel': jnp.ones((1, 2))}}), has_head({'head': {}})
+  (True, False)
+  """
+  head = params.get("head", {}) if hasattr(params, "get") else {}
+  return hasattr(head, "get") and "kernel" in head
+
+
 def party_models(
   table: str,
   num_parties: int,
