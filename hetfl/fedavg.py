@@ -7,6 +7,7 @@ another server optimizer.
 """
 
 from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import jax
@@ -79,7 +80,8 @@ def fedavg_round(
       for pool, pool_state, gradient in zip(pools, state.pools, combined)
     )
   )
-  return state.replace(pools=states), client_metrics(pools, sent)
+  state = dataclasses.replace(state, pools=states)
+  return state, client_metrics(pools, sent)
 
 
 def fedavg(
