@@ -118,6 +118,8 @@ def scheduled(
 
   >>> [float(scheduled(lambda t: 1 - 0.4 * t, t, high=1)) for t in (1, 2, 3)]
   [0.6..., 0.2..., nan]
+  >>> float(scheduled(lambda t: 1.000001, 1, high=1))
+  1.0
   """
   value = jnp.asarray(schedule(round), jnp.float32)
   inside = jnp.clip(value, 0, high)

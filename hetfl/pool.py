@@ -372,8 +372,11 @@ def round_keys(
   Returns:
     P + 1 keys, `fold_in(fold_in(key, round), i)`.
 
-  >>> len(round_keys(jax.random.key(0), jnp.array(1), 2))
-  3
+  >>> key = jax.random.key(0)
+  >>> *pools, exchange = round_keys(key, jnp.array(7), 2)
+  >>> of_round = jax.random.fold_in(key, 7)
+  >>> len(pools), bool(exchange == jax.random.fold_in(of_round, 2))
+  (2, True)
   """
   round_key = jax.random.fold_in(key, round)
   return tuple(jax.random.fold_in(round_key, i) for i in range(num_pools + 1))
