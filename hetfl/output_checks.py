@@ -23,16 +23,21 @@ def alike(what: str, given: Any, wanted: Any) -> None:
     wanted: the other one, of arrays or `jax.ShapeDtypeStruct`s.
 
   Raises:
-    ValueError: naming the first array that differs in shape. Types may differ.
+    ValueError: naming the arrays that only one has, or else the first whose
+      shape differs. Types may differ.
 
   >>> alike('init', {'w': jnp.ones(2)}, {'w': jnp.ones(3)})
   Traceback (most recent call last):
     ...
   ValueError: init: ['w'] has shape (2,), expected (3,)
+  >>> alike('init', {'w': jnp.ones(2)}, {'v': jnp.ones(2)})
+  Traceback (most recent call last):
+    ...
+  ValueError: init: must not have ['w']; lacks ['v']
   """
   here, there = map(jax.tree.structure, (given, wanted))
   if here != there:  # type: ignore[operator]
-    raise ValueError(f"{what}: got structure {here}, expected {there}")
+    raise ValueError(f"{what}: {_unlike(given, wanted)}")
   for (path, a), b in zip(
     jax.tree.leaves_with_path(given), jax.tree.leaves(wanted)
   ):
@@ -41,6 +46,26 @@ def alike(what: str, given: Any, wanted: Any) -> None:
         f"{what}: {jax.tree_util.keystr(path)} has shape {jnp.shape(a)},"
         f" expected {jnp.shape(b)}"
       )
+
+
+def _unlike(given, wanted):
+  """How the structures of two pytrees differ, in words."""
+  paths = [
+    [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+    for tree in (given, wanted)
+  ]
+  problems = []
+  for verb, of, other in (
+    ("must not have", *paths),
+    ("lacks", *reversed(paths)),
+  ):
+    if apart := [path or "a bare array" for path in of if path not in other]:
+      more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
+      problems.append(f"{verb} {', '.join(apart[:3])}{more}")
+  if problems:
+    return "; ".join(problems)
+  here, there = map(jax.tree.structure, (given, wanted))
+  return f"got structure {here}, expected {there}"  # Nodes of other types.
 
 
 def losses(values: Any, mask: jax.Array) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from hetfl import checks
+from hetfl import checks, output_checks
 from hetfl.lanes import fill_up, LanePlan, longest_first, pack_lanes
 from hetfl.population import (
   AnyBank,
@@ -469,6 +469,8 @@ def stack_plans(plans: Sequence[Any]) -> Any:
   plans = list(plans)
   if not plans:
     raise ValueError("plans: give at least one plan")
+  for i, plan in enumerate(plans):
+    checks.kind(f"plans[{i}]", plan, type(plans[0]), "stack plans of one kind")
   if isinstance(plans[0], RoundPlan):
     numbers = {len(plan.pools) for plan in plans}
     if len(numbers) > 1:
@@ -478,4 +480,6 @@ def stack_plans(plans: Sequence[Any]) -> Any:
       )
     pools = zip(*(map(fill_up, zip(*(plan.pools for plan in plans)))))
     plans = [plan._replace(pools=p) for plan, p in zip(plans, pools)]
+  for i, plan in enumerate(plans):
+    output_checks.alike(f"plans[{i}], beside plans[0]", plan, plans[0])
   return jax.tree.map(lambda *arrays: np.stack(arrays), *plans)

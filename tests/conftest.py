@@ -22,6 +22,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_configure(config):
   """Programs compiled by one process, or run, serve the next."""
+  if not hasattr(config, "cache"):  # With `-p no:cacheprovider`.
+    return
   programs = config.cache.mkdir("programs")
   jax.config.update("jax_compilation_cache_dir", str(programs))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
@@ -33,7 +35,7 @@ def environment():
   return os.environ | {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": _XLA_FLAGS,
-    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     "HETFL_DATA_DIR": "",
   }

@@ -527,6 +527,12 @@ WRONG = {
       [plan_clients(), plan_clients()._replace(pools=plan_clients().pools[:1])]
     )
   ),
+  "plans[1], beside plans[0]: lacks .distill": lambda: planning.stack_plans(
+    [plan_clients(), plan_clients()._replace(distill=None)]
+  ),
+  "plans[1]: give a RoundPlan, not a tuple": lambda: planning.stack_plans(
+    [plan_clients(), ()]
+  ),
   "pools: has length 1, but the plan is for 2": lambda: planning.localize(
     plan_clients(), [from_lists([0])]
   ),
