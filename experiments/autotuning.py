@@ -58,8 +58,8 @@ def measure(
   if not on_cpu:
     candidates["lanes"].append(-(-lanes // 4))
   often = 0 < every <= min(config["rounds"], _OFTEN)
-  # With dropout the microbatch changes the result.
-  if not often or config.get("dropout"):
+  # With dropout or models of the user's the microbatch changes the result.
+  if not often or "microbatch" in config:
     del candidates["microbatch"]
   if isinstance(experiment.engine, engine_lib.Threads):
     candidates["rounds_per_dispatch"] = [1]

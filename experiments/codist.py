@@ -32,6 +32,7 @@ import jax
 import launch
 import numpy as np
 import optax
+import own_models
 
 from hetfl import (
   codist,
@@ -311,7 +312,7 @@ def main() -> None:
     return config, speed
 
   launch.side_by_side(
-    ("codist", FLAGS.dataset),
+    ("codist", FLAGS.dataset, *own_models.labels(FLAGS.models or ())),
     ALGORITHMS,
     unused=UNUSED,
     configure=configure,

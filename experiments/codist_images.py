@@ -204,8 +204,9 @@ class Task:
       self._names or CNNS, config["dropout"] or (0.0, 0.0)
     ):
       if own_models.is_own(name):
-        num_classes = self.data.num_classes
-        model = own_models.load("models", name, num_classes, example)
+        model = own_models.load(
+          "models", name, self.data.num_classes, example.shape[1:]
+        )
       else:
         module = CNNS[name](
           self.data.num_classes,

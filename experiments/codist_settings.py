@@ -295,7 +295,10 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
       f" --distill_data={FLAGS.distill_data} belong to another data set; use"
       " --label_weight=0 or --distill_data=in_domain"
     )
+  own = own_models.labels(values.get("models") or ())
   speed = {"checkpoint_every": values["eval_every"]} | task.speed()
+  if own:
+    speed["microbatch"] = 0
   if isinstance(common.run_engine(), engine_lib.Threads):
     lanes = common.run_engine().num_lanes(max(values["clients_per_round"]))
     speed["lanes"] = lanes  # Else the number depends on the clients' sizes.
@@ -313,8 +316,10 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     if asked and not (workdir / "config.json").exists():
       raise common.UsageError(problem)
     logging.log_first_n(logging.WARNING, "%s", 1, problem)
-  # Students draw dropout masks per microbatch, so it changes the result.
-  if config.get("dropout") and "microbatch" not in UNUSED[algorithm]:
+  # Students draw dropout masks, and models of the user's may have batch
+  # statistics, per microbatch, which then changes the result.
+  by_part = config.get("dropout") or own
+  if by_part and "microbatch" not in UNUSED[algorithm]:
     config["microbatch"] = speed.pop("microbatch")
   if speed["bank"] == "round":
     reason = "not supported with --bank=round"
@@ -331,6 +336,8 @@ def _models(names: list[str], dropout: tuple | None) -> list[str]:
       f"--models={','.join(names)}: give one name, or two for small and large"
     )
   names = names * (len(POOLS) // len(names))
+  if all(map(own_models.is_own, names)):
+    common.warn_of_idle("models of your own choose it themselves", "conv")
   for name, rate in zip(names, dropout or ()):
     if rate and own_models.is_own(name):
       raise common.UsageError(

@@ -519,7 +519,10 @@ def main() -> None:
       *("transfer_patience", "transfer_min_delta"),
     )
   workdir = common.default_workdir(
-    "fedmd", FLAGS.environment, *["seeds"] * bool(FLAGS.seeds)
+    "fedmd",
+    FLAGS.environment,
+    *own_models.labels(FLAGS.models or ()),
+    *["seeds"] * bool(FLAGS.seeds),
   )
   places = common.seed_folders(workdir)
   setups = [(place, *setup(place, seed)) for seed, place in places.items()]

@@ -1,5 +1,6 @@
 """FedMD's parties: their models, the paper's or the user's own."""
 
+from absl import logging
 import common
 import fedmd_settings as settings
 import jax
@@ -12,7 +13,10 @@ from hetfl.party import Party
 
 
 def make_parties(
-  config: dict, speed: dict, num_classes: int, image_shape: tuple[int, ...]
+  config: dict,
+  speed: dict,
+  num_classes: int,
+  image_shape: tuple[int, int, int],
 ) -> tuple[list[str], list[Party]]:
   """Makes a run's parties.
 
@@ -28,42 +32,53 @@ def make_parties(
   Raises:
     UsageError: a model does not fit the images.
   """
-  example = jnp.zeros((1, *image_shape))
   own = settings.own_names(config["models"])
   strong = config["num_parties"] - config["weak_parties"]
-  names, parties = [], []
-  for k, (name, module) in enumerate(
-    models.party_models(
+  named = [
+    (name, own_models.load("models", name, num_classes, image_shape))
+    for k in range(strong if own else 0)
+    for name in [own[k % len(own)]]
+  ]
+  if rest := config["num_parties"] - len(named):
+    example = jnp.zeros((1, *image_shape))
+    of_paper = models.party_models(
+      # If all the rest are weak parties, the table does not matter.
       "small" if own else config["models"],
-      config["num_parties"],
+      rest,
       num_classes,
       width=config["width"],
       weak_parties=config["weak_parties"],
       batch_norm_momentum=config["batch_norm_momentum"],
       conv=speed["conv"],
     )
-  ):
-    if own and k < strong:
-      name = own[k % len(own)]
-      model = own_models.load("models", name, num_classes, example)
-    else:
-      model = core.Model.from_flax(module, example)
+    named += [
+      (name, core.Model.from_flax(module, example)) for name, module in of_paper
+    ]
+  parties = []
+  for k, (name, model) in enumerate(named):
     try:
       variables = jax.eval_shape(model.init, jax.random.key(0))
     except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+      height, width, _ = image_shape
       raise common.UsageError(
         f"--models={config['models']}: party{k}'s ({name}) does not fit"
-        f" images of {image_shape[0]}x{image_shape[0]}: {error}"
+        f" images of {height}x{width}: {error}"
       ) from error
-    names.append(name)
-    has_head = models.has_head(variables.params)
+    decays = models.has_head(variables.params)
+    if not decays and "l2" in common.typed():
+      logging.warning(
+        "--l2=%s has no effect on party%d: its model %s has no layer 'head'.",
+        config["l2"],
+        k,
+        name,
+      )
     parties.append(
       Party(
         name=f"party{k}",
         model=model,
         learning_rate=config["learning_rate"],
         l2=config["l2"],
-        penalty=models.head_penalty if has_head else None,
+        penalty=models.head_penalty if decays else None,
       )
     )
-  return names, parties
+  return [name for name, _ in named], parties

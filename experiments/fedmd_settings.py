@@ -188,7 +188,7 @@ def define_flags() -> None:
     " the released code CIFAR too) or table 2 (table2: CIFAR), or small ones"
     " (small); or your own, FILE.py:FUNCTION,FILE.py:OTHER, which repeat if"
     " there are more parties, where FUNCTION(num_classes) returns a Flax"
-    " module.",
+    " module. With these --weak_parties is 0 by default.",
   )
   flags.DEFINE_float(
     "width",
@@ -291,10 +291,19 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
   values = common.filled(DEFAULTS[FLAGS.environment])
   values["consensus_weights"] = _weights(values["num_parties"])
   values["models"] = _models(values["models"])
+  own = own_names(values["models"])
+  if own and FLAGS.weak_parties is None:
+    values["weak_parties"] = 0
   if values["weak_parties"] > values["num_parties"]:
     raise common.UsageError(
       f"--weak_parties={values['weak_parties']}: there are"
       f" {values['num_parties']} parties"
+    )
+  strong = values["num_parties"] - values["weak_parties"]
+  if len(own) > strong:
+    raise common.UsageError(
+      f"--models={values['models']}: {len(own)} models, but {strong} parties"
+      " that are not --weak_parties; give more --num_parties"
     )
   elsewhere = {  # Flags that other environments ignore.
     "examples_per_class": (None, set(DEFAULTS) - {"mnist_letters_by_writer"}),

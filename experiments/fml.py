@@ -17,7 +17,14 @@ from absl import flags
 import common
 import flax.linen as nn
 import fml_report
-from fml_settings import ALGORITHMS, configuration, define_flags, TRUNKS, UNUSED
+from fml_settings import (
+  ALGORITHMS,
+  configuration,
+  define_flags,
+  models_of,
+  TRUNKS,
+  UNUSED,
+)
 import jax
 import jax.numpy as jnp
 import launch
@@ -46,7 +53,6 @@ class Experiment:
   """Data, models and engine of one federation, shared by its algorithms."""
 
   def __init__(self, config: dict, speed: dict):
-    self.config = config
     self.data = fml_images.load_fml_images(
       config["dataset"],
       num_clients=config["num_clients"],
@@ -84,7 +90,7 @@ class Experiment:
         flag = "client_models"
         if name == config["global_model"]:
           flag = "global_model"
-        return own_models.load(flag, name, num_classes, example)
+        return own_models.load(flag, name, num_classes, shape)
       module = nets.net(name, num_classes, shape, conv=speed["conv"])
       return core.Model.from_flax(module, example)
 
@@ -102,7 +108,7 @@ class Experiment:
       )
 
     self.global_model = model(
-      config["global_model"].removesuffix("_conv"),
+      config["global_model"].removesuffix("_conv" if trunk else ""),
       None if trunk else next(iter(classes.values())),
     )
     self.train_transform = self.recipe.train
@@ -119,12 +125,6 @@ class Experiment:
     ]
     # The complete meme model of each client.
     self.memes = [splice(self.global_model, c.adaptor) for c in self.clients]
-    init = lambda model: jax.eval_shape(model.start, jax.random.key(0))
-    # Statistics, of models of the user's own, must not count empty places.
-    self._full_batches = any(
-      jax.tree.leaves(init(model).stats)
-      for model in (self.global_model, *(c.model for c in self.clients))
-    )
     held, sets = self.data.clients, {}
     for k, client in enumerate(held):
       sets[f"client{k}"] = client.validation
@@ -163,11 +163,7 @@ class Experiment:
   @functools.cached_property
   def files(self) -> dict[str, bytes]:
     """Name and content of files that belong to a run; reads all data."""
-    names = (self.config["global_model"], *self.config["client_models"])
-    return {
-      "data.json": files.record(self.data.sets),
-      **own_models.sources(names),
-    }
+    return {"data.json": files.record(self.data.sets)}
 
   def algorithm(self, config: dict, speed: dict) -> core.Algorithm:
     """Builds one of the four algorithms."""
@@ -180,7 +176,7 @@ class Experiment:
     options = dict(
       learning_rate=config["learning_rate"],
       optimizer=optimizer,
-      microbatch=speed["microbatch"] or None,
+      microbatch=(config | speed)["microbatch"] or None,
       engine=self.engine,
     )
     if config["algorithm"] == "independent":
@@ -226,7 +222,7 @@ class Experiment:
       epochs=config["local_epochs"],
       uniform_weights=config["merge_weights"] != "examples",
       clients_per_round=config["clients_per_round"],
-      full_batches=self._full_batches,
+      full_batches=config["full_batches"],
     )
     if config["algorithm"] in ("fml", "independent"):
       return plan
@@ -340,7 +336,7 @@ def train(
   experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
 ) -> dict:
   """Runs or resumes one algorithm in a folder of its own."""
-  folder.keep(experiment.files)
+  folder.keep(experiment.files | own_models.sources(models_of(config)))
   return launch.train(
     experiment.algorithm(config, speed),
     functools.partial(experiment.plan, config, speed),
@@ -366,7 +362,13 @@ def main() -> None:
     return config, speed
 
   launch.side_by_side(
-    ("fml", *FLAGS.dataset),
+    (
+      "fml",
+      *FLAGS.dataset,
+      *own_models.labels(
+        [FLAGS.global_model or "", *(FLAGS.client_models or ())]
+      ),
+    ),
     ALGORITHMS,
     unused=UNUSED,
     configure=configure,

@@ -157,6 +157,13 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     "batch_size", None, "Clients' batch size.", lower_bound=1
   )
+  flags.DEFINE_bool(
+    "full_batches",
+    None,
+    "Fill up the last batch of a pass with other images of the client, which"
+    " models with batch statistics need; by default only if a model is of your"
+    " own.",
+  )
   flags.DEFINE_float(
     "learning_rate", None, "Clients' learning rate.", lower_bound=1e-12
   )
@@ -290,6 +297,10 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
       f"--global_model={values['global_model']} has no output layer, but"
       f" --algorithm={algorithm} needs a complete model"
     )
+  own = own_models.labels([values["global_model"], *models])
+  values["full_batches"] = FLAGS.full_batches
+  if FLAGS.full_batches is None:
+    values["full_batches"] = bool(own)
   on_cpu = jax.default_backend() == "cpu"
   dense = {values["global_model"], *models} == {"mlp"}
   speed = {
@@ -297,7 +308,19 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     "conv": common.default_conv(datasets[0]),
     "eval_batch_size": 50 if on_cpu else 2000,
     "lanes": common.run_engine().num_lanes(taking_part),
-    "microbatch": 16 if on_cpu and not dense else 0,
+    "microbatch": 16 if on_cpu and not dense and not own else 0,
   }
   values["algorithm"] = algorithm
-  return common.resolved_flags(__name__, values, speed, workdir)
+  config, speed = common.resolved_flags(__name__, values, speed, workdir)
+  # Models of the user's may have dropout or batch statistics, which act on
+  # microbatches.
+  if own and "microbatch" not in UNUSED[algorithm]:
+    config["microbatch"] = speed.pop("microbatch")
+  return config, speed
+
+
+def models_of(config: dict) -> list[str]:
+  """The models that a run trains."""
+  unused = UNUSED[config["algorithm"]]
+  names = [] if "global_model" in unused else [config["global_model"]]
+  return names + ([] if "client_models" in unused else config["client_models"])

@@ -388,7 +388,9 @@ def _join_processes() -> None:
 
 def _one_line(error: Exception) -> str:
   """An error's text in one line, with library arguments as flags."""
-  text = " ".join(str(error).split())
+  # JAX adds a note of its own, about its traceback.
+  notes = [n for n in getattr(error, "__notes__", ()) if not n.startswith("--")]
+  text = " ".join("; ".join([str(error), *notes]).split())
   if not isinstance(error, flags.Error | common.UsageError):
 
     def as_flag(match):

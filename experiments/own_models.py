@@ -1,28 +1,35 @@
 """Models of the user's own, which flags name as FILE.py:FUNCTION.
 
-The function takes the number of classes and returns a Flax module, or a
+The function takes the number of classes and returns a Flax Linen module, or a
 `hetfl.Model`. Modules take images as the recipe prepares them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
 import functools
 import hashlib
-import importlib.util
 import inspect
 import pathlib
 import sys
+import types
 
 import common
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hetfl import checks, core
+from hetfl import core
 
 
 def is_own(name: str) -> bool:
   """Whether a model's name is FILE.py:FUNCTION."""
   return ":" in name
+
+
+def labels(names: Sequence[str]) -> list[str]:
+  """The functions of the models that are the user's, each once, in order."""
+  own = [name.rpartition(":")[2] for name in names if is_own(name)]
+  return list(dict.fromkeys(own))
 
 
 def check(flag: str, names: Sequence[str], known: Sequence[str]) -> None:
@@ -46,8 +53,9 @@ def check(flag: str, names: Sequence[str], known: Sequence[str]) -> None:
       )
 
 
+@functools.cache
 def load(
-  flag: str, name: str, num_classes: int, example: jax.Array
+  flag: str, name: str, num_classes: int, image_shape: tuple[int, int, int]
 ) -> core.Model:
   """Calls the user's function, and checks the model's outputs.
 
@@ -55,34 +63,34 @@ def load(
     flag: the flag that names the model.
     name: FILE.py:FUNCTION.
     num_classes: C.
-    example: images `float[1, H, W, c]`, of which only the shape matters.
+    image_shape: height, width, channels.
 
   Returns:
-    The model.
+    The model, the same for the same arguments.
 
   Raises:
     UsageError: the function is missing, returns no model, or the model's
-      outputs are not `float[1, C]`.
+      outputs are not `float[B, C]`.
   """
   shown = f"--{flag}={name}"
   function = _function(flag, name)
-  with checks.noted(f"{shown}, called with num_classes={num_classes}"):
+  with _traced(f"{shown}, called with num_classes={num_classes}"):
     model = function(num_classes)
-  if isinstance(model, nn.Module):
-    model = core.Model.from_flax(model, example)
+    if isinstance(model, nn.Module):
+      model = core.Model.from_flax(model, jnp.zeros((1, *image_shape)))
   if not isinstance(model, core.Model):
     raise common.UsageError(
-      f"{shown}: returned a {type(model).__name__}, not a Flax module or a"
-      " hetfl.Model"
+      f"{shown}: returned a {type(model).__name__}, not a Flax Linen module or"
+      " a hetfl.Model, such as hetfl.Model.from_nnx(lambda rngs: Net(rngs))"
     )
-  with checks.noted(f"{shown}, given images of shape {example.shape}"):
+  with _traced(f"{shown}, given images of shape {(1, *image_shape)}"):
     outputs = jax.eval_shape(
-      lambda key: model.predict(model.start(key), jnp.zeros(example.shape)),
+      lambda key: model.predict(model.start(key), jnp.zeros((1, *image_shape))),
       jax.random.key(0),
     )
   if getattr(outputs, "shape", None) != (1, num_classes):
     raise common.UsageError(
-      f"{shown}: given one image {example.shape[1:]}, the model's output is"
+      f"{shown}: given one image {image_shape}, the model's output is"
       f" {jax.tree.map(jnp.shape, outputs)}, but {num_classes} classes need"
       f" logits of shape (1, {num_classes})"
     )
@@ -96,14 +104,14 @@ def sources(names: Sequence[str]) -> dict[str, bytes]:
     names: names of models, the user's and others.
 
   Returns:
-    Name and content of each file. A run that is resumed with other content is
-    refused. Files that these files import are not kept.
+    Name and content of each file, as it was run. A run that is resumed with
+    other content is refused. Files that these files import are not kept.
+
+  Raises:
+    UsageError: two files have the same name.
   """
   paths = {_path(name) for name in names if is_own(name)}
-  kept = {}
-  for path in sorted(paths):
-    content = path.read_bytes()
-    kept[f"model-{path.name}"] = content
+  kept = {f"model-{path.name}": _loaded(path)[1] for path in paths}
   if len(kept) < len(paths):
     raise common.UsageError(
       "the files of two models have the same name,"
@@ -123,8 +131,8 @@ def _function(flag: str, name: str):
     raise common.UsageError(
       f"{shown}: there is no file {path}; give FILE.py:FUNCTION"
     )
-  with checks.noted(f"{shown}, importing {path}"):
-    module = _module(path)
+  with _traced(f"{shown}, importing {path}"):
+    module, _ = _loaded(path)
   called = name.rpartition(":")[2]
   function = getattr(module, called, None)
   if not callable(function):
@@ -141,13 +149,23 @@ def _function(flag: str, name: str):
 
 
 @functools.cache
-def _module(path: pathlib.Path):
-  """Imports a file, once; it may import others of its folder."""
+def _loaded(path: pathlib.Path) -> tuple[types.ModuleType, bytes]:
+  """A file as a module, and its content; it may import others of its folder."""
+  content = path.read_bytes()
   name = f"{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
-  spec = importlib.util.spec_from_file_location(name, path)
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module  # As pickle and dataclasses expect.
+  module = types.ModuleType(name)
+  module.__file__ = str(path)
+  sys.modules[name] = module  # As dataclasses expect.
   if str(path.parent) not in sys.path:
     sys.path.append(str(path.parent))
-  spec.loader.exec_module(module)
-  return module
+  exec(compile(content, path, "exec"), vars(module))
+  return module, content
+
+
+@contextlib.contextmanager
+def _traced(doing: str) -> Iterator[None]:
+  """Has errors of the user's code shown with their traceback, not in a line."""
+  try:
+    yield
+  except Exception as error:
+    raise RuntimeError(f"{doing}: {type(error).__name__}: {error}") from error

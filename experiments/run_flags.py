@@ -165,8 +165,9 @@ def define_run_flags() -> None:
     None,
     "Number of examples that pass through a model at once: distillation"
     " examples through a student, an FML client's batch through its two models;"
-    " 0: all. By default 16 for images on CPUs, else 0. Not for FedMD. Changes"
-    " speed only, unless --dropout is set.",
+    " 0: all. By default 16 for images on CPUs, else 0; 0 for models of your"
+    " own. Not for FedMD. Changes speed only, unless --dropout is set or a"
+    " model of your own has dropout or batch statistics.",
     lower_bound=0,
   )
   flags.DEFINE_integer(

@@ -101,7 +101,7 @@ def fedavg(
   Args:
     pools: P pools.
     rounds: T, over which the servers' learning rates fall linearly to zero, so
-      that later rounds change nothing; `None` keeps them constant.
+      that later rounds change no parameters; `None` keeps them constant.
     engine: where the work runs; `Inline()` by default. With `Threads()` the
       step dispatches programs itself and must not be traced.
 

@@ -1,5 +1,7 @@
 """Models of the user's own in the commands: FILE.py:FUNCTION."""
 
+import json
+
 import pytest
 
 from tests.runs import error_of, outcome
@@ -35,6 +37,14 @@ def linear(num_classes):
       return self.out(x.reshape(len(x), -1))
 
   return hetfl.Model.from_nnx(lambda rngs: Linear(rngs))
+
+
+def narrow_conv(num_classes):
+  return Net(num_classes, 16)
+
+
+def impossible(num_classes):
+  raise ValueError("no such model")
 
 
 def map_of_classes(num_classes):
@@ -89,52 +99,70 @@ def test_codist(experiment, nets, tmp_path):
 
 @pytest.mark.slow
 def test_fml(experiment, nets, tmp_path):
-  models = (
+  fml = experiment("fml")
+  # The clients' numbers of images are no multiples of the batch size.
+  run = ("--num_clients=3", "--partition=iid", "--batch_size=32", "--rounds=1")
+  done = fml(
     f"--client_models={nets}:narrow,mlp,{nets}:linear",
-    f"--global_model={nets}:narrow",
-  )
-  # Clients' numbers of images are no multiples of the batch size, and the
-  # model has batch statistics.
-  done = experiment("fml")(
-    *models,
+    f"--global_model={nets}:narrow_conv",
     "--algorithm=fml,fedavg",
-    "--num_clients=3",
-    "--partition=iid",
-    "--batch_size=32",
-    "--rounds=1",
+    "--beta=1",
+    *run,
     f"--workdir={tmp_path}/run",
   )
   assert done.returncode == 0, done.stderr
+  results = {}
   for name in ("fml", "fedavg"):
-    result, _ = outcome(tmp_path / "run" / name)
-    assert result["global"]["parameters"] == weights(64, 8)
+    results[name], _ = outcome(tmp_path / "run" / name)
+    assert results[name]["global"]["parameters"] == weights(64, 16)
     assert (tmp_path / "run" / name / "model-nets.py").exists()
-  clients = outcome(tmp_path / "run/fml")[0]["clients"]
+  clients = results["fml"]["clients"]
   found = [client["parameters"] for client in clients]
   assert found[::2] == [weights(64, 8), 65 * 10]
+  # With beta = 1 FML's global model is FedAvg's, batch statistics too: both
+  # normalise whole batches, which are full.
+  one, other = (
+    outcome(tmp_path / "run" / name)[1][-1]["global/test_loss"]
+    for name in ("fml", "fedavg")
+  )
+  assert one == pytest.approx(other, rel=1e-4)
+  config = json.loads((tmp_path / "run/fml/config.json").read_text())
+  assert config["config"]["microbatch"] == 0
+  assert config["config"]["full_batches"]
 
 
 @pytest.mark.slow
 def test_fedmd(experiment, nets, tmp_path):
   fedmd = experiment("fedmd")
   few = [f"--{n}_epochs=1" for n in ("public", "transfer", "pooled")]
-  models = f"--models={nets}:narrow,{nets}:narrow"
-  done = fedmd(
-    models,
-    *few,
-    "--num_parties=4",
-    "--weak_parties=1",
-    "--rounds=1",
-    f"--workdir={tmp_path}/run",
-  )
+  run = ("--rounds=1", f"--models={nets}:narrow,{nets}:narrow_conv", *few)
+  done = fedmd("--num_parties=3", "--l2=0.1", *run, f"--workdir={tmp_path}/all")
   assert done.returncode == 0, done.stderr
-  parties = outcome(tmp_path / "run")[0]["parties"]
-  assert [party["model"] for party in parties] == [
-    *[f"{nets}:narrow"] * 3,
-    "mlp(128)",
-  ]
+  parties = outcome(tmp_path / "all")[0]["parties"]
+  narrow, wider = f"{nets}:narrow", f"{nets}:narrow_conv"
+  assert [party["model"] for party in parties] == [narrow, wider, narrow]
   assert parties[0]["parameters"] == weights(256, 8)
-  assert (tmp_path / "run/public/model-nets.py").exists()
+  assert (tmp_path / "all/public/model-nets.py").exists()
+  assert "--l2=0.1 has no effect on party0" in done.stderr
+  weak = ("--num_parties=3", "--weak_parties=1")
+  done = fedmd(*weak, *run, f"--workdir={tmp_path}/weak")
+  assert done.returncode == 0, done.stderr
+  parties = outcome(tmp_path / "weak")[0]["parties"]
+  assert [party["model"] for party in parties] == [narrow, wider, "mlp(128)"]
+
+
+def test_errors_in_the_file_have_a_traceback(experiment, nets, tmp_path):
+  codist = experiment("codist")
+  done = codist(f"--models={nets}:impossible", f"--workdir={tmp_path}/run")
+  assert done.returncode != 0 and not (tmp_path / "run").exists()
+  assert f'File "{nets}", line ' in done.stderr
+  called = f"--models={nets}:impossible, called with num_classes=10: ValueError"
+  assert called in done.stderr
+  nets.write_text("import no_such_module")
+  done = codist(f"--models={nets}:narrow", f"--workdir={tmp_path}/run")
+  assert f"--models={nets}:narrow, importing {nets}: ModuleNotFound" in (
+    done.stderr
+  )
 
 
 def test_mistakes_are_named(experiment, nets, tmp_path):
@@ -143,7 +171,7 @@ def test_mistakes_are_named(experiment, nets, tmp_path):
   cases = {
     f"{nets}:map_of_classes": "given one image (8, 8, 1), the model's output is"
     " (1, 8, 8, 10), but 10 classes need logits of shape (1, 10)",
-    f"{nets}:nothing": "returned a NoneType, not a Flax module",
+    f"{nets}:nothing": "returned a NoneType, not a Flax Linen module",
     f"{nets}:two": "must take one argument, the number of classes",
     f"{nets}:three": f"{nets} has no function 'three'",
     f"{nets}2:narrow": f"there is no file {nets}2",
@@ -165,8 +193,10 @@ def test_mistakes_are_named(experiment, nets, tmp_path):
   )
   mixed = (f"--models={nets}:narrow,small",)
   wide = (f"--models={nets}:narrow", "--width=2")
+  more = (f"--models={nets}:narrow,{nets}:narrow_conv", "--num_parties=1")
   fedmd.refuse(
     [
+      (more, "2 models, but 1 parties that are not --weak_parties"),
       (mixed, "small is not FILE.py:FUNCTION"),
       (wide, "--width=2.0: has no effect"),
       (("--models=table3",), "--models=table3: choose from small, table1"),

@@ -198,6 +198,8 @@ def head_penalty(params) -> jax.Array:
   >>> float(head_penalty({'head': {'kernel': jnp.array([[1., 2.]])}}))
   5.0
   """
+  if "head/kernel" in params:  # As `Model.from_nnx` names it.
+    return jnp.sum(params["head/kernel"] ** 2)
   return jnp.sum(params["head"]["kernel"] ** 2)
 
 
@@ -213,8 +215,10 @@ def has_head(params) -> bool:
   >>> has_head({'head': {'kernel': jnp.ones((1, 2))}}), has_head({'head': {}})
   (True, False)
   """
-  head = params.get("head", {}) if hasattr(params, "get") else {}
-  return hasattr(head, "get") and "kernel" in head
+  if not hasattr(params, "get"):
+    return False
+  head = params.get("head", {})
+  return "head/kernel" in params or (hasattr(head, "get") and "kernel" in head)
 
 
 def party_models(
