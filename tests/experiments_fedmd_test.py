@@ -91,7 +91,7 @@ def test_sigkill_in_every_phase(undisturbed, fedmd, tmp_path):
     assert manifest(ours) == manifest(theirs)
   # The same command with other data of one phase.
   (killed / "transfer/data.json").write_text('{"crc32": "00000000"}\n')
-  assert "data.json is not what the" in error_of(fedmd(*run))
+  assert "data.json is not what this run" in error_of(fedmd(*run))
 
 
 @pytest.mark.slow

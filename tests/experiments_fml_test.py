@@ -129,7 +129,7 @@ def test_stopped_and_started_again(fml, tmp_path):
   kept = workdir / "data.json"
   assert kept.read_text() == (tmp_path / "undisturbed/data.json").read_text()
   kept.write_text('{"crc32": "00000000"}\n')
-  assert "data.json is not what the" in error_of(
+  assert "data.json is not what this run" in error_of(
     fml(*run, f"--workdir={workdir}")
   )
 
