@@ -336,8 +336,6 @@ def _models(names: list[str], dropout: tuple | None) -> list[str]:
       f"--models={','.join(names)}: give one name, or two for small and large"
     )
   names = names * (len(POOLS) // len(names))
-  if all(map(own_models.is_own, names)):
-    common.warn_of_idle("models of your own choose it themselves", "conv")
   for name, rate in zip(names, dropout or ()):
     if rate and own_models.is_own(name):
       raise common.UsageError(

@@ -518,6 +518,9 @@ def main() -> None:
       *("public_patience", "public_min_delta"),
       *("transfer_patience", "transfer_min_delta"),
     )
+  if own_models.labels(FLAGS.models or ()):
+    reason = "models of your own choose it themselves"
+    common.warn_of_idle(reason, "batch_norm_momentum", "conv")
   workdir = common.default_workdir(
     "fedmd",
     FLAGS.environment,

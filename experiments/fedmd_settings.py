@@ -353,8 +353,6 @@ def _models(given: str | list[str]) -> str:
         f" of {', '.join(sorted(models.TABLES))}, or only models of your own"
       )
   own_models.check("models", names, [])
-  reason = "models of your own choose it themselves"
-  common.warn_of_idle(reason, "batch_norm_momentum", "conv")
   if FLAGS.width != 1:
     raise common.UsageError(
       f"--width={FLAGS.width}: has no effect on models of your own; leave it"

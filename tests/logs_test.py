@@ -111,7 +111,9 @@ def test_other_data_are_refused_and_left_alone(tmp_path):
   folder = logs.RunFolder(tmp_path, CONFIG)
   for _ in range(2):
     folder.keep({"data.json": b"one\n"})
-  with pytest.raises(logs.ConfigMismatch, match="data.json is not what this run"):
+  with pytest.raises(
+    logs.ConfigMismatch, match="data.json is not what this run"
+  ):
     folder.keep({"data.json": b"other\n"})
   assert (tmp_path / "data.json").read_bytes() == b"one\n"
 
