@@ -1,5 +1,7 @@
 """FedMD's parties: their models, the paper's or the user's own."""
 
+import itertools
+
 from absl import logging
 import common
 import fedmd_settings as settings
@@ -36,8 +38,7 @@ def make_parties(
   strong = config["num_parties"] - config["weak_parties"]
   named = [
     (name, own_models.load("models", name, num_classes, image_shape))
-    for k in range(strong if own else 0)
-    for name in [own[k % len(own)]]
+    for name in itertools.islice(itertools.cycle(own), strong)
   ]
   if rest := config["num_parties"] - len(named):
     example = jnp.zeros((1, *image_shape))

@@ -30,6 +30,7 @@ from hetfl.pool import (
   init_pools,
   Pool,
   round_keys,
+  step_servers,
 )
 
 PyTree = Any
@@ -365,12 +366,7 @@ def merged_codist(
       )
     )
     # Line 9: apply FedAvg with the merged gradient.
-    states = engine.run(
-      *(
-        engine_lib.Call(pool.server_step, (pool_state, *gradient, decay))
-        for pool, pool_state, gradient in zip(pools, state.pools, merged)
-      )
-    )
+    states = step_servers(pools, state.pools, merged, decay, engine)
     metrics = client_metrics(pools, sent)
     metrics |= _distill_metrics(pools, [loss for _, loss in distilled])
     return state.replace(pools=states), metrics

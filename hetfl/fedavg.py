@@ -25,6 +25,7 @@ from hetfl.pool import (
   Pool,
   PoolsState,
   round_keys,
+  step_servers,
 )
 
 
@@ -73,13 +74,8 @@ def fedavg_round(
   """
   keys = round_keys(state.key, plan.round, len(pools))
   sent = engine.run(*client_jobs(pools, state, keys, plan, data))
-  combined = combine(pools, sent, engine)
-  states = engine.run(
-    *(
-      engine_lib.Call(pool.server_step, (pool_state, *gradient, decay))
-      for pool, pool_state, gradient in zip(pools, state.pools, combined)
-    )
-  )
+  updates = combine(pools, sent, engine)
+  states = step_servers(pools, state.pools, updates, decay, engine)
   state = dataclasses.replace(state, pools=states)
   return state, client_metrics(pools, sent)
 

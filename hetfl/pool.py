@@ -424,6 +424,33 @@ def combine(
   )
 
 
+def step_servers(
+  pools: Sequence[Pool],
+  states: Sequence[PoolState],
+  updates: Sequence[tuple[PyTree, PyTree]],
+  decay: jax.Array,
+  engine: engine_lib.Engine,
+) -> tuple[PoolState, ...]:
+  """A step of each pool's server optimizer.
+
+  Args:
+    pools: P pools.
+    states: their states.
+    updates: P pairs as `combine` returns them.
+    decay: the factor of the servers' learning rates.
+    engine: where the work runs.
+
+  Returns:
+    The P states after the step.
+  """
+  return engine.run(
+    *(
+      engine_lib.Call(pool.server_step, (state, *update, decay))
+      for pool, state, update in zip(pools, states, updates)
+    )
+  )
+
+
 def client_jobs(
   pools: Sequence[Pool],
   state: PoolsState,

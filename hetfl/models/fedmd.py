@@ -1,9 +1,10 @@
 """The models of FedMD's parties: CNNs of different depth, width and dropout."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import flax.linen as nn
+from flax.traverse_util import flatten_dict
 import jax
 import jax.numpy as jnp
 
@@ -198,9 +199,7 @@ def head_penalty(params) -> jax.Array:
   >>> float(head_penalty({'head': {'kernel': jnp.array([[1., 2.]])}}))
   5.0
   """
-  if "head/kernel" in params:  # As `Model.from_nnx` names it.
-    return jnp.sum(params["head/kernel"] ** 2)
-  return jnp.sum(params["head"]["kernel"] ** 2)
+  return jnp.sum(_head_kernel(params) ** 2)
 
 
 def has_head(params) -> bool:
@@ -215,10 +214,13 @@ def has_head(params) -> bool:
   >>> has_head({'head': {'kernel': jnp.ones((1, 2))}}), has_head({'head': {}})
   (True, False)
   """
-  if not hasattr(params, "get"):
-    return False
-  head = params.get("head", {})
-  return "head/kernel" in params or (hasattr(head, "get") and "kernel" in head)
+  return isinstance(params, Mapping) and _head_kernel(params) is not None
+
+
+def _head_kernel(params):
+  arrays = flatten_dict(params)
+  # `Model.from_nnx` has paths as names.
+  return arrays.get(("head", "kernel"), arrays.get(("head/kernel",)))
 
 
 def party_models(
