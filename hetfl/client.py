@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from hetfl import checks, core, output_checks
+from hetfl.lanes import OneClientLanes
 
 PyTree = Any
 
@@ -183,7 +184,9 @@ def lane_program(
     `(server, hyper, key, bank, lane, steps) -> ClientSums`, where `server` is
     the server's `Variables`, `key` the pool's key of the round, `bank` the
     examples on the device, `lane` a `LanePlan` without its first axis, and
-    `steps` how many steps to run. Each client starts from the server's
+    `steps` how many steps to run. In `OneClientLanes` nothing is added up until
+    the loop is over, which on a GPU saves a copy of the sums, and a wait for
+    the host, in each step. Each client starts from the server's
     variables, and step `s` of client `k` draws from
     `fold_in(fold_in(key, k), s)`, wherever it is run; `delta_transform` draws
     with `s = 2**32 - 1`, which no step has.
@@ -201,14 +204,14 @@ def lane_program(
         sent = delta_transform(sent_key, delta)
         output_checks.alike("delta_transform", sent, delta)
         delta = sent
-      return start, sums._replace(
+      return sums._replace(
         delta=jax.tree.map(add, sums.delta, delta),
         stats=jax.tree.map(add, sums.stats, state.variables.stats),
         weight=sums.weight + weight,
       )
 
-    def body(s, carry):
-      state, sums = carry
+    def train(s, state, sums):
+      """Step `s` of the lane; a padding step's state does not count."""
       client_key = jax.random.fold_in(key, lane.client[s])
       step_key = jax.random.fold_in(client_key, lane.step[s])
       batch = core.gather(bank, lane.index[s])
@@ -218,10 +221,14 @@ def lane_program(
       sums = sums._replace(
         loss=sums.loss + core.Mean(jnp.where(active > 0, loss, 0), active)
       )
+      return client_key, state, sums
+
+    def body(s, carry):
+      client_key, state, sums = train(s, *carry)
       ends = lane.weight[s] > 0
 
       def end(state, sums, *args):
-        new = finish(state, sums, *args)
+        new = start, finish(state, sums, *args)
         return jax.tree.map(
           lambda a, b: jnp.where(ends, a, b), new, (state, sums)
         )
@@ -237,13 +244,25 @@ def lane_program(
         lane.weight[s],
       )
 
+    def body_of_one(s, carry):
+      _, state, sums = train(s, *carry)
+      # The lane may end before those beside it.
+      state = jax.tree.map(
+        lambda a, b: jnp.where(s < lane.steps, a, b), state, carry[0]
+      )
+      return state, sums
+
     sums = ClientSums(
       delta=core.sums_like(server.params),
       stats=core.sums_like(server.stats),
       weight=jnp.zeros(()),
       loss=core.Mean.zero(),
     )
-    return jax.lax.fori_loop(0, steps, body, (start, sums))[1]
+    if not isinstance(lane, OneClientLanes):
+      return jax.lax.fori_loop(0, steps, body, (start, sums))[1]
+    state, sums = jax.lax.fori_loop(0, steps, body_of_one, (start, sums))
+    client_key = jax.random.fold_in(key, lane.client[0])
+    return finish(state, sums, client_key, jnp.sum(lane.weight))
 
   return train_lane
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from absl import logging
 import jax
+from jax.experimental import layout
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -221,6 +222,30 @@ def gather(bank: Batch, index: jax.Array | np.ndarray) -> Batch:
   }
   mask = (index >= 0).astype(jnp.float32)
   return {**batch, "mask": jnp.where(index < number, mask, jnp.nan)}
+
+
+def bank_format(
+  array: jax.Array | np.ndarray, sharding: jax.sharding.Sharding
+) -> jax.sharding.Sharding | layout.Format:
+  """Where and how a bank's array should lie, for `jax.device_put`.
+
+  TPUs keep images of several channels with the examples on an inner axis, and
+  would copy the whole bank in each program that gathers from it.
+
+  Args:
+    array: examples on its first axis.
+    sharding: the devices.
+
+  Returns:
+    The sharding; for images on TPUs a format with the examples outermost.
+
+  >>> there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  >>> bank_format(np.zeros((5, 8, 8, 3)), there) is there  # not on a TPU
+  True
+  """
+  if jax.default_backend() != "tpu" or array.ndim != 4 or array.shape[3] == 1:
+    return sharding
+  return layout.Format(layout.Layout((0, 3, 1, 2)), sharding)
 
 
 def prepare(

@@ -32,6 +32,15 @@ class LanePlan(NamedTuple):
   steps: np.ndarray
 
 
+class OneClientLanes(LanePlan):
+  """A `LanePlan` in which no lane holds more than one client.
+
+  Programs are simpler for these; their results are the same.
+  """
+
+  __slots__ = ()
+
+
 def pack_lanes(
   batches: Sequence[np.ndarray],
   clients: Sequence[int] | np.ndarray,
@@ -51,7 +60,7 @@ def pack_lanes(
     num_lanes: L.
 
   Returns:
-    The plan.
+    The plan: `OneClientLanes` if there are as many lanes as clients, or more.
 
   Raises:
     ValueError: a weight is not positive.
@@ -76,7 +85,8 @@ def pack_lanes(
   steps = np.array([sum(len(batches[k]) for k in lane) for lane in lanes])
   size = padded_length(int(steps.max()), at_least=32)
   batch_size = batches[0].shape[1]
-  plan = LanePlan(
+  alone = len(batches) <= num_lanes
+  plan = (OneClientLanes if alone else LanePlan)(
     index=np.full((num_lanes, size, batch_size), -1, np.int32),
     client=np.zeros((num_lanes, size), np.int32),
     step=np.zeros((num_lanes, size), np.int32),
@@ -147,6 +157,8 @@ def fill_up(lanes: Sequence[LanePlan]) -> list[LanePlan]:
     Plans of equal shapes; the added steps are not run.
   """
   size = max(plan.client.shape[1] for plan in lanes)
+  if len({type(plan) for plan in lanes}) > 1:
+    lanes = [LanePlan(*plan) for plan in lanes]
 
   def fill(array, value):
     widths = [(0, 0)] * array.ndim

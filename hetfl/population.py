@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from hetfl import checks
+from hetfl import checks, core
 
 Bank = Mapping[str, np.ndarray]  # on the host, as it is read
 AnyBank = Mapping[str, np.ndarray | jax.Array]  # or on a device
@@ -452,5 +452,20 @@ def put_banks(*sets: ClientPopulation | Subset) -> list[dict[str, jax.Array]]:
           " cannot hold; leave it out of the bank"
         )
   banks = {id(s.bank): s.bank for s in sets}
-  there = {key: jax.device_put(dict(bank)) for key, bank in banks.items()}
+  there = {
+    key: {name: _put(array) for name, array in bank.items()}
+    for key, bank in banks.items()
+  }
   return [there[id(s.bank)] for s in sets]
+
+
+def _put(array):
+  """An array of a bank on the device, or on the first of several.
+
+  Only an array that lies in its own way is bound to its device.
+  """
+  if jax.device_count() > 1:  # A mesh lays it out: see `Inline.compile`.
+    return jax.device_put(array)
+  here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  there = core.bank_format(array, here)
+  return jax.device_put(array, None if there is here else there)

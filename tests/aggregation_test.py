@@ -6,12 +6,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import hetfl
 from hetfl import codist, core, engine, planning, population
 from hetfl.fedavg import fedavg
 from hetfl.hyperparameters import with_hyper
+from hetfl.lanes import LanePlan, OneClientLanes
 from hetfl.pool import client_updates, fedavg_server, Pool
 from tests import federation
 
@@ -201,3 +203,38 @@ def test_memes_may_be_merged_in_another_way(runner):
   short = hetfl.fml(clients, global_model=linear, merge=lambda m, w: m)
   with pytest.raises(ValueError, match=r"merge: .* \(3, 1, 2\), expected"):
     short.step(short.init(jax.random.key(0)), plan, {"train": bank})
+
+
+def noisy(key, delta):
+  leaves, structure = jax.tree.flatten(delta)
+  keys = jax.random.split(key, len(leaves))
+  draws = [d + jax.random.normal(k, d.shape) for k, d in zip(keys, leaves)]
+  return structure.unflatten(draws)
+
+
+@pytest.mark.parametrize("runner", ("inline", "threads", "padded mesh"))
+def test_lanes_of_one_client_are_lanes(runner):
+  """Clients of 1 to 4 steps, a stateful optimizer, noise in what is sent."""
+  pools = federation.make_pools(
+    client_optimizer=lambda rate: optax.sgd(rate, momentum=0.5),
+    delta_transform=noisy,
+  )
+  algorithm = fedavg(pools, rounds=3, engine=engines()[runner])
+  state, data = algorithm.init(jax.random.key(0)), federation.make_data()
+  plan = federation.make_plan(1, num_lanes=5)
+  assert all(isinstance(lanes, OneClientLanes) for lanes in plan.pools)
+  assert len(set(plan.pools[0].steps.tolist())) > 2  # And one lane is empty.
+  usual = plan._replace(pools=tuple(LanePlan(*lanes) for lanes in plan.pools))
+  pools_of = lambda plan: algorithm.step(state, plan, data)[0].pools
+  chex.assert_trees_all_close(
+    pools_of(plan),
+    pools_of(usual),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+  packed = federation.make_plan(1, num_lanes=2)
+  assert not isinstance(packed.pools[0], OneClientLanes)
+  few, many = planning.stack_plans([plan, plan]), planning.stack_plans([usual])
+  assert isinstance(few.pools[0], OneClientLanes)
+  mixed = planning.stack_plans([plan, usual])
+  chex.assert_trees_all_equal_structs(mixed, many)

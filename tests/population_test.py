@@ -4,10 +4,13 @@ import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetfl import planning, population
+from hetfl import core, engine, planning, population
+from tests import federation
 
 CLIENTS = 342_477  # Stack Overflow's
 
@@ -182,3 +185,33 @@ def test_no_two_passes_have_one_order():
   assert (np.sort(orders) == np.arange(20)).all()
   in_order = np.arange(20)[None]
   assert len(np.unique([*orders, *in_order], axis=0)) == 3 * (2 + 2 * 2) + 1
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_on_tpus_images_lie_one_after_another(devices, monkeypatch):
+  """So that no round copies a bank to gather from it."""
+  monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  monkeypatch.setattr(jax, "device_count", lambda: devices)
+  draw = np.random.default_rng(0)
+  bank = {
+    "x": draw.integers(0, 256, (6, 3, 4, 3), dtype=np.uint8),
+    "gray": draw.integers(0, 256, (6, 3, 4, 1), dtype=np.uint8),
+    "y": np.arange(6),
+  }
+  (there,) = population.put_banks(population.Subset.whole(bank))
+  runner = engine.Inline(federation.mesh(2) if devices > 1 else None)
+  seen = {}
+
+  def take(bank, index):
+    seen.update(jax.tree.map(lambda a: a.shape, bank))
+    return core.gather(bank, index)
+
+  step = runner.compile(take)
+  batch = step(there, np.array([4, 1]))
+  for name, array in bank.items():
+    np.testing.assert_array_equal(batch[name], array[[4, 1]])
+  assert seen["x"] == (6, 3, 4, 3)
+  placed = there if devices == 1 else runner._place(there, True)
+  order = lambda name: placed[name].format.layout.major_to_minor
+  assert order("x") == (0, 3, 1, 2) and order("gray") == (0, 1, 2, 3)
+  assert runner.compile(jnp.sum)(placed["x"]) == bank["x"].sum()

@@ -217,6 +217,7 @@ class Inline:
         return self._placed[id(leaf)]
       placed = move(leaf)
       if keep:
+        placed = jax.device_put(placed, core.bank_format(leaf, everywhere))
         self._placed[id(leaf)] = placed
         weakref.finalize(leaf, self._placed.pop, id(leaf), None)
       return placed
