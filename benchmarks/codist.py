@@ -73,13 +73,13 @@ def plan_of(
   )
 
 
-def fedavg_round(size: str, sizes=EQUAL) -> rounds.Round:
+def fedavg_round(size: str, sizes=EQUAL) -> rounds.Setup:
   """A FedAvg round of 20 clients, by default of 60 with 100 images each."""
   runner = rounds.one_device()
   clients = clients_of(sizes)
   bank = jax.device_put(dict(clients.bank))
   num_lanes = runner.num_lanes(peers.COHORT)
-  return rounds.looped(
+  return rounds.Setup(
     fedavg([pool_of(size)], rounds=1500, engine=runner),
     runner,
     lambda round: plan_of(clients, round, num_lanes, 1, False),
@@ -87,7 +87,7 @@ def fedavg_round(size: str, sizes=EQUAL) -> rounds.Round:
   )
 
 
-def codist_round(name: str, plain: bool = False) -> rounds.Round:
+def codist_round(name: str, plain: bool = False) -> rounds.Setup:
   """A round of both CNNs in which they codistil.
 
   Args:
@@ -118,7 +118,7 @@ def codist_round(name: str, plain: bool = False) -> rounds.Round:
     if name == "merged"
     else periodic_codist(pools, distiller, period=1, **options)
   )
-  return rounds.looped(
+  return rounds.Setup(
     algorithm,
     runner,
     lambda round: plan_of(clients, round, num_lanes, 2, True),
@@ -184,7 +184,7 @@ def rows() -> dict[str, rounds.Row]:
   lines["fedavg_large_ragged"] = rounds.Row(
     functools.partial(fedavg_round, "large", ragged),
     "the same batches in equal clients",
-    functools.partial(fedavg_round, "large", equal),
+    lambda: rounds.looped(fedavg_round("large", equal)),
     functools.partial(fedavg_flops, "large", sum(ragged)),
     lambda: (sum(ragged), "images"),
   )
@@ -192,7 +192,7 @@ def rows() -> dict[str, rounds.Row]:
     lines[f"{name}_plain"] = rounds.Row(
       functools.partial(codist_round, name),
       "vmap over 20 clients, nn.Conv's form, one program",
-      functools.partial(codist_round, name, True),
+      lambda name=name: rounds.looped(codist_round(name, True)),
       codist_flops,
       lambda: (2 * (images + DISTILL_STEPS * DISTILL_BATCH), "images"),
     )

@@ -84,7 +84,9 @@ def measure(name: str, row: rounds.Row, runs: int, products) -> dict:
     The row's entry in the JSON.
   """
   result = {"name": name, "peer": row.peer, "runs": runs}
-  result |= rounds.take_turns(row.ours(), row.other(), runs, products)
+  result |= rounds.take_turns(
+    rounds.looped(row.ours()), row.other(), runs, products
+  )
   speed = row.flops() / result["ours_s"] / 1e9
   result["ceiling_share"] = speed / result["ceiling_gflop_s"]
   amount, unit = row.work()

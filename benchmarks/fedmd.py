@@ -37,7 +37,7 @@ def scaled(batch):
   return {**batch, "x": batch["x"].astype(jnp.float32) / 255 - 0.5}
 
 
-def ours(table: str, width: float) -> rounds.Round:
+def ours(table: str, width: float) -> rounds.Setup:
   """Our round."""
   runner = rounds.one_device()
   conv = "patches" if isinstance(runner, engine.Threads) else "native"
@@ -77,7 +77,7 @@ def ours(table: str, width: float) -> rounds.Round:
     private_transform=scaled,
     engine=runner,
   )
-  return rounds.looped(algorithm, runner, plan, data)
+  return rounds.Setup(algorithm, runner, plan, data)
 
 
 def parameter_counts(table: str, width: float) -> list[int]:

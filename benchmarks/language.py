@@ -78,7 +78,7 @@ def plan_of(clients, round: int, lanes: int) -> LanePlan:
   )
 
 
-def ours(size: str, clients, cycle: int, padded: bool) -> rounds.Round:
+def ours(size: str, clients, cycle: int, padded: bool) -> rounds.Setup:
   """A FedAvg round of ours.
 
   Args:
@@ -101,7 +101,7 @@ def ours(size: str, clients, cycle: int, padded: bool) -> rounds.Round:
     loss=next_word.sentence_loss(),
     transform=split,
   )
-  return rounds.looped(
+  return rounds.Setup(
     fedavg([pool], rounds=None, engine=runner),
     runner,
     lambda round: planning.RoundPlan(
@@ -230,7 +230,7 @@ def rows(data_dir: str | None, cycle: int) -> dict[str, rounds.Row]:
       (
         "vmap",
         "vmap over 20 padded clients",
-        lambda size=size: ours(size, clients(), cycle, True),
+        lambda size=size: rounds.looped(ours(size, clients(), cycle, True)),
       ),
       (
         "torch",

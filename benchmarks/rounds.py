@@ -5,7 +5,7 @@ import functools
 import math
 import statistics
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +16,38 @@ from hetfl import checks, core, engine, population
 Round = Callable[[], None]
 
 
+class Setup(NamedTuple):
+  """Rounds of ours, before anything is compiled or run.
+
+  Attributes:
+    algorithm: our algorithm.
+    runner: the engine it was built with.
+    plan: round -> its plan.
+    data: what `step` takes.
+    cycle: number of rounds after which they repeat.
+  """
+
+  algorithm: core.Algorithm
+  runner: engine.Engine
+  plan: Callable[[int], Any]
+  data: Any
+  cycle: int | None = None
+
+
 class Row(NamedTuple):
   """A line of the table, not yet measured.
 
   Attributes:
-    ours: makes our round: sets up, compiles, and returns a callable that runs
-      one more round and blocks until it is done.
+    ours: sets up our round.
     peer: what it is compared with, in words.
-    other: makes the peer's round.
+    other: makes the peer's round: sets up, compiles, and returns a callable
+      that runs one more round and blocks until it is done.
     flops: FLOPs of the matrix products that a round needs, with direct
       convolutions and without padding.
     work: the data that a round processes, as `(amount, unit)`.
   """
 
-  ours: Callable[[], Round]
+  ours: Callable[[], Setup]
   peer: str
   other: Callable[[], Round]
   flops: Callable[[], float]
@@ -43,20 +61,17 @@ def one_device() -> engine.Engine:
   return engine.Inline()
 
 
-def looped(algorithm, runner, plan, data, cycle: int | None = None) -> Round:
+def looped(setup: Setup) -> Round:
   """A callable that runs the next round and blocks till it is done.
 
   Args:
-    algorithm: our algorithm.
-    runner: the engine it was built with.
-    plan: round -> its plan.
-    data: what `step` takes.
-    cycle: number of rounds after which they repeat; all are run once first, so
-      that rounds of different shapes are compiled before the timing.
+    setup: our rounds. If they repeat, all are run once first, so that rounds of
+      different shapes are compiled before the timing.
 
   Returns:
     The callable.
   """
+  algorithm, runner, plan, data, cycle = setup
   state = jax.jit(algorithm.init)(jax.random.key(0))
   step = runner.compile(algorithm.step, donate=(0,))
   count = 0

@@ -1,0 +1,316 @@
+"""Compiles the benchmarks' rounds for an accelerator that need not be there.
+
+  python benchmarks/compiled.py --target=v5e:2x2 --json=FILE [--only=NAME,...]
+  python benchmarks/compiled.py --target=h100.txtpb --json=FILE
+
+XLA's compilers for TPUs and NVIDIA GPUs also run on a machine without one: they
+come with `pip install -e ".[tpu]"` and `-e ".[cuda]"`. A TPU is named by its
+topology; a GPU by a file with its description, a `GpuTargetConfigProto` as text
+(XLA's sources have them for many cards). For each round the table gives
+
+* the seconds that it takes to compile on this machine's CPU;
+* the memory of its arguments (banks, state and plan) and of all else;
+* the operations that the device runs one after another (a GPU's kernels);
+* the bytes that these read and write, and the milliseconds that this takes at
+  the GPU's full bandwidth: no round is faster than this, unless the data stays
+  in a cache;
+* on TPUs, the milliseconds that the compiler expects.
+
+Nothing is run: these numbers say where time goes and whether a round fits, not
+how long it takes. On GPUs the tiles of products are XLA's defaults, since they
+could be tuned on the card alone.
+"""
+
+import argparse
+from collections.abc import Callable
+import functools
+import os
+import pathlib
+import re
+import sys
+import time
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # As a script, not with -m.
+  sys.path.insert(0, str(ROOT))
+
+from benchmarks import (  # noqa: E402
+  codist,
+  compare,
+  fedmd,
+  fml,
+  language,
+  programs,
+  rounds,
+)
+from hetfl import core, logs  # noqa: E402
+from hetfl.fedavg import fedavg  # noqa: E402
+
+TRIALS = 64
+TPU_GHZ = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75}
+
+
+class Target(NamedTuple):
+  """What to compile for.
+
+  Attributes:
+    platform: as `jax.default_backend()` names it there: `tpu` or `gpu`.
+    device: a device of it, which need not exist.
+    gb_per_s: a GPU's memory bandwidth, or 0.
+    ghz: a TPU's clock rate, or 0 if it is not known.
+  """
+
+  platform: str
+  device: Any
+  gb_per_s: float
+  ghz: float
+
+
+def target_of(name: str) -> Target:
+  """The target that `--target` names.
+
+  Args:
+    name: a TPU's topology, such as `v5e:2x2`, or a file that describes a GPU.
+
+  Returns:
+    The target.
+
+  Raises:
+    ValueError: there is no such file, or no compiler for the target.
+  """
+  # Here, since it is not part of `import jax`.
+  from jax.experimental import topologies
+
+  path = pathlib.Path(name)
+  options: dict[str, str] = {}
+  if path.suffix:
+    platform = "gpu"
+    try:
+      options = {"topology": "1x1x1", "target_config": path.read_text()}
+    except OSError as error:
+      raise ValueError(f"--target={name}: {error.strerror}") from error
+  else:
+    platform = "tpu"
+    options = {"topology_name": name}
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # Asks a cloud's server.
+  try:
+    there = topologies.get_topology_desc(
+      platform={"gpu": "cuda"}.get(platform, platform), **options
+    )
+  except (RuntimeError, NotImplementedError, ValueError) as error:
+    extra = {"gpu": "cuda"}.get(platform, platform)
+    raise ValueError(
+      f"--target={name}: {str(error).splitlines()[0]} Is the compiler"
+      f" installed? pip install -e '.[{extra}]'"
+    ) from error
+  config = options.get("target_config", "")
+  bandwidth = re.search(r"memory_bandwidth: (\d+)", config)
+  return Target(
+    platform,
+    there.devices[0],
+    int(bandwidth.group(1)) / 1e9 if bandwidth else 0.0,
+    TPU_GHZ.get(name.partition(":")[0], 0.0) if platform == "tpu" else 0.0,
+  )
+
+
+class Job(NamedTuple):
+  """A program to compile, and how long its loops are.
+
+  Attributes:
+    step: `(state, plan, data) -> ...`.
+    args: its arguments, arrays or their shapes.
+    steps: how often a loop runs whose length is known only when it runs: the
+      steps of a lane.
+    flops: of its matrix products and convolutions.
+  """
+
+  step: Callable
+  args: tuple
+  steps: int
+  flops: float
+
+
+def job_of(setup: rounds.Setup, steps: int, flops: float) -> Job:
+  """The first round."""
+  state = jax.eval_shape(setup.algorithm.init, jax.random.key(0))
+  args = state, setup.plan(1), setup.data
+  return Job(setup.algorithm.step, args, steps, flops)
+
+
+def fedavg_of_both() -> Job:
+  """A FedAvg round of both pools."""
+  small, large = (codist.fedavg_round(size) for size in codist.CNNS)
+  setup = small._replace(
+    algorithm=fedavg(
+      [codist.pool_of(size) for size in codist.CNNS],
+      rounds=1500,
+      engine=small.runner,
+    ),
+    plan=lambda t: small.plan(t)._replace(
+      pools=small.plan(t).pools + large.plan(t).pools
+    ),
+    data={"pools": small.data["pools"] + large.data["pools"]},
+  )
+  flops = sum(codist.fedavg_flops(size, 2000) for size in codist.CNNS)
+  return job_of(setup, 5, flops)
+
+
+def fedavg_of_trials(size: str) -> Job:
+  """A FedAvg round of 64 trials side by side."""
+  job = job_of(codist.fedavg_round(size), 5, codist.fedavg_flops(size, 2000))
+  state, plan, data = job.args
+  states = jax.tree.map(
+    lambda a: jax.ShapeDtypeStruct((TRIALS, *a.shape), a.dtype), state
+  )
+  step = jax.vmap(job.step, in_axes=(0, None, None))
+  return Job(step, (states, plan, data), job.steps, TRIALS * job.flops)
+
+
+def jobs() -> dict[str, Callable[[], Job]]:
+  """The lines of the table: what `compare.py` times, at the papers' sizes."""
+  lines = {
+    f"fedavg_{size}": functools.partial(
+      lambda size: job_of(
+        codist.fedavg_round(size), 5, codist.fedavg_flops(size, 2000)
+      ),
+      size,
+    )
+    for size in codist.CNNS
+  }
+  lines["fedavg_both"] = fedavg_of_both
+  for size in codist.CNNS:
+    lines[f"fedavg_{size}_{TRIALS}_trials"] = functools.partial(
+      fedavg_of_trials, size
+    )
+  for name in ("periodic", "merged"):
+    lines[name] = functools.partial(
+      lambda name: job_of(codist.codist_round(name), 5, codist.codist_flops()),
+      name,
+    )
+  examples = 10_000
+  lines["fml_cnn1"] = lambda: job_of(
+    fml.ours_round(examples),
+    -(-examples // fml.BATCH_SIZE),
+    fml.round_flops(examples, True),
+  )
+  lines["fedmd"] = lambda: job_of(
+    fedmd.ours("table1", 1.0),
+    -(-fedmd.PUBLIC // fedmd.BATCH),
+    fedmd.round_flops("table1", 1.0),
+  )
+  clients = functools.cache(language.synthetic)
+
+  def of_language(size):
+    plan = language.plan_of(clients(), 1, language.LANES)
+    longest, steps = int(plan.steps.max()), float(plan.steps.sum())
+    return job_of(
+      language.ours(size, clients(), 1, False),
+      longest,
+      language.round_flops(size, steps),
+    )
+
+  for size in language.SIZES:
+    lines[f"language_{size}"] = functools.partial(of_language, size)
+  return lines
+
+
+def measure(name: str, job: Job, target: Target) -> dict[str, float | str]:
+  """Compiles a round for the target.
+
+  Args:
+    name: of the row.
+    job: the round.
+    target: what to compile for.
+
+  Returns:
+    The row's entry in the JSON.
+  """
+  sharding = jax.sharding.SingleDeviceSharding(target.device)
+
+  def spec(a):
+    a = a if hasattr(a, "dtype") else np.asarray(a)
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+  state, plan, data = jax.tree.map(spec, job.args)
+  bank = lambda a: jax.ShapeDtypeStruct(
+    a.shape, a.dtype, sharding=core.bank_format(a, sharding)
+  )
+  step = jax.jit(job.step, donate_argnums=0, out_shardings=sharding)
+  lowered = step.lower(state, plan, jax.tree.map(bank, data))
+  start = time.perf_counter()
+  compiled = lowered.compile()
+  seconds = time.perf_counter() - start
+  memory, work = (
+    compiled.memory_analysis(),
+    programs.total(compiled.as_text(), job.steps),
+  )
+  row = {
+    "name": name,
+    "compile_s": seconds,
+    "arguments_mb": memory.argument_size_in_bytes / 1e6,
+    "temporary_mb": memory.temp_size_in_bytes / 1e6,
+    "operations": work.launches,
+    "moved_gb": work.bytes / 1e9,
+    "gflop": job.flops / 1e9,
+  }
+  if target.gb_per_s:
+    row["bandwidth_ms"] = 1e3 * row["moved_gb"] / target.gb_per_s
+  if work.cycles and target.ghz:
+    row["expected_ms"] = work.cycles / target.ghz / 1e6
+  return row
+
+
+def main() -> None:
+  """Compiles the rounds, prints a table and writes JSON."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--target", required=True, help="the accelerator")
+  parser.add_argument("--json", help="file for the rows")
+  parser.add_argument("--only", help="names or their beginnings, with commas")
+  args = parser.parse_args()
+  # Plans and banks are made here; and there is no card to tune products on.
+  jax.config.update("jax_platforms", "cpu")
+  flags = os.environ.get("XLA_FLAGS", "")
+  os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
+  every = jobs()
+  try:
+    names = compare.chosen(args.only, every)
+    target = target_of(args.target)
+  except ValueError as error:
+    sys.exit(f"error: {error}")
+  origin = compare.provenance() | {
+    "target": str(target.device.device_kind),
+    "platform": target.platform,
+  }
+  print(
+    f"{'name':24} {'compile s':>9} {'args MB':>8} {'temp MB':>8}"
+    f" {'operations':>10} {'GB':>7} {'at bandwidth':>12} {'expected':>9}"
+  )
+  results = []
+  for name in names:
+    # The library asks for the backend where its forms differ.
+    with mock.patch.object(jax, "default_backend", lambda: target.platform):
+      row = measure(name, every[name](), target)
+    results.append(row | origin)
+    times = [
+      f"{row[key]:.2f} ms" if key in row else "-"
+      for key in ("bandwidth_ms", "expected_ms")
+    ]
+    print(
+      f"{name:24} {row['compile_s']:9.1f} {row['arguments_mb']:8.1f}"
+      f" {row['temporary_mb']:8.1f} {row['operations']:10.0f}"
+      f" {row['moved_gb']:7.2f} {times[0]:>12} {times[1]:>9}",
+      flush=True,
+    )
+    if args.json:
+      logs.write_json(args.json, results)
+
+
+if __name__ == "__main__":
+  main()
