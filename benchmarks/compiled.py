@@ -161,13 +161,20 @@ def fedavg_of_both() -> Job:
 
 
 def fedavg_of_trials(size: str) -> Job:
-  """A FedAvg round of 64 trials side by side."""
+  """A FedAvg round of 64 trials, on a GPU side by side."""
   job = job_of(codist.fedavg_round(size), 5, codist.fedavg_flops(size, 2000))
   state, plan, data = job.args
   states = jax.tree.map(
     lambda a: jax.ShapeDtypeStruct((TRIALS, *a.shape), a.dtype), state
   )
-  step = jax.vmap(job.step, in_axes=(0, None, None))
+
+  def step(states, plan, data):
+    one = lambda state: job.step(state, plan, data)
+    # As in `hetfl.trials.Vmapped`.
+    if jax.default_backend() == "tpu":
+      return jax.lax.map(one, states)
+    return jax.vmap(one)(states)
+
   return Job(step, (states, plan, data), job.steps, TRIALS * job.flops)
 
 

@@ -249,6 +249,8 @@ class SideBySide:
 class Vmapped:
   """Runs all trials of a block as one program, split over the devices.
 
+  On TPUs a device takes its trials one after another.
+
   Args:
     problem: the experiment; its step and evaluation can be traced (`Inline`).
     seeds: each trial is trained with each of them.
@@ -274,11 +276,21 @@ class Vmapped:
       once=True,
     )
     # Transferred once, not in each round.
-    self._data, self._eval_data = jax.device_put(
-      (problem.data, problem.eval_data),
-      jax.sharding.NamedSharding(mesh, same),
+    everywhere = jax.sharding.NamedSharding(mesh, same)
+    self._data = jax.tree.map(
+      lambda a: jax.device_put(a, core.bank_format(a, everywhere)),
+      problem.data,
     )
-    step = jax.vmap(self._guarded, in_axes=(0, 0, None, None))
+    self._eval_data = jax.device_put(problem.eval_data, everywhere)
+
+    def step(states, done, plan, data):
+      one = lambda pair: self._guarded(*pair, plan, data)
+      # XLA's convolutions on TPUs copy their inputs if both trials and lanes
+      # are batched.
+      if jax.default_backend() == "tpu":
+        return jax.lax.map(one, (states, done))
+      return jax.vmap(one)((states, done))
+
     # One trial after another: side by side, evaluation would need more memory
     # than training.
     evaluate = lambda states, data: jax.lax.map(

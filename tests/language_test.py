@@ -1,5 +1,6 @@
 """Language models, their losses, metrics and distillation."""
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,22 @@ def test_parameter_counts_and_initial_weights():
     weights = params["LSTM_0"][name]
     np.testing.assert_allclose(weights.std(), 0.88 / 332**0.5, rtol=0.02)
   assert not params["LSTM_0"]["bias"].any()
+
+
+def test_accelerators_recur_alike(monkeypatch):
+  draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+  gates, recurrent, weights = draw(0, 23, 3, 16), draw(1, 4, 16), draw(2, 4)
+  outputs = jax.value_and_grad(
+    lambda *args: jnp.sum(language.recur(*args) * weights[None, None]), (0, 1)
+  )
+  expected = outputs(gates, recurrent)
+  # A function of its own each time: JAX remembers what it has traced.
+  turns = lambda: str(jax.make_jaxpr(lambda *a: outputs(*a))(gates, recurrent))
+  before = turns()
+  jax.clear_caches()
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert turns() != before  # 20 positions in a turn.
+  chex.assert_trees_all_close(outputs(gates, recurrent), expected, rtol=1e-4)
 
 
 def test_recurrence_is_flaxs_but_for_the_forget_gate():

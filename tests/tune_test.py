@@ -253,6 +253,28 @@ def test_trials_are_added_and_a_half_written_block_is_done_again(tmp_path):
   assert toy.advanced[0] == ([True, True], 1, 2)
 
 
+def test_on_tpus_trials_take_turns_with_the_same_results(monkeypatch):
+  values = [{"rate": rate} for rate in (0.1, 0.2, 0.4)]
+  alive = np.array([True, False, True])
+
+  def trained():
+    _, runner = Toy().runner("vmapped", seeds=(0, 1))
+    tick = lambda count: None
+    return runner.advance(runner.start(values), alive, 1, 8, tick)
+
+  (states, kept), loops = trained(), []
+  monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  usual = jax.lax.map
+  monkeypatch.setattr(
+    jax.lax, "map", lambda *args: loops.append(args) or usual(*args)
+  )
+  theirs, also_kept = trained()
+  assert loops
+  np.testing.assert_array_equal(kept, also_kept)
+  for one, other in zip(theirs, states, strict=True):  # Of each seed.
+    np.testing.assert_allclose(one["w"], other["w"], rtol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["side", "vmapped"])
 def test_a_search_keeps_the_values_that_it_starts_from(kind, tmp_path):
   def search(name, start, rates=(0.0, 1.0, 4.0, 5.0, 2.0), fail_at=None):
