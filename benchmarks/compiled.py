@@ -105,8 +105,8 @@ def target_of(name: str) -> Target:
   except (RuntimeError, NotImplementedError, ValueError) as error:
     extra = {"gpu": "cuda"}.get(platform, platform)
     raise ValueError(
-      f"--target={name}: {str(error).splitlines()[0]} Is the compiler"
-      f" installed? pip install -e '.[{extra}]'"
+      f"--target={name}: {str(error).splitlines()[0]}. If the compiler is not"
+      f" installed: pip install -e '.[{extra}]'"
     ) from error
   config = options.get("target_config", "")
   bandwidth = re.search(r"memory_bandwidth: (\d+)", config)

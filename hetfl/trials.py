@@ -1,8 +1,8 @@
 """Trials of an experiment side by side: on a batch axis, or as threaded runs.
 
 Hyper-parameters are arrays in an algorithm's state. On accelerators, trials
-with different values are therefore one program under `jax.vmap` (`Vmapped`); on
-CPUs, they are separate runs that keep the threads of one engine busy
+with different values are therefore one program, under `jax.vmap` (`Vmapped`);
+on CPUs, they are separate runs that keep the threads of one engine busy
 (`SideBySide`). Trials do not affect each other, and a diverged trial keeps its
 last finite state.
 """

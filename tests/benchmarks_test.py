@@ -1,9 +1,19 @@
 """What the benchmarks count and how their rows are chosen."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from benchmarks import codist, compare, rounds
+from benchmarks import (
+  codist,
+  compare,
+  compiled,
+  fedmd,
+  fml,
+  programs,
+  rounds,
+)
 from hetfl import core
 from hetfl.models import vision
 
@@ -66,3 +76,71 @@ def test_turns_and_ratios(monkeypatch):
     "ratio": 3,  # the median of 5, 1 and 3, not 5 / 2
     "ceiling_gflop_s": 3,
   }
+
+
+TEXT = """
+%cond (a: (s32[], f32[4])) -> pred[] {
+  %a = (s32[], f32[4]{0}) parameter(0)
+  %limit = s32[] constant(7)
+  %i = s32[] get-tuple-element(%a), index=0
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+%body (a: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %a = (s32[], f32[4]{0}) parameter(0)
+  %x = f32[4]{0:T(128)} get-tuple-element(%a), index=1
+  %y = f32[4]{0:T(128)} fusion(%x, %x), c={"estimated_cycles":"30"}
+  ROOT %t = (s32[], f32[4]{0}) tuple(%i, %y)
+}
+%yes (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %y = f32[4]{0} copy(%x)
+}
+%no (x: f32[4]) -> f32[4] {
+  ROOT %x = f32[4]{0} parameter(0)
+}
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %s = (f32[4], bf16[2,3]{1,0:T(2,1)}) sort(%x), c={"estimated_cycles":"5"}
+  %w = (s32[], f32[4]) while(%s), condition=%cond, body=%body
+  %u = (s32[], f32[4]) while(%s), condition=%unknown, body=%body
+  %k = (s32[], f32[4]) while(%s), body=%body, {"known_trip_count":{"n":"2"}}
+  ROOT %c = f32[4]{0} conditional(%p, %x), branch_computations={%no, %yes}
+}
+"""
+
+
+def test_programs_add_up():
+  total = programs.total(TEXT, steps=5)
+  # 7, 5 and 2 turns of a fusion of 16 bytes in and 16 out; a sort of 16 in and
+  # 16 + 12 out; the branch that copies.
+  assert total.launches == 14 + 1 + 1
+  assert total.bytes == 14 * 32 + 44 + 32
+  assert total.cycles == 14 * 30 + 5
+
+
+def test_a_program_for_a_device():
+  x = np.zeros((5, 8), np.float32)
+  step = lambda w, plan, data: data.T @ (data @ w)
+  job = compiled.Job(step, (x[0], x, x), 1, 80)
+  there = compiled.Target("cpu", jax.devices()[0], gb_per_s=2.0, ghz=0.0)
+  row = compiled.measure("row", job, there)
+  assert row["name"] == "row" and row["gflop"] == 80e-9
+  assert row["arguments_mb"] >= 4e-6 and row["operations"] >= 1
+  assert row["bandwidth_ms"] == row["moved_gb"] / 2 * 1e3 > 0
+  assert "expected_ms" not in row  # Only TPUs' compilers state it.
+
+
+def test_every_round_can_be_compiled(monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  rows = codist.rows() | fml.rows(1) | fedmd.rows(1.0)
+  named = {name.split("_")[0] for name in compiled.jobs()}
+  assert {name.split("_")[0] for name in rows} - named == {"independent"}
+  job = compiled.jobs()["fedavg_both"]()
+  state, plan, data = job.args
+  assert len(state.pools) == len(plan.pools) == len(data["pools"]) == 2
+  assert plan.pools[0].steps.tolist() == [job.steps] * 20
+
+
+def test_targets_are_checked(tmp_path):
+  with pytest.raises(ValueError, match="none.txtpb: No such file"):
+    compiled.target_of(str(tmp_path / "none.txtpb"))
