@@ -45,10 +45,11 @@ from benchmarks import (  # noqa: E402
   fedmd,
   fml,
   language,
+  peers,
   programs,
   rounds,
 )
-from hetfl import core, logs  # noqa: E402
+from hetfl import core, logs, trials  # noqa: E402
 from hetfl.fedavg import fedavg  # noqa: E402
 
 TRIALS = 64
@@ -86,35 +87,31 @@ def target_of(name: str) -> Target:
   # Here, since it is not part of `import jax`.
   from jax.experimental import topologies
 
-  path = pathlib.Path(name)
-  options: dict[str, str] = {}
+  path, config = pathlib.Path(name), ""
   if path.suffix:
-    platform = "gpu"
+    platform, compiler = "gpu", "cuda"
     try:
-      options = {"topology": "1x1x1", "target_config": path.read_text()}
+      config = path.read_text()
     except OSError as error:
       raise ValueError(f"--target={name}: {error.strerror}") from error
+    options = {"topology": "1x1x1", "target_config": config}
   else:
-    platform = "tpu"
+    platform, compiler = "tpu", "tpu"
     options = {"topology_name": name}
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # Asks a cloud's server.
   try:
-    there = topologies.get_topology_desc(
-      platform={"gpu": "cuda"}.get(platform, platform), **options
-    )
+    there = topologies.get_topology_desc(platform=compiler, **options)
   except (RuntimeError, NotImplementedError, ValueError) as error:
-    extra = {"gpu": "cuda"}.get(platform, platform)
     raise ValueError(
       f"--target={name}: {str(error).splitlines()[0]}. If the compiler is not"
-      f" installed: pip install -e '.[{extra}]'"
+      f" installed: pip install -e '.[{compiler}]'"
     ) from error
-  config = options.get("target_config", "")
   bandwidth = re.search(r"memory_bandwidth: (\d+)", config)
   return Target(
     platform,
     there.devices[0],
-    int(bandwidth.group(1)) / 1e9 if bandwidth else 0.0,
-    TPU_GHZ.get(name.partition(":")[0], 0.0) if platform == "tpu" else 0.0,
+    gb_per_s=int(bandwidth.group(1)) / 1e9 if bandwidth else 0.0,
+    ghz=TPU_GHZ.get(name.partition(":")[0], 0.0),
   )
 
 
@@ -135,11 +132,21 @@ class Job(NamedTuple):
   flops: float
 
 
-def job_of(setup: rounds.Setup, steps: int, flops: float) -> Job:
-  """The first round."""
-  state = jax.eval_shape(setup.algorithm.init, jax.random.key(0))
-  args = state, setup.plan(1), setup.data
-  return Job(setup.algorithm.step, args, steps, flops)
+def job_of(setup: rounds.Setup, flops: float, steps: int | None = None) -> Job:
+  """The first round; by default it has as many steps as its longest lane."""
+  state, plan = (
+    jax.eval_shape(setup.algorithm.init, jax.random.key(0)),
+    setup.plan(1),
+  )
+  if steps is None:
+    steps = max(int(lanes.steps.max()) for lanes in plan.pools)
+  return Job(setup.algorithm.step, (state, plan, setup.data), steps, flops)
+
+
+def fedavg_job(size: str) -> Job:
+  """A FedAvg round of one pool."""
+  images = peers.COHORT * peers.EXAMPLES
+  return job_of(codist.fedavg_round(size), codist.fedavg_flops(size, images))
 
 
 def fedavg_of_both() -> Job:
@@ -156,69 +163,54 @@ def fedavg_of_both() -> Job:
     ),
     data={"pools": small.data["pools"] + large.data["pools"]},
   )
-  flops = sum(codist.fedavg_flops(size, 2000) for size in codist.CNNS)
-  return job_of(setup, 5, flops)
+  return job_of(setup, sum(fedavg_job(size).flops for size in codist.CNNS))
 
 
 def fedavg_of_trials(size: str) -> Job:
-  """A FedAvg round of 64 trials, on a GPU side by side."""
-  job = job_of(codist.fedavg_round(size), 5, codist.fedavg_flops(size, 2000))
+  """A FedAvg round of 64 trials, as a search runs them."""
+  job = fedavg_job(size)
   state, plan, data = job.args
   states = jax.tree.map(
     lambda a: jax.ShapeDtypeStruct((TRIALS, *a.shape), a.dtype), state
   )
-
-  def step(states, plan, data):
-    one = lambda state: job.step(state, plan, data)
-    # As in `hetfl.trials.Vmapped`.
-    if jax.default_backend() == "tpu":
-      return jax.lax.map(one, states)
-    return jax.vmap(one)(states)
-
+  step = lambda states, plan, data: trials.of_each(
+    lambda state: job.step(state, plan, data), states
+  )
   return Job(step, (states, plan, data), job.steps, TRIALS * job.flops)
 
 
 def jobs() -> dict[str, Callable[[], Job]]:
   """The lines of the table: what `compare.py` times, at the papers' sizes."""
-  lines = {
-    f"fedavg_{size}": functools.partial(
-      lambda size: job_of(
-        codist.fedavg_round(size), 5, codist.fedavg_flops(size, 2000)
-      ),
-      size,
-    )
-    for size in codist.CNNS
-  }
+  lines: dict[str, Callable[[], Job]] = {}
+  for size in codist.CNNS:
+    lines[f"fedavg_{size}"] = functools.partial(fedavg_job, size)
   lines["fedavg_both"] = fedavg_of_both
   for size in codist.CNNS:
     lines[f"fedavg_{size}_{TRIALS}_trials"] = functools.partial(
       fedavg_of_trials, size
     )
   for name in ("periodic", "merged"):
-    lines[name] = functools.partial(
-      lambda name: job_of(codist.codist_round(name), 5, codist.codist_flops()),
-      name,
+    lines[name] = lambda name=name: job_of(
+      codist.codist_round(name), codist.codist_flops()
     )
   examples = 10_000
   lines["fml_cnn1"] = lambda: job_of(
     fml.ours_round(examples),
-    -(-examples // fml.BATCH_SIZE),
     fml.round_flops(examples, True),
+    -(-examples // fml.BATCH_SIZE),
   )
   lines["fedmd"] = lambda: job_of(
     fedmd.ours("table1", 1.0),
-    -(-fedmd.PUBLIC // fedmd.BATCH),
     fedmd.round_flops("table1", 1.0),
+    -(-fedmd.PUBLIC // fedmd.BATCH),
   )
   clients = functools.cache(language.synthetic)
 
   def of_language(size):
-    plan = language.plan_of(clients(), 1, language.LANES)
-    longest, steps = int(plan.steps.max()), float(plan.steps.sum())
+    batches = language.plan_of(clients(), 1, language.LANES).steps.sum()
     return job_of(
       language.ours(size, clients(), 1, False),
-      longest,
-      language.round_flops(size, steps),
+      language.round_flops(size, float(batches)),
     )
 
   for size in language.SIZES:
