@@ -40,13 +40,13 @@ def clients_of(sizes) -> population.ClientPopulation:
 
 
 @functools.cache
-def pool_of(size: str, conv: str | None = None) -> Pool:
+def pool_of(size: str, conv: str | None = None, dtype: str = "float32") -> Pool:
   """The peers' model and rates; `conv` defaults to that of the experiments."""
   if conv is None:
     forms = {"cpu": "winograd", "tpu": "native"}
     conv = forms.get(jax.default_backend(), "adaptive")
   example = jnp.zeros((1, peers.SIDE, peers.SIDE, 3))
-  module = CNNS[size](peers.NUM_CLASSES, conv=conv)
+  module = CNNS[size](peers.NUM_CLASSES, conv=conv, dtype=dtype)
   return Pool(
     name=size,
     model=core.Model.from_flax(module, example),
@@ -73,26 +73,31 @@ def plan_of(
   )
 
 
-def fedavg_round(size: str, sizes=EQUAL) -> rounds.Setup:
+def fedavg_round(
+  size: str, sizes=EQUAL, dtype: str = "float32"
+) -> rounds.Setup:
   """A FedAvg round of 20 clients, by default of 60 with 100 images each."""
   runner = rounds.one_device()
   clients = clients_of(sizes)
   bank = jax.device_put(dict(clients.bank))
   num_lanes = runner.num_lanes(peers.COHORT)
   return rounds.Setup(
-    fedavg([pool_of(size)], rounds=1500, engine=runner),
+    fedavg([pool_of(size, dtype=dtype)], rounds=1500, engine=runner),
     runner,
     lambda round: plan_of(clients, round, num_lanes, 1, False),
     {"pools": (bank,)},
   )
 
 
-def codist_round(name: str, plain: bool = False) -> rounds.Setup:
+def codist_round(
+  name: str, plain: bool = False, dtype: str = "float32"
+) -> rounds.Setup:
   """A round of both CNNs in which they codistil.
 
   Args:
     name: 'merged' or 'periodic'.
     plain: whether to use the plain implementation instead of ours.
+    dtype: what the models compute in.
 
   Returns:
     The round.
@@ -111,7 +116,7 @@ def codist_round(name: str, plain: bool = False) -> rounds.Setup:
     mixup_beta=2,
     microbatch=part,
   )
-  pools = [pool_of(size, "native" if plain else None) for size in CNNS]
+  pools = [pool_of(size, "native" if plain else None, dtype) for size in CNNS]
   options = dict(rounds=1500, engine=runner)
   algorithm = (
     merged_codist(pools, distiller, alpha=0.5, **options)

@@ -143,18 +143,22 @@ def job_of(setup: rounds.Setup, flops: float, steps: int | None = None) -> Job:
   return Job(setup.algorithm.step, (state, plan, setup.data), steps, flops)
 
 
-def fedavg_job(size: str) -> Job:
+def fedavg_job(size: str, dtype: str) -> Job:
   """A FedAvg round of one pool."""
   images = peers.COHORT * peers.EXAMPLES
-  return job_of(codist.fedavg_round(size), codist.fedavg_flops(size, images))
+  return job_of(
+    codist.fedavg_round(size, dtype=dtype), codist.fedavg_flops(size, images)
+  )
 
 
-def fedavg_of_both() -> Job:
+def fedavg_of_both(dtype: str) -> Job:
   """A FedAvg round of both pools."""
-  small, large = (codist.fedavg_round(size) for size in codist.CNNS)
+  small, large = (
+    codist.fedavg_round(size, dtype=dtype) for size in codist.CNNS
+  )
   setup = small._replace(
     algorithm=fedavg(
-      [codist.pool_of(size) for size in codist.CNNS],
+      [codist.pool_of(size, dtype=dtype) for size in codist.CNNS],
       rounds=1500,
       engine=small.runner,
     ),
@@ -163,12 +167,13 @@ def fedavg_of_both() -> Job:
     ),
     data={"pools": small.data["pools"] + large.data["pools"]},
   )
-  return job_of(setup, sum(fedavg_job(size).flops for size in codist.CNNS))
+  flops = sum(fedavg_job(size, dtype).flops for size in codist.CNNS)
+  return job_of(setup, flops)
 
 
-def fedavg_of_trials(size: str) -> Job:
+def fedavg_of_trials(size: str, dtype: str) -> Job:
   """A FedAvg round of 64 trials, as a search runs them."""
-  job = fedavg_job(size)
+  job = fedavg_job(size, dtype)
   state, plan, data = job.args
   states = jax.tree.map(
     lambda a: jax.ShapeDtypeStruct((TRIALS, *a.shape), a.dtype), state
@@ -179,28 +184,28 @@ def fedavg_of_trials(size: str) -> Job:
   return Job(step, (states, plan, data), job.steps, TRIALS * job.flops)
 
 
-def jobs() -> dict[str, Callable[[], Job]]:
+def jobs(dtype: str = "float32") -> dict[str, Callable[[], Job]]:
   """The lines of the table: what `compare.py` times, at the papers' sizes."""
   lines: dict[str, Callable[[], Job]] = {}
   for size in codist.CNNS:
-    lines[f"fedavg_{size}"] = functools.partial(fedavg_job, size)
-  lines["fedavg_both"] = fedavg_of_both
+    lines[f"fedavg_{size}"] = functools.partial(fedavg_job, size, dtype)
+  lines["fedavg_both"] = functools.partial(fedavg_of_both, dtype)
   for size in codist.CNNS:
     lines[f"fedavg_{size}_{TRIALS}_trials"] = functools.partial(
-      fedavg_of_trials, size
+      fedavg_of_trials, size, dtype
     )
   for name in ("periodic", "merged"):
     lines[name] = lambda name=name: job_of(
-      codist.codist_round(name), codist.codist_flops()
+      codist.codist_round(name, dtype=dtype), codist.codist_flops()
     )
   examples = 10_000
   lines["fml_cnn1"] = lambda: job_of(
-    fml.ours_round(examples),
+    fml.ours_round(examples, dtype=dtype),
     fml.round_flops(examples, True),
     -(-examples // fml.BATCH_SIZE),
   )
   lines["fedmd"] = lambda: job_of(
-    fedmd.ours("table1", 1.0),
+    fedmd.ours("table1", 1.0, dtype),
     fedmd.round_flops("table1", 1.0),
     -(-fedmd.PUBLIC // fedmd.BATCH),
   )
@@ -209,7 +214,7 @@ def jobs() -> dict[str, Callable[[], Job]]:
   def of_language(size):
     batches = language.plan_of(clients(), 1, language.LANES).steps.sum()
     return job_of(
-      language.ours(size, clients(), 1, False),
+      language.ours(size, clients(), 1, False, dtype),
       language.round_flops(size, float(batches)),
     )
 
@@ -272,12 +277,18 @@ def main() -> None:
   parser.add_argument("--target", required=True, help="the accelerator")
   parser.add_argument("--json", help="file for the rows")
   parser.add_argument("--only", help="names or their beginnings, with commas")
+  parser.add_argument(
+    "--dtype",
+    default="float32",
+    choices=("float32", "bfloat16"),
+    help="what the models compute in",
+  )
   args = parser.parse_args()
   # Plans and banks are made here; and there is no card to tune products on.
   jax.config.update("jax_platforms", "cpu")
   flags = os.environ.get("XLA_FLAGS", "")
   os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
-  every = jobs()
+  every = jobs(args.dtype)
   try:
     names = compare.chosen(args.only, every)
     target = target_of(args.target)
@@ -286,6 +297,7 @@ def main() -> None:
   origin = compare.provenance() | {
     "target": str(target.device.device_kind),
     "platform": target.platform,
+    "dtype": args.dtype,
   }
   print(
     f"{'name':24} {'compile s':>9} {'args MB':>8} {'temp MB':>8}"

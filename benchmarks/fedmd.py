@@ -37,12 +37,14 @@ def scaled(batch):
   return {**batch, "x": batch["x"].astype(jnp.float32) / 255 - 0.5}
 
 
-def ours(table: str, width: float) -> rounds.Setup:
+def ours(table: str, width: float, dtype: str = "float32") -> rounds.Setup:
   """Our round."""
   runner = rounds.one_device()
   conv = "patches" if isinstance(runner, engine.Threads) else "native"
   example = jnp.zeros((1, SIDE, SIDE, 1))
-  named = models.party_models(table, PARTIES, CLASSES, width=width, conv=conv)
+  named = models.party_models(
+    table, PARTIES, CLASSES, width=width, conv=conv, dtype=dtype
+  )
   parties = [
     Party(
       f"party{k}",

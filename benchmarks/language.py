@@ -78,7 +78,9 @@ def plan_of(clients, round: int, lanes: int) -> LanePlan:
   )
 
 
-def ours(size: str, clients, cycle: int, padded: bool) -> rounds.Setup:
+def ours(
+  size: str, clients, cycle: int, padded: bool, dtype: str = "float32"
+) -> rounds.Setup:
   """A FedAvg round of ours.
 
   Args:
@@ -86,6 +88,7 @@ def ours(size: str, clients, cycle: int, padded: bool) -> rounds.Setup:
     clients: the population.
     cycle: how many different rounds there are.
     padded: as a plain `vmap` over the clients, instead of lanes.
+    dtype: what the model computes in.
 
   Returns:
     The round.
@@ -95,7 +98,7 @@ def ours(size: str, clients, cycle: int, padded: bool) -> rounds.Setup:
   chunk = 128 if isinstance(runner, engine.Threads) else None
   pool = Pool(
     size,
-    model_of(size, chunk),
+    model_of(size, chunk, dtype),
     client_lr=CLIENT_LR,
     server_lr=SERVER_LR,
     loss=next_word.sentence_loss(),
@@ -113,9 +116,11 @@ def ours(size: str, clients, cycle: int, padded: bool) -> rounds.Setup:
 
 
 @functools.cache
-def model_of(size: str, chunk: int | None) -> core.Model:
+def model_of(
+  size: str, chunk: int | None, dtype: str = "float32"
+) -> core.Model:
   """The LSTM."""
-  module = language.LSTMLanguageModel(V, *SIZES[size], chunk=chunk)
+  module = language.LSTMLanguageModel(V, *SIZES[size], chunk=chunk, dtype=dtype)
   return core.Model.from_flax(module, jnp.zeros((1, LENGTH), jnp.int32))
 
 

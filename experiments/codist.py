@@ -303,7 +303,8 @@ def main() -> None:
   if TASKS[FLAGS.dataset] is codist_language:
     common.warn_of_idle("language models have no convolutions", "conv")
   elif FLAGS.models and all(map(own_models.is_own, FLAGS.models)):
-    common.warn_of_idle("models of your own choose it themselves", "conv")
+    reason = "models of your own choose it themselves"
+    common.warn_of_idle(reason, "conv", "dtype")
 
   def configure(name, path, seed):
     config, speed = configuration(name, path)

@@ -214,6 +214,7 @@ class Task:
           pool_after=self._recipe.pool_after,
           conv=speed["conv"],
           dropout=dropout,
+          dtype=config["dtype"],
         )
         model = core.Model.from_flax(module, example)
       self.models.append(model)

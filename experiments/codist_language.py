@@ -202,7 +202,9 @@ class Task:
     chunk = _CHUNK if isinstance(engine, engine_lib.Threads) else None
     example = jnp.zeros((1, codist_text.LENGTH), jnp.int32)
     self.models = [
-      core.Model.from_flax(build(vocabulary.size, chunk=chunk), example)
+      core.Model.from_flax(
+        build(vocabulary.size, chunk=chunk, dtype=config["dtype"]), example
+      )
       for build in MODELS[config["model_size"]]
     ]
     self.pool_options = dict(

@@ -520,7 +520,7 @@ def main() -> None:
     )
   if own_models.labels(FLAGS.models or ()):
     reason = "models of your own choose it themselves"
-    common.warn_of_idle(reason, "batch_norm_momentum", "conv")
+    common.warn_of_idle(reason, "batch_norm_momentum", "conv", "dtype")
   workdir = common.default_workdir(
     "fedmd",
     FLAGS.environment,

@@ -51,6 +51,7 @@ def make_parties(
       weak_parties=config["weak_parties"],
       batch_norm_momentum=config["batch_norm_momentum"],
       conv=speed["conv"],
+      dtype=config["dtype"],
     )
     named += [
       (name, core.Model.from_flax(module, example)) for name, module in of_paper

@@ -91,7 +91,13 @@ class Experiment:
         if name == config["global_model"]:
           flag = "global_model"
         return own_models.load(flag, name, num_classes, shape)
-      module = nets.net(name, num_classes, shape, conv=speed["conv"])
+      module = nets.net(
+        name,
+        num_classes,
+        shape,
+        conv=speed["conv"],
+        dtype=config["dtype"],
+      )
       return core.Model.from_flax(module, example)
 
     @functools.cache
@@ -355,6 +361,9 @@ def main() -> None:
   common.refuse("not supported by fml; leave it out", "autotune")
   if not FLAGS.bad_clients:
     common.warn_of_idle("there are no --bad_clients", "bad_label_share")
+  models = [FLAGS.global_model or "", *(FLAGS.client_models or ())]
+  if all(map(own_models.is_own, models)):
+    common.warn_of_idle("models of your own choose it themselves", "dtype")
 
   def configure(name, path, seed):
     config, speed = configuration(name, path)
@@ -362,13 +371,7 @@ def main() -> None:
     return config, speed
 
   launch.side_by_side(
-    (
-      "fml",
-      *FLAGS.dataset,
-      *own_models.labels(
-        [FLAGS.global_model or "", *(FLAGS.client_models or ())]
-      ),
-    ),
+    ("fml", *FLAGS.dataset, *own_models.labels(models)),
     ALGORITHMS,
     unused=UNUSED,
     configure=configure,

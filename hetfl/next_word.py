@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from hetfl import checks, core, distill
 from hetfl.engine import zeros_of
 from hetfl.models.language import TokenLogits
+from hetfl.models.layers import wide_product
 
 PAD, BOS, EOS = 0, 1, 2
 PyTree = Any
@@ -152,6 +153,11 @@ def token_divergence(
   return weighted_sum(_labelled_kl, student, weights, rows, labelled)
 
 
+def _logits(features, kernel, bias):
+  """Logits of some positions, float32 at least."""
+  return core.wide(wide_product(features, kernel) + bias.reshape(1, -1))
+
+
 def _kl(z, rows, shared):
   features, _ = rows
   return _kl_to(_target(features, *shared), z)
@@ -167,8 +173,7 @@ def _labelled_kl(z, rows, shared):
 
 def _target(features, heads, temperatures, regularization, **labels):
   *teachers, own = [
-    f @ kernel + bias.reshape(1, -1)
-    for f, (kernel, bias) in zip(features, heads)
+    _logits(f, kernel, bias) for f, (kernel, bias) in zip(features, heads)
   ]
   return distill.codist_target(
     teachers,
@@ -217,7 +222,7 @@ def weighted_sum(
   features, weights = flat(logits.features), weights.reshape(-1)
   rows = jax.tree.map(flat, rows)
   if logits.chunk is None:
-    z = core.wide(features @ logits.kernel + logits.bias.reshape(1, -1))
+    z = _logits(features, logits.kernel, logits.bias)
     weights, rows, shared = jax.lax.stop_gradient((weights, rows, shared))
     return jnp.sum(weights * divergence(z, rows, shared)[0])
   return _fused(
@@ -282,15 +287,19 @@ def _fused_forward(
     total, dpacked, dkernel, dbias = carry
     part = lambda a: jax.lax.dynamic_slice_in_dim(a, c * chunk, chunk)
     f, w = part(packed), part(weights)
-    z = core.wide(f @ kernel + bias.reshape(1, -1))
+    z = _logits(f, kernel, bias)
     losses, dz = divergence(z, jax.tree.map(part, rows), shared)
     dz = w[:, None] * dz
+    narrow = dz.astype(jnp.result_type(f, kernel))
     return (
       total + jnp.sum(w * losses),
       jax.lax.dynamic_update_slice_in_dim(
-        dpacked, (dz @ kernel.T).astype(wide), c * chunk, 0
+        dpacked,
+        wide_product(narrow, kernel.T).astype(wide),
+        c * chunk,
+        0,
       ),
-      dkernel + f.T @ dz,
+      dkernel + wide_product(f.T, narrow),
       dbias + jnp.sum(dz, axis=0),
     )
 
@@ -360,7 +369,7 @@ def next_word_metrics(
     }
 
   def sums(features, y, known, counted, domains):
-    z = core.wide(features @ logits.kernel + logits.bias.reshape(1, -1))
+    z = _logits(features, logits.kernel, logits.bias)
     log_q = jax.nn.log_softmax(z, axis=-1)
     nll = _negative_log_likelihood(log_q, y)
     word = jnp.argmax(z[:, EOS + 1 : -1], axis=-1) + EOS + 1

@@ -8,6 +8,7 @@ from flax.traverse_util import flatten_dict
 import jax
 import jax.numpy as jnp
 
+from hetfl import core
 from hetfl.models import layers
 
 # Filters of each convolution, and dropout.
@@ -107,6 +108,9 @@ class PartyCNN(nn.Module):
     num_classes: C.
     conv: form of the convolutions; changes speed only.
     momentum: of batch normalisation's running statistics; 0.99 is Keras's.
+    dtype: the type of all layers but the head, such as `jnp.bfloat16`; `None`
+      for that of images and parameters. Parameters, statistics and logits are
+      float32.
 
   Reference: Li & Wang 2019, tables 1 and 2, for filters and dropout; the rest
   is the released code's. Departure: the running variance takes the batch's
@@ -131,6 +135,7 @@ class PartyCNN(nn.Module):
   num_classes: int
   conv: layers.ConvForm = "patches"
   momentum: float = 0.99
+  dtype: layers.DType | None = None
 
   @nn.compact
   def __call__(self, x, train: bool = False):
@@ -143,13 +148,16 @@ class PartyCNN(nn.Module):
         self.conv,
         nn.initializers.glorot_uniform(),
         (block.stride, block.stride),
+        dtype=self.dtype,
       )(x)
-      x = nn.BatchNorm(not train, momentum=self.momentum, epsilon=1e-3)(x)
+      x = nn.BatchNorm(
+        not train, momentum=self.momentum, epsilon=1e-3, dtype=self.dtype
+      )(x)
       x = nn.relu(x)
       x = layers.Dropout(self.dropout)(x, train)
       if block.pool:
         x = layers.avg_pool_2x2(x, block.pool)
-    return _head(self.num_classes)(x.reshape(x.shape[0], -1))
+    return _head(self.num_classes)(core.wide(x.reshape(x.shape[0], -1)))
 
 
 class PartyMLP(nn.Module):
@@ -158,22 +166,26 @@ class PartyMLP(nn.Module):
   Attributes:
     hidden: width of the first layer.
     num_classes: C.
+    dtype: see `PartyCNN`.
 
   Reference: Li & Wang 2019, supplement, results 3, which gives no width.
   """
 
   hidden: int
   num_classes: int
+  dtype: layers.DType | None = None
 
   @nn.compact
   def __call__(self, x):
     """Maps images `float[B, H, W, c]` to logits `float[B, C]`."""
     x = nn.relu(
-      nn.Dense(self.hidden, kernel_init=nn.initializers.glorot_uniform())(
-        x.reshape(x.shape[0], -1)
-      )
+      nn.Dense(
+        self.hidden,
+        dtype=self.dtype,
+        kernel_init=nn.initializers.glorot_uniform(),
+      )(x.reshape(x.shape[0], -1))
     )
-    return _head(self.num_classes)(x)
+    return _head(self.num_classes)(core.wide(x))
 
 
 def _head(num_classes):
@@ -232,6 +244,7 @@ def party_models(
   weak_parties: int = 0,
   batch_norm_momentum: float = 0.99,
   conv: layers.ConvForm = "patches",
+  dtype: layers.DType | None = None,
 ) -> list[tuple[str, nn.Module]]:
   """The parties' models, by name.
 
@@ -243,6 +256,7 @@ def party_models(
     weak_parties: how many parties, the last ones, are `PartyMLP`s.
     batch_norm_momentum: of the running statistics.
     conv: form of the convolutions; changes speed only.
+    dtype: see `PartyCNN`.
 
   Returns:
     P names, such as `cnn(128,256)`, and modules.
@@ -269,13 +283,13 @@ def party_models(
   for k in range(num_parties):
     if k >= num_parties - weak_parties:
       hidden = scaled(_HIDDEN)
-      models.append((f"mlp({hidden})", PartyMLP(hidden, num_classes)))
+      models.append((f"mlp({hidden})", PartyMLP(hidden, num_classes, dtype)))
       continue
     filters, dropout = TABLES[table][k % len(TABLES[table])]
     filters = tuple(map(scaled, filters))
     name = f"cnn({','.join(map(str, filters))})"
     module = PartyCNN(
-      blocks_of(filters), dropout, num_classes, conv, batch_norm_momentum
+      blocks_of(filters), dropout, num_classes, conv, batch_norm_momentum, dtype
     )
     models.append((name, module))
   return models

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import flax.linen as nn
 import jax.numpy as jnp
 
+from hetfl import core
 from hetfl.models import layers
 
 # PyTorch's default weights: uniform in [-1, 1] / sqrt(fan_in).
@@ -28,6 +29,9 @@ class Net(nn.Module):
     conv: the form of the convolutions; changes speed only. For images of 16x16
       or more, `patches`, and `winograd` where no layer has enough channels for
       it, put the batch axis last.
+    dtype: the type of all layers but the last, such as `jnp.bfloat16`; `None`
+      for that of images and parameters. Parameters, logits and features are
+      float32.
 
   >>> import jax
   >>> net = Net((4,), 3, (), num_classes=None)
@@ -44,6 +48,7 @@ class Net(nn.Module):
   padding: layers.Padding = "VALID"
   border: int = 0
   conv: layers.ConvForm = "patches"
+  dtype: layers.DType | None = None
 
   @nn.compact
   def __call__(self, x):
@@ -63,7 +68,7 @@ class Net(nn.Module):
       if planes:
         x = nn.relu(
           layers.PooledPlanes(
-            features, size, self.padding, torch_init, name=name
+            features, size, self.padding, torch_init, self.dtype, name=name
           )(x)
         )
       else:
@@ -75,6 +80,7 @@ class Net(nn.Module):
             self.conv,
             torch_init,
             pool=True,
+            dtype=self.dtype,
             name=name,
           )(x)
         )
@@ -82,10 +88,10 @@ class Net(nn.Module):
       x = x.transpose(3, 1, 2, 0)
     x = x.reshape(x.shape[0], -1)
     if self.num_classes is None:
-      return x
+      return core.wide(x)
     for width in self.dense:
-      x = nn.relu(nn.Dense(width, kernel_init=torch_init)(x))
-    return nn.Dense(self.num_classes, kernel_init=torch_init)(x)
+      x = nn.relu(nn.Dense(width, dtype=self.dtype, kernel_init=torch_init)(x))
+    return nn.Dense(self.num_classes, kernel_init=torch_init)(core.wide(x))
 
 
 def net(
@@ -94,6 +100,7 @@ def net(
   image_shape: tuple[int, int, int],
   *,
   conv: layers.ConvForm = "patches",
+  dtype: layers.DType | None = None,
 ) -> Net:
   """One of the paper's networks, for images of a data set.
 
@@ -117,6 +124,7 @@ def net(
     num_classes: C; `None` gives the convolutions alone.
     image_shape: height, width, channels.
     conv: the form of the convolutions; changes speed only.
+    dtype: see `Net`.
 
   Returns:
     The network.
@@ -156,4 +164,5 @@ def net(
     padding="SAME" if small else "VALID",
     border=2 if name == "lenet5" and image_shape[:2] == (28, 28) else 0,
     conv=conv,
+    dtype=dtype,
   )

@@ -1,10 +1,12 @@
 """Next-word language models."""
 
 import flax.linen as nn
+from flax.linen.dtypes import promote_dtype
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from hetfl import core
 from hetfl.models import layers
 
 
@@ -15,6 +17,8 @@ class TokenLogits:
   With a vocabulary of ten thousand the logits of a batch are far larger than
   everything else; `hetfl.next_word` computes losses and metrics from them part
   by part, at the positions that count.
+
+  Features and kernel may be bfloat16; the logits are then float32.
 
   Attributes:
     features: `float[B, T, E]`.
@@ -31,7 +35,8 @@ class TokenLogits:
 
   def dense(self) -> jax.Array:
     """The logits themselves, `float[B, T, V]`."""
-    return self.features @ self.kernel + self.bias.reshape(1, 1, -1)
+    product = layers.wide_product(self.features, self.kernel)
+    return product + self.bias.reshape(1, 1, -1)
 
 
 class LSTM(nn.Module):
@@ -46,6 +51,9 @@ class LSTM(nn.Module):
 
   Attributes:
     hidden: H.
+    dtype: the type of the products' inputs and of the outputs, such as
+      `jnp.bfloat16`; `None` for that of inputs and parameters. Parameters and
+      cells are float32.
 
   Reference: Hochreiter & Schmidhuber 1997; dm-haiku, `hk.LSTM`.
 
@@ -56,6 +64,7 @@ class LSTM(nn.Module):
   """
 
   hidden: int
+  dtype: layers.DType | None = None
 
   @nn.compact
   def __call__(self, x):
@@ -77,8 +86,9 @@ class LSTM(nn.Module):
     bias = self.param(
       "bias", nn.initializers.zeros, (4 * self.hidden,), jnp.float32
     )
+    x, kernel, recurrent = promote_dtype(x, kernel, recurrent, dtype=self.dtype)
     # The part that does not depend on h: one product for all time steps.
-    gates = x.reshape(-1, width) @ kernel + bias.reshape(1, -1)
+    gates = layers.add_bias(x.reshape(-1, width) @ kernel, bias.reshape(1, -1))
     gates = gates.reshape(batch, length, -1).swapaxes(0, 1)
     return recur(gates, recurrent).swapaxes(0, 1)
 
@@ -101,10 +111,11 @@ def recur(gates: jax.Array, recurrent: jax.Array) -> jax.Array:
 
   Args:
     gates: `float[T, B, 4 H]`, the inputs' part of the gates `i, g, f, o`.
-    recurrent: `float[H, 4 H]`.
+    recurrent: `float[H, 4 H]`, of the same type.
 
   Returns:
-    `float[T, B, H]`, the outputs `h`.
+    `float[T, B, H]`, the outputs `h`, of that type too. The cells `c` and all
+    sums are float32 at least.
 
   >>> import math
   >>> h = recur(jnp.zeros((1, 1, 4)).at[0, 0, 1].set(9.), jnp.zeros((1, 4)))
@@ -117,16 +128,18 @@ def recur(gates: jax.Array, recurrent: jax.Array) -> jax.Array:
 def _recur_forward(gates, recurrent):
   def step(carry, x):
     h, c = carry
-    i, g, f, o = jnp.split(x + h @ recurrent, 4, axis=-1)
+    sums = core.wide(x) + layers.wide_product(h, recurrent)
+    i, g, f, o = jnp.split(sums, 4, axis=-1)
     i, g, f, o = nn.sigmoid(i), jnp.tanh(g), nn.sigmoid(f + 1), nn.sigmoid(o)
     new = f * c + i * g
     squashed = jnp.tanh(new)
-    h = o * squashed
-    return (h, new), (h, c, jnp.concatenate([i, g, f, o, squashed], axis=-1))
+    h = (o * squashed).astype(gates.dtype)
+    saved = c, jnp.concatenate([i, g, f, o, squashed], axis=-1)
+    return (h, new), (h, *(a.astype(gates.dtype) for a in saved))
 
   zero = jnp.zeros((gates.shape[1], recurrent.shape[0]), gates.dtype)
   _, (h, c, acts) = jax.lax.scan(
-    step, (zero, zero), gates, unroll=_positions_at_once()
+    step, (zero, core.wide(zero)), gates, unroll=_positions_at_once()
   )
   return h, (h, c, acts, recurrent)
 
@@ -136,7 +149,7 @@ def _recur_backward(saved, dh):
 
   def step(carry, x):
     dh, dc = carry
-    dh_t, c, acts = x
+    dh_t, c, acts = map(core.wide, x)
     i, g, f, o, squashed = jnp.split(acts, 5, axis=-1)
     dh = dh + dh_t
     dc = dc + dh * o * (1 - squashed**2)
@@ -148,10 +161,10 @@ def _recur_backward(saved, dh):
         dh * squashed * o * (1 - o),
       ],
       axis=-1,
-    )
-    return (dgates @ recurrent.T, dc * f), dgates
+    ).astype(h.dtype)
+    return (layers.wide_product(dgates, recurrent.T), dc * f), dgates
 
-  zero = jnp.zeros_like(h[0])
+  zero = jnp.zeros_like(core.wide(h[0]))
   _, dgates = jax.lax.scan(
     step,
     (zero, zero),
@@ -159,7 +172,7 @@ def _recur_backward(saved, dh):
     reverse=True,
     unroll=_positions_at_once(),
   )
-  before = jnp.concatenate([zero[None], h[:-1]])
+  before = jnp.concatenate([jnp.zeros_like(h[:1]), h[:-1]])
   rows = lambda a: a.reshape(-1, a.shape[-1])
   return dgates, rows(before).T @ rows(dgates)
 
@@ -180,6 +193,8 @@ class LSTMLanguageModel(nn.Module):
     hidden: H of each layer.
     num_layers: number of LSTM layers.
     chunk: see `TokenLogits`.
+    dtype: the type of the products' inputs, such as `jnp.bfloat16`; `None` for
+      that of the parameters. Parameters, sums and logits are float32.
 
   Reference: Lichtarge et al. 2023, appendix E, after Reddi et al. 2021; the
   tanh between LSTM and projection is FedJAX's.
@@ -198,6 +213,7 @@ class LSTMLanguageModel(nn.Module):
   hidden: int
   num_layers: int = 1
   chunk: int | None = None
+  dtype: layers.DType | None = None
 
   @nn.compact
   def __call__(self, x):
@@ -210,8 +226,10 @@ class LSTMLanguageModel(nn.Module):
     )
     h = jnp.take(table, x, axis=0, mode="clip")
     for _ in range(self.num_layers):
-      h = jnp.tanh(LSTM(self.hidden)(h))
-      h = nn.Dense(self.embedding, kernel_init=layers.haiku_init)(h)
+      h = jnp.tanh(LSTM(self.hidden, self.dtype)(h))
+      h = nn.Dense(
+        self.embedding, dtype=self.dtype, kernel_init=layers.haiku_init
+      )(h)
     kernel = self.param(
       "output_kernel",
       layers.haiku_init,
@@ -223,6 +241,7 @@ class LSTMLanguageModel(nn.Module):
       (self.vocabulary_size,),
       jnp.float32,
     )
+    h, kernel = promote_dtype(h, kernel, dtype=self.dtype)
     return TokenLogits(h, kernel, bias, self.chunk)
 
 

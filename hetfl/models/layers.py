@@ -6,16 +6,19 @@ import math
 from typing import get_args, Literal
 
 import flax.linen as nn
+from flax.linen.dtypes import promote_dtype
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetfl import core
 from hetfl.models.winograd import check_size, winograd_conv
 
 # Number of input channels from which Winograd's form is faster on CPUs.
 MANY_CHANNELS = 16
 
 ConvForm = Literal["patches", "winograd", "native", "adaptive"]
+DType = jax.typing.DTypeLike
 Padding = Literal["SAME", "VALID"]
 
 
@@ -52,12 +55,12 @@ class Conv(nn.Module):
   `vmap` over client weights this stays one batched matrix product, where
   XLA's own convolution falls back to slow paths, and on CPU it is faster in
   any case. `winograd` is the same except for 3x3 kernels with stride 1 and at
-  least 16 input channels, which take 2.25 to 3 times fewer multiplications;
-  see `hetfl.models.winograd`. `native` is XLA's own convolution. `adaptive`
-  is `native` for one kernel and `patches` under `vmap` over many, so that on
-  GPUs a round's clients and its students each use the faster form; it has
-  gradients, but no forward-mode derivatives. All forms give the same numbers
-  up to rounding.
+  least 16 input channels, which take 2.25 to 3 times fewer multiplications,
+  unless they are computed in bfloat16; see `hetfl.models.winograd`. `native` is
+  XLA's own convolution. `adaptive` is `native` for one kernel and `patches`
+  under `vmap` over many, so that on GPUs a round's clients and its students
+  each use the faster form; it has gradients, but no forward-mode derivatives.
+  All forms give the same numbers up to rounding.
 
   Attributes:
     features: number of output channels.
@@ -68,6 +71,9 @@ class Conv(nn.Module):
     strides: steps between receptive fields, down and across.
     pool: whether `max_pool_2x2` follows. It is then applied before the bias,
       which gives the same outputs with a quarter of the additions.
+    dtype: the type of the products' inputs and of the outputs, such as
+      `jnp.bfloat16`; `None` for that of inputs and kernel together. The
+      parameters stay float32, and sums are float32.
 
   Raises:
     ValueError: there is no such form or padding, or the images are too small.
@@ -88,6 +94,7 @@ class Conv(nn.Module):
   kernel_init: nn.initializers.Initializer = haiku_init
   strides: tuple[int, int] = (1, 1)
   pool: bool = False
+  dtype: DType | None = None
 
   @nn.compact
   def __call__(self, x):
@@ -104,10 +111,10 @@ class Conv(nn.Module):
     bias = self.param(
       "bias", nn.initializers.zeros, (self.features,), jnp.float32
     )
-    y = self._without_bias(x, kernel)
+    y = self._without_bias(*promote_dtype(x, kernel, dtype=self.dtype))
     if self.pool:
       y = max_pool_2x2(y)
-    return y + bias.reshape(1, 1, 1, -1)
+    return add_bias(y, bias.reshape(1, 1, 1, -1))
 
   def _without_bias(self, x, kernel):
     """The convolution without bias, computed as `form` says."""
@@ -116,9 +123,65 @@ class Conv(nn.Module):
     if self.form == "adaptive":
       return adaptive_conv(x, kernel, self.strides, self.padding)
     tiled = self.kernel_size == (3, 3) and self.strides == (1, 1)
+    tiled &= x.dtype.itemsize >= 4  # Its sums would lose half of bfloat16.
     if self.form == "winograd" and tiled and x.shape[-1] >= MANY_CHANNELS:
       return winograd_conv(x, kernel, self.padding)
     return patches_conv(x, kernel, self.strides, self.padding)
+
+
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+  """`y + bias` in y's type; the bias's gradient is summed in its own.
+
+  Args:
+    y: `float[..., f]`, such as bfloat16.
+    bias: as many axes, such as float32.
+
+  Returns:
+    `float[..., f]`.
+
+  >>> add_bias(jnp.ones((2, 1), jnp.bfloat16), jnp.ones((1, 1))).dtype
+  dtype(bfloat16)
+  """
+  return (y + bias).astype(y.dtype)
+
+
+def wide_product(a: jax.Array, b: jax.Array) -> jax.Array:
+  """`a @ b` in float32 at least, of factors that may be bfloat16.
+
+  The gradients of two narrow factors are products of their type, so the
+  cotangent is rounded to it.
+
+  Args:
+    a: `float[..., k]`.
+    b: `float[k, m]`.
+
+  Returns:
+    `float32[..., m]`; float64 if one of them is.
+
+  >>> a = jnp.array([[1., 2 ** -9]], jnp.bfloat16)
+  >>> float(wide_product(a, a.T)[0, 0] - 1) * 2 ** 18
+  1.0
+  """
+  if a.dtype != b.dtype or a.dtype.itemsize >= 4:
+    return core.wide(a @ b)
+  return _product_of_narrow(a, b)
+
+
+@jax.custom_vjp
+def _product_of_narrow(a, b):
+  return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+
+
+def _narrow_backward(factors, cotangent):
+  a, b = factors
+  g = cotangent.astype(a.dtype)
+  rows = lambda x: x.reshape(-1, x.shape[-1])
+  return g @ b.T, rows(a).T @ rows(g)
+
+
+_product_of_narrow.defvjp(
+  lambda a, b: (_product_of_narrow(a, b), (a, b)), _narrow_backward
+)
 
 
 def native_conv(x, kernel, strides, padding):
@@ -379,6 +442,7 @@ class PooledPlanes(nn.Module):
     kernel_size: height and width.
     padding: `SAME` or `VALID`.
     kernel_init: draws the kernel; the bias starts at zero.
+    dtype: see `Conv`.
 
   Raises:
     ValueError: the images are too small, or there is no such padding.
@@ -395,6 +459,7 @@ class PooledPlanes(nn.Module):
   kernel_size: tuple[int, int]
   padding: Padding = "SAME"
   kernel_init: nn.initializers.Initializer = haiku_init
+  dtype: DType | None = None
 
   @nn.compact
   def __call__(self, x):
@@ -410,6 +475,7 @@ class PooledPlanes(nn.Module):
     bias = self.param(
       "bias", nn.initializers.zeros, (self.features,), jnp.float32
     )
+    x, kernel = promote_dtype(x, kernel, dtype=self.dtype)
     if self.padding == "SAME":
       pads = [((k - 1) // 2, k // 2) for k in self.kernel_size]
       x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
@@ -444,7 +510,7 @@ class PooledPlanes(nn.Module):
 
     places = outputs(0, 1) if height > 3 else outputs(0, 0) + outputs(1, 1)
     top, bottom = jnp.maximum(*places[:2]), jnp.maximum(*places[2:])
-    y = jnp.maximum(top, bottom) + bias.reshape(-1, 1)
+    y = add_bias(jnp.maximum(top, bottom), bias.reshape(-1, 1))
     return y.reshape(self.features, rows, columns, -1)
 
 

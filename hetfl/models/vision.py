@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import flax.linen as nn
 
+from hetfl import core
 from hetfl.models import layers
 
 
@@ -25,6 +26,8 @@ class CodistCNN(nn.Module):
     pool_after: indices of the convolutions that are followed by pooling.
     conv: the form of the convolutions; changes speed only.
     dropout: share of each dense layer's inputs that is dropped in training.
+    dtype: the type of all layers but the last, such as `jnp.bfloat16`; `None`
+      for that of images and parameters. Parameters and logits are float32.
 
   Reference: Lichtarge et al. 2023, appendix E. Pooling, padding, input size and
   dropout are not given there.
@@ -46,6 +49,7 @@ class CodistCNN(nn.Module):
   pool_after: Sequence[int] = (0, 1)
   conv: layers.ConvForm = "patches"
   dropout: float = 0.0
+  dtype: layers.DType | None = None
 
   @nn.compact
   def __call__(self, x, train: bool = False):
@@ -54,14 +58,21 @@ class CodistCNN(nn.Module):
       # ReLU after pooling: same value and gradient, a quarter of the elements.
       x = nn.relu(
         layers.Conv(
-          features, (3, 3), self.padding, self.conv, pool=i in self.pool_after
+          features,
+          (3, 3),
+          self.padding,
+          self.conv,
+          pool=i in self.pool_after,
+          dtype=self.dtype,
         )(x)
       )
     x = x.reshape(x.shape[0], -1)
     for width in self.dense:
       x = layers.Dropout(self.dropout)(x, train)
-      x = nn.relu(nn.Dense(width, kernel_init=layers.haiku_init)(x))
-    x = layers.Dropout(self.dropout)(x, train)
+      x = nn.relu(
+        nn.Dense(width, dtype=self.dtype, kernel_init=layers.haiku_init)(x)
+      )
+    x = layers.Dropout(self.dropout)(core.wide(x), train)
     return nn.Dense(self.num_classes, kernel_init=layers.haiku_init)(x)
 
 
