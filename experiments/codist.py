@@ -240,6 +240,7 @@ class Experiment:
       "algorithm": config["algorithm"],
       "dataset": config["dataset"],
       **self.task.record(),
+      **({"models": config["models"]} if config["models"] else {}),
       "seed": config["seed"],
       "exchanges": config["rounds"] // every if every else 0,
       "bytes_per_round": sum(p["bytes_per_round"] for p in pools.values()),
@@ -302,9 +303,9 @@ def main() -> None:
     )
   if TASKS[FLAGS.dataset] is codist_language:
     common.warn_of_idle("language models have no convolutions", "conv")
-  elif FLAGS.models and all(map(own_models.is_own, FLAGS.models)):
+  if FLAGS.models and all(map(own_models.is_own, FLAGS.models)):
     reason = "models of your own choose it themselves"
-    common.warn_of_idle(reason, "conv", "dtype")
+    common.warn_of_idle(reason, "conv", "dtype", "model_size")
 
   def configure(name, path, seed):
     config, speed = configuration(name, path)

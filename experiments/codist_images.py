@@ -12,7 +12,7 @@ from hetfl.data import codist_images
 from hetfl.models import vision
 
 FLAGS = flags.FLAGS
-CNNS = {"small_cnn": vision.small_cnn, "large_cnn": vision.large_cnn}
+MODELS = {"small_cnn": vision.small_cnn, "large_cnn": vision.large_cnn}
 
 # The flags' defaults. For CIFAR they are from the paper's appendix C or, where
 # it gives none, from the best of a few runs (BUILD_NOTES.md).
@@ -110,14 +110,6 @@ def define_flags() -> None:
     lower_bound=1e-6,
   )
   flags.DEFINE_list(
-    "models",
-    None,
-    "The models of the small and the large pool, one for both or SMALL,LARGE:"
-    f" {', '.join(CNNS)}, or FILE.py:FUNCTION for one of your own, where"
-    " FUNCTION(num_classes) returns a Flax module; by default the paper's"
-    f" {','.join(CNNS)}.",
-  )
-  flags.DEFINE_list(
     "dropout",
     None,
     "Dropout rate of each dense layer's inputs, one value or SMALL,LARGE; by"
@@ -198,17 +190,16 @@ class Task:
         f" channels, not {channels} ({config['dataset']}); choose another"
       )
     example = jnp.zeros((1, size, size, channels))
-    self._names = config["models"]
     self.models = []
     for name, dropout in zip(
-      self._names or CNNS, config["dropout"] or (0.0, 0.0)
+      config["models"] or MODELS, config["dropout"] or (0.0, 0.0)
     ):
       if own_models.is_own(name):
         model = own_models.load(
           "models", name, self.data.num_classes, example.shape[1:]
         )
       else:
-        module = CNNS[name](
+        module = MODELS[name](
           self.data.num_classes,
           padding=self._recipe.padding,
           pool_after=self._recipe.pool_after,
@@ -218,7 +209,7 @@ class Task:
         )
         model = core.Model.from_flax(module, example)
       self.models.append(model)
-    self.files = own_models.sources(self._names or ())
+    self.files = own_models.sources(config["models"] or ())
     self.pool_options = dict(transform=self._recipe.train)
     self.evaluator_options = dict(transform=self._recipe.evaluate)
 
@@ -234,5 +225,4 @@ class Task:
 
   def record(self) -> dict:
     """What `result.json` says of the data."""
-    record = {"partition": self.data.partition}
-    return record | ({"models": self._names} if self._names else {})
+    return {"partition": self.data.partition}

@@ -5,6 +5,7 @@ import functools
 from absl import flags
 import jax
 import jax.numpy as jnp
+import own_models
 
 from hetfl import core, next_word
 from hetfl import engine as engine_lib
@@ -80,7 +81,8 @@ DEFAULTS = {
     "merged": _PAPER | dict(distill_steps=32),
   },
 }
-MODELS = {
+# --model_size -> the models of --models.
+LSTMS = {
   "paper": (language.small_lstm, language.large_lstm),
   "half": (
     functools.partial(
@@ -91,6 +93,7 @@ MODELS = {
     ),
   ),
 }
+MODELS = ("small_lstm", "large_lstm")
 # Positions whose logits a CPU thread holds at once: the fastest of 32 to 200.
 _CHUNK = 128
 
@@ -128,7 +131,7 @@ def define_flags() -> None:
   flags.DEFINE_enum(
     "model_size",
     None,
-    sorted(MODELS),
+    sorted(LSTMS),
     "The paper's LSTMs, or LSTMs of half their width.",
   )
   flags.DEFINE_string(
@@ -159,6 +162,16 @@ def _split(batch: core.Batch) -> core.Batch:
   return {**batch, "x": tokens[:, :-1], "y": tokens[:, 1:]}
 
 
+def _in_chunks(model: core.Model, chunk: int | None) -> core.Model:
+  """The model, whose logits are computed in chunks unless it says how."""
+
+  def apply(variables, x, key, train):
+    outputs, stats = model.apply(variables, x, key, train)
+    return outputs.replace(chunk=outputs.chunk or chunk), stats
+
+  return model._replace(apply=apply)
+
+
 def _transform(key, batch):
   del key
   return _split(batch)
@@ -182,6 +195,7 @@ class Task:
 
   def __init__(self, config: dict, speed: dict, engine):
     del speed
+    names = config["models"] or MODELS
     self.data = codist_text.load_codist_text(
       config["dataset"],
       vocabulary=config["vocabulary"],
@@ -201,19 +215,28 @@ class Task:
     # In one program for all clients, computing all logits at once is faster.
     chunk = _CHUNK if isinstance(engine, engine_lib.Threads) else None
     example = jnp.zeros((1, codist_text.LENGTH), jnp.int32)
-    self.models = [
-      core.Model.from_flax(
-        build(vocabulary.size, chunk=chunk, dtype=config["dtype"]), example
-      )
-      for build in MODELS[config["model_size"]]
-    ]
+    lstms = dict(zip(MODELS, LSTMS[config["model_size"]]))
+    self.models = []
+    for name in names:
+      if own_models.is_own(name):
+        model = own_models.load(
+          "models", name, vocabulary.size, example.shape[1:]
+        )
+        model = _in_chunks(model, chunk)
+      else:
+        module = lstms[name](
+          vocabulary.size, chunk=chunk, dtype=config["dtype"]
+        )
+        model = core.Model.from_flax(module, example)
+      self.models.append(model)
     self.pool_options = dict(
       transform=_transform, loss=next_word.sentence_loss()
     )
     self.evaluator_options = dict(
       transform=_split, measure=next_word.next_word_metrics
     )
-    self.files = {"vocabulary.json": vocabulary.to_bytes()}
+    self.files = own_models.sources(names)
+    self.files["vocabulary.json"] = vocabulary.to_bytes()
 
   def distiller_options(self, config: dict) -> dict:
     """Arguments of a `Distiller` besides rates and those of the target."""

@@ -76,6 +76,15 @@ def define_flags() -> None:
     " text (pydoc, stackexchange, stackoverflow); digits and pydoc need no"
     " download.",
   )
+  flags.DEFINE_list(
+    "models",
+    None,
+    "The models of the small and the large pool, one for both or SMALL,LARGE:"
+    f" {', '.join(codist_images.MODELS)}, or for text"
+    f" {', '.join(codist_language.MODELS)}; or FILE.py:FUNCTION for one of your"
+    " own, where FUNCTION(num_classes), for text FUNCTION(vocabulary_size),"
+    " returns a Flax module. By default the paper's.",
+  )
   flags.DEFINE_enum(
     "distill_data",
     "in_domain",
@@ -287,15 +296,17 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   if values.get("dropout") is not None:
     rates = per_pool("dropout", values["dropout"], 0, 0.99)
     values["dropout"] = rates if any(rates) else None
-  if values.get("models") is not None:
-    values["models"] = _models(values["models"], values["dropout"])
+  if FLAGS.models is not None:
+    values["models"] = _models(
+      FLAGS.models, list(task.MODELS), values.get("dropout")
+    )
   if FLAGS.label_weight and FLAGS.distill_data in ("cifar10", "cifar100"):
     raise common.UsageError(
       f"--label_weight={FLAGS.label_weight}: the labels of"
       f" --distill_data={FLAGS.distill_data} belong to another data set; use"
       " --label_weight=0 or --distill_data=in_domain"
     )
-  own = own_models.labels(values.get("models") or ())
+  own = own_models.labels(FLAGS.models or ())
   speed = {"checkpoint_every": values["eval_every"]} | task.speed()
   if own:
     speed["microbatch"] = 0
@@ -328,9 +339,11 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   return dict(sorted(config.items())), speed
 
 
-def _models(names: list[str], dropout: tuple | None) -> list[str]:
+def _models(
+  names: list[str], known: list[str], dropout: tuple | None
+) -> list[str]:
   """`--models` as one name for each pool, checked."""
-  own_models.check("models", names, list(codist_images.CNNS))
+  own_models.check("models", names, known)
   if len(names) not in (1, len(POOLS)):
     raise common.UsageError(
       f"--models={','.join(names)}: give one name, or two for small and large"

@@ -1,7 +1,8 @@
 """Models of the user's own, which flags name as FILE.py:FUNCTION.
 
-The function takes the number of classes and returns a Flax Linen module, or a
-`hetfl.Model`. Modules take images as the recipe prepares them.
+The function takes the number of classes, or of tokens, and returns a Flax Linen
+module or a `hetfl.Model`. Models of images take them as the recipe prepares
+them; models of text take tokens and return `hetfl.TokenLogits`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from hetfl import core
+from hetfl.models.language import TokenLogits
 
 
 def is_own(name: str) -> bool:
@@ -54,47 +56,65 @@ def check(flag: str, names: Sequence[str], known: Sequence[str]) -> None:
 
 
 @functools.cache
-def load(
-  flag: str, name: str, num_classes: int, image_shape: tuple[int, int, int]
-) -> core.Model:
+def load(flag: str, name: str, size: int, shape: tuple[int, ...]) -> core.Model:
   """Calls the user's function, and checks the model's outputs.
 
   Args:
     flag: the flag that names the model.
     name: FILE.py:FUNCTION.
-    num_classes: C.
-    image_shape: height, width, channels.
+    size: C, the number of classes; for text V, that of tokens.
+    shape: height, width, channels; for text the length of a sentence, T.
 
   Returns:
     The model, the same for the same arguments.
 
   Raises:
     UsageError: the function is missing, returns no model, or the model's
-      outputs are not `float[B, C]`.
+      outputs are not `float[B, C]`, or for text not `TokenLogits`.
   """
-  shown = f"--{flag}={name}"
+  shown, is_text = f"--{flag}={name}", len(shape) == 1
   function = _function(flag, name)
-  with _traced(f"{shown}, called with num_classes={num_classes}"):
-    model = function(num_classes)
+  example = jnp.zeros((1, *shape), jnp.int32 if is_text else jnp.float32)
+  counted = "vocabulary_size" if is_text else "num_classes"
+  with _traced(f"{shown}, called with {counted}={size}"):
+    model = function(size)
     if isinstance(model, nn.Module):
-      model = core.Model.from_flax(model, jnp.zeros((1, *image_shape)))
+      model = core.Model.from_flax(model, example)
   if not isinstance(model, core.Model):
     raise common.UsageError(
       f"{shown}: returned a {type(model).__name__}, not a Flax Linen module or"
       " a hetfl.Model, such as hetfl.Model.from_nnx(lambda rngs: Net(rngs))"
     )
-  with _traced(f"{shown}, given images of shape {(1, *image_shape)}"):
+  inputs = "tokens" if is_text else "images"
+  with _traced(f"{shown}, given {inputs} of shape {example.shape}"):
     outputs = jax.eval_shape(
-      lambda key: model.predict(model.start(key), jnp.zeros((1, *image_shape))),
-      jax.random.key(0),
+      lambda key: model.predict(model.start(key), example), jax.random.key(0)
     )
-  if getattr(outputs, "shape", None) != (1, num_classes):
+  if is_text:
+    _check_tokens(shown, outputs, size, shape[0])
+  elif getattr(outputs, "shape", None) != (1, size):
     raise common.UsageError(
-      f"{shown}: given one image {image_shape}, the model's output is"
-      f" {jax.tree.map(jnp.shape, outputs)}, but {num_classes} classes need"
-      f" logits of shape (1, {num_classes})"
+      f"{shown}: given one image {shape}, the model's output is"
+      f" {jax.tree.map(jnp.shape, outputs)}, but {size} classes need"
+      f" logits of shape (1, {size})"
     )
   return model
+
+
+def _check_tokens(shown: str, outputs, size: int, length: int) -> None:
+  """Checks the outputs for one sentence."""
+  found = jax.tree.map(jnp.shape, outputs)
+  if isinstance(outputs, TokenLogits):
+    width = outputs.features.shape[-1:]
+    if found == TokenLogits(
+      (1, length, *width), (*width, size), (size,), outputs.chunk
+    ):
+      return
+  raise common.UsageError(
+    f"{shown}: given one sentence of {length} tokens, the model's output is"
+    f" {found}, but a vocabulary of {size} needs hetfl.TokenLogits of features"
+    f" (1, {length}, E), kernel (E, {size}) and bias ({size},)"
+  )
 
 
 def sources(names: Sequence[str]) -> dict[str, bytes]:
@@ -141,7 +161,8 @@ def _function(flag: str, name: str):
     inspect.signature(function).bind(10)
   except TypeError as error:
     raise common.UsageError(
-      f"{shown}: must take one argument, the number of classes: {error}"
+      f"{shown}: must take one argument, the number of classes (for text, of"
+      f" tokens): {error}"
     ) from None
   except ValueError:  # It has no signature.
     pass

@@ -151,6 +151,75 @@ def test_fedmd(experiment, nets, tmp_path):
   assert [party["model"] for party in parties] == [narrow, wider, "mlp(128)"]
 
 
+WORDS = """
+import flax.linen as nn
+import hetfl
+
+
+class Last(nn.Module):
+  vocabulary_size: int
+  chunk: int | None = None
+
+  @nn.compact
+  def __call__(self, x, train):
+    h = nn.Embed(self.vocabulary_size, 6)(x)
+    h = nn.Dropout(0.1, deterministic=not train)(h)
+    shape = (6, self.vocabulary_size)
+    kernel = self.param("kernel", nn.initializers.ones, shape)
+    bias = self.param("bias", nn.initializers.zeros, (self.vocabulary_size,))
+    return hetfl.TokenLogits(h, kernel, bias, self.chunk)
+
+
+def last(vocabulary_size):
+  return Last(vocabulary_size)
+
+
+def chunked(vocabulary_size):
+  return Last(vocabulary_size, 7)
+
+
+def dense(vocabulary_size):
+  return nn.Embed(vocabulary_size, vocabulary_size)
+
+
+def short(vocabulary_size):
+  return Last(vocabulary_size - 1)
+"""
+
+
+@pytest.mark.slow
+def test_codist_of_text(experiment, tmp_path):
+  codist, path = experiment("codist"), tmp_path / "words.py"
+  path.write_text(WORDS)
+  run = ("--dataset=pydoc", "--rounds=2", "--eval_every=2", "--distill_steps=2")
+  run += ("--merge_every=1", "--vocabulary_size=300")
+  # Chunks are the model's or, if it has none, the engine's: the same numbers.
+  cases = {"first": ("last", "chunked"), "second": ("chunked", "last")}
+  for name, functions in cases.items():
+    models = "--models=" + ",".join(f"{path}:{f}" for f in functions)
+    place = f"--workdir={tmp_path / name}"
+    done = codist(*run, models, "--algorithm=merged", place)
+    assert done.returncode == 0, done.stderr
+  (result, rows), (_, others) = (outcome(tmp_path / name) for name in cases)
+  assert result["models"] == [f"{path}:last", f"{path}:chunked"]
+  assert result["pools"]["large"]["parameters"] == 304 * (6 + 6 + 1)
+  assert rows[-1]["small/distill_loss"] > 0
+  for key, value in rows[-1].items():
+    assert others[-1][key] == pytest.approx(value, rel=1e-3, abs=1e-3), key
+  assert (tmp_path / "first/model-words.py").read_text() == WORDS
+  wanted = "(1, 20, E), kernel (E, 304) and bias (304,)"
+  text = (*run[:1], run[-1])
+  codist.refuse(
+    [
+      ((*text, f"--models={path}:dense"), wanted),
+      ((*text, f"--models={path}:short"), wanted),
+      ((*text, "--models=small_cnn"), "choose from small_lstm, large_lstm"),
+      (("--models=small_lstm",), "choose from small_cnn, large_cnn"),
+    ],
+    fresh=tmp_path / "fresh",
+  )
+
+
 def test_errors_in_the_file_have_a_traceback(experiment, nets, tmp_path):
   codist = experiment("codist")
   done = codist(f"--models={nets}:impossible", f"--workdir={tmp_path}/run")
