@@ -100,6 +100,7 @@ def measure(
   key += f", {type(experiment.engine).__name__} {experiment.engine.num_pieces}"
   measured = ("bank", "conv", "lanes", "microbatch", "rounds_per_dispatch")
   fixed = {n: speed.get(n) for n in measured if n not in candidates}
+  fixed["dtype"] = config["dtype"]  # Shapes do not tell it.
   key += f", {json.dumps([candidates, fixed, every if often else 0])}"
   choice = autotune_lib.choose(round_seconds, candidates, key=key)
   common.forget_engine()

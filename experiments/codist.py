@@ -301,11 +301,12 @@ def main() -> None:
       "c4_path",
       "c4_tokenizer",
     )
-  if TASKS[FLAGS.dataset] is codist_language:
+  of_text = TASKS[FLAGS.dataset] is codist_language
+  if of_text:
     common.warn_of_idle("language models have no convolutions", "conv")
-  if FLAGS.models and all(map(own_models.is_own, FLAGS.models)):
-    reason = "models of your own choose it themselves"
-    common.warn_of_idle(reason, "conv", "dtype", "model_size")
+  if FLAGS.models:
+    other = "model_size" if of_text else "conv"
+    own_models.warn_of_idle(FLAGS.models, "dtype", other)
 
   def configure(name, path, seed):
     config, speed = configuration(name, path)

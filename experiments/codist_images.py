@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import own_models
 import run_flags
 
-from hetfl import augment, core, evaluate
+from hetfl import augment, evaluate
 from hetfl.data import codist_images
 from hetfl.models import vision
 
 FLAGS = flags.FLAGS
-MODELS = {"small_cnn": vision.small_cnn, "large_cnn": vision.large_cnn}
+CNNS = {"small_cnn": vision.small_cnn, "large_cnn": vision.large_cnn}
+MODELS = tuple(CNNS)
 
 # The flags' defaults. For CIFAR they are from the paper's appendix C or, where
 # it gives none, from the best of a few runs (BUILD_NOTES.md).
@@ -190,25 +191,21 @@ class Task:
         f" channels, not {channels} ({config['dataset']}); choose another"
       )
     example = jnp.zeros((1, size, size, channels))
-    self.models = []
+    self.models, classes = [], self.data.num_classes
     for name, dropout in zip(
       config["models"] or MODELS, config["dropout"] or (0.0, 0.0)
     ):
-      if own_models.is_own(name):
-        model = own_models.load(
-          "models", name, self.data.num_classes, example.shape[1:]
-        )
-      else:
-        module = MODELS[name](
-          self.data.num_classes,
-          padding=self._recipe.padding,
-          pool_after=self._recipe.pool_after,
-          conv=speed["conv"],
-          dropout=dropout,
-          dtype=config["dtype"],
-        )
-        model = core.Model.from_flax(module, example)
-      self.models.append(model)
+      build = lambda name=name, dropout=dropout: CNNS[name](
+        classes,
+        padding=self._recipe.padding,
+        pool_after=self._recipe.pool_after,
+        conv=speed["conv"],
+        dropout=dropout,
+        dtype=config["dtype"],
+      )
+      self.models.append(
+        own_models.model("models", name, classes, example, build)
+      )
     self.files = own_models.sources(config["models"] or ())
     self.pool_options = dict(transform=self._recipe.train)
     self.evaluator_options = dict(transform=self._recipe.evaluate)

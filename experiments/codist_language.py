@@ -81,7 +81,8 @@ DEFAULTS = {
     "merged": _PAPER | dict(distill_steps=32),
   },
 }
-# --model_size -> the models of --models.
+MODELS = ("small_lstm", "large_lstm")
+# --model_size -> these models.
 LSTMS = {
   "paper": (language.small_lstm, language.large_lstm),
   "half": (
@@ -93,7 +94,6 @@ LSTMS = {
     ),
   ),
 }
-MODELS = ("small_lstm", "large_lstm")
 # Positions whose logits a CPU thread holds at once: the fastest of 32 to 200.
 _CHUNK = 128
 
@@ -162,8 +162,17 @@ def _split(batch: core.Batch) -> core.Batch:
   return {**batch, "x": tokens[:, :-1], "y": tokens[:, 1:]}
 
 
-def _in_chunks(model: core.Model, chunk: int | None) -> core.Model:
-  """The model, whose logits are computed in chunks unless it says how."""
+@functools.cache
+def in_chunks(model: core.Model, chunk: int | None) -> core.Model:
+  """A model of text, whose logits are computed in chunks.
+
+  Args:
+    model: the model; a chunk that its outputs state stays.
+    chunk: see `TokenLogits`.
+
+  Returns:
+    The model, the same for the same arguments.
+  """
 
   def apply(variables, x, key, train):
     outputs, stats = model.apply(variables, x, key, train)
@@ -218,16 +227,12 @@ class Task:
     lstms = dict(zip(MODELS, LSTMS[config["model_size"]]))
     self.models = []
     for name in names:
+      build = lambda name=name: lstms[name](
+        vocabulary.size, chunk=chunk, dtype=config["dtype"]
+      )
+      model = own_models.model("models", name, vocabulary.size, example, build)
       if own_models.is_own(name):
-        model = own_models.load(
-          "models", name, vocabulary.size, example.shape[1:]
-        )
-        model = _in_chunks(model, chunk)
-      else:
-        module = lstms[name](
-          vocabulary.size, chunk=chunk, dtype=config["dtype"]
-        )
-        model = core.Model.from_flax(module, example)
+        model = in_chunks(model, chunk)
       self.models.append(model)
     self.pool_options = dict(
       transform=_transform, loss=next_word.sentence_loss()

@@ -518,9 +518,10 @@ def main() -> None:
       *("public_patience", "public_min_delta"),
       *("transfer_patience", "transfer_min_delta"),
     )
-  if own_models.labels(FLAGS.models or ()):
-    reason = "models of your own choose it themselves"
-    common.warn_of_idle(reason, "batch_norm_momentum", "conv", "dtype")
+  if FLAGS.models:
+    own_models.warn_of_idle(FLAGS.models, "batch_norm_momentum", "conv")
+    if not FLAGS.weak_parties:
+      own_models.warn_of_idle(FLAGS.models, "dtype")
   workdir = common.default_workdir(
     "fedmd",
     FLAGS.environment,

@@ -24,6 +24,7 @@ from fml_settings import (
   models_of,
   TRUNKS,
   UNUSED,
+  warn_of_idle,
 )
 import jax
 import jax.numpy as jnp
@@ -86,19 +87,20 @@ class Experiment:
     @functools.cache
     def model(name, num_classes):
       """A network; clients with the same network share one object."""
-      if own_models.is_own(name):
-        flag = "client_models"
-        if name == config["global_model"]:
-          flag = "global_model"
-        return own_models.load(flag, name, num_classes, shape)
-      module = nets.net(
+      is_global = name == config["global_model"]
+      return own_models.model(
+        "global_model" if is_global else "client_models",
         name,
         num_classes,
-        shape,
-        conv=speed["conv"],
-        dtype=config["dtype"],
+        example,
+        lambda: nets.net(
+          name,
+          num_classes,
+          shape,
+          conv=speed["conv"],
+          dtype=config["dtype"],
+        ),
       )
-      return core.Model.from_flax(module, example)
 
     @functools.cache
     def adaptor(num_classes):
@@ -361,9 +363,8 @@ def main() -> None:
   common.refuse("not supported by fml; leave it out", "autotune")
   if not FLAGS.bad_clients:
     common.warn_of_idle("there are no --bad_clients", "bad_label_share")
+  warn_of_idle()
   models = [FLAGS.global_model or "", *(FLAGS.client_models or ())]
-  if all(map(own_models.is_own, models)):
-    common.warn_of_idle("models of your own choose it themselves", "dtype")
 
   def configure(name, path, seed):
     config, speed = configuration(name, path)

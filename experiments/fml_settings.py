@@ -323,4 +323,20 @@ def models_of(config: dict) -> list[str]:
   """The models that a run trains."""
   unused = UNUSED[config["algorithm"]]
   names = [] if "global_model" in unused else [config["global_model"]]
-  return names + ([] if "client_models" in unused else config["client_models"])
+  return [
+    *names,
+    *(() if "client_models" in unused else config["client_models"]),
+  ]
+
+
+def warn_of_idle() -> None:
+  """Warns of flags that no model of any of the algorithms reads."""
+  # An unknown data set, or algorithm, is refused later.
+  values = common.filled(DEFAULTS.get(FLAGS.dataset[0], DEFAULTS["digits"]))
+  trained = [
+    model
+    for name in FLAGS.algorithm
+    if name in ALGORITHMS
+    for model in models_of(values | {"algorithm": name})
+  ]
+  own_models.warn_of_idle(trained, "conv", "dtype")

@@ -5,7 +5,7 @@ module or a `hetfl.Model`. Models of images take them as the recipe prepares
 them; models of text take tokens and return `hetfl.TokenLogits`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
 import hashlib
@@ -53,6 +53,17 @@ def check(flag: str, names: Sequence[str], known: Sequence[str]) -> None:
         f"--{flag}={name}: choose from {', '.join(known)}, or give a model of"
         " your own as FILE.py:FUNCTION"
       )
+
+
+def warn_of_idle(names: Sequence[str], *flags: str) -> None:
+  """Warns of flags that have no effect if all models are the user's.
+
+  Args:
+    names: names of all models of a run.
+    *flags: flags of hetfl's models.
+  """
+  if all(map(is_own, names)):
+    common.warn_of_idle("models of your own choose it themselves", *flags)
 
 
 @functools.cache
@@ -115,6 +126,33 @@ def _check_tokens(shown: str, outputs, size: int, length: int) -> None:
     f" {found}, but a vocabulary of {size} needs hetfl.TokenLogits of features"
     f" (1, {length}, E), kernel (E, {size}) and bias ({size},)"
   )
+
+
+def model(
+  flag: str,
+  name: str,
+  size: int,
+  example: jax.Array,
+  build: Callable[[], nn.Module],
+) -> core.Model:
+  """The user's model, or one of hetfl's.
+
+  Args:
+    flag: the flag that names the model.
+    name: FILE.py:FUNCTION, or any other name for hetfl's.
+    size: see `load`.
+    example: inputs of the right shape and type.
+    build: makes hetfl's module.
+
+  Returns:
+    The model.
+
+  Raises:
+    UsageError: as `load`.
+  """
+  if is_own(name):
+    return load(flag, name, size, example.shape[1:])
+  return core.Model.from_flax(build(), example)
 
 
 def sources(names: Sequence[str]) -> dict[str, bytes]:

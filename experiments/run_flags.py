@@ -154,9 +154,9 @@ def define_run_flags() -> None:
     None,
     ["patches", "winograd", "native", "adaptive"],
     "Form of the convolutions: matrix products of patches; winograd (3x3 layers"
-    " of 16 channels and more; others as patches); native, XLA's own; or"
-    " adaptive: native where a model trains alone, patches where several train"
-    " under one vmap. By default winograd on CPUs (patches for digits and"
+    " of 16 channels and more, in float32; others as patches); native, XLA's"
+    " own; or adaptive: native where a model trains alone, patches where many"
+    " train under one vmap. By default winograd on CPUs (patches for digits and"
     " FedMD), native on TPUs, and on GPUs native for FedMD, adaptive for codist"
     " and patches for fml. Changes speed only.",
   )
@@ -229,10 +229,10 @@ def define_run_flags() -> None:
     "dtype",
     "float32",
     ["float32", "bfloat16"],
-    "Type in which models compute all but their logits. Parameters, losses and"
-    " optimizers are float32 in any case. With bfloat16 GPUs have about 0.6"
-    " times as much to read and write, and multiply at their full speed; CPUs"
-    " are slower. Not for models of your own.",
+    "Type of the factors of models' products and of what lies between layers."
+    " Parameters, logits, losses and optimizers are float32 in any case. With"
+    " bfloat16 GPUs have less to read and write, and multiply at their full"
+    " speed; CPUs are slower. Not for models of your own.",
   )
 
 

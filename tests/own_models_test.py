@@ -1,10 +1,13 @@
 """Models of the user's own in the commands: FILE.py:FUNCTION."""
 
+import importlib
 import json
 
+import numpy as np
 import pytest
 
-from tests.runs import error_of, outcome
+import hetfl
+from tests.runs import error_of, outcome, ROOT
 
 NETS = """
 import flax.linen as nn
@@ -108,9 +111,11 @@ def test_fml(experiment, nets, tmp_path):
     "--algorithm=fml,fedavg",
     "--beta=1",
     *run,
+    "--dtype=bfloat16",
     f"--workdir={tmp_path}/run",
   )
   assert done.returncode == 0, done.stderr
+  assert "--dtype has no effect" not in done.stderr  # On the mlp it has.
   results = {}
   for name in ("fml", "fedavg"):
     results[name], _ = outcome(tmp_path / "run" / name)
@@ -144,9 +149,11 @@ def test_fedmd(experiment, nets, tmp_path):
   assert parties[0]["parameters"] == weights(256, 8)
   assert (tmp_path / "all/public/model-nets.py").exists()
   assert "--l2=0.1 has no effect on party0" in done.stderr
-  weak = ("--num_parties=3", "--weak_parties=1")
-  done = fedmd(*weak, *run, f"--workdir={tmp_path}/weak")
+  weak = ("--num_parties=3", "--weak_parties=1", "--dtype=bfloat16")
+  done = fedmd(*weak, *run, "--conv=native", f"--workdir={tmp_path}/weak")
   assert done.returncode == 0, done.stderr
+  assert "--conv has no effect: models of your own" in done.stderr
+  assert "--dtype has no effect" not in done.stderr
   parties = outcome(tmp_path / "weak")[0]["parties"]
   assert [party["model"] for party in parties] == [narrow, wider, "mlp(128)"]
 
@@ -193,20 +200,19 @@ def test_codist_of_text(experiment, tmp_path):
   path.write_text(WORDS)
   run = ("--dataset=pydoc", "--rounds=2", "--eval_every=2", "--distill_steps=2")
   run += ("--merge_every=1", "--vocabulary_size=300")
-  # Chunks are the model's or, if it has none, the engine's: the same numbers.
-  cases = {"first": ("last", "chunked"), "second": ("chunked", "last")}
-  for name, functions in cases.items():
-    models = "--models=" + ",".join(f"{path}:{f}" for f in functions)
-    place = f"--workdir={tmp_path / name}"
-    done = codist(*run, models, "--algorithm=merged", place)
-    assert done.returncode == 0, done.stderr
-  (result, rows), (_, others) = (outcome(tmp_path / name) for name in cases)
+  models = f"--models={path}:last,{path}:chunked"
+  idle = ("--model_size=paper", "--dtype=bfloat16", "--conv=native")
+  place = f"--workdir={tmp_path / 'run'}"
+  done = codist(*run, models, *idle, "--algorithm=merged", place)
+  assert done.returncode == 0, done.stderr
+  for flag in ("dtype", "model_size"):
+    assert f"--{flag} has no effect: models of your own" in done.stderr
+  assert done.stderr.count("--conv has no effect") == 1
+  result, rows = outcome(tmp_path / "run")
   assert result["models"] == [f"{path}:last", f"{path}:chunked"]
   assert result["pools"]["large"]["parameters"] == 304 * (6 + 6 + 1)
   assert rows[-1]["small/distill_loss"] > 0
-  for key, value in rows[-1].items():
-    assert others[-1][key] == pytest.approx(value, rel=1e-3, abs=1e-3), key
-  assert (tmp_path / "first/model-words.py").read_text() == WORDS
+  assert (tmp_path / "run/model-words.py").read_text() == WORDS
   wanted = "(1, 20, E), kernel (E, 304) and bias (304,)"
   text = (*run[:1], run[-1])
   codist.refuse(
@@ -218,6 +224,23 @@ def test_codist_of_text(experiment, tmp_path):
     ],
     fresh=tmp_path / "fresh",
   )
+
+
+def test_logits_of_text_are_computed_in_chunks(monkeypatch):
+  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+  codist_language = importlib.import_module("codist_language")
+
+  def chunk_of(stated, given):
+    logits = hetfl.TokenLogits(*map(np.zeros, ((1, 2, 3), (3, 4), 4)), stated)
+    model = hetfl.Model(None, lambda variables, x, key, train: (logits, {}))
+    in_chunks = codist_language.in_chunks(model, given)
+    assert codist_language.in_chunks(model, given) is in_chunks
+    return in_chunks.apply(None, None, None, False)[0].chunk
+
+  # The model's own, or else the engine's.
+  assert chunk_of(7, 128) == 7
+  assert chunk_of(None, 128) == 128
+  assert chunk_of(None, None) is None
 
 
 def test_errors_in_the_file_have_a_traceback(experiment, nets, tmp_path):

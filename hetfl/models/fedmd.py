@@ -179,11 +179,9 @@ class PartyMLP(nn.Module):
   def __call__(self, x):
     """Maps images `float[B, H, W, c]` to logits `float[B, C]`."""
     x = nn.relu(
-      nn.Dense(
-        self.hidden,
-        dtype=self.dtype,
-        kernel_init=nn.initializers.glorot_uniform(),
-      )(x.reshape(x.shape[0], -1))
+      layers.Dense(self.hidden, nn.initializers.glorot_uniform(), self.dtype)(
+        x.reshape(x.shape[0], -1)
+      )
     )
     return _head(self.num_classes)(core.wide(x))
 

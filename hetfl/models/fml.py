@@ -27,8 +27,8 @@ class Net(nn.Module):
     border: number of rows and columns by which each edge of an image is first
       extended, repeating the edge.
     conv: the form of the convolutions; changes speed only. For images of 16x16
-      or more, `patches`, and `winograd` where no layer has enough channels for
-      it, put the batch axis last.
+      or more, `patches`, and `winograd` where no layer takes that form, put the
+      batch axis last.
     dtype: the type of all layers but the last, such as `jnp.bfloat16`; `None`
       for that of images and parameters. Parameters, logits and features are
       float32.
@@ -58,6 +58,7 @@ class Net(nn.Module):
       x = jnp.pad(x, ((0, 0), side, side, (0, 0)), mode="edge")
     most = max(self.filters[:-1], default=0)
     tiled = self.kernel == 3 and most >= layers.MANY_CHANNELS
+    tiled &= layers.is_wide(self.dtype or x.dtype)
     planes = self.conv == "patches" or (self.conv == "winograd" and not tiled)
     planes &= min(x.shape[1:3]) >= 16  # Else compile time dominates.
     if planes:
@@ -90,7 +91,7 @@ class Net(nn.Module):
     if self.num_classes is None:
       return core.wide(x)
     for width in self.dense:
-      x = nn.relu(nn.Dense(width, dtype=self.dtype, kernel_init=torch_init)(x))
+      x = nn.relu(layers.Dense(width, torch_init, self.dtype)(x))
     return nn.Dense(self.num_classes, kernel_init=torch_init)(core.wide(x))
 
 

@@ -51,7 +51,7 @@ class LSTM(nn.Module):
 
   Attributes:
     hidden: H.
-    dtype: the type of the products' inputs and of the outputs, such as
+    dtype: the type of the products' factors and of the outputs, such as
       `jnp.bfloat16`; `None` for that of inputs and parameters. Parameters and
       cells are float32.
 
@@ -193,8 +193,9 @@ class LSTMLanguageModel(nn.Module):
     hidden: H of each layer.
     num_layers: number of LSTM layers.
     chunk: see `TokenLogits`.
-    dtype: the type of the products' inputs, such as `jnp.bfloat16`; `None` for
-      that of the parameters. Parameters, sums and logits are float32.
+    dtype: the type of the products' factors, such as `jnp.bfloat16`; `None` for
+      that of the parameters. Parameters, cells, logits and the sums of products
+      are float32.
 
   Reference: Lichtarge et al. 2023, appendix E, after Reddi et al. 2021; the
   tanh between LSTM and projection is FedJAX's.
@@ -227,9 +228,7 @@ class LSTMLanguageModel(nn.Module):
     h = jnp.take(table, x, axis=0, mode="clip")
     for _ in range(self.num_layers):
       h = jnp.tanh(LSTM(self.hidden, self.dtype)(h))
-      h = nn.Dense(
-        self.embedding, dtype=self.dtype, kernel_init=layers.haiku_init
-      )(h)
+      h = layers.Dense(self.embedding, dtype=self.dtype)(h)
     kernel = self.param(
       "output_kernel",
       layers.haiku_init,

@@ -71,9 +71,9 @@ class Conv(nn.Module):
     strides: steps between receptive fields, down and across.
     pool: whether `max_pool_2x2` follows. It is then applied before the bias,
       which gives the same outputs with a quarter of the additions.
-    dtype: the type of the products' inputs and of the outputs, such as
-      `jnp.bfloat16`; `None` for that of inputs and kernel together. The
-      parameters stay float32, and sums are float32.
+    dtype: the type of the products' factors and of the outputs, such as
+      `jnp.bfloat16`; `None` for that of inputs and kernel together. Parameters
+      stay float32, and so do the sums of products and the bias's gradient's.
 
   Raises:
     ValueError: there is no such form or padding, or the images are too small.
@@ -123,10 +123,19 @@ class Conv(nn.Module):
     if self.form == "adaptive":
       return adaptive_conv(x, kernel, self.strides, self.padding)
     tiled = self.kernel_size == (3, 3) and self.strides == (1, 1)
-    tiled &= x.dtype.itemsize >= 4  # Its sums would lose half of bfloat16.
+    tiled &= is_wide(x.dtype)
     if self.form == "winograd" and tiled and x.shape[-1] >= MANY_CHANNELS:
       return winograd_conv(x, kernel, self.padding)
     return patches_conv(x, kernel, self.strides, self.padding)
+
+
+def is_wide(dtype: DType) -> bool:
+  """Whether a type has the bits for Winograd's sums: float32, not bfloat16.
+
+  >>> is_wide('float32'), is_wide(jnp.bfloat16)
+  (True, False)
+  """
+  return jnp.dtype(dtype).itemsize >= 4
 
 
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
@@ -149,7 +158,7 @@ def wide_product(a: jax.Array, b: jax.Array) -> jax.Array:
   """`a @ b` in float32 at least, of factors that may be bfloat16.
 
   The gradients of two narrow factors are products of their type, so the
-  cotangent is rounded to it.
+  cotangent is rounded to it; there are no forward-mode derivatives of these.
 
   Args:
     a: `float[..., k]`.
@@ -162,7 +171,7 @@ def wide_product(a: jax.Array, b: jax.Array) -> jax.Array:
   >>> float(wide_product(a, a.T)[0, 0] - 1) * 2 ** 18
   1.0
   """
-  if a.dtype != b.dtype or a.dtype.itemsize >= 4:
+  if a.dtype != b.dtype or is_wide(a.dtype):
     return core.wide(a @ b)
   return _product_of_narrow(a, b)
 
@@ -182,6 +191,42 @@ def _narrow_backward(factors, cotangent):
 _product_of_narrow.defvjp(
   lambda a, b: (_product_of_narrow(a, b), (a, b)), _narrow_backward
 )
+
+
+class Dense(nn.Module):
+  """`flax.linen.Dense`, whose bias's gradient is always summed in float32.
+
+  Flax's would sum that of a bfloat16 layer in bfloat16, which loses whatever is
+  less than a 256th of the sum so far.
+
+  Attributes:
+    features: number of outputs.
+    kernel_init: draws the kernel; the bias starts at zero.
+    dtype: see `Conv`.
+
+  >>> x = jnp.ones((3000, 1), jnp.bfloat16)
+  >>> variables = {'params': {'kernel': jnp.ones((1, 1)), 'bias': jnp.ones(1)}}
+  >>> def total(variables):
+  ...   return Dense(1, dtype=x.dtype).apply(variables, x).sum(dtype='float32')
+  >>> jax.grad(total)(variables)['params']['bias'].item()
+  3000.0
+  """
+
+  features: int
+  kernel_init: nn.initializers.Initializer = haiku_init
+  dtype: DType | None = None
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps `float[..., c]` to `float[..., features]`."""
+    kernel = self.param(
+      "kernel", self.kernel_init, (x.shape[-1], self.features), jnp.float32
+    )
+    bias = self.param(
+      "bias", nn.initializers.zeros, (self.features,), jnp.float32
+    )
+    x, kernel = promote_dtype(x, kernel, dtype=self.dtype)
+    return add_bias(x @ kernel, bias.reshape((1,) * (x.ndim - 1) + (-1,)))
 
 
 def native_conv(x, kernel, strides, padding):

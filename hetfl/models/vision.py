@@ -69,9 +69,7 @@ class CodistCNN(nn.Module):
     x = x.reshape(x.shape[0], -1)
     for width in self.dense:
       x = layers.Dropout(self.dropout)(x, train)
-      x = nn.relu(
-        nn.Dense(width, dtype=self.dtype, kernel_init=layers.haiku_init)(x)
-      )
+      x = nn.relu(layers.Dense(width, dtype=self.dtype)(x))
     x = layers.Dropout(self.dropout)(core.wide(x), train)
     return nn.Dense(self.num_classes, kernel_init=layers.haiku_init)(x)
 
