@@ -139,7 +139,7 @@ def test_a_rounds_time_is_the_mean_over_a_period(
   monkeypatch.setattr(
     autotuning, "FLAGS", collections.defaultdict(lambda: Absent)
   )
-  config = {"rounds": 300, "clients_per_round": (4, 2)}
+  config = {"rounds": 300, "clients_per_round": (4, 2), "dtype": "float32"}
   speed = {"lanes": 4, "microbatch": 16, "rounds_per_dispatch": number}
   autotuning.measure(Periodic, config, speed, tmp_path / "none", every)
   assert ("microbatch" in found) == (expected is not None)

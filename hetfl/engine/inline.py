@@ -178,16 +178,20 @@ class Inline:
     Returns:
       The jitted function. With a mesh it copies arrays on one device to all
       devices; those that are not donated, such as banks, only once while they
-      live.
+      live. On a mesh of CPU devices it returns when its results are ready.
     """
     program = jit(fn, donate)
     if self._mesh is None:
       return program
 
     def run(*args):
-      return program(
+      results = program(
         *(self._place(arg, i not in donate) for i, arg in enumerate(args))
       )
+      # XLA runs all CPU devices' programs on as many threads as there are
+      # cores. With 32 programs waiting, the dispatch of one more holds a
+      # thread, which a collective of theirs may need.
+      return jax.block_until_ready(results) if self._in_turn else results
 
     return run
 
