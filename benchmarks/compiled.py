@@ -53,6 +53,7 @@ from hetfl import core, logs, trials  # noqa: E402
 from hetfl.fedavg import fedavg  # noqa: E402
 
 TRIALS = 64
+IMAGES = peers.COHORT * peers.EXAMPLES  # Of a FedAvg round.
 TPU_GHZ = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75}
 
 
@@ -145,9 +146,8 @@ def job_of(setup: rounds.Setup, flops: float, steps: int | None = None) -> Job:
 
 def fedavg_job(size: str, dtype: str) -> Job:
   """A FedAvg round of one pool."""
-  images = peers.COHORT * peers.EXAMPLES
   return job_of(
-    codist.fedavg_round(size, dtype=dtype), codist.fedavg_flops(size, images)
+    codist.fedavg_round(size, dtype=dtype), codist.fedavg_flops(size, IMAGES)
   )
 
 
@@ -167,7 +167,7 @@ def fedavg_of_both(dtype: str) -> Job:
     ),
     data={"pools": small.data["pools"] + large.data["pools"]},
   )
-  flops = sum(fedavg_job(size, dtype).flops for size in codist.CNNS)
+  flops = sum(codist.fedavg_flops(size, IMAGES) for size in codist.CNNS)
   return job_of(setup, flops)
 
 
