@@ -3,8 +3,9 @@
   python benchmarks/compare.py --json=FILE [--only=NAME,...] [--runs=N]
 
 Ours and the peer take turns in one process, so that drifts of the machine's
-speed affect both. The table gives medians; `ratio` is the median over the turns
-of peer / ours: above one, ours is faster. `ceiling_share` is the speed of our
+speed affect both. A turn is a round, on accelerators ten that are dispatched
+without waiting, as in training. The table gives medians; `ratio` is the median
+over the turns of peer / ours: above one, ours is faster. `ceiling_share` is the speed of our
 round as a share of that of large matrix products, which take turns with both.
 Convolutions count as direct ones, so Winograd's form, which needs fewer
 products, can exceed 100 %. `--only` takes names and prefixes of names, such as
@@ -137,14 +138,20 @@ def main() -> None:
     default=0.125,
     help="width factor of FedMD's ten models",
   )
+  parser.add_argument(
+    "--matmul_precision",
+    default="float32",
+    choices=("float32", "tensorfloat32"),
+    help="of both sides' float32 products and convolutions on a GPU",
+  )
   args = parser.parse_args()
   if args.runs < 1:
     parser.error(f"--runs={args.runs}: want 1 or more")
   # For FedJAX's pmap; ours uses the first device only.
   if jax.config.jax_platforms in (None, "", "cpu"):
     jax.config.update("jax_num_cpu_devices", num_cores())
-  # Both in float32; JAX's default precision is lower on some accelerators.
-  jax.config.update("jax_default_matmul_precision", "float32")
+  # The same for both; JAX's own default depends on the accelerator.
+  jax.config.update("jax_default_matmul_precision", args.matmul_precision)
   every = (
     codist.rows()
     | fml.rows(args.fml_examples)
@@ -155,7 +162,8 @@ def main() -> None:
     names = chosen(args.only, every)
   except ValueError as e:
     sys.exit(f"error: {e}")
-  products, origin = rounds.ceiling(), provenance()
+  products = rounds.ceiling()
+  origin = provenance() | {"matmul_precision": args.matmul_precision}
   results = []
   print(
     f"{'name':33} {'ours s':>8} {'min':>8} {'max':>8} {'peer s':>8}"

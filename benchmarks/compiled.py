@@ -1,6 +1,7 @@
-"""Compiles the benchmarks' rounds for an accelerator that need not be there.
+"""Compiles the benchmarks' rounds for an accelerator, and runs them on one.
 
-  python benchmarks/compiled.py --target=v5e:2x2 --json=FILE [--only=NAME,...]
+  python benchmarks/compiled.py --target=here --json=FILE [--only=NAME,...]
+  python benchmarks/compiled.py --target=v5e:2x2 --json=FILE
   python benchmarks/compiled.py --target=h100.txtpb --json=FILE
 
 XLA's compilers for TPUs and NVIDIA GPUs also run on a machine without one: they
@@ -16,9 +17,13 @@ topology; a GPU by a file with its description, a `GpuTargetConfigProto` as text
   in a cache;
 * on TPUs, the milliseconds that the compiler expects.
 
-Nothing is run: these numbers say where time goes and whether a round fits, not
-how long it takes. On GPUs the tiles of products are XLA's defaults, since they
-could be tuned on the card alone.
+With a name or a file nothing is run: these numbers say where time goes and
+whether a round fits, not how long it takes, and on GPUs the tiles of products
+are XLA's defaults, since they could be tuned on the card alone. `here` is the
+device of this machine. It also runs the rounds: the table then ends with the
+milliseconds of a round that the host waits for and of one in a stream of rounds
+that it does not, and with the TFLOP/s of the latter; and bandwidth is that of a
+copy, measured first.
 """
 
 import argparse
@@ -27,12 +32,14 @@ import functools
 import os
 import pathlib
 import re
+import statistics
 import sys
 import time
 from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -49,7 +56,7 @@ from benchmarks import (  # noqa: E402
   programs,
   rounds,
 )
-from hetfl import core, logs, trials  # noqa: E402
+from hetfl import core, engine, logs, trials  # noqa: E402
 from hetfl.fedavg import fedavg  # noqa: E402
 
 TRIALS = 64
@@ -65,12 +72,14 @@ class Target(NamedTuple):
     device: a device of it, which need not exist.
     gb_per_s: a GPU's memory bandwidth, or 0.
     ghz: a TPU's clock rate, or 0 if it is not known.
+    runs: rounds to run and to time; 0 if there is no such device.
   """
 
   platform: str
   device: Any
   gb_per_s: float
   ghz: float
+  runs: int = 0
 
 
 def target_of(name: str) -> Target:
@@ -116,32 +125,64 @@ def target_of(name: str) -> Target:
   )
 
 
+def here(runs: int) -> Target:
+  """The device of this machine, with the bandwidth of a copy.
+
+  Args:
+    runs: rounds to time.
+
+  Returns:
+    The target.
+
+  Raises:
+    ValueError: there is only a CPU.
+  """
+  if jax.default_backend() == "cpu":
+    raise ValueError("--target=here: no accelerator; see benchmarks/compare.py")
+  device, number = jax.devices()[0], 2**28  # 1 GiB, beyond all caches.
+  copy = jax.jit(lambda a: -a, donate_argnums=0)
+  a = jnp.ones(number, jnp.float32)
+  a = jax.block_until_ready(copy(a))
+  start = time.perf_counter()
+  for _ in range(20):
+    a = copy(a)
+  jax.block_until_ready(a)
+  seconds = (time.perf_counter() - start) / 20
+  return Target(
+    device.platform, device, 2 * a.nbytes / seconds / 1e9, 0.0, runs
+  )
+
+
 class Job(NamedTuple):
   """A program to compile, and how long its loops are.
 
   Attributes:
-    step: `(state, plan, data) -> ...`.
-    args: its arguments, arrays or their shapes.
+    init: `() -> state`.
+    step: `(state, plan, data) -> (state, metrics)`.
+    plan: the plan.
+    data: the data.
     steps: how often a loop runs whose length is known only when it runs: the
       steps of a lane.
     flops: of its matrix products and convolutions.
   """
 
+  init: Callable
   step: Callable
-  args: tuple
+  plan: Any
+  data: Any
   steps: int
   flops: float
 
 
 def job_of(setup: rounds.Setup, flops: float, steps: int | None = None) -> Job:
   """The first round; by default it has as many steps as its longest lane."""
-  state, plan = (
-    jax.eval_shape(setup.algorithm.init, jax.random.key(0)),
+  init, plan = (
+    functools.partial(setup.algorithm.init, jax.random.key(0)),
     setup.plan(1),
   )
   if steps is None:
     steps = max(int(lanes.steps.max()) for lanes in plan.pools)
-  return Job(setup.algorithm.step, (state, plan, setup.data), steps, flops)
+  return Job(init, setup.algorithm.step, plan, setup.data, steps, flops)
 
 
 def fedavg_job(size: str, dtype: str) -> Job:
@@ -174,14 +215,14 @@ def fedavg_of_both(dtype: str) -> Job:
 def fedavg_of_trials(size: str, dtype: str) -> Job:
   """A FedAvg round of 64 trials, as a search runs them."""
   job = fedavg_job(size, dtype)
-  state, plan, data = job.args
-  states = jax.tree.map(
-    lambda a: jax.ShapeDtypeStruct((TRIALS, *a.shape), a.dtype), state
+  copies = lambda a: jnp.broadcast_to(a, (TRIALS, *a.shape))
+  return job._replace(
+    init=lambda: jax.tree.map(copies, job.init()),
+    step=lambda states, plan, data: trials.of_each(
+      lambda state: job.step(state, plan, data), states
+    ),
+    flops=TRIALS * job.flops,
   )
-  step = lambda states, plan, data: trials.of_each(
-    lambda state: job.step(state, plan, data), states
-  )
-  return Job(step, (states, plan, data), job.steps, TRIALS * job.flops)
 
 
 def jobs(dtype: str = "float32") -> dict[str, Callable[[], Job]]:
@@ -224,7 +265,7 @@ def jobs(dtype: str = "float32") -> dict[str, Callable[[], Job]]:
 
 
 def measure(name: str, job: Job, target: Target) -> dict[str, float | str]:
-  """Compiles a round for the target.
+  """Compiles a round for the target, and runs it if it is there.
 
   Args:
     name: of the row.
@@ -240,12 +281,17 @@ def measure(name: str, job: Job, target: Target) -> dict[str, float | str]:
     a = a if hasattr(a, "dtype") else np.asarray(a)
     return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-  state, plan, data = jax.tree.map(spec, job.args)
+  state, plan = jax.tree.map(spec, (jax.eval_shape(job.init), job.plan))
   bank = lambda a: jax.ShapeDtypeStruct(
     a.shape, a.dtype, sharding=core.bank_format(a, sharding)
   )
-  step = jax.jit(job.step, donate_argnums=0, out_shardings=sharding)
-  lowered = step.lower(state, plan, jax.tree.map(bank, data))
+  step = jax.jit(
+    job.step,
+    donate_argnums=0,
+    out_shardings=sharding,
+    compiler_options=engine.compiler_options() or None,
+  )
+  lowered = step.lower(state, plan, jax.tree.map(bank, job.data))
   start = time.perf_counter()
   compiled = lowered.compile()
   seconds = time.perf_counter() - start
@@ -266,11 +312,49 @@ def measure(name: str, job: Job, target: Target) -> dict[str, float | str]:
     row["bandwidth_ms"] = 1e3 * row["moved_gb"] / target.gb_per_s
   if work.cycles and target.ghz:
     row["expected_ms"] = work.cycles / target.ghz / 1e6
+  if target.runs:
+    row |= timed(compiled, job, target)
   return row
 
 
+def timed(compiled: Callable, job: Job, target: Target) -> dict[str, float]:
+  """Runs a compiled round again and again.
+
+  Args:
+    compiled: the round.
+    job: what it was compiled from.
+    target: where it is.
+
+  Returns:
+    `round_ms`, the median of rounds that the host waits for; `stream_ms`, a
+    round's time in a stream of rounds that it does not wait for, the median of
+    three streams; and `tflop_per_s` of a stream.
+  """
+  sharding = jax.sharding.SingleDeviceSharding(target.device)
+  put = lambda a: jax.device_put(a, core.bank_format(a, sharding))
+  data = jax.tree.map(put, job.data)
+  state = jax.jit(job.init, out_shardings=sharding)()
+
+  def seconds_of(number):
+    nonlocal state
+    start = time.perf_counter()
+    for _ in range(number):
+      state, _ = compiled(state, job.plan, data)
+    jax.block_until_ready(state)
+    return time.perf_counter() - start
+
+  seconds_of(2)
+  one = statistics.median(seconds_of(1) for _ in range(target.runs))
+  stream = statistics.median(seconds_of(target.runs) for _ in range(3))
+  return {
+    "round_ms": 1e3 * one,
+    "stream_ms": 1e3 * stream / target.runs,
+    "tflop_per_s": job.flops * target.runs / stream / 1e12,
+  }
+
+
 def main() -> None:
-  """Compiles the rounds, prints a table and writes JSON."""
+  """Compiles and runs the rounds, prints a table and writes JSON."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -283,25 +367,42 @@ def main() -> None:
     choices=("float32", "bfloat16"),
     help="what the models compute in",
   )
+  parser.add_argument(
+    "--matmul_precision",
+    choices=("float32", "tensorfloat32", "bfloat16"),
+    help="of float32 products, as the commands' flag; by default JAX's, which"
+    " is bfloat16 on TPUs and tensorfloat32 on GPUs",
+  )
+  parser.add_argument(
+    "--runs", type=int, default=20, help="rounds to time, with --target=here"
+  )
   args = parser.parse_args()
-  # Plans and banks are made here; and there is no card to tune products on.
-  jax.config.update("jax_platforms", "cpu")
-  flags = os.environ.get("XLA_FLAGS", "")
-  os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
+  if args.target != "here":
+    # Plans and banks are made here; and there is no card to tune products on.
+    jax.config.update("jax_platforms", "cpu")
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
+  if args.matmul_precision:
+    jax.config.update("jax_default_matmul_precision", args.matmul_precision)
   every = jobs(args.dtype)
   try:
     names = compare.chosen(args.only, every)
-    target = target_of(args.target)
+    target = (
+      here(args.runs) if args.target == "here" else target_of(args.target)
+    )
   except ValueError as error:
     sys.exit(f"error: {error}")
   origin = compare.provenance() | {
     "target": str(target.device.device_kind),
     "platform": target.platform,
     "dtype": args.dtype,
+    "matmul_precision": args.matmul_precision,
+    "gb_per_s": target.gb_per_s,
   }
   print(
     f"{'name':24} {'compile s':>9} {'args MB':>8} {'temp MB':>8}"
     f" {'operations':>10} {'GB':>7} {'at bandwidth':>12} {'expected':>9}"
+    f" {'a round':>9} {'in stream':>10} {'TFLOP/s':>8}"
   )
   results = []
   for name in names:
@@ -311,12 +412,14 @@ def main() -> None:
     results.append(row | origin)
     times = [
       f"{row[key]:.2f} ms" if key in row else "-"
-      for key in ("bandwidth_ms", "expected_ms")
+      for key in ("bandwidth_ms", "expected_ms", "round_ms", "stream_ms")
     ]
+    speed = f"{row['tflop_per_s']:.2f}" if target.runs else "-"
     print(
       f"{name:24} {row['compile_s']:9.1f} {row['arguments_mb']:8.1f}"
       f" {row['temporary_mb']:8.1f} {row['operations']:10.0f}"
-      f" {row['moved_gb']:7.2f} {times[0]:>12} {times[1]:>9}",
+      f" {row['moved_gb']:7.2f} {times[0]:>12} {times[1]:>9} {times[2]:>9}"
+      f" {times[3]:>10} {speed:>8}",
       flush=True,
     )
     if args.json:

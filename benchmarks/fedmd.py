@@ -163,7 +163,7 @@ def peer(table: str, width: float, channels_last: bool) -> rounds.Round:
       (value + L2 * net[-1].weight.square().sum()).backward()
       optimizer.step()
 
-  def run():
+  def round():
     with torch.no_grad():
       consensus = 0
       for net in nets:
@@ -175,8 +175,8 @@ def peer(table: str, width: float, channels_last: bool) -> rounds.Round:
       train(net, digest, x, consensus, BATCH, functional.l1_loss)
       for _ in range(OWN_EPOCHS):
         train(net, revisit, own_x, own_y, OWN_BATCH, functional.cross_entropy)
-    peers.wait_for_torch(device)
 
+  run = peers.waited(round, device)
   run()
   return run
 

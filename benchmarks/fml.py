@@ -163,15 +163,15 @@ def torch_round(
         functional.cross_entropy(own, labels).backward()
       optimizers[k].step()
 
-  def run():
+  def round():
     sums = None
     for k in range(NUM_CLIENTS):
       client(k)
       state = {n: a.clone() for n, a in meme.state_dict().items()}
       sums = state if sums is None else {n: sums[n] + state[n] for n in sums}
     server.load_state_dict({n: a / NUM_CLIENTS for n, a in sums.items()})
-    peers.wait_for_torch(device)
 
+  run = peers.waited(round, device)
   run()
   return run
 

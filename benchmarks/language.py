@@ -160,7 +160,7 @@ def torch_round(size: str, clients, cycle: int) -> rounds.Round:
 
   count = 0
 
-  def run():
+  def round():
     nonlocal count
     plan = plan_of(clients, 1 + count % cycle, 1)
     count += 1
@@ -190,10 +190,9 @@ def torch_round(size: str, clients, cycle: int) -> rounds.Round:
     for w, d in zip(server, deltas):
       w.grad = d.div_(total)
     adam.step()
-    peers.wait_for_torch(device)
 
-  for _ in range(cycle):
-    run()
+  run = peers.waited(round, device)
+  run(cycle)
   return run
 
 

@@ -1,9 +1,9 @@
 """One round of federated averaging in FedJAX and in PyTorch, to time.
 
 Each function here does its set-up, compilation and warm-up, and returns a
-callable without arguments that runs one more round and blocks till it is
-done. The work is the same for all: 60 clients of 100 images (uint8, 24x24x3),
-100 classes, 20 clients a round, one epoch in batches of 20, client SGD at
+callable that runs one more round, or as many as it is told, and blocks till
+they are done. The work is the same for all: 60 clients of 100 images (uint8,
+24x24x3), 100 classes, 20 clients a round, one epoch in batches of 20, client SGD at
 .05, server Adam at .005; a CNN of three 3x3 convolutions and dense layers.
 
     python -m benchmarks.peers --peer fedjax --backend jit --size small
@@ -151,7 +151,7 @@ def fedjax_round(
     warm_up: rounds run before returning, which compile.
 
   Returns:
-    A callable that runs one round and returns the server's parameters; its
+    A callable that runs rounds and returns the server's parameters; its
     attribute `num_params` is their number.
   """
   _shims()
@@ -195,19 +195,19 @@ def fedjax_round(
   rng = np.random.default_rng(seed + 1)
   num_round = 0
 
-  def run() -> Any:
+  def run(number: int = 1) -> Any:
     nonlocal state, num_round
-    key = jax.random.fold_in(jax.random.PRNGKey(seed), num_round)
-    keys = np.asarray(jax.random.split(key, COHORT))
-    chosen = _cohort(rng)
-    state, _ = algorithm.apply(
-      state, [(str(k), datasets[k], keys[i]) for i, k in enumerate(chosen)]
-    )
-    num_round += 1
+    for _ in range(number):
+      key = jax.random.fold_in(jax.random.PRNGKey(seed), num_round)
+      keys = np.asarray(jax.random.split(key, COHORT))
+      chosen = _cohort(rng)
+      state, _ = algorithm.apply(
+        state, [(str(k), datasets[k], keys[i]) for i, k in enumerate(chosen)]
+      )
+      num_round += 1
     return jax.block_until_ready(state.params)
 
-  for _ in range(warm_up):
-    run()
+  run(warm_up)
   if jax.tree.map(jnp.shape, state.params) != shapes:
     raise RuntimeError(
       f"FedJAX's backend {backend!r} changed the shapes of the parameters on "
@@ -233,16 +233,25 @@ def torch_device() -> str:
     return "cpu"
   if not torch.cuda.is_available():
     raise ImportError(f"no PyTorch for {jax.devices()[0].device_kind}")
-  torch.backends.cudnn.allow_tf32 = False  # float32, as ours.
+  # As ours.
+  tf32 = jax.config.jax_default_matmul_precision == "tensorfloat32"
+  torch.backends.cudnn.allow_tf32 = tf32
+  torch.backends.cuda.matmul.allow_tf32 = tf32
   return "cuda"
 
 
-def wait_for_torch(device: str) -> None:
-  """Blocks until the device has finished all its work."""
+def waited(round: Callable[[], Any], device: str) -> Callable[..., Any]:
+  """A callable that runs some of PyTorch's rounds and waits for the last."""
   import torch
 
-  if torch.device(device).type == "cuda":
-    torch.cuda.synchronize()
+  def run(number: int = 1) -> Any:
+    for _ in range(number):
+      result = round()
+    if torch.device(device).type == "cuda":
+      torch.cuda.synchronize()
+    return result
+
+  return run
 
 
 def torch_round(
@@ -268,7 +277,7 @@ def torch_round(
     warm_up: rounds run before returning.
 
   Returns:
-    A callable that runs one round and returns the server's parameters; its
+    A callable that runs rounds and returns the server's parameters; its
     attribute `num_params` is their number.
   """
   import torch
@@ -315,7 +324,7 @@ def torch_round(
       loss_fn(model(images), y[index]).backward()
       client_optimizer.step()
 
-  def run() -> Any:
+  def round() -> Any:
     deltas = [torch.zeros_like(p) for p in server]
     total = 0
     for k in _cohort(rng):
@@ -331,11 +340,10 @@ def torch_round(
     for s, d in zip(server, deltas):
       s.grad = d.div_(total)
     server_optimizer.step()
-    wait_for_torch(device)
     return server
 
-  for _ in range(warm_up):
-    run()
+  run = waited(round, device)
+  run(warm_up)
   run.num_params = sum(p.numel() for p in server)
   return run
 

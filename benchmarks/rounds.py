@@ -13,7 +13,7 @@ import numpy as np
 
 from hetfl import checks, core, engine, population
 
-Round = Callable[[], None]
+Round = Callable[[int], None]  # Runs that many rounds, and waits for the last.
 
 
 class Setup(NamedTuple):
@@ -40,8 +40,8 @@ class Row(NamedTuple):
   Attributes:
     ours: sets up our round.
     peer: what it is compared with, in words.
-    other: makes the peer's round: sets up, compiles, and returns a callable
-      that runs one more round and blocks until it is done.
+    other: makes the peer's rounds: sets up, compiles, and returns a callable
+      that runs some more rounds and blocks until they are done.
     flops: FLOPs of the matrix products that a round needs, with direct
       convolutions and without padding.
     work: the data that a round processes, as `(amount, unit)`.
@@ -62,7 +62,7 @@ def one_device() -> engine.Engine:
 
 
 def looped(setup: Setup) -> Round:
-  """A callable that runs the next round and blocks till it is done.
+  """A callable that runs the next rounds and blocks till they are done.
 
   Args:
     setup: our rounds. If they repeat, all are run once first, so that rounds of
@@ -74,18 +74,28 @@ def looped(setup: Setup) -> Round:
   algorithm, runner, plan, data, cycle = setup
   state = jax.jit(algorithm.init)(jax.random.key(0))
   step = runner.compile(algorithm.step, donate=(0,))
-  count = 0
+  count, planned = 0, plan(1)
 
-  def run():
-    nonlocal state, count
-    round = 1 + (count % cycle if cycle else count)
-    count += 1
-    state, _ = step(state, plan(round), data)
+  def run(number: int = 1):
+    nonlocal state, count, planned
+    for _ in range(number):
+      state, _ = step(state, planned, data)
+      count += 1
+      # As in training, where the next round is planned while one runs.
+      planned = plan(1 + (count % cycle if cycle else count))
     jax.block_until_ready(state)
 
-  for _ in range(cycle or 2):
-    run()
+  run(cycle or 2)
   return run
+
+
+def stream() -> int:
+  """Rounds that a turn times together, as training dispatches them.
+
+  An accelerator's host waits for the last of ten, and dispatches the others
+  while earlier ones run. A CPU's rounds are long, so each is a turn.
+  """
+  return 1 if jax.default_backend() == "cpu" else 10
 
 
 def take_turns(
@@ -93,13 +103,13 @@ def take_turns(
 ) -> dict[str, float]:
   """Times rounds of both, and the products if there are any, in turn."""
   turns = (ours, peer, products) if products else (ours, peer)
-  seconds = []
+  number, seconds = stream(), []
   for _ in range(runs):
     pair = []
     for run in turns:
       start = time.perf_counter()
-      run()
-      pair.append(time.perf_counter() - start)
+      run(number)
+      pair.append((time.perf_counter() - start) / number)
     seconds.append(pair)
   a, b, *c = zip(*seconds)
   row = {
@@ -129,7 +139,12 @@ def ceiling(side: int = 1024, products: int = 8) -> Round:
   # Orthogonal, so that powers neither grow nor vanish.
   q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(side, side)))
   jobs = [engine.Call(multiply, (jnp.asarray(q, jnp.float32),))] * number
-  run = lambda: jax.block_until_ready(runner.run(*jobs))
+
+  def run(number: int = 1):
+    for _ in range(number):
+      results = runner.run(*jobs)
+    jax.block_until_ready(results)
+
   run()
   run.flops = 2.0 * side**3 * products * number
   return run
@@ -187,18 +202,19 @@ def example_flops(
   Returns:
     The FLOPs of the batch divided by its size.
   """
-  variables = model.init(jax.random.key(0))
-  x = jnp.zeros(shape, dtype)
-  labels = x if dtype == jnp.int32 else jnp.zeros(shape[0], jnp.int32)
-  batch = {"x": x, "y": labels, "mask": jnp.ones(shape[0])}
   key = jax.random.key(0)
+  variables = jax.eval_shape(model.init, key)
 
-  def run(params):
-    there = core.Variables(params, variables.stats)
+  def run(params, stats):
+    x = jnp.zeros(shape, dtype)
+    labels = x if dtype == jnp.int32 else jnp.zeros(shape[0], jnp.int32)
+    batch = {"x": x, "y": labels, "mask": jnp.ones(shape[0])}
+    there = core.Variables(params, stats)
     return jnp.sum(loss(model.apply(there, x, key, train)[0], batch))
 
   fn = jax.grad(run) if train else run
-  return product_flops(jax.make_jaxpr(fn)(variables.params).jaxpr) / shape[0]
+  jaxpr = jax.make_jaxpr(fn)(variables.params, variables.stats).jaxpr
+  return product_flops(jaxpr) / shape[0]
 
 
 def ragged_sizes(cohort: int, batch_size: int) -> tuple[list[int], list[int]]:

@@ -129,7 +129,7 @@ def speed() -> dict:
   """Defaults of flags that change the speed only."""
   on_cpu = jax.default_backend() == "cpu"
   defaults = {
-    "conv": common.default_conv(FLAGS.dataset, on_gpu="adaptive"),
+    "conv": common.default_conv(FLAGS.dataset),
     "eval_batch_size": evaluate.batch_size_or_default(None),
     "microbatch": 16 if on_cpu else 0,
   }

@@ -132,10 +132,10 @@ def filled(defaults: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def default_conv(dataset: str, on_gpu: str = "patches") -> str:
+def default_conv(dataset: str) -> str:
   """The default of --conv for models with layers of many channels."""
   if jax.default_backend() != "cpu":
-    return "native" if jax.default_backend() == "tpu" else on_gpu
+    return "native" if jax.default_backend() == "tpu" else "patches"
   if dataset == "digits":
     return "patches"  # Digits train faster than winograd's extra compilation.
   return "winograd"

@@ -157,8 +157,8 @@ def define_run_flags() -> None:
     " of 16 channels and more, in float32; others as patches); native, XLA's"
     " own; or adaptive: native where a model trains alone, patches where many"
     " train under one vmap. By default winograd on CPUs (patches for digits and"
-    " FedMD), native on TPUs, and on GPUs native for FedMD, adaptive for codist"
-    " and patches for fml. Changes speed only.",
+    " FedMD), native on TPUs, and on GPUs native for FedMD, else patches."
+    " Changes speed only.",
   )
   flags.DEFINE_integer(
     "microbatch",

@@ -54,7 +54,8 @@ def test_turns_and_ratios(monkeypatch):
   def takes(name, *seconds):
     seconds = iter(seconds)
 
-    def run():
+    def run(number):
+      assert number == 1  # A CPU's turns are single rounds.
       turns.append(name)
       clock[0] += next(seconds)
 
@@ -120,14 +121,19 @@ def test_programs_add_up():
 
 def test_a_program_for_a_device():
   x = np.zeros((5, 8), np.float32)
-  step = lambda w, plan, data: data.T @ (data @ w)
-  job = compiled.Job(step, (x[0], x, x), 1, 80)
+  step = lambda w, plan, data: (data.T @ (data @ w), plan[0])
+  job = compiled.Job(lambda: x[0], step, x, x, 1, 80)
   there = compiled.Target("cpu", jax.devices()[0], gb_per_s=2.0, ghz=0.0)
   row = compiled.measure("row", job, there)
   assert row["name"] == "row" and row["gflop"] == 80e-9
   assert row["arguments_mb"] >= 4e-6 and row["operations"] >= 1
   assert row["bandwidth_ms"] == row["moved_gb"] / 2 * 1e3 > 0
   assert "expected_ms" not in row  # Only TPUs' compilers state it.
+  assert "round_ms" not in row
+  row = compiled.measure("row", job, there._replace(runs=2))
+  assert min(row["round_ms"], row["stream_ms"]) > 0
+  # 80 FLOPs in `stream_ms` milliseconds.
+  assert row["tflop_per_s"] == pytest.approx(80e-9 / row["stream_ms"])
 
 
 def test_every_round_can_be_compiled(monkeypatch):
@@ -136,11 +142,13 @@ def test_every_round_can_be_compiled(monkeypatch):
   named = {name.split("_")[0] for name in compiled.jobs()}
   assert {name.split("_")[0] for name in rows} - named == {"independent"}
   job = compiled.jobs()["fedavg_both"]()
-  state, plan, data = job.args
+  state, plan, data = jax.eval_shape(job.init), job.plan, job.data
   assert len(state.pools) == len(plan.pools) == len(data["pools"]) == 2
   assert plan.pools[0].steps.tolist() == [job.steps] * 20
 
 
 def test_targets_are_checked(tmp_path):
+  with pytest.raises(ValueError, match="--target=here: no accelerator"):
+    compiled.here(1)
   with pytest.raises(ValueError, match="none.txtpb: No such file"):
     compiled.target_of(str(tmp_path / "none.txtpb"))

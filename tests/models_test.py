@@ -1,6 +1,7 @@
 """Models, layers and image recipes."""
 
 import dataclasses
+import functools
 import typing
 
 import chex
@@ -155,6 +156,32 @@ def test_a_round_of_adaptive_convolutions(devices):
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), *states
   )
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize("strides", [(1, 1), (2, 3)])
+def test_a_gpus_patches_are_the_others(monkeypatch, padding, strides):
+  x = jax.random.normal(jax.random.key(0), (2, 3, 7, 6, 16))
+  tangent = jax.random.normal(jax.random.key(1), x.shape)
+
+  def of_all(x):
+    extract = functools.partial(
+      layers.extract_patches,
+      kernel_size=(3, 2),
+      padding=padding,
+      strides=strides,
+    )
+    return jax.vmap(extract)(x)
+
+  def results():
+    patches, forward = jax.jvp(of_all, (x,), (tangent,))
+    cotangent = jnp.cos(jnp.arange(patches.size)).reshape(patches.shape)
+    return patches, forward, *jax.vjp(of_all, x)[1](cotangent)
+
+  joined = results()
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert "gather" in str(jax.make_jaxpr(of_all)(x))
+  jax.tree.map(np.testing.assert_array_equal, results(), joined)
 
 
 @pytest.mark.parametrize("height", [6, 12])  # Tiles of 2x2 and of 4x2.

@@ -22,7 +22,7 @@ a batch:
 
 import jax
 
-from hetfl.engine.compilation import jit
+from hetfl.engine.compilation import compiler_options, jit
 from hetfl.engine.inline import Inline
 from hetfl.engine.jobs import (
   Call,
@@ -53,6 +53,7 @@ __all__ = [
   "Stages",
   "Threads",
   "bytes_from_first",
+  "compiler_options",
   "default_engine",
   "from_first",
   "jit",

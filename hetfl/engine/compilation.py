@@ -5,14 +5,21 @@ import functools
 
 import jax
 
+# What XLA may record into a GPU's command buffers (CUDA graphs). Loops and
+# conditionals are not among its defaults; without them the host waits for each
+# turn of a loop and launches its kernels anew.
+_IN_COMMAND_BUFFERS = (
+  "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
+  ",CONDITIONAL,WHILE"
+)
+
+Options = dict[str, bool | int | str]
+
 
 def jit(
   fn: Callable, donate: tuple[int, ...] = (), *, once: bool = False
 ) -> Callable:
-  """`jax.jit` with options that shorten compilation on CPUs.
-
-  There XLA's fusion emitters take half of the compilation time and make
-  programs no faster; they are switched off.
+  """`jax.jit` with the options of `compiler_options`.
 
   Args:
     fn: the function; it must not be called in a function that is traced.
@@ -28,18 +35,38 @@ def jit(
   >>> float(jit(lambda x: 2 * x)(3.0)), float(jit(lambda x: x, once=True)(3.0))
   (6.0, 3.0)
   """
-  options: dict[str, bool | int] = {}
-  if jax.default_backend() == "cpu":
+  options = compiler_options(once=once) or None
+  return jax.jit(fn, donate_argnums=donate, compiler_options=options)
+
+
+def compiler_options(*, once: bool = False) -> Options:
+  """Options for XLA, which change its speed or that of its programs.
+
+  On CPUs XLA's fusion emitters take half of the compilation time and make
+  programs no faster; they are switched off. On NVIDIA GPUs loops become part of
+  CUDA graphs.
+
+  Args:
+    once: see `jit`.
+
+  Returns:
+    The options that this version of XLA has, for the default backend.
+  """
+  options: Options = {}
+  backend = jax.default_backend()
+  if backend == "cpu":
     options |= _known("xla_cpu_use_fusion_emitters", False)
     if once:
       options |= _known("xla_backend_optimization_level", 0)
-  return jax.jit(fn, donate_argnums=donate, compiler_options=options or None)
+  elif backend == "gpu" and not once:
+    options |= _known("xla_gpu_enable_command_buffer", _IN_COMMAND_BUFFERS)
+  return options
 
 
 @functools.cache
-def _known(name: str, value: bool | int) -> dict[str, bool | int]:
+def _known(name: str, value: bool | int | str) -> Options:
   """The option as a dict; empty if this version of XLA does not have it."""
-  option = {name: value}
+  option: Options = {name: value}
   try:
     jax.jit(lambda: 0, compiler_options=option).lower().compile()
   except jax.errors.JaxRuntimeError:
