@@ -5,12 +5,12 @@
 Ours and the peer take turns in one process, so that drifts of the machine's
 speed affect both. A turn is a round, on accelerators ten that are dispatched
 without waiting, as in training. The table gives medians; `ratio` is the median
-over the turns of peer / ours: above one, ours is faster. `ceiling_share` is the speed of our
-round as a share of that of large matrix products, which take turns with both.
-Convolutions count as direct ones, so Winograd's form, which needs fewer
-products, can exceed 100 %. `--only` takes names and prefixes of names, such as
-`fedavg_large` or `fml`; the `_plain` rows take minutes on a CPU. A chart is
-drawn next to the JSON.
+over the turns of peer / ours: above one, ours is faster. `ceiling_share` is the
+speed of our round as a share of that of large matrix products, which take turns
+with both. Convolutions count as direct ones, so Winograd's form, which needs
+fewer products, can exceed 100 %. `--only` takes names and prefixes of names,
+such as `fedavg_large` or `fml`; the `_plain` rows take minutes on a CPU. A chart
+is drawn next to the JSON.
 """
 
 import argparse

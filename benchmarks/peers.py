@@ -3,8 +3,9 @@
 Each function here does its set-up, compilation and warm-up, and returns a
 callable that runs one more round, or as many as it is told, and blocks till
 they are done. The work is the same for all: 60 clients of 100 images (uint8,
-24x24x3), 100 classes, 20 clients a round, one epoch in batches of 20, client SGD at
-.05, server Adam at .005; a CNN of three 3x3 convolutions and dense layers.
+24x24x3), 100 classes, 20 clients a round, one epoch in batches of 20, client
+SGD at .05, server Adam at .005; a CNN of three 3x3 convolutions and dense
+layers.
 
     python -m benchmarks.peers --peer fedjax --backend jit --size small
 
