@@ -9,8 +9,8 @@ over the turns of peer / ours: above one, ours is faster. `ceiling_share` is the
 speed of our round as a share of that of large matrix products, which take turns
 with both. Convolutions count as direct ones, so Winograd's form, which needs
 fewer products, can exceed 100 %. `--only` takes names and prefixes of names,
-such as `fedavg_large` or `fml`; the `_plain` rows take minutes on a CPU. A chart
-is drawn next to the JSON.
+such as `fedavg_large` or `fml`; the `_plain` rows take minutes on a CPU. A
+chart is drawn next to the JSON.
 """
 
 import argparse
