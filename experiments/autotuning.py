@@ -52,7 +52,7 @@ def measure(
   candidates = {
     "lanes": [lanes, -(-lanes // 2), 2 * lanes],
     "microbatch": [16, 32, 64, 0] if on_cpu else [0, 32],
-    "conv": ["patches"] if on_cpu else ["patches", "native", "adaptive"],
+    "conv": ["patches"] if on_cpu else ["patches", "native"],
     "rounds_per_dispatch": [1, 8],
   }
   if not on_cpu:

@@ -152,13 +152,11 @@ def define_run_flags() -> None:
   flags.DEFINE_enum(
     "conv",
     None,
-    ["patches", "winograd", "native", "adaptive"],
+    ["patches", "winograd", "native"],
     "Form of the convolutions: matrix products of patches; winograd (3x3 layers"
-    " of 16 channels and more, in float32; others as patches); native, XLA's"
-    " own; or adaptive: native where a model trains alone, patches where many"
-    " train under one vmap. By default winograd on CPUs (patches for digits and"
-    " FedMD), native on TPUs, and on GPUs native for FedMD, else patches."
-    " Changes speed only.",
+    " of 16 channels and more, in float32; others as patches); or native, XLA's"
+    " own. By default winograd on CPUs (patches for digits and FedMD), native"
+    " on TPUs, and on GPUs native for FedMD, else patches. Changes speed only.",
   )
   flags.DEFINE_integer(
     "microbatch",

@@ -18,7 +18,7 @@ MODELS = {
     f"small_cnn_{form}": (
       lambda dtype, form=form: vision.small_cnn(10, conv=form, dtype=dtype)
     )
-    for form in ("patches", "winograd", "native", "adaptive")
+    for form in ("patches", "winograd", "native")
   },
   **{
     name: (lambda dtype, name=name: fml.net(name, 10, IMAGES[1:], dtype=dtype))

@@ -208,3 +208,11 @@ def test_an_option_that_xla_does_not_know_is_left_out():
   assert compilation._known("xla_cpu_no_such_option", False) == {}
   option = {"xla_backend_optimization_level": 0}
   assert compilation._known(*option.popitem()) != {}
+
+
+def test_a_gpus_loops_become_part_of_its_graphs(monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  # If this XLA did not know one of the kinds, it would know none.
+  (kinds,) = engine.compiler_options().values()
+  assert {"WHILE", "CONDITIONAL"} < set(kinds.split(","))
+  assert not engine.compiler_options(once=True)  # Not worth recording.

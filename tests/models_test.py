@@ -1,6 +1,5 @@
 """Models, layers and image recipes."""
 
-import dataclasses
 import functools
 import typing
 
@@ -11,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import hetfl
-from hetfl import augment, core, engine
+from hetfl import augment, core
 from hetfl.data.vision import load_digits
 from hetfl.models import fedmd, fml, layers, vision, winograd
-from tests import federation
 from tests.oracles import codist as codist_oracle
 from tests.oracles import fedmd as fedmd_oracle
 
@@ -79,82 +76,6 @@ def test_conv_is_flaxs_conv(form, padding, channels):
     lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
     value_and_grads(ours),
     value_and_grads(theirs),
-  )
-
-
-def operations(function, *args):
-  """Convolutions and matrix products of a function, as it is lowered."""
-  text = jax.jit(function).lower(*args).as_text()
-  names = ("stablehlo.convolution", "stablehlo.dot_general")
-  return tuple(text.count(name) for name in names)
-
-
-def test_adaptive_is_native_of_one_kernel_and_patches_of_many():
-  x = jax.random.normal(jax.random.key(0), (3, 2, 7, 6, 4))
-  kernels = jax.random.normal(jax.random.key(1), (3, 3, 3, 4, 5))
-
-  def gradients(form):
-    def loss(kernel, x):
-      y = layers.Conv(5, (3, 3), form=form).apply(
-        {"params": {"kernel": kernel, "bias": jnp.zeros(5)}}, x
-      )
-      return jnp.sum(jnp.sin(y))
-
-    return jax.grad(loss, (0, 1))
-
-  def trained(form):
-    """Two SGD steps; under `vmap` the kernel differs from the second one on."""
-    pull = gradients(form)
-    step = lambda kernel, x: (kernel - 0.01 * pull(kernel, x)[0], None)
-    return lambda kernel, x: jax.lax.scan(step, kernel, x[None].repeat(2, 0))[0]
-
-  lanes = lambda f: jax.vmap(f)
-  images = lambda f: jax.vmap(f, (None, 0))
-  trials = lambda f: jax.vmap(jax.vmap(f), (0, None))
-  each = lambda f: jax.vmap(jax.vmap(f, (None, 0)), (0, None))
-  cases = [
-    # What runs, whether its convolutions are native, and arguments.
-    (lambda form: gradients(form), True, kernels[0], x[0]),
-    (lambda form: images(gradients(form)), True, kernels[0], x),
-    (lambda form: lanes(gradients(form)), False, kernels, x),
-    (lambda form: trials(gradients(form)), False, kernels[None] * 2, x),
-    (lambda form: images(trained(form)), False, kernels[0], x),
-    (lambda form: each(gradients(form)), False, kernels, x),
-  ]
-  for make, native, *args in cases:
-    convolutions, products = operations(make("adaptive"), *args)
-    assert (convolutions > 0, products > 0) == (native, not native)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
-      jax.jit(make("adaptive"))(*args),
-      jax.jit(make("patches"))(*args),
-    )
-
-
-@pytest.mark.parametrize("devices", [1, 4])
-def test_a_round_of_adaptive_convolutions(devices):
-  distiller = hetfl.Distiller(learning_rate=0.01)
-  if devices > 1:
-    mesh = jax.make_mesh((devices,), (engine.AXIS,))
-    inline = engine.Inline(mesh)
-  else:
-    inline = engine.Inline()
-  states = []
-  for form in ("adaptive", "patches"):
-    model = core.Model.from_flax(
-      federation.Cnn(form), jnp.zeros(federation.EXAMPLE.shape)
-    )
-    pools = [
-      dataclasses.replace(p, model=model) for p in federation.make_pools()
-    ]
-    algorithm = hetfl.merged_codist(
-      pools, distiller, alpha=0.5, rounds=3, engine=inline
-    )
-    algorithm = algorithm._replace(step=inline.compile(algorithm.step))
-    state, _ = federation.run(algorithm, 2, num_lanes=4)
-    states.append(federation.params(state))
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), *states
   )
 
 
@@ -304,7 +225,7 @@ def test_forms_of_convolution_say_what_they_cannot_do():
   assert winograd.winograd_conv(x, kernel).shape == (0, 4, 4, 5)
   with pytest.raises(ValueError, match="choose SAME or VALID"):
     winograd.winograd_conv(x, kernel, "CAUSAL")
-  for form in ("patches", "winograd", "native", "adaptive"):
+  for form in ("patches", "winograd", "native"):
     with pytest.raises(ValueError, match="2x4 are too small for a conv"):
       layers.Conv(5, (3, 3), "VALID", form).init(
         jax.random.key(0), jnp.zeros((1, 2, 4, 32))

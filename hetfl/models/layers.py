@@ -17,7 +17,7 @@ from hetfl.models.winograd import check_size, winograd_conv
 # Number of input channels from which Winograd's form is faster on CPUs.
 MANY_CHANNELS = 16
 
-ConvForm = Literal["patches", "winograd", "native", "adaptive"]
+ConvForm = Literal["patches", "winograd", "native"]
 DType = jax.typing.DTypeLike
 Padding = Literal["SAME", "VALID"]
 
@@ -57,16 +57,13 @@ class Conv(nn.Module):
   any case. `winograd` is the same except for 3x3 kernels with stride 1 and at
   least 16 input channels, which take 2.25 to 3 times fewer multiplications,
   unless they are computed in bfloat16; see `hetfl.models.winograd`. `native` is
-  XLA's own convolution. `adaptive` is `native` for one kernel and `patches`
-  under `vmap` over many, so that on GPUs a round's clients and its students
-  each use the faster form; it has gradients, but no forward-mode derivatives.
-  All forms give the same numbers up to rounding.
+  XLA's own convolution. All forms give the same numbers up to rounding.
 
   Attributes:
     features: number of output channels.
     kernel_size: height and width.
     padding: `SAME` or `VALID`.
-    form: `patches`, `winograd`, `native` or `adaptive`; changes speed only.
+    form: `patches`, `winograd` or `native`; changes speed only.
     kernel_init: draws the kernel; the bias starts at zero.
     strides: steps between receptive fields, down and across.
     pool: whether `max_pool_2x2` follows. It is then applied before the bias,
@@ -120,8 +117,6 @@ class Conv(nn.Module):
     """The convolution without bias, computed as `form` says."""
     if self.form == "native":
       return native_conv(x, kernel, self.strides, self.padding)
-    if self.form == "adaptive":
-      return adaptive_conv(x, kernel, self.strides, self.padding)
     tiled = self.kernel_size == (3, 3) and self.strides == (1, 1)
     tiled &= is_wide(x.dtype)
     if self.form == "winograd" and tiled and x.shape[-1] >= MANY_CHANNELS:
@@ -297,75 +292,6 @@ def patches_conv(x, kernel, strides, padding):
     matrix = jax.lax.optimization_barrier(matrix.T).T
   y = patches.reshape(-1, patches.shape[-1]) @ matrix
   return y.reshape(*patches.shape[:-1], features)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def adaptive_conv(x, kernel, strides, padding):
-  """`native_conv` for one kernel, `patches_conv` for many.
-
-  Many kernels means a `jax.vmap` over the kernel. There are no forward-mode
-  derivatives.
-
-  Args:
-    x: `float[B, H, W, c]`.
-    kernel: `float[h, w, c, f]`.
-    strides: see `native_conv`.
-    padding: see `native_conv`.
-
-  Returns:
-    `float[B, H', W', f]`.
-
-  Raises:
-    ValueError: as the convolution that is used.
-
-  >>> x = jnp.arange(6.).reshape(1, 2, 3, 1)
-  >>> kernels = jnp.array([1., 2.]).reshape(2, 1, 1, 1, 1)
-  >>> of_all = jax.vmap(lambda k: adaptive_conv(x, k, (1, 2), 'VALID').ravel())
-  >>> of_all(kernels).tolist()
-  [[0.0, 2.0, 3.0, 5.0], [0.0, 4.0, 6.0, 10.0]]
-  """
-  one, many = (
-    functools.partial(conv, strides=strides, padding=padding)
-    for conv in (native_conv, patches_conv)
-  )
-  return _of_one_kernel_or_many(one, many)(x, kernel)
-
-
-def _adaptive_forward(x, kernel, strides, padding):
-  return adaptive_conv(x, kernel, strides, padding), (x, kernel)
-
-
-def _adaptive_backward(strides, padding, residuals, cotangent):
-  def pull_back(conv):
-    def gradients(x, kernel, cotangent):
-      apply = functools.partial(conv, strides=strides, padding=padding)
-      return jax.vjp(apply, x, kernel)[1](cotangent)
-
-    return gradients
-
-  one, many = pull_back(native_conv), pull_back(patches_conv)
-  return _of_one_kernel_or_many(one, many)(*residuals, cotangent)
-
-
-adaptive_conv.defvjp(_adaptive_forward, _adaptive_backward)
-
-
-def _of_one_kernel_or_many(one, many):
-  """`one(x, kernel, ...)`, but `many` under `vmap` over kernels."""
-  function = jax.custom_batching.custom_vmap(one)
-
-  @function.def_vmap
-  def batched(axis_size, in_batched, *args):
-    axes = [0 if is_batched else None for is_batched in in_batched]
-    first, later = (
-      jax.vmap(conv, in_axes=axes, axis_size=axis_size) for conv in (one, many)
-    )
-    if not in_batched[1]:  # Another vmap may batch them.
-      later = _of_one_kernel_or_many(first, later)
-    out = later(*args)
-    return out, jax.tree.map(lambda _: True, out)
-
-  return function
 
 
 def _check_choice(name, value, choices):
