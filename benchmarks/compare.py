@@ -78,7 +78,7 @@ def measure(name: str, row: rounds.Row, runs: int, products) -> dict:
   Args:
     name: the row's name.
     row: the row.
-    runs: rounds of each.
+    runs: turns of each.
     products: the callable that measures the ceiling.
 
   Returns:
@@ -123,7 +123,7 @@ def main() -> None:
   )
   parser.add_argument("--json", help="file for the rows")
   parser.add_argument("--only", help="names or their beginnings, with commas")
-  parser.add_argument("--runs", type=int, default=7, help="rounds of each")
+  parser.add_argument("--runs", type=int, default=7, help="turns of each")
   parser.add_argument(
     "--data_dir",
     help="folder with stackexchange/Posts.xml for the language rows, by"

@@ -15,7 +15,7 @@ topology; a GPU by a file with its description, a `GpuTargetConfigProto` as text
 * the bytes that these read and write, and the milliseconds that this takes at
   the GPU's full bandwidth: no round is faster than this, unless the data stays
   in a cache;
-* on TPUs, the milliseconds that the compiler expects.
+* on TPUs that are named, the milliseconds that the compiler expects.
 
 With a name or a file nothing is run: these numbers say where time goes and
 whether a round fits, not how long it takes, and on GPUs the tiles of products
@@ -377,6 +377,8 @@ def main() -> None:
     "--runs", type=int, default=20, help="rounds to time, with --target=here"
   )
   args = parser.parse_args()
+  if args.runs < 1:
+    parser.error(f"--runs={args.runs}: want 1 or more")
   if args.target != "here":
     # Plans and banks are made here; and there is no card to tune products on.
     jax.config.update("jax_platforms", "cpu")

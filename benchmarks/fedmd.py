@@ -163,7 +163,7 @@ def peer(table: str, width: float, channels_last: bool) -> rounds.Round:
       (value + L2 * net[-1].weight.square().sum()).backward()
       optimizer.step()
 
-  def round():
+  def one_round():
     with torch.no_grad():
       consensus = 0
       for net in nets:
@@ -176,7 +176,7 @@ def peer(table: str, width: float, channels_last: bool) -> rounds.Round:
       for _ in range(OWN_EPOCHS):
         train(net, revisit, own_x, own_y, OWN_BATCH, functional.cross_entropy)
 
-  run = peers.waited(round, device)
+  run = peers.waited(one_round, device)
   run()
   return run
 

@@ -163,7 +163,7 @@ def torch_round(
         functional.cross_entropy(own, labels).backward()
       optimizers[k].step()
 
-  def round():
+  def one_round():
     sums = None
     for k in range(NUM_CLIENTS):
       client(k)
@@ -171,7 +171,7 @@ def torch_round(
       sums = state if sums is None else {n: sums[n] + state[n] for n in sums}
     server.load_state_dict({n: a / NUM_CLIENTS for n, a in sums.items()})
 
-  run = peers.waited(round, device)
+  run = peers.waited(one_round, device)
   run()
   return run
 

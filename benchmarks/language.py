@@ -160,7 +160,7 @@ def torch_round(size: str, clients, cycle: int) -> rounds.Round:
 
   count = 0
 
-  def round():
+  def one_round():
     nonlocal count
     plan = plan_of(clients, 1 + count % cycle, 1)
     count += 1
@@ -191,7 +191,7 @@ def torch_round(size: str, clients, cycle: int) -> rounds.Round:
       w.grad = d.div_(total)
     adam.step()
 
-  run = peers.waited(round, device)
+  run = peers.waited(one_round, device)
   run(cycle)
   return run
 

@@ -241,13 +241,23 @@ def torch_device() -> str:
   return "cuda"
 
 
-def waited(round: Callable[[], Any], device: str) -> Callable[..., Any]:
-  """A callable that runs some of PyTorch's rounds and waits for the last."""
+def waited(one_round: Callable[[], Any], device: str) -> Callable[..., Any]:
+  """Rounds of PyTorch that the host waits for together.
+
+  Args:
+    one_round: runs a round.
+    device: where it runs.
+
+  Returns:
+    A callable that runs as many rounds as it is told, by default one, waits for
+    them and returns what the last one returned.
+  """
   import torch
 
   def run(number: int = 1) -> Any:
+    result = None
     for _ in range(number):
-      result = round()
+      result = one_round()
     if torch.device(device).type == "cuda":
       torch.cuda.synchronize()
     return result
@@ -325,7 +335,7 @@ def torch_round(
       loss_fn(model(images), y[index]).backward()
       client_optimizer.step()
 
-  def round() -> Any:
+  def one_round() -> Any:
     deltas = [torch.zeros_like(p) for p in server]
     total = 0
     for k in _cohort(rng):
@@ -343,7 +353,7 @@ def torch_round(
     server_optimizer.step()
     return server
 
-  run = waited(round, device)
+  run = waited(one_round, device)
   run(warm_up)
   run.num_params = sum(p.numel() for p in server)
   return run

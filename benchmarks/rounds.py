@@ -13,7 +13,7 @@ import numpy as np
 
 from hetfl import checks, core, engine, population
 
-Round = Callable[[int], None]  # Runs that many rounds, and waits for the last.
+Round = Callable[..., Any]  # Runs that many rounds, or one, and waits for all.
 
 
 class Setup(NamedTuple):
@@ -90,10 +90,13 @@ def looped(setup: Setup) -> Round:
 
 
 def stream() -> int:
-  """Rounds that a turn times together, as training dispatches them.
+  """How many rounds a turn times together, as training dispatches them.
 
   An accelerator's host waits for the last of ten, and dispatches the others
   while earlier ones run. A CPU's rounds are long, so each is a turn.
+
+  Returns:
+    The number of rounds.
   """
   return 1 if jax.default_backend() == "cpu" else 10
 
@@ -126,8 +129,9 @@ def take_turns(
   return row
 
 
-def ceiling(side: int = 1024, products: int = 8) -> Round:
+def ceiling(products: int = 8) -> Round:
   """A callable that multiplies large matrices on all cores or the device."""
+  side = 1024 if jax.default_backend() == "cpu" else 8192
 
   def multiply(a):
     return jax.lax.fori_loop(0, products, lambda _, b: a @ b, a)
@@ -203,6 +207,7 @@ def example_flops(
     The FLOPs of the batch divided by its size.
   """
   key = jax.random.key(0)
+  # Shapes alone: to make the parameters would compile each operation.
   variables = jax.eval_shape(model.init, key)
 
   def run(params, stats):

@@ -107,8 +107,8 @@ class Algorithm(NamedTuple):
       algorithm's engine says otherwise. The plan sets the lengths of its loops,
       so it is differentiable by `jax.jvp`; for pools and `fedmd`, on one
       device, also by `jax.grad` if the plan is closed over, not an argument of
-      the traced function. Adaptive convolutions and the losses of tokens are
-      not differentiable by `jax.jvp`.
+      the traced function. The losses of tokens are not differentiable by
+      `jax.jvp`.
   """
 
   init: Callable[..., PyTree]

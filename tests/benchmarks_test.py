@@ -79,6 +79,21 @@ def test_turns_and_ratios(monkeypatch):
   }
 
 
+def test_an_accelerators_turn_is_ten_rounds(monkeypatch):
+  clock = [0.0]
+  monkeypatch.setattr(rounds.time, "perf_counter", lambda: clock[0])
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+  def takes(seconds):
+    def run(number):
+      clock[0] += number * seconds
+
+    return run
+
+  row = rounds.take_turns(takes(2.0), takes(6.0), 3)
+  assert (row["ours_s"], row["peer_s"], row["ratio"]) == (2, 6, 3)
+
+
 TEXT = """
 %cond (a: (s32[], f32[4])) -> pred[] {
   %a = (s32[], f32[4]{0}) parameter(0)

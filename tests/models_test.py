@@ -1,5 +1,6 @@
 """Models, layers and image recipes."""
 
+import dataclasses
 import functools
 import typing
 
@@ -10,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetfl import augment, core
+import hetfl
+from hetfl import augment, core, engine
 from hetfl.data.vision import load_digits
 from hetfl.models import fedmd, fml, layers, vision, winograd
+from tests import federation
 from tests.oracles import codist as codist_oracle
 from tests.oracles import fedmd as fedmd_oracle
 
@@ -81,8 +84,9 @@ def test_conv_is_flaxs_conv(form, padding, channels):
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize("strides", [(1, 1), (2, 3)])
-def test_a_gpus_patches_are_the_others(monkeypatch, padding, strides):
-  x = jax.random.normal(jax.random.key(0), (2, 3, 7, 6, 16))
+@pytest.mark.parametrize("batch", [0, 3])
+def test_a_gpus_patches_are_the_others(monkeypatch, padding, strides, batch):
+  x = jax.random.normal(jax.random.key(0), (2, batch, 7, 6, 16))
   tangent = jax.random.normal(jax.random.key(1), x.shape)
 
   def of_all(x):
@@ -103,6 +107,70 @@ def test_a_gpus_patches_are_the_others(monkeypatch, padding, strides):
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   assert "gather" in str(jax.make_jaxpr(of_all)(x))
   jax.tree.map(np.testing.assert_array_equal, results(), joined)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpus_convolution_is_the_others(monkeypatch, dtype):
+  x = jax.random.normal(jax.random.key(0), (3, 2, 6, 6, 16))
+  conv = layers.Conv(5, (3, 3), pool=True, dtype=dtype)
+  variables = jax.vmap(conv.init)(jax.random.split(jax.random.key(1), 3), x)
+
+  def results():
+    def loss(variables, x):
+      return jnp.sum(jnp.sin(conv.apply(variables, x).astype(jnp.float32)))
+
+    return jax.vmap(jax.value_and_grad(loss, (0, 1)))(variables, x)
+
+  expected = results()
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  tolerance = 1e-5 if dtype == "float32" else 2e-2
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      np.float32(a), np.float32(b), rtol=tolerance, atol=tolerance
+    ),
+    results(),
+    expected,
+  )
+
+
+class Wide(nn.Module):
+  """A CNN whose second convolution has enough channels for patches."""
+
+  @nn.compact
+  def __call__(self, x):
+    for features in (16, 3):
+      x = nn.relu(layers.Conv(features, (3, 3), pool=True)(x))
+    return nn.Dense(federation.CLASSES)(x.reshape(x.shape[0], -1))
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_gpus_round_is_the_others(monkeypatch, devices):
+  model = core.Model.from_flax(Wide(), jnp.zeros(federation.EXAMPLE.shape))
+
+  def trained():
+    mesh = jax.make_mesh((devices,), (engine.AXIS,)) if devices > 1 else None
+    inline = engine.Inline(mesh)
+    pools = [
+      dataclasses.replace(p, model=model) for p in federation.make_pools()
+    ]
+    algorithm = hetfl.merged_codist(
+      pools,
+      hetfl.Distiller(learning_rate=0.01),
+      alpha=0.5,
+      rounds=3,
+      engine=inline,
+    )
+    algorithm = algorithm._replace(step=inline.compile(algorithm.step))
+    state, _ = federation.run(algorithm, 2, num_lanes=4)
+    return federation.params(state)
+
+  expected = trained()
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
+    trained(),
+    expected,
+  )
 
 
 @pytest.mark.parametrize("height", [6, 12])  # Tiles of 2x2 and of 4x2.

@@ -348,7 +348,9 @@ def _gathered_patches(x, kernel_size, strides):
   pixels = pixels[:: strides[0], :: strides[1]]
   rows = x.reshape(batch, height * width, channels)
   patches = rows.at[:, pixels.ravel()].get(mode="promise_in_bounds")
-  return patches.reshape(batch, *pixels.shape[:2], -1)
+  return patches.reshape(
+    batch, *pixels.shape[:2], math.prod(kernel_size) * channels
+  )
 
 
 @_gathered_patches.defjvp
