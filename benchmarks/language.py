@@ -249,4 +249,16 @@ def rows(data_dir: str | None, cycle: int) -> dict[str, rounds.Row]:
         lambda size=size: round_flops(size, work()[0]),
         lambda: (work()[1], "tokens"),
       )
+  sizes = rounds.ragged_sizes(CLIENTS, BATCH)
+  ragged, equal = (
+    functools.cache(lambda s=s: rounds.gathered(dict(clients().bank), s))
+    for s in sizes
+  )
+  lines["language_large_ragged"] = rounds.Row(
+    lambda: ours("large", ragged(), 1, False),
+    "the same batches in equal clients",
+    lambda: rounds.looped(ours("large", equal(), 1, False)),
+    lambda: round_flops("large", sum(sizes[0]) / BATCH),
+    lambda: (sum(sizes[0]), "sentences"),
+  )
   return lines
