@@ -176,10 +176,8 @@ class Job(NamedTuple):
 
 def job_of(setup: rounds.Setup, flops: float, steps: int | None = None) -> Job:
   """The first round; by default it has as many steps as its longest lane."""
-  init, plan = (
-    functools.partial(setup.algorithm.init, jax.random.key(0)),
-    setup.plan(1),
-  )
+  init = functools.partial(setup.algorithm.init, jax.random.key(0))
+  plan = setup.plan(1)
   if steps is None:
     steps = max(int(lanes.steps.max()) for lanes in plan.pools)
   return Job(init, setup.algorithm.step, plan, setup.data, steps, flops)

@@ -137,12 +137,12 @@ def ceiling(products: int = 8) -> Round:
     return jax.lax.fori_loop(0, products, lambda _, b: a @ b, a)
 
   runner = one_device()
-  number = getattr(runner, "num_threads", 1)
-  if number == 1:
+  copies = getattr(runner, "num_threads", 1)
+  if copies == 1:
     multiply = jax.jit(multiply)
-  # Orthogonal, so that powers neither grow nor vanish.
-  q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(side, side)))
-  jobs = [engine.Call(multiply, (jnp.asarray(q, jnp.float32),))] * number
+  # Of this scale, so that powers neither grow nor vanish.
+  a = np.random.default_rng(0).normal(size=(side, side)) / side**0.5
+  jobs = [engine.Call(multiply, (jnp.asarray(a, jnp.float32),))] * copies
 
   def run(number: int = 1):
     for _ in range(number):
@@ -150,7 +150,7 @@ def ceiling(products: int = 8) -> Round:
     jax.block_until_ready(results)
 
   run()
-  run.flops = 2.0 * side**3 * products * number
+  run.flops = 2.0 * side**3 * products * copies
   return run
 
 

@@ -281,10 +281,6 @@ def patches_conv(x, kernel, strides, padding):
     shape = *places[0].shape[1:], features
     rows = jnp.stack(places).reshape(len(matrix), -1)
     return (rows.T @ matrix).reshape(shape)
-  if jax.default_backend() == "gpu":
-    # XLA would compute what x comes from, such as a pooling, once for each
-    # place in a window.
-    x = jax.lax.optimization_barrier(x)
   patches = extract_patches(x, size, padding, strides)
   if len(matrix) > features:
     # The gradient of a tall kernel is faster as (cotangent^T patches)^T, on
@@ -324,11 +320,15 @@ def extract_patches(
   >>> extract_patches(x, (2, 2), 'VALID')[0, 0].tolist()
   [[0.0, 1.0, 3.0, 4.0], [1.0, 2.0, 4.0, 5.0]]
   """
+  if jax.default_backend() != "gpu":
+    x = _padded(x, 1, kernel_size, padding, strides)
+    return _joined_patches(x, kernel_size, strides)
+  # Without the barrier XLA would compute what x comes from, such as a pooling,
+  # once for each place in a window.
+  x = jax.lax.optimization_barrier(x)
   x = _padded(x, 1, kernel_size, padding, strides)
-  if jax.default_backend() == "gpu":
-    height, width = kernel_size
-    return _gathered_patches(x, (height, width), tuple(strides))
-  return _joined_patches(x, kernel_size, strides)
+  height, width = kernel_size
+  return _gathered_patches(x, (height, width), tuple(strides))
 
 
 def _joined_patches(x, kernel_size, strides):
