@@ -1,20 +1,20 @@
 """The basic types: losses, algorithms, metrics and, from `hetfl.model`, models.
 
-Letters used throughout: K clients, L lanes, S steps, B batch size, C classes,
-P pools (or parties).
+Letters used throughout: K clients, S steps, B batch size, C classes, P pools
+(or parties).
 """
 
 from collections.abc import Callable, Mapping
+import inspect
 from typing import Any, NamedTuple
 
-from absl import logging
+import flax.struct
 import jax
-from jax.experimental import layout
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import checks, output_checks
+from hetfl import checks
 from hetfl.model import Model as Model
 from hetfl.model import Variables as Variables
 
@@ -82,19 +82,6 @@ def values(metrics: Metrics) -> dict[str, float]:
   }
 
 
-def unchanged(state: PyTree, *_) -> tuple[PyTree, Mean]:
-  """The result of training that is skipped: the same state, and no loss.
-
-  Args:
-    state: what would have been trained.
-    *_: the other arguments of the training.
-
-  Returns:
-    The state, and an empty mean.
-  """
-  return state, Mean.zero()
-
-
 class Algorithm(NamedTuple):
   """A federated algorithm as a pair of pure functions.
 
@@ -115,6 +102,158 @@ class Algorithm(NamedTuple):
   step: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, Metrics]]
 
 
+@flax.struct.dataclass
+class State:
+  """The state of an algorithm.
+
+  Attributes:
+    key: the run's key; it never changes, and every draw folds the round into
+      it.
+    hyper: hyper-parameters by name, `float32[]` or one for each pool or party,
+      `float32[P]`, so that `jax.vmap` can batch trials with different values.
+    server: the models that the server keeps; `()` if none.
+    clients: what clients keep between rounds; `()` if nothing.
+  """
+
+  key: jax.Array
+  hyper: dict[str, jax.Array]
+  server: PyTree = ()
+  clients: PyTree = ()
+
+
+def with_hyper(state: State, **values: Any) -> State:
+  """Sets hyper-parameters in a state, such as those of a trial.
+
+  Args:
+    state: the state of any algorithm here, of one trial.
+    **values: hyper-parameters by their names in `state.hyper`; each is one
+      value, or one for each pool or party. Values are not checked, since
+      tracers could not be.
+
+  Returns:
+    The new state.
+
+  Raises:
+    ValueError: the state has no hyper-parameter of that name, or has it in
+      another shape; or the state holds several trials.
+
+  >>> state = State(jax.random.key(0), {'alpha': jnp.zeros(())})
+  >>> with_hyper(state, alpha=0.5).hyper
+  {'alpha': Array(0.5, dtype=float32)}
+  >>> with_hyper(state, beta=0.5)
+  Traceback (most recent call last):
+    ...
+  ValueError: beta: this state has no such hyper-parameter; it has ['alpha']
+  """
+  if jnp.ndim(state.key):
+    raise ValueError(
+      "the state holds several trials: set each trial's values by"
+      " jax.vmap(lambda state, v: with_hyper(state, NAME=v))(states, values)"
+    )
+  hyper = dict(state.hyper)
+  for name, value in values.items():
+    if name not in hyper:
+      raise ValueError(
+        f"{name}: this state has no such hyper-parameter; it has"
+        f" {sorted(hyper)}"
+      )
+    value, shape = jnp.asarray(value, jnp.float32), hyper[name].shape
+    if value.shape not in ((), shape):
+      raise ValueError(
+        f"{name}: an array of shape {value.shape}; give one value"
+        + (f", or an array of shape {shape}" if shape else "")
+      )
+    hyper[name] = jnp.broadcast_to(value, shape)
+  return state.replace(hyper=hyper)
+
+
+def hyper(num: int | None = None, **values: Any) -> dict[str, jax.Array]:
+  """Hyper-parameters as a state holds them: copies, since states are donated.
+
+  Args:
+    num: how many pools or parties there are; `None` for scalars.
+    **values: names and values: one, or one for each of them.
+
+  Returns:
+    `float32[]` or `float32[num]` by name.
+
+  Raises:
+    ValueError: there is neither one value nor one for each.
+
+  >>> hyper(2, temperature=3.0)
+  {'temperature': Array([3., 3.], dtype=float32)}
+  """
+  shape = () if num is None else (num,)
+  arrays = {}
+  for name, value in values.items():
+    if isinstance(value, list | tuple):
+      value = jnp.stack([jnp.asarray(v, jnp.float32) for v in value])
+    array = jnp.asarray(value, jnp.float32)
+    if array.shape not in ((), shape):
+      raise ValueError(f"{name}={value}: give one or {num} values")
+    arrays[name] = jnp.array(jnp.broadcast_to(array, shape))
+  return arrays
+
+
+# round -> value
+Schedule = Callable[[jax.Array], jax.Array | float]
+
+
+def check_schedule(
+  name: str, value: Any, *rounds: int, low: float = 0, high: float
+) -> None:
+  """Checks a hyper-parameter that may be a schedule, in some rounds.
+
+  Args:
+    name: its name.
+    value: a number, or a function of the round.
+    *rounds: the rounds in which a schedule is checked.
+    low: the least allowed value.
+    high: the greatest.
+
+  Raises:
+    ValueError: as `checks.between`.
+
+  >>> check_schedule('alpha', lambda t: 0.1 * t, 1, 20, high=1)
+  Traceback (most recent call last):
+    ...
+  ValueError: alpha=2.0: must lie between 0 and 1
+  """
+  for t in rounds:
+    now = value(np.int32(t)) if callable(value) else value
+    checks.between(low, high, **{name: now})
+
+
+def scheduled(
+  name: str, value: Any, state: State, round: jax.Array, *, high: float = 1
+) -> jax.Array:
+  """A hyper-parameter's value in a round: the state's, or a schedule's.
+
+  Args:
+    name: its name.
+    value: what the algorithm was built with; a schedule if it is callable.
+    state: the state, which holds the values that are not schedules.
+    round: the number of the round.
+    high: the greatest allowed value of a schedule; the least is 0.
+
+  Returns:
+    The value, `float32[]`. NaN if a schedule is out of its range: that shows in
+    a run's results, where training would continue in the wrong direction.
+
+  >>> alpha = lambda t: 1 - 0.4 * t
+  >>> [float(scheduled('alpha', alpha, None, t)) for t in (1, 2, 3)]
+  [0.6..., 0.2..., nan]
+  >>> float(scheduled('alpha', lambda t: 1.000001, None, 1))
+  1.0
+  """
+  if not callable(value):
+    return state.hyper[name]
+  value = jnp.asarray(value(round), jnp.float32)
+  inside = jnp.clip(value, 0, high)
+  # A schedule that ends at a bound may be beyond it by rounding.
+  return jnp.where(jnp.abs(value - inside) < 1e-5, inside, jnp.nan)
+
+
 def wide(x: jax.Array) -> jax.Array:
   """Casts numbers to float32 at least, before differences are taken.
 
@@ -130,6 +269,44 @@ def wide(x: jax.Array) -> jax.Array:
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+def labels_of(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+  """The batch's labels, one whole number for each prediction.
+
+  Args:
+    logits: `float[..., C]`.
+    batch: what should hold `y: int[...]`.
+
+  Returns:
+    `y`, and `float[...]`: 1 where a label is in range, else NaN. Negative
+    labels would count from the last class; as a factor of the loss, NaN makes
+    its gradient NaN too, so that no model trains on the others unseen.
+
+  Raises:
+    ValueError: `y` is missing, or of another type or shape.
+
+  >>> labels_of(jnp.zeros((8, 3)), {'y': jnp.zeros((8, 3))})
+  Traceback (most recent call last):
+    ...
+  ValueError: batch['y'] is float32 of shape (8, 3) beside logits of shape \
+(8, 3): labels are whole numbers, 0 to C - 1, of shape (8,)
+  """
+  if "y" not in batch:
+    raise ValueError(
+      f"a batch holds {sorted(batch)}, but the loss takes labels 'y': name the"
+      " bank's labels so, or give a transform"
+    )
+  checks.array("a loss of classes", logits)
+  y, shape = batch["y"], jnp.shape(logits)
+  dtype = jnp.result_type(y)
+  if not jnp.issubdtype(dtype, jnp.integer) or jnp.shape(y) != shape[:-1]:
+    raise ValueError(
+      f"batch['y'] is {dtype} of shape {jnp.shape(y)} beside logits of shape"
+      f" {shape}: labels are whole numbers, 0 to C - 1, of shape"
+      f" {shape[:-1]}"
+    )
+  return y, jnp.where((y >= 0) & (y < shape[-1]), 1.0, jnp.nan)
+
+
 def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
   """Softmax cross-entropy of each example, `-log softmax(logits)[y]`.
 
@@ -141,50 +318,14 @@ def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
     `float[B]`, in nats; NaN where a label is out of range.
 
   Raises:
-    ValueError: as `output_checks.labels`.
+    ValueError: as `labels_of`.
 
   >>> float(cross_entropy(jnp.zeros((1, 4)), {'y': jnp.array([2])})[0])
   1.386...
   """
-  labels = output_checks.labels(logits, batch)
+  labels, known = labels_of(logits, batch)
   losses = optax.softmax_cross_entropy_with_integer_labels(wide(logits), labels)
-  # Negative labels would count from the last class. A product, so that the
-  # gradient is NaN too: a model must not train on the other examples unseen.
-  known = (labels >= 0) & (labels < logits.shape[-1])
-  return losses * jnp.where(known, 1.0, jnp.nan)
-
-
-def inputs_of(batch: Batch) -> str:
-  """What a batch's inputs are, for error messages.
-
-  Args:
-    batch: holds `x`.
-
-  Returns:
-    Their shapes, in words.
-
-  >>> inputs_of({'x': jnp.zeros((2, 3))})
-  'given inputs x of shape (2, 3)'
-  """
-  return f"given inputs x of shape {jax.tree.map(jnp.shape, batch['x'])}"
-
-
-def losses_of(loss: Loss, logits: PyTree, batch: Batch) -> jax.Array:
-  """The losses of a batch; an error says how a loss is called.
-
-  Args:
-    loss: the loss.
-    logits: the model's outputs.
-    batch: the batch.
-
-  Returns:
-    `float[B]`, or a scalar.
-  """
-  with checks.noted(
-    "a loss is called as loss(logits, batch), and takes what it needs from the"
-    f" batch, which holds {sorted(batch)}"
-  ):
-    return loss(logits, batch)
+  return losses * known
 
 
 def gather(bank: Batch, index: jax.Array | np.ndarray) -> Batch:
@@ -224,28 +365,9 @@ def gather(bank: Batch, index: jax.Array | np.ndarray) -> Batch:
   return {**batch, "mask": jnp.where(index < number, mask, jnp.nan)}
 
 
-def bank_format(
-  array: jax.Array | np.ndarray, sharding: jax.sharding.Sharding
-) -> jax.sharding.Sharding | layout.Format:
-  """Where and how a bank's array should lie, for `jax.device_put`.
-
-  TPUs keep images of several channels with the examples on an inner axis, and
-  would copy the whole bank in each program that gathers from it.
-
-  Args:
-    array: examples on its first axis.
-    sharding: the devices.
-
-  Returns:
-    The sharding; for images on TPUs a format with the examples outermost.
-
-  >>> there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  >>> bank_format(np.zeros((5, 8, 8, 3)), there) is there  # not on a TPU
-  True
-  """
-  if jax.default_backend() != "tpu" or array.ndim != 4 or array.shape[3] == 1:
-    return sharding
-  return layout.Format(layout.Layout((0, 3, 1, 2)), sharding)
+def mask_of(batch: Batch) -> jax.Array:
+  """Which examples of a batch count, `float32[B]`, ones and zeros."""
+  return batch["mask"]
 
 
 def prepare(
@@ -258,7 +380,7 @@ def prepare(
   Args:
     transform: `None` leaves the batch as it is.
     batch: the batch.
-    key: a random key, for a `Transform`; `None` for a `Preparation`.
+    key: a random key in training, for a `Transform`; `None` elsewhere.
 
   Returns:
     The transform's result, with the batch's `mask` unless it has its own.
@@ -272,13 +394,8 @@ def prepare(
   ['mask', 'x']
   """
   if transform is not None:
-    if not callable(transform):
-      raise ValueError(
-        f"a transform is a {type(transform).__name__}: give a function of a"
-        " batch"
-      )
     args: dict[str, Any] = {"batch": batch}
-    if key is not None:
+    if key is not None and not _draws_nothing(transform):
       args = {"key": key, **args}
     checks.takes("a transform", transform, *args)
     given = transform(*args.values())
@@ -294,6 +411,15 @@ def prepare(
       " inputs so, or give a transform"
     )
   return batch
+
+
+def _draws_nothing(transform) -> bool:
+  """Whether it is a `Preparation`, a function of the batch alone."""
+  try:
+    inspect.signature(transform).bind("batch")
+  except (TypeError, ValueError):
+    return False
+  return True
 
 
 def sums_like(tree: PyTree) -> PyTree:
@@ -327,54 +453,6 @@ def as_type(x: jax.Array, dtype: Any) -> jax.Array:
   if jnp.issubdtype(dtype, jnp.integer):
     x = jnp.round(x)
   return x.astype(dtype)
-
-
-@jax.custom_batching.custom_vmap
-def any_of_batch(when: jax.Array) -> jax.Array:
-  """Returns `when`; under `jax.vmap`, one value: whether it is true for any.
-
-  A `jax.lax.cond` on it stays a `cond`; on `when`, `vmap` would run both
-  branches.
-
-  Args:
-    when: `bool[]`.
-
-  Returns:
-    `bool[]`, without a batch axis.
-
-  >>> when = jnp.array([False, True])
-  >>> jax.vmap(any_of_batch, out_axes=None)(when)
-  Array(True, dtype=bool)
-  """
-  return jnp.asarray(when)
-
-
-@any_of_batch.def_vmap
-def _any_of_batch(axis_size, in_batched, when):
-  del axis_size, in_batched
-  return any_of_batch(jnp.any(when, axis=0)), False
-
-
-def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-  """Mean of the values whose mask is 1; 0 if there are none.
-
-  Args:
-    values: `float[B]`; or a scalar, which is that mean already.
-    mask: `float[B]`, ones and zeros.
-
-  Returns:
-    A scalar.
-
-  Raises:
-    ValueError: as `output_checks.losses`.
-
-  >>> float(masked_mean(jnp.array([1., 2., 9.]), jnp.array([1., 1., 0.])))
-  1.5
-  """
-  output_checks.losses(values, mask)
-  if not jnp.ndim(values):
-    return values
-  return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1)
 
 
 def num_parameters(params: PyTree) -> int:
@@ -462,57 +540,3 @@ def strong(tree: PyTree) -> PyTree:
     return x
 
   return jax.tree.map(leaf, tree)
-
-
-def num_parts(
-  batch_size: int, at_most: int | None, *, multiple: int = 1
-) -> int:
-  """The least number of equal parts of a batch that are small enough.
-
-  Args:
-    batch_size: B.
-    at_most: examples in a part, at most; `None` for all.
-    multiple: the number of parts must be a multiple of this; a divisor of B.
-
-  Returns:
-    A divisor of B. Logs a warning if it makes the parts much smaller than
-    asked for, as when B is prime.
-
-  >>> num_parts(128, 32), num_parts(128, 60), num_parts(7, None)
-  (4, 4, 1)
-  >>> num_parts(128, None, multiple=8)
-  8
-  """
-  parts = next(
-    n
-    for n in range(multiple, batch_size + 1, multiple)
-    if batch_size % n == 0 and batch_size // n <= (at_most or batch_size)
-  )
-  if at_most and 2 * batch_size // parts < min(at_most, batch_size // multiple):
-    logging.log_first_n(
-      logging.WARNING,
-      "A batch of %d is cut into %d parts of %d, which is slow: no larger part"
-      " size up to microbatch=%d divides the batch.",
-      1,
-      batch_size,
-      parts,
-      batch_size // parts,
-      at_most,
-    )
-  return parts
-
-
-def split(tree: PyTree, parts: int) -> PyTree:
-  """Cuts arrays of B rows into equal parts.
-
-  Args:
-    tree: arrays `[B, ...]`.
-    parts: N, a divisor of B.
-
-  Returns:
-    Arrays `[N, B / N, ...]`.
-
-  >>> split(jnp.arange(4), 2).tolist()
-  [[0, 1], [2, 3]]
-  """
-  return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), tree)

@@ -1,4 +1,4 @@
-"""Distillation: tempered targets, mixup, and the scanned student update."""
+"""Distillation: tempered targets, mixup, teachers' views and students."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import checks, core, output_checks
-from hetfl.models.language import TokenLogits
+from hetfl import checks, core, local
+from hetfl.engine import batch_size_or_default, Task, Work
 
 PyTree = Any
 # (student's logits, teachers' logits, student's initial logits, batch, weights,
@@ -39,7 +39,7 @@ def tempered_softmax(
   >>> [round(float(x), 4) for x in p]
   [0.1, 0.9]
   """
-  output_checks.dense(logits)
+  checks.array("distillation", logits)
   if logits.shape[-1] < 2:
     raise ValueError(
       f"outputs of shape {logits.shape}: the softmax over one class is always"
@@ -65,11 +65,35 @@ def kl_divergence(target: jax.Array, logits: jax.Array) -> jax.Array:
   >>> float(kl_divergence(jnp.array([0., 1.]), jnp.log(jnp.array([.75, .25]))))
   1.386...
   """
-  output_checks.dense(logits)
   log_p = jax.nn.log_softmax(core.wide(logits), axis=-1)
   # log_p may be minus infinity where the target is 0, as for masked classes.
   log_p = jnp.where(target == 0, 0.0, log_p)
   return optax.losses.kl_divergence(log_p, target, axis=-1)
+
+
+def same_classes(*logits: jax.Array) -> None:
+  """Checks that models which learn from each other have the same outputs.
+
+  Args:
+    *logits: each model's logits for the same examples.
+
+  Raises:
+    ValueError: they are of different shapes.
+
+  >>> same_classes(jnp.zeros((8, 3)), jnp.zeros((8, 5)))
+  Traceback (most recent call last):
+    ...
+  ValueError: outputs of shapes (8, 3), (8, 5): models that learn from each \
+other need the same classes
+  """
+  for outputs in logits:
+    checks.array("models that learn from each other", outputs)
+  shapes = list(dict.fromkeys(jnp.shape(z) for z in logits))
+  if len(shapes) > 1:
+    raise ValueError(
+      f"outputs of shapes {', '.join(map(str, shapes))}: models that learn from"
+      " each other need the same classes"
+    )
 
 
 def codist_target(
@@ -107,7 +131,7 @@ def codist_target(
   >>> [round(float(x), 4) for x in target]
   [0.3, 0.7]
   """
-  output_checks.same_outputs(*teachers, student)
+  same_classes(*teachers, student)
   views = [
     tempered_softmax(z, t) for z, t in zip(teachers, temperatures, strict=True)
   ]
@@ -180,29 +204,14 @@ def label_target(like: jax.Array, batch: core.Batch) -> jax.Array:
     `float[..., C]`; NaN where a label is out of range.
 
   Raises:
-    ValueError: as `output_checks.labels`.
+    ValueError: as `core.labels_of`.
 
   >>> label_target(jnp.zeros((2, 2)), {'y': jnp.array([1, 2])}).tolist()
   [[0.0, 1.0], [nan, nan]]
   """
-  y, classes = output_checks.labels(like, batch), like.shape[-1]
-  known = jnp.expand_dims((y >= 0) & (y < classes), -1)
-  return jnp.where(known, jax.nn.one_hot(y, classes, dtype=like.dtype), jnp.nan)
-
-
-def example_weights(batch: core.Batch) -> jax.Array:
-  """The weights of the examples in a distillation batch: their mask.
-
-  Args:
-    batch: holds `mask: float32[B]`, as `core.gather` returns it.
-
-  Returns:
-    `float32[B]`.
-
-  >>> example_weights(core.gather({'x': jnp.ones(3)}, jnp.array([2, 0, -1])))
-  Array([1., 1., 0.], dtype=float32)
-  """
-  return batch["mask"]
+  y, known = core.labels_of(like, batch)
+  one_hot = jax.nn.one_hot(y, like.shape[-1], dtype=like.dtype)
+  return jnp.where(jnp.expand_dims(known == 1, -1), one_hot, jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -256,7 +265,7 @@ class Distiller:
   mixup_beta: float | None = None
   optimizer: core.Optimizer = optax.adam
   microbatch: int | None = None
-  weights: Callable[[core.Batch], jax.Array] = example_weights
+  weights: Callable[[core.Batch], jax.Array] = core.mask_of
   divergence: Divergence | None = None
 
   def __post_init__(self):
@@ -272,7 +281,7 @@ class Distiller:
     checks.between(0, 1, label_weight=self.label_weight)
     checks.positive(**checks.given(mixup_beta=self.mixup_beta))
     checks.counts(**checks.given(microbatch=self.microbatch))
-    checks.factories(optimizer=self.optimizer)
+    checks.optimizers(optimizer=self.optimizer)
     if self.divergence and self.mixup_beta is not None:
       raise ValueError(
         f"mixup_beta={self.mixup_beta}: cannot be combined with a custom"
@@ -289,33 +298,27 @@ class Distiller:
       `distill_lr`, `final_share`, `temperature`, `regularization`.
 
     Raises:
-      ValueError: if there is neither one value nor one for each pool.
+      ValueError: there is neither one value nor one for each pool.
 
     >>> Distiller(temperature=(1., 2.)).hyper(2)['temperature']
     Array([1., 2.], dtype=float32)
     """
-    values = {
-      "distill_lr": self.learning_rate,
-      "final_share": self.final_share,
-      "temperature": self.temperature,
-      "regularization": self.regularization,
-    }
-    hyper = {}
-    for name, value in values.items():
-      array = jnp.asarray(value, jnp.float32)
-      if array.shape not in ((), (num_pools,)):
-        raise ValueError(f"{name}={value}: give one or {num_pools} values")
-      hyper[name] = jnp.array(jnp.broadcast_to(array, (num_pools,)))
-    return hyper
+    return core.hyper(
+      num_pools,
+      distill_lr=self.learning_rate,
+      final_share=self.final_share,
+      temperature=self.temperature,
+      regularization=self.regularization,
+    )
 
-  def batch(self, key, bank: core.Batch, step, index) -> core.Batch:
+  def batch(self, key, bank: core.Batch, index, *, step) -> core.Batch:
     """Distillation batch number `step`, the same for teachers and students.
 
     Args:
       key: the exchange's key of the round.
       bank: the distillation bank.
-      step: the number of the step.
       index: `int32[B]`, positions in the bank.
+      step: the number of the step.
 
     Returns:
       The batch as models take it, with its weights `mixup: float32[B]` if it
@@ -330,192 +333,150 @@ class Distiller:
       batch = {**batch, "x": mixup(batch["x"], weight), "mixup": weight}
     return batch
 
-  def predictor(self, model: core.Model) -> Callable[..., PyTree]:
-    """The program that computes a model's view of distillation batches.
+  def view(self, model: core.Model) -> Task:
+    """A model's view of a distillation batch, as the students see it.
 
     Args:
       model: the model.
 
     Returns:
-      `(variables, key, bank, (step [N], index [N, B])) -> view`: the logits
-      `float[N, B, C]` or, if these are `TokenLogits`, their features.
+      The task of a batch: shared are `(variables, key, bank)`, a row is its
+      number and `index: int32[B]`, the result its logits `float[B, C]` or, of
+      `TokenLogits`, the features.
     """
 
-    def view_of_batches(variables, key, bank, rows):
-      def predict(row):
-        batch = self.batch(key, bank, *row)
-        size = len(batch["mask"])
-        view = jax.lax.map(
-          lambda part: self._view(model.predict(variables, part)),
-          core.split(batch["x"], core.num_parts(size, self.microbatch)),
-        )
-        return jax.tree.map(lambda a: a.reshape(size, *a.shape[2:]), view)
+    def of_part(variables, x):
+      outputs = model.predict(variables, x)
+      if hasattr(outputs, "features"):  # Its last layer is the same for all.
+        return outputs.features
+      if self.divergence is None:
+        checks.array("a teacher", outputs)
+      return outputs
 
-      steps, batch_size = rows[1].shape
-      at_once = min(steps, _batches_at_once(batch_size))
-      if at_once == 1 or core.num_parts(batch_size, self.microbatch) > 1:
-        return jax.lax.map(predict, rows)
-      return jax.lax.map(predict, rows, batch_size=at_once)
+    def of_batch(variables, key, bank, row):
+      step, index = row
+      batch = self.batch(key, bank, index, step=step)
+      size = len(batch["mask"])
+      parts = local.num_parts(size, self.microbatch)
+      views = jax.lax.map(
+        lambda x: of_part(variables, x), local.cut(batch["x"], parts)
+      )
+      return jax.tree.map(lambda a: a.reshape(size, *a.shape[2:]), views)
 
-    return view_of_batches
+    return Task.of(of_batch)
 
-  def _view(self, outputs: PyTree) -> PyTree:
-    """The part of a model's outputs that is per example, not the last layer."""
-    if self.divergence is None:
-      output_checks.dense(outputs)
-    return outputs.features if isinstance(outputs, TokenLogits) else outputs
+  def look(
+    self,
+    view: Task,
+    variables: core.Variables,
+    key: jax.Array,
+    bank: core.Batch,
+    batches: Any,
+    due: jax.Array | bool,
+  ) -> Work:
+    """The work of a teacher on all of a round's distillation batches.
 
-  def student(
-    self, models: Sequence[core.Model], index: int
-  ) -> Callable[..., tuple[core.Variables, core.Mean]]:
-    """The program that distils to one pool's model in S optimizer steps.
+    Args:
+      view: from the method `view`.
+      variables: the teacher's.
+      key: the exchange's key of the round.
+      bank: the distillation bank.
+      batches: the round's `Batches`, one row of S steps.
+      due: whether this round distils; the views are zeros if not.
+
+    Returns:
+      The work, whose result are the views, `[S, B, ...]`.
+    """
+    index = batches.index[0]
+    numbers = np.arange(len(index), dtype=np.int32)
+    at_once = max(1, batch_size_or_default(None) // index.shape[1])
+    if local.num_parts(index.shape[1], self.microbatch) > 1:
+      at_once = 1
+    steps = due * np.ones(len(index), np.int32)
+    shared = (variables, key, bank)
+    return Work(view, shared, (numbers, index), steps, at_once=at_once)
+
+  def student(self, models: Sequence[core.Model], index: int) -> Task:
+    """Distillation to one pool's model, in S optimizer steps.
 
     Args:
       models: each pool's model.
       index: the student's pool, i.
 
     Returns:
-      `(variables, hyper, decay, key, bank, steps [S], index [S, B], teachers)
-      -> (student, loss)`, where `teachers` holds, for each pool including the
-      student's, its `Variables` at the start and their view of the batches,
-      from `predictor`. The loss is the mean KL to the target.
-      With `shard`, an `engine.Shard`, each device takes its share of every
-      batch, and gradients are added up.
+      The task of a row of distillation batches. Shared are `(context, key,
+      bank)`; the context holds the hyper-parameters, `decay`, the exchange's
+      `key`, and for each pool, including the student's, its `Variables` at the
+      start (`teachers`) and its views. The result is the student's `Variables`
+      and the mean KL to its target.
     """
     others = [j for j in range(len(models)) if j != index]
 
-    def distil(
-      variables, hyper, decay, key, bank, steps, rows, teachers, shard=None
-    ):
-      final = hyper["final_share"][index]
-      rate = hyper["distill_lr"][index] * (final + (1 - final) * decay)
-      optimizer = self.optimizer(rate)
-      # Differs from the batches' keys, and from the other students'.
-      student_key = jax.random.fold_in(key, 2**31 + index)
-      mix = dict(
-        temperatures=[hyper["temperature"][j] for j in others],
-        regularization=hyper["regularization"][index],
+    def mix(context):
+      return dict(
+        temperatures=[context["temperature"][j] for j in others],
+        regularization=context["regularization"][index],
         label_weight=self.label_weight,
       )
 
-      def to_target(logits, examples):
-        kl = kl_divergence(examples["target"], logits)
-        weights = examples["weights"]
-        if kl.shape != weights.shape:
-          raise ValueError(
-            f"logits of shape {logits.shape} and weights of shape"
-            f" {weights.shape}: Distiller.weights must return shape {kl.shape}"
-          )
-        return jnp.sum(weights * kl)
+    def prepare(context, key, bank, positions, s):
+      del key  # Teachers and students see the same batch.
+      batch = self.batch(context["key"], bank, positions, step=s)
+      views = [jax.tree.map(lambda a: a[s], v) for v in context["views"]]
+      if self.divergence is not None:
+        return {**batch, "views": views}
+      labels = None
+      if self.label_weight:
+        labels = label_target(core.wide(views[index]), batch)
+        if self.mixup_beta is not None:
+          labels = mixup(labels, batch["mixup"])
+      teachers = [views[j] for j in others]
+      target = codist_target(teachers, views[index], labels, **mix(context))
+      return {**batch, "target": target}
 
-      def to_views(logits, examples):
-        batch = examples["batch"]
-        own, *outputs = (
-          _outputs(models[j], teachers[j][0], batch["x"], examples["views"][j])
-          for j in (index, *others)
-        )
-        weights = examples["weights"]
-        return self.divergence(logits, outputs, own, batch, weights, **mix)
-
-      def step(carry, row):
-        student, opt_state = carry
-        s, positions, views = row
-        batch = self.batch(key, bank, s, positions)
-        examples = {"x": batch["x"], "weights": self.weights(batch)}
-        if self.divergence is None:
-          divergence = to_target
-          labels = None
-          if self.label_weight:
-            labels = label_target(core.wide(views[index]), batch)
-            if self.mixup_beta is not None:
-              labels = mixup(labels, batch["mixup"])
-          examples["target"] = codist_target(
-            [views[j] for j in others],
-            views[index],
-            labels,
-            **mix,
-          )
-        else:
-          divergence = to_views
-          examples |= {"batch": batch, "views": views}
-        loss, grads, stats = self._gradient(
-          models[index],
-          student,
-          jax.random.fold_in(student_key, s),
-          divergence,
-          examples,
-          shard,
-        )
-        params, opt_state = core.descend(
-          optimizer, student.params, opt_state, grads, value=loss
-        )
-        return (core.Variables(params, stats), opt_state), loss
-
-      start = (variables, optimizer.init(variables.params))
-      views = [view for _, view in teachers]
-      (student, _), losses = jax.lax.scan(step, start, (steps, rows, views))
-      return student, core.Mean(
-        jnp.sum(losses), jnp.asarray(len(losses), jnp.float32)
+    def objective(variables, batch, key, context):
+      outputs, stats = local.outputs_of(
+        "a student", models[index], variables, batch, key
       )
-
-    return distil
-
-  def _gradient(self, model, student, key, divergence, examples, shard):
-    """Mean loss, gradient and statistics over a batch, part by part."""
-    count = jnp.sum(examples["weights"])
-    share = 1 / jnp.where(count > 0, count, 1)
-
-    def loss(params, stats, key, examples):
-      logits, stats = model.outputs(
-        core.Variables(params, stats), examples["x"], key, True
+      if self.divergence is None:
+        return kl_divergence(batch["target"], outputs), stats, {}
+      own, *teachers = (
+        _seen(models[j], context["teachers"][j], batch["x"], batch["views"][j])
+        for j in (index, *others)
       )
-      return share * divergence(logits, examples), stats
-
-    def part(carry, row):
-      total, grads, stats = carry
-      (value, stats), g = jax.value_and_grad(loss, has_aux=True)(
-        student.params, stats, *row
+      weights = self.weights(batch)
+      total = self.divergence(
+        outputs, teachers, own, batch, weights, **mix(context)
       )
-      return (total + value, optax.tree.add(grads, g), stats), None
+      count = jnp.sum(weights)
+      return total / jnp.where(count > 0, count, 1), stats, {}
 
-    # If the devices cannot share the batch equally, each takes all of it.
-    batch_size = len(examples["weights"])
-    if shard is not None and batch_size % shard.count:
-      shard = None
-    devices = shard.count if shard else 1
-    parts = core.num_parts(batch_size, self.microbatch, multiple=devices)
-    split = (jax.random.split(key, parts), core.split(examples, parts))
-    sums, _ = jax.lax.scan(
-      part,
-      (jnp.zeros(()), core.sums_like(student.params), student.stats),
-      shard.take(split) if shard else split,
+    def optimizer(context):
+      final = context["final_share"][index]
+      left = final + (1 - final) * context["decay"]
+      return self.optimizer(context["distill_lr"][index] * left)
+
+    def begin(context, own):
+      del own
+      teacher = context["teachers"][index]
+      return local.Learner(teacher, optimizer(context).init(teacher.params))
+
+    def end(context, own, learner, metrics, batches, key):
+      del context, own, batches, key
+      return learner.variables, metrics["loss"]
+
+    step = local.descend(
+      objective, optimizer, weights=self.weights, microbatch=self.microbatch
     )
-    total, grads, stats = sums
-    if shard:
-      total, grads, stats = shard.sum(sums)
-      stats = jax.tree.map(
-        lambda total: core.as_type(total / shard.count, total.dtype), stats
-      )
-    return total, optax.tree.cast_like(grads, student.params), stats
+    return local.training(step, begin, end, prepare=prepare, shares=True)
 
 
-def _outputs(
+def _seen(
   model: core.Model, variables: core.Variables, x: PyTree, view: PyTree
 ) -> PyTree:
   """A model's outputs, given their view."""
   # Of these only the output layer is used; the compiler drops the rest.
   outputs = model.predict(variables, x)
-  if isinstance(outputs, TokenLogits):
+  if hasattr(outputs, "features"):
     return dataclasses.replace(outputs, features=view)
   return view
-
-
-def _batches_at_once(batch_size: int) -> int:
-  """Batches that a teacher sees at once: on accelerators a thousand examples.
-
-  One batch at a time, as a student takes them, leaves a large device idle; on
-  CPUs the activations of one batch stay in the caches.
-  """
-  if jax.default_backend() == "cpu":
-    return 1
-  return max(1, 1024 // batch_size)

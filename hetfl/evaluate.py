@@ -8,8 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import checks, core, output_checks, population
-from hetfl import engine as engine_lib
+from hetfl import checks, core, population
+from hetfl.batches import in_order
+from hetfl.engine import (
+  batch_size_or_default,
+  Engine,
+  Inline,
+  Task,
+  Work,
+  zeros_of,
+)
 
 PyTree = Any
 Measure = Callable[[PyTree, core.Batch], dict[str, core.Mean]]
@@ -35,7 +43,7 @@ def classification(
   >>> float(mean.total / mean.count)
   0.5
   """
-  output_checks.dense(logits)
+  checks.array("classification", logits)
   # argmax takes the first NaN for the largest.
   known = ~jnp.isnan(logits).any(axis=-1)
   correct = known & (jnp.argmax(logits, axis=-1) == batch["y"])
@@ -45,26 +53,6 @@ def classification(
     "accuracy": core.Mean(jnp.sum(correct * mask), jnp.sum(mask)),
     "loss": core.Mean(jnp.sum(losses * mask), jnp.sum(mask)),
   }
-
-
-def batch_size_or_default(batch_size: int | None) -> int:
-  """The given evaluation batch size, or a default that suits the device.
-
-  The default is 40 on CPUs, where activations then stay in the caches, and
-  1,000 elsewhere.
-
-  Args:
-    batch_size: examples evaluated at once; `None` for the default.
-
-  Returns:
-    B.
-
-  >>> batch_size_or_default(64), batch_size_or_default(None) in (40, 1000)
-  (64, True)
-  """
-  if batch_size is not None:
-    return batch_size
-  return 40 if jax.default_backend() == "cpu" else 1000
 
 
 class Evaluator:
@@ -105,20 +93,17 @@ class Evaluator:
     *,
     transform: core.Preparation | None = None,
     measure: Measure = classification,
-    engine: engine_lib.Engine | None = None,
+    engine: Engine | None = None,
     batch_size: int | None = None,
     only: Sequence[Collection[str]] | None = None,
   ):
-    checks.sequence("models", models, core.Model)
     batch_size = batch_size_or_default(batch_size)
-    checks.counts(batch_size=batch_size)
-    self._engine = engine or engine_lib.Inline()
-    checks.kind("sets", sets, Mapping, "subsets by name")
+    self._engine = engine or Inline()
     for name, subset in sets.items():
       population.check_kind(subset, name, population.Subset)
     self._banks = {name: subset.bank for name, subset in sets.items()}
-    self._plans = {
-      name: _lanes(
+    self._batches = {
+      name: in_order(
         population.positions_in(subset.bank, subset.index, name),
         batch_size,
         self._engine.num_pieces,
@@ -129,18 +114,17 @@ class Evaluator:
       core.Model.check(f"models[{i}]", model)
     # Equal models share a program.
     alike = [tuple(map(core.hash_key, model)) for model in models]
-    programs = {
-      key: measure_program(model, transform, measure)
+    tasks = {
+      key: measure_task(model, transform, measure)
       for key, model in zip(alike, models)
     }
-    self._programs = [programs[key] for key in alike]
-    if only is not None and len(only) != len(models):
-      raise ValueError(f"only: {len(only)} for {len(models)} models")
-    if only is not None and any(isinstance(names, str) for names in only):
-      raise ValueError(
-        f"only={only}: give a sequence of sets' names for each model"
-      )
+    self._tasks = [tasks[key] for key in alike]
     only = [sets] * len(models) if only is None else only
+    if len(only) != len(models) or any(isinstance(n, str) for n in only):
+      raise ValueError(
+        f"only={only}: give a sequence of sets' names for each of"
+        f" {len(models)} models"
+      )
     self._names = [sorted(names) for names in only]
     if strange := {n for names in self._names for n in names} - set(sets):
       raise ValueError(f"only: no set {min(strange)!r}; there are {[*sets]}")
@@ -161,23 +145,27 @@ class Evaluator:
     Raises:
       ValueError: there are not as many variables as models, or they are traced.
     """
-    checks.sequence("variables", variables, core.Variables)
-    number, hint = len(self._programs), "as Model.start and states hold them"
-    checks.each("variables", variables, core.Variables, number, hint)
+    if len(variables) != len(self._tasks) or any(
+      not isinstance(v, core.Variables) for v in variables
+    ):
+      raise ValueError(
+        f"variables: give a sequence of {len(self._tasks)} Variables, as"
+        " Model.start and states hold them"
+      )
     if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(variables)):
       raise ValueError(
         "an Evaluator cannot be called under tracing, since it returns numbers"
         " on the host; use evaluator.sums(variables, evaluator.data(*names)),"
         " which returns Means"
       )
-    sums = self._compiled(tuple(variables), self._banks, self._plans)
+    sums = self._compiled(tuple(variables), self._banks, self._batches)
     return [core.values(model) for model in jax.device_get(sums)]
 
   def data(self, *names: str) -> PyTree:
     """The data of the named sets, as `sums` takes it."""
     return tuple(
       {name: tree[name] for name in names}
-      for tree in (self._banks, self._plans)
+      for tree in (self._banks, self._batches)
     )
 
   def sums(
@@ -194,14 +182,20 @@ class Evaluator:
     """
     return self._evaluate(variables, *data)
 
-  def _evaluate(self, variables, banks, plans):
-    all_names = [[n for n in names if n in plans] for names in self._names]
-    jobs = [
-      engine_lib.Lanes(program, (v, banks[name]), *plans[name])
-      for program, v, names in zip(self._programs, variables, all_names)
+  def _evaluate(self, variables, banks, batches):
+    all_names = [[n for n in names if n in batches] for names in self._names]
+    works = [
+      Work(
+        task,
+        (v, banks[name]),
+        batches[name].index,
+        batches[name].steps,
+        total=True,
+      )
+      for task, v, names in zip(self._tasks, variables, all_names)
       for name in names
     ]
-    results = iter(self._engine.run(*jobs))
+    results = iter(self._engine.run(*works))
     return [
       {
         f"{name}_{key}": mean
@@ -244,38 +238,28 @@ class ClientEvaluator:
     *,
     transform: core.Preparation | None = None,
     measure: Measure = classification,
-    engine: engine_lib.Engine | None = None,
+    engine: Engine | None = None,
     batch_size: int | None = None,
   ):
     core.Model.check("model", model)
-    kind = population.ClientPopulation
-    population.check_kind(clients, "clients", kind)
-    batch_size = batch_size_or_default(batch_size)
-    checks.counts(batch_size=batch_size)
-    self._engine = engine or engine_lib.Inline()
+    population.check_kind(clients, "clients", population.ClientPopulation)
+    at_once = batch_size_or_default(batch_size)
+    self._engine = engine or Inline()
     self._bank = clients.bank
-    batch_size = min(batch_size, int(clients.sizes.max()))
-    steps = -(-clients.sizes // batch_size)
-    index = np.full((len(clients), steps.max() * batch_size), -1, np.int32)
+    size = min(at_once, int(clients.sizes.max()))
+    steps = -(-clients.sizes // size)
+    index = np.full((len(clients), steps.max() * size), -1, np.int32)
     for k, row in enumerate(index):
       row[: clients.sizes[k]] = clients.positions(k)
     self._work = (
-      index.reshape(len(clients), -1, batch_size),
+      index.reshape(len(clients), -1, size),
       steps.astype(np.int32),
     )
-    program = measure_program(model, transform, measure)
     # As many clients at once as suit the device.
-    at_once = max(1, batch_size_or_default(None) // batch_size)
-
-    def measure_clients(own, shared, bank, rows):
-      def one(row):
-        variables, *work = row if own else (shared, *row)
-        return program(variables, bank, *work)
-
-      return jax.lax.map(one, rows, batch_size=at_once)
-
-    self._programs = {
-      own: functools.partial(measure_clients, own) for own in (False, True)
+    self._at_once = max(1, batch_size_or_default(None) // size)
+    self._tasks = {
+      False: measure_task(model, transform, measure),
+      True: measure_task(model, transform, measure, own=True),
     }
     self._compiled = {
       own: self._engine.compile(functools.partial(self._evaluate, own))
@@ -296,7 +280,6 @@ class ClientEvaluator:
       Arrays `float64[K]` by metric, such as `accuracy` and `loss`; NaN where
       there is nothing to measure.
     """
-    checks.kind("variables", variables, core.Variables, "one for all clients")
     sums = self._compiled[own](variables, self._bank, self._work)
     with np.errstate(invalid="ignore"):
       return {
@@ -305,42 +288,41 @@ class ClientEvaluator:
       }
 
   def _evaluate(self, own, variables, bank, work):
-    shared, rows = (None, (variables, *work)) if own else (variables, work)
-    job = engine_lib.Chunks(self._programs[own], (shared, bank), rows)
-    return self._engine.run(job)[0]
+    index, steps = work
+    shared, rows = ((variables, bank), index)
+    if own:
+      shared, rows = (None, bank), (variables, index)
+    task = self._tasks[own]
+    (sums,) = self._engine.run(
+      Work(task, shared, rows, steps, at_once=self._at_once)
+    )
+    return sums
 
 
-def _lanes(index, batch_size, num_lanes):
-  """Lays positions out as `int32[L, S, B]`, and counts each lane's steps."""
-  batches = -(-len(index) // batch_size)
-  steps = max(1, -(-batches // num_lanes))
-  padded = np.full(num_lanes * steps * batch_size, -1, np.int32)
-  padded[: len(index)] = index
-  lanes = padded.reshape(num_lanes, steps, batch_size)
-  return lanes, (lanes[:, :, 0] >= 0).sum(axis=1).astype(np.int32)
-
-
-def measure_program(
+def measure_task(
   model: core.Model,
   transform: core.Preparation | None = None,
   measure: Measure = classification,
-) -> Callable[..., dict[str, core.Mean]]:
-  """Sums a measure over the batches of a lane.
+  *,
+  own: bool = False,
+) -> Task:
+  """Sums a measure over the batches of a row.
 
   Args:
     model: the model.
     transform: applied to each batch as stored in the bank.
     measure: `(outputs, batch) -> sums over the batch`, by name.
+    own: whether each row has a model of its own.
 
   Returns:
-    The program `(variables, bank, lane [S, B], steps) -> sums`, where `lane`
-    holds positions in the bank, -1 for none, and `steps` says how many of the
-    S batches to take.
+    The task. Shared are `(variables, bank)`, a row is `index: int32[S, B]`,
+    positions in the bank, -1 for none; or, if it has a model of its own,
+    `(None, bank)` and `(variables, index)`. The results are the sums.
   """
 
   def of_batch(variables, bank, index):
     batch = core.prepare(transform, core.gather(bank, index))
-    with checks.noted(f"a model {core.inputs_of(batch)}"):
+    with checks.noted(f"a model, given inputs {jax.tree.map(jnp.shape, batch)}"):
       outputs = model.predict(variables, batch["x"])
     sums = measure(outputs, batch)
     pairs = isinstance(sums, Mapping) and all(
@@ -353,16 +335,17 @@ def measure_program(
       )
     return dict(sums)
 
-  def evaluate_lane(variables, bank, lane, steps):
-    lane = jnp.asarray(lane)  # A NumPy array, if not under jit.
-    zeros = engine_lib.zeros_of(of_batch, variables, bank, lane[0])
-    return jax.lax.fori_loop(
-      0,
-      steps,
-      lambda s, total: jax.tree.map(
-        jnp.add, total, of_batch(variables, bank, lane[s])
-      ),
-      zeros,
-    )
+  def parts(variables, bank, row):
+    return (row[0], bank, row[1]) if own else (variables, bank, row)
 
-  return evaluate_lane
+  def begin(*args):
+    variables, bank, index = parts(*args)
+    return zeros_of(of_batch, variables, bank, index[0])
+
+  def step(*args):
+    *args, sums, s = args
+    variables, bank, index = parts(*args)
+    more = of_batch(variables, bank, index[s])
+    return jax.tree.map(jnp.add, sums, more)
+
+  return Task(begin, step, lambda *args: args[-1])

@@ -10,7 +10,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
-from hetfl import checks, output_checks
+from hetfl import checks
 
 PyTree = Any
 
@@ -116,7 +116,7 @@ Variables(params, stats); without mutable collections, stats are {}
       wanted = jax.eval_shape(self.start, jax.random.key(0))
     except jax.errors.JAXTypeError:  # An init that cannot be traced.
       wanted = variables
-    output_checks.alike(owner, variables, wanted)
+    checks.alike(owner, variables, wanted)
     return jax.tree.map(jnp.copy, variables)
 
   def outputs(

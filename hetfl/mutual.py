@@ -1,76 +1,20 @@
-"""Deep mutual learning on a client: its own model and its meme.
+"""Deep mutual learning: two models learn from labels and from each other.
 
-The work that `hetfl.fml` runs for each client in a round, and the state that a
-client keeps.
-
-Reference: Shen et al. 2020, "Federated Mutual Learning", equation 5 and
-ClientUpdate of algorithm 1; Zhang et al. 2018, "Deep Mutual Learning".
+Reference: Shen et al. 2020, "Federated Mutual Learning", equation 5; Zhang et
+al. 2018, "Deep Mutual Learning".
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import checks, core, output_checks
-from hetfl import distill as distill_lib
-from hetfl import engine as engine_lib
+from hetfl import checks, core, distill, local
 
 PyTree = Any
-
-
-class MutualClient(NamedTuple):
-  """The configuration of a client of Federated Mutual Learning.
-
-  Clients with equal fields form a group, whose states are stacked and whose
-  work is one program. Functions are equal only to themselves: make a transform,
-  or a model without `Model.from_flax`, once and pass it to all clients.
-
-  Attributes:
-    model: the client's own model, the paper's local or personalized one.
-    transform: applied to each training batch as stored in the bank.
-    bank: the name of the bank that holds its examples.
-    adaptor: a model from the global model's outputs to logits, for a global
-      model whose outputs are features; it stays with the client.
-    encoder: a model from inputs to the global model's inputs, for a global
-      model that takes features; it stays with the client. With both, the global
-      model is the middle of the meme.
-    loss: the loss of each example. Whatever it is, the models' outputs must be
-      logits, since equation 5's divergence is between softmaxes.
-    optimizer: the local model's optimizer, in place of `fml`'s. It is given the
-      same learning rate and may scale it: `lambda lr: optax.adam(0.1 * lr)`.
-  """
-
-  model: core.Model
-  transform: core.Transform | None = None
-  bank: str = "train"
-  adaptor: core.Model | None = None
-  encoder: core.Model | None = None
-  loss: core.Loss = core.cross_entropy
-  optimizer: core.Optimizer | None = None
-
-
-@flax.struct.dataclass
-class GroupState:
-  """What the clients of a group keep from round to round.
-
-  Attributes:
-    local: their local models' variables, each array with a leading axis K.
-    opt_state: the states of their local models' optimizers, likewise stacked.
-    adaptor: their adaptors' variables, likewise stacked; `None` without
-      adaptors.
-    encoder: the same for their encoders.
-    clients: K client numbers.
-  """
-
-  local: core.Variables
-  opt_state: PyTree
-  adaptor: core.Variables | None
-  encoder: core.Variables | None
-  clients: tuple[int, ...] = flax.struct.field(pytree_node=False)
 
 
 def momentum_sgd(
@@ -153,26 +97,21 @@ def mutual_loss(
   >>> [round(float(x[0]), 4) for x in (kl, loss)]  # log(4 / 3) / 2, + 2 / 2
   [0.1438, 1.0719]
   """
-  output_checks.same_outputs(logits, partner)
-  target = distill_lib.tempered_softmax(
+  distill.same_classes(logits, partner)
+  target = distill.tempered_softmax(
     jax.lax.stop_gradient(partner), temperature
   )
   # A partner with weight zero may output NaN.
   counts = (weight < 1) | jnp.isfinite(target)
   target = jnp.where(counts, target, 0.0)
-  kl = temperature**2 * distill_lib.kl_divergence(
+  kl = temperature**2 * distill.kl_divergence(
     target, core.wide(logits) / temperature
   )
-  if jnp.ndim(labels_loss) == 0:
-    raise ValueError(
-      "loss: returned a scalar; mutual learning needs one loss per example,"
-      " float[B]"
-    )
-  if kl.shape != labels_loss.shape:
+  if kl.shape != jnp.shape(labels_loss):
     raise ValueError(
       f"logits of shape {logits.shape} with losses of shape"
-      f" {labels_loss.shape}: mutual learning needs logits float[B, C] and"
-      " losses float[B]"
+      f" {jnp.shape(labels_loss)}: mutual learning needs logits float[B, C] and"
+      " one loss for each example, float[B]"
     )
   return weight * labels_loss + (1 - weight) * kl, kl
 
@@ -251,212 +190,136 @@ def fork(
   if adaptor is None and encoder is None:
     return server
   parts = {"trunk": server, "adaptor": adaptor, "encoder": encoder}
-  held = {name: part for name, part in parts.items() if part is not None}
+  return joined({name: part for name, part in parts.items() if part})
+
+
+def joined(parts: Mapping[str, core.Variables]) -> core.Variables:
+  """Several models' variables by name as one."""
   return core.Variables(
-    {name: part.params for name, part in held.items()},
-    {name: part.stats for name, part in held.items()},
+    {name: part.params for name, part in parts.items()},
+    {name: part.stats for name, part in parts.items()},
   )
 
 
-def _unsplice(meme, kept):
-  """The part of a meme that is sent, and `kept` with the parts that stay."""
-  if kept.adaptor is None and kept.encoder is None:
-    return meme, kept
-  parts = {
-    name: core.Variables(meme.params[name], meme.stats[name])
-    for name in meme.params
+def parted(variables: core.Variables) -> dict[str, core.Variables]:
+  """The parts of variables that `joined` made of several."""
+  return {
+    name: core.Variables(variables.params[name], variables.stats[name])
+    for name in variables.params
   }
-  return parts.pop("trunk"), kept.replace(**parts)
 
 
-def _part_loss(client: MutualClient, models: dict[str, core.Model]):
-  """Equation 5's losses of a client's models, on a part of a batch."""
-  weights = {"local": "alpha", "meme": "beta"}
+def mutual_objective(
+  models: Mapping[str, core.Model], loss: core.Loss, label: str
+) -> local.Objective:
+  """Equation 5's losses of two models, `local` and `meme`, added up.
 
-  def part_loss(params, variables, hyper, share, batch, key):
-    """The losses of the models in `params`; `share` weights each example."""
-    own = {
-      name: variables[name]._replace(params=params.get(name, held.params))
-      for name, held in variables.items()
-    }
+  `L_local = alpha CE + (1 - alpha) KL(p_meme || p_local)`
+  `L_meme = beta CE + (1 - beta) KL(p_local || p_meme)`
+
+  Each partner's distribution is held fixed, so that the gradient of the sum
+  holds each model's own.
+
+  Args:
+    models: the two models; or `local` alone, which learns from labels only.
+    loss: the loss of each example on the labels.
+    label: what error messages call the client.
+
+  Returns:
+    The objective, over the variables of those models that learn, by name. The
+    context holds `alpha`, `beta`, `temperature`, and in `fixed` the variables
+    of a model that does not learn now.
+  """
+  weights, partners = {"local": "alpha", "meme": "beta"}, {"local": "meme"}
+  partners["meme"] = "local"
+
+  def objective(variables, batch, key, context):
+    learns = parted(variables)
     # The meme's draws are those of a FedAvg client's model; 2**31 differs from
     # everything that `splice` folds in.
-    keys = {"local": jax.random.fold_in(key, 2**31), "meme": key}
-    given = f"{core.inputs_of(batch)} (bank {client.bank!r})"
-    notes = {
-      "local": f"a client's own model, {given}",
-      "meme": f"a client's meme, {given}: its encoder, if it has one, the"
-      " global model and its adaptor, if it has one",
-    }
+    keys = {"local": jax.random.fold_in(key, np.uint32(2**31)), "meme": key}
     logits, stats = {}, {}
     for name, model in models.items():
-      with checks.noted(notes[name]):
-        logits[name], stats[name] = model.outputs(
-          own[name], batch["x"], keys[name], True
-        )
-    total, sums = jnp.zeros(()), {}
-    for name in params:
-      losses = core.losses_of(client.loss, logits[name], batch)
-      output_checks.losses(losses, batch["mask"])
-      kl = jnp.zeros_like(losses)
-      if "meme" in logits:
-        partner = logits["meme" if name == "local" else "local"]
+      own = learns[name] if name in learns else context["fixed"]
+      logits[name], stats[name] = local.outputs_of(
+        f"{label}: {name}", model, own, batch, keys[name]
+      )
+    total, measured = 0.0, {}
+    for name in learns:
+      losses, kl = loss(logits[name], batch), jnp.zeros_like(batch["mask"])
+      if len(models) > 1:
         with checks.noted(
           "a client's own model and its meme; if the global model outputs"
           " features, give the client an adaptor"
         ):
           losses, kl = mutual_loss(
             logits[name],
-            partner,
+            logits[partners[name]],
             losses,
-            weight=hyper[weights[name]],
-            temperature=hyper["temperature"],
+            weight=context[weights[name]],
+            temperature=context["temperature"],
           )
-      part = jnp.sum(losses * batch["mask"])
-      total += share * part
-      sums |= {
-        f"{name}_loss": part,
-        f"{name}_kl": jnp.sum(kl * batch["mask"]),
-      }
-    return total, (sums, {name: stats[name] for name in params})
+      total += losses
+      measured |= {f"{name}_loss": losses, f"{name}_kl": kl}
+    return total, {name: stats[name] for name in learns}, measured
 
-  return part_loss
+  return objective
 
 
-def _gradients(part_loss, microbatch: int | None):
-  """Gradients of `part_loss`, in parts of at most `microbatch` examples."""
+def each_by_its_own(
+  optimizers: Mapping[str, optax.GradientTransformation],
+) -> optax.GradientTransformation:
+  """An optimizer of several models by name, each with one of its own."""
 
-  def gradients(names, variables, hyper, batch, key):
-    """Mean gradients, statistics and summed losses of some models."""
-    params = {name: variables[name].params for name in names}
-    grad = jax.grad(part_loss, has_aux=True)
-    count = jnp.sum(batch["mask"])
-    share = 1 / jnp.maximum(count, 1)
-    parts = core.num_parts(len(batch["mask"]), microbatch)
-    if parts == 1:
-      grads, (sums, stats) = grad(params, variables, hyper, share, batch, key)
-      return grads, stats, sums, count
+  def init(params):
+    return {name: optimizers[name].init(w) for name, w in params.items()}
 
-    def add(carry, part):
-      grads, sums, variables = carry
-      g, (s, stats) = grad(params, variables, hyper, share, *part)
-      variables = variables | {
-        name: variables[name]._replace(stats=stats[name]) for name in names
-      }
-      return (
-        optax.tree.add(grads, g),
-        optax.tree.add(sums, s),
-        variables,
-      ), None
+  def update(grads, states, params, **extra):
+    updates, new = {}, {}
+    for name, g in grads.items():
+      optimizer = optax.with_extra_args_support(optimizers[name])
+      updates[name], new[name] = optimizer.update(
+        g, states[name], params[name], **extra
+      )
+    return updates, new
 
-    zeros = {f"{n}_{x}": jnp.zeros(()) for n in names for x in ("loss", "kl")}
-    split = core.split(batch, parts)
-    (grads, sums, after), _ = jax.lax.scan(
-      add,
-      (core.sums_like(params), zeros, variables),
-      (split, jax.random.split(key, parts)),
-    )
-    grads = optax.tree.cast_like(grads, params)
-    return grads, {n: after[n].stats for n in names}, sums, count
-
-  return gradients
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
-def client_program(
-  client: MutualClient,
-  global_model: core.Model | None,
+def mutual_step(
+  objective: local.Objective,
+  optimizer: Callable[[PyTree], optax.GradientTransformation],
   *,
-  optimizer: core.Optimizer = momentum_sgd,
-  sequential: bool = False,
-  microbatch: int | None = None,
-) -> engine_lib.Stages:
-  """A client's round: ClientUpdate of algorithm 1.
+  sequential: bool,
+  microbatch: int | None,
+) -> Callable[..., tuple[local.Learner, core.Metrics]]:
+  """A step of both models on a batch.
 
   Args:
-    client: the client.
-    global_model: the global model; with `None` there is no meme, and the client
-      learns alone.
-    optimizer: see `fml`.
-    sequential: see `fml`.
-    microbatch: see `fml`.
+    objective: from `mutual_objective`.
+    optimizer: `context -> optimizer` of the models by name.
+    sequential: whether the local model is updated first and the meme learns
+      from the updated one, as in Zhang et al. 2018.
+    microbatch: see `local.gradient`.
 
   Returns:
-    The stages of `(server, hyper, key, bank, (kept, work)) -> (kept, meme,
-    metrics)`: `server` is the global model's `Variables`, `hyper` the round's
-    `learning_rate`, `alpha`, `beta` and `temperature`, `key` the round's key,
-    `bank` the examples on the device, `kept` a row of a `GroupState` and `work`
-    a row of `GroupPlan`. Step `s` of client `k` draws from
-    `fold_in(fold_in(key, k), s)`, as in `hetfl.client.lane_program`.
+    `(learner, batch, key, context) -> (learner, metrics)`.
   """
-  models = {"local": client.model}
-  if global_model is not None:
-    models["meme"] = splice(
-      global_model, client.adaptor, encoder=client.encoder
-    )
-  # Which models step together, on the same logits.
-  turns = [(name,) for name in models] if sequential else [tuple(models)]
-  optimizers = {"local": client.optimizer or optimizer, "meme": optimizer}
-  part_loss = _part_loss(client, models)
-  gradients = _gradients(part_loss, microbatch)
+  step = local.descend(objective, optimizer, microbatch=microbatch)
+  if not sequential:
+    return step
 
-  def begin(server, hyper, key, bank, row):
-    del key, bank
-    kept, _ = jax.tree.map(jnp.asarray, row)  # NumPy arrays if not under jit.
-    variables = {"local": kept.local}
-    opt_states = {"local": kept.opt_state}
-    if global_model is not None:
-      variables["meme"] = fork(  # Line 3.
-        server, kept.adaptor, kept.encoder
-      )
-      of_meme = optimizers["meme"](hyper["learning_rate"])
-      opt_states["meme"] = of_meme.init(variables["meme"].params)
-    means = {
-      f"{n}_{x}": core.Mean.zero() for n in models for x in ("loss", "kl")
-    }
-    return variables, opt_states, means
+  def in_turn(learner, batch, key, context):
+    parts, states = parted(learner.variables), dict(learner.opt_state)
+    metrics = {}
+    for name in tuple(parts):
+      others = [of for n, of in parts.items() if n != name]
+      now = {**context, "fixed": others[0] if others else None}
+      one = local.Learner(joined({name: parts[name]}), {name: states[name]})
+      one, means = step(one, batch, key, now)
+      parts |= parted(one.variables)
+      states |= one.opt_state
+      metrics |= means
+    return local.Learner(joined(parts), states), metrics
 
-  def advance(server, hyper, key, bank, row, carry, first, last):
-    del server
-    _, work = jax.tree.map(jnp.asarray, row)
-    rate = hyper["learning_rate"]
-
-    def step(s, carry):  # Lines 4 and 5.
-      variables, opt_states, means = carry
-      step_key = jax.random.fold_in(jax.random.fold_in(key, work.client), s)
-      transform_key, model_key = jax.random.split(step_key)
-      batch = core.prepare(
-        client.transform, core.gather(bank, work.index[s]), transform_key
-      )
-      for names in turns:
-        grads, stats, sums, count = gradients(
-          names, variables, hyper, batch, model_key
-        )
-        for name in names:
-          params, new = core.descend(
-            optimizers[name](rate),
-            variables[name].params,
-            opt_states[name],
-            grads[name],
-            value=sums[f"{name}_loss"] / jnp.maximum(count, 1),
-          )
-          variables = variables | {name: core.Variables(params, stats[name])}
-          opt_states = opt_states | {name: new}
-        means = means | {
-          name: means[name] + core.Mean(total, count)
-          for name, total in sums.items()
-        }
-      return variables, opt_states, means
-
-    return jax.lax.fori_loop(first, last, step, carry)
-
-  def end(server, hyper, key, bank, row, carry):
-    del server, hyper, key, bank
-    kept, _ = row
-    variables, opt_states, means = carry
-    meme = None
-    if global_model is not None:
-      meme, kept = _unsplice(variables["meme"], kept)
-    kept = kept.replace(local=variables["local"], opt_state=opt_states["local"])
-    return kept, meme, means
-
-  return engine_lib.Stages(begin, advance, end)
+  return in_turn

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from hetfl import checks, core
+from hetfl import checks
+from hetfl.engine import bank_format
+from hetfl.streams import generator, Stream
 
 Bank = Mapping[str, np.ndarray]  # on the host, as it is read
 AnyBank = Mapping[str, np.ndarray | jax.Array]  # or on a device
@@ -76,30 +78,23 @@ class Subset(NamedTuple):
     total = len(self.index)
     if not 1 <= n <= total:
       raise ValueError(f"{name}={n}: there are {total}, want 1 to {total}")
-    order = np.random.default_rng(seed).permutation(total)
+    order = generator(Stream.SUBSET, *np.atleast_1d(seed)).permutation(total)
     return Subset(self.bank, self.index[np.sort(order[:n])])
 
 
 def _integers(positions: Any, name: str) -> np.ndarray:
-  """Positions as `int32[n]`, if they are whole numbers."""
+  """Positions as `int32[n]`, if they are whole numbers of at least zero."""
   array = np.asarray(positions)
-  if array.ndim != 1:
-    raise ValueError(
-      f"{name}: positions of shape {array.shape}; give int[n] for one client,"
-      " or a sequence of these for several"
-    )
-  if len(array) and array.dtype.kind not in "iu":
+  if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
     hint = "; give np.flatnonzero of a mask" if array.dtype == bool else ""
     raise ValueError(
-      f"{name}: positions must be integers, not {array.dtype}{hint}"
+      f"{name}: positions must be integers, int[n], not {array.dtype} of shape"
+      f" {array.shape}{hint}"
     )
-  if len(array) and array.min() < 0:
+  if len(array) and not 0 <= array.min() <= array.max() < 2**31:
     raise ValueError(
-      f"{name}: positions outside the bank: {array.min()} is below 0"
-    )
-  if len(array) and array.max() >= 2**31:
-    raise ValueError(
-      f"{name}: positions outside the bank: {array.max()} is above 2**31 - 1"
+      f"{name}: positions from {array.min()} to {array.max()} are outside the"
+      " bank"
     )
   return array.astype(np.int32)
 
@@ -121,8 +116,8 @@ def positions_in(bank: AnyBank, positions: Any, name: str) -> np.ndarray:
   >>> positions_in({'x': np.zeros(3)}, [True, False, True], 'index')
   Traceback (most recent call last):
     ...
-  ValueError: index: positions must be integers, not bool; give np.flatnonzero \
-of a mask
+  ValueError: index: positions must be integers, int[n], not bool of shape (3,); \
+give np.flatnonzero of a mask
   """
   array, n = _integers(positions, name), checks.num_examples(bank)
   if len(array) and array.max() >= n:
@@ -159,31 +154,6 @@ of its examples
   bare = isinstance(given, Mapping)
   kind = "bare bank" if bare else type(given).__name__
   raise ValueError(f"{name}: give a {want.__name__}, not a {kind}; {hint}")
-
-
-def check_subset(subset: "Subset", name: str) -> None:
-  """Checks examples that are given to a step, as far as tracing permits.
-
-  Args:
-    subset: the examples.
-    name: their name in error messages.
-
-  Raises:
-    ValueError: `subset` is a bare bank, is empty, or has positions outside its
-      bank.
-
-  >>> check_subset(Subset({'x': np.zeros(3)}, np.array([3])), 'stopping')
-  Traceback (most recent call last):
-    ...
-  ValueError: stopping: position 3 is outside the bank of 3 examples
-  """
-  check_kind(subset, name, Subset)
-  if not len(subset.index):
-    raise ValueError(f"{name}: there are no examples")
-  if not isinstance(subset.index, jax.core.Tracer):
-    positions_in(subset.bank, subset.index, name)
-  elif subset.index.dtype.kind not in "iu":
-    raise ValueError(f"{name}: positions must be integers, not a mask")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -385,38 +355,53 @@ class ClientPopulation:
     """All examples that any client holds."""
     return Subset(self.bank, self.members)
 
+  def subsets(self) -> list[Subset]:
+    """Each client's examples."""
+    return [Subset(self.bank, self.positions(k)) for k in range(len(self))]
 
-def holdings(
-  clients: ClientPopulation | Sequence[Subset | Positions],
-) -> list[np.ndarray]:
-  """Each client's positions in its bank.
+
+def stratified(
+  labels: np.ndarray, *, size: int, seed: int | Sequence[int]
+) -> np.ndarray:
+  """Draws a sample in which labels have the same shares as in all examples.
+
+  Each label gives the integer part of its share of `size`; those with the
+  largest remainders, ties broken at random, give one more.
 
   Args:
-    clients: a population, or for each client its subset or its positions.
+    labels: `int[N]`, label of each example.
+    size: size of the sample, at most N.
+    seed: integer or integers that fix the result.
 
   Returns:
-    K arrays `int32[n_k]`.
+    `int32[size]`, positions in random order.
 
   Raises:
-    ValueError: a client holds nothing, or positions are not integers.
+    ValueError: the sample would be empty or larger than N, or `labels` is not
+      one number per example.
 
-  >>> holdings([[3, 1], [2]])
-  [array([3, 1], dtype=int32), array([2], dtype=int32)]
+  >>> labels = np.array([0] * 6 + [1] * 3)
+  >>> np.bincount(labels[stratified(labels, size=6, seed=0)])
+  array([4, 2])
   """
-  if isinstance(clients, ClientPopulation):
-    return [clients.positions(k) for k in range(len(clients))]
-  if isinstance(clients, Mapping | Subset):
-    check_kind(clients, "clients", ClientPopulation)
-  arrays = [
-    positions_in(c.bank, c.index, f"client {k}")
-    if isinstance(c, Subset)
-    else _integers(c, f"client {k}")
-    for k, c in enumerate(clients)
+  labels = np.asarray(labels)
+  if labels.ndim != 1:
+    raise ValueError(f"labels of shape {labels.shape}: give int[N]")
+  if not 1 <= size <= len(labels):
+    raise ValueError(
+      f"size={size}: there are {len(labels)} examples, want 1 to {len(labels)}"
+    )
+  rng = np.random.default_rng(seed)
+  classes, counts = np.unique(labels, return_counts=True)
+  shares = counts * size / len(labels)
+  take = np.floor(shares).astype(np.int64)
+  ranks = np.lexsort((rng.random(len(classes)), take - shares))
+  take[ranks[: size - take.sum()]] += 1
+  drawn = [
+    rng.permutation(np.flatnonzero(labels == c))[:n]
+    for c, n in zip(classes, take)
   ]
-  for k, array in enumerate(arrays):
-    if not len(array):
-      raise ValueError(f"client {k} holds no examples; leave it out")
-  return arrays
+  return rng.permutation(np.concatenate(drawn)).astype(np.int32)
 
 
 def put_banks(*sets: ClientPopulation | Subset) -> list[dict[str, jax.Array]]:
@@ -438,11 +423,6 @@ def put_banks(*sets: ClientPopulation | Subset) -> list[dict[str, jax.Array]]:
   True
   """
   for i, given in enumerate(sets):
-    if type(given) in (list, tuple):
-      raise ValueError(
-        f"set {i}: give the sets one by one, put_banks(*sets), not in a"
-        f" {type(given).__name__}"
-      )
     if not isinstance(given, ClientPopulation):
       check_kind(given, f"set {i}", Subset)
     for name, array in given.bank.items():
@@ -467,5 +447,5 @@ def _put(array):
   if jax.device_count() > 1:  # A mesh lays it out: see `Inline.compile`.
     return jax.device_put(array)
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  there = core.bank_format(array, here)
+  there = bank_format(array, here)
   return jax.device_put(array, None if there is here else there)

@@ -1,19 +1,20 @@
-"""Where the work of a step runs: one device, a mesh, or CPU threads.
+"""Where the rows of work of a step run: one device, a mesh, or CPU threads.
 
-A step is written as rounds of *jobs* that do not depend on each other. The
-engine runs them and hands back their results; the algorithms know nothing of
-devices. The three engines give the same results up to rounding, except that on
-a mesh a student's dropout and batch normalisation act on each device's share of
+A step hands an engine *work*: rows that do not depend on each other, such as
+the clients of a round, each of some steps. The engine packs, splits and orders
+the rows, and hands back their results or their sum; the algorithms know nothing
+of devices. The engines give the same results up to rounding, except that on a
+mesh a student's dropout and batch normalisation act on each device's share of
 a batch:
 
-* `Inline()`: every job becomes part of the program being traced, lanes as a
+* `Inline()`: all work becomes part of the program being traced, rows as a
   `jax.vmap`. The step stays a pure function, for `jax.jit`, `jax.vmap` over
   trials and `jax.lax.scan` over rounds. The choice for one accelerator.
-* `Inline(mesh)`: the same, with the work on lanes, chunks and rows split over a
-  mesh axis by `jax.shard_map`. Inputs and outputs are whole on every device.
-  The choice for several accelerators.
-* `Threads()`: for CPUs. Each lane, row and call is a program of its own, run
-  by a pool of threads, the longest first. XLA runs a program of small matrix
+* `Inline(mesh)`: the same, with the rows split over a mesh axis by
+  `jax.shard_map`. Inputs and outputs are whole on every device. The choice for
+  several accelerators.
+* `Threads()`: for CPUs. Some rows at a time are a program of its own, run by a
+  pool of threads, the longest first. XLA runs a program of small matrix
   products well on one core and badly on several, so this is the fast way to use
   all cores; it also keeps collectives, which can starve XLA's CPU thread pool,
   out of programs. The step then dispatches programs itself and must not be
@@ -22,41 +23,35 @@ a batch:
 
 import jax
 
-from hetfl.engine.compilation import compiler_options, jit
-from hetfl.engine.inline import Inline
-from hetfl.engine.jobs import (
-  Call,
-  Chunks,
-  Each,
-  Engine,
-  Job,
-  Lanes,
-  Shard,
-  Stages,
-  zeros_of,
+from hetfl.engine.compilation import (
+  bank_format,
+  batch_size_or_default,
+  compiler_options,
+  jit,
 )
+from hetfl.engine.inline import Inline
 from hetfl.engine.processes import bytes_from_first, from_first
-from hetfl.engine.threads import Threads
+from hetfl.engine.threads import num_cores, Threads
+from hetfl.engine.work import Engine, Shard, Task, Work, zeros_of
 
 AXIS = "lanes"
 
 __all__ = [
   "AXIS",
-  "Call",
-  "Chunks",
-  "Each",
   "Engine",
   "Inline",
-  "Job",
-  "Lanes",
   "Shard",
-  "Stages",
+  "Task",
   "Threads",
+  "Work",
+  "bank_format",
+  "batch_size_or_default",
   "bytes_from_first",
   "compiler_options",
   "default_engine",
   "from_first",
   "jit",
+  "num_cores",
   "zeros_of",
 ]
 

@@ -1,10 +1,14 @@
-"""How programs are compiled."""
+"""How programs are compiled, and how they want their banks."""
 
 from collections.abc import Callable
 import functools
 import os
 
 import jax
+from jax.experimental import layout
+import numpy as np
+
+from hetfl import checks
 
 # What XLA may record into a GPU's command buffers (CUDA graphs): its defaults,
 # and loops and conditionals, without which the host waits for each turn of a
@@ -79,3 +83,46 @@ def _known(name: str, value: bool | int | str) -> Options:
   except jax.errors.JaxRuntimeError:
     return {}
   return option
+
+
+def bank_format(
+  array: jax.Array | np.ndarray, sharding: jax.sharding.Sharding
+) -> jax.sharding.Sharding | layout.Format:
+  """Where and how a bank's array should lie, for `jax.device_put`.
+
+  TPUs keep images of several channels with the examples on an inner axis, and
+  would copy the whole bank in each program that gathers from it.
+
+  Args:
+    array: examples on its first axis.
+    sharding: the devices.
+
+  Returns:
+    The sharding; for images on TPUs a format with the examples outermost.
+
+  >>> there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  >>> bank_format(np.zeros((5, 8, 8, 3)), there) is there  # not on a TPU
+  True
+  """
+  if jax.default_backend() != "tpu" or array.ndim != 4 or array.shape[3] == 1:
+    return sharding
+  return layout.Format(layout.Layout((0, 3, 1, 2)), sharding)
+
+
+def batch_size_or_default(batch_size: int | None) -> int:
+  """The given evaluation batch size, or a default that suits the device.
+
+  Args:
+    batch_size: examples evaluated at once. `None` for the default: 40 on CPUs,
+      where activations then stay in the caches, and 1,000 elsewhere.
+
+  Returns:
+    B.
+
+  >>> batch_size_or_default(64), batch_size_or_default(None) in (40, 1000)
+  (64, True)
+  """
+  if batch_size is not None:
+    checks.counts(batch_size=batch_size)
+    return batch_size
+  return 40 if jax.default_backend() == "cpu" else 1000

@@ -1,4 +1,4 @@
-"""The engine for accelerators: all jobs within one program."""
+"""The engine for accelerators: all work within one program."""
 
 from collections.abc import Callable
 import functools
@@ -9,41 +9,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import checks, core
-from hetfl.engine.compilation import jit
-from hetfl.engine.jobs import (
-  Call,
-  Chunks,
-  Each,
-  Job,
-  Lanes,
+from hetfl import checks
+from hetfl.engine.compilation import bank_format, jit
+from hetfl.engine.packing import traced_longest_first
+from hetfl.engine.work import (
+  add,
+  num_rows,
   PyTree,
+  row,
   Shard,
   stack,
+  Task,
+  Work,
   zeros_of,
 )
 
 
 class Inline:
-  """Runs jobs within the program being traced; see `hetfl.engine`.
-
-  Every device runs all calls, except those that share their work, such as the
-  students of a codistillation, and those that run on one device each, such as
-  FedMD's parties.
+  """Runs work within the program being traced; see `hetfl.engine`.
 
   Args:
-    mesh: a mesh with one axis, over which lanes and chunks are split. It may
-      span processes, all of which then call the same functions with the same
+    mesh: a mesh with one axis, whose devices share the rows. It may span
+      processes, all of which then call the same functions with the same
       arguments. `None` for one device.
-    max_lanes: how many lanes to run side by side on a device; `None` for as
-      many as there are clients, which suits accelerators.
+    max_lanes: how many rows to run side by side on a device; the others wait
+      for a lane to be free. `None` for all, which suits accelerators if rows
+      have about as many steps; `packing.enough_lanes` helps if not.
 
   Raises:
     ValueError: the mesh has several axes, or `max_lanes` is below 1.
 
-  >>> double = Call(lambda x: 2 * x, (jnp.ones(()),))
-  >>> [float(y) for y in Inline().run(double, double._replace(when=False))]
-  [2.0, 0.0]
+  >>> double = Task.of(lambda x: 2 * x)
+  >>> work = Work(double, (), jnp.ones(3), np.array([1, 0, 1]))
+  >>> [y.tolist() for y in Inline().run(work, work._replace(total=True))]
+  [[2.0, 0.0, 2.0], 4.0]
   """
 
   def __init__(
@@ -60,113 +59,167 @@ class Inline:
           f" jax.make_mesh(({mesh.size},), ('lanes',))"
         )
       # With explicit axes, inputs would have to be sharded already.
-      auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+      auto = (jax.sharding.AxisType.Auto,)
       mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
     self._mesh = mesh
     self._max_lanes = max_lanes
     self.num_pieces = mesh.size if mesh else 1
     # On CPUs a device may begin one loop with collectives before it has ended
     # another, in an order of its own, and mix up their collectives. There the
-    # jobs of one `run` take turns; those of the next wait for their arguments.
+    # works of one `run` take turns; those of the next wait for their arguments.
     self._in_turn = mesh is not None and mesh.devices.flat[0].platform == "cpu"
     self._placed: dict[int, jax.Array] = {}
 
-  def num_lanes(self, num_clients: int) -> int:
-    """One per client, at most `max_lanes` per device, in equal numbers on each.
-
-    Args:
-      num_clients: see `Engine`.
-
-    Returns:
-      The number of lanes; for 10 clients on a mesh of eight devices it is 16,
-      two per device.
-
-    >>> Inline().num_lanes(10), Inline(max_lanes=4).num_lanes(10)
-    (10, 4)
-    """
-    each = -(-num_clients // self.num_pieces)
-    return self.num_pieces * min(each, self._max_lanes or each)
-
-  def run(self, *jobs: Job) -> tuple[PyTree, ...]:
-    """Returns the jobs' results, in their order."""
-    run: dict[type, Callable[[Any], PyTree]] = {
-      Call: self._call,
-      Lanes: self._lanes,
-      Chunks: self._chunks,
-      Each: self._each,
-    }
-    apart, there = self._split(jobs), {}
-    if len(apart) > 1:
-      there = dict(zip(apart, self._apart(list(apart.values()))))
+  def run(self, *works: Work) -> tuple[PyTree, ...]:
+    """Returns the works' results, in their order."""
+    if self._mesh is None:
+      return tuple(map(self._run, works))
+    apart = self._apart(works)
     results, last = [], None
-    for i, job in enumerate(jobs):
-      rows = [result for (number, _), result in there.items() if number == i]
-      if rows:  # They were run on one device each.
-        results.append(stack(*rows) if isinstance(job, Each) else rows[0])
+    for i, work in enumerate(works):
+      if i in apart:
+        results.append(apart[i])
         continue
-      waits = self._in_turn and _has_collectives(job)
-      results.append(run[type(job)](_after(last, job) if waits else job))
-      if waits:
-        last = results[-1]
+      work = _after(last, work) if self._in_turn else work
+      results.append(self._split(work))
+      last = results[-1]
     return tuple(results)
 
-  def _split(self, jobs: tuple[Job, ...]) -> dict[tuple[int, int], Call]:
-    """The calls that run on one device each, by numbers of their job and row.
+  def _run(self, work: Work) -> PyTree:
+    """A work on one device."""
+    rows, task = num_rows(work), work.task
+    if rows is None:
+      return _masked(task, work.steps, most_of(work.steps), work)(work.rows)
+    if work.total:
+      lanes = min(rows, work.at_once or self._max_lanes or rows)
+      if lanes == rows > 1:
+        return jax.tree.map(lambda a: jnp.sum(a, axis=0), _side_by_side(work))
+      ids, number = np.arange(rows)[None], np.array([rows])
+      if lanes > 1:
+        steps = jnp.maximum(jnp.asarray(work.steps), 1)
+        ids, number = traced_longest_first(steps, lanes)
+      return _in_lanes(work, ids, number)
+    at_once = work.at_once or self._max_lanes or rows
+    if at_once >= rows:
+      return _side_by_side(work)
+    one = lambda args: task.whole(args[1], *work.shared, args[0])
+    together = lambda args: _side_by_side(
+      work._replace(rows=args[0], steps=args[1])
+    )
+    args = (jax.tree.map(jnp.asarray, work.rows), jnp.asarray(work.steps))
+    if at_once == 1:
+      return jax.lax.map(one, args)
+    return _map_parts(together, args, at_once)
 
-    The rows of several `Each` jobs do too, if there are no more rows than
-    devices: otherwise each device would run a row of every job.
-    """
-    if self._mesh is None:
-      return {}
-    calls = {
-      (i, 0): job
-      for i, job in enumerate(jobs)
-      if isinstance(job, Call) and job.apart
-    }
-    groups = {i: job for i, job in enumerate(jobs) if isinstance(job, Each)}
-    rows = {i: len(jax.tree.leaves(job.rows)[0]) for i, job in groups.items()}
-    if len(groups) > 1 and sum(rows.values()) <= self._mesh.size:
-      calls |= {
-        (i, k): Call(
-          job.fn, (*job.shared, jax.tree.map(lambda a, k=k: a[k], job.rows))
+  def _split(self, work: Work) -> PyTree:
+    """A work whose rows, or steps, the devices share."""
+    rows, size = num_rows(work), self.num_pieces
+    shared = jax.tree.map(jnp.asarray, work[1:4])
+    if rows is None:
+      if not work.task.shares:
+        return self._run(work)
+
+      def share(shared, one, steps, shard):
+        step = functools.partial(work.task.step, shard=shard)
+        task = Task(work.task.begin, step, work.task.end)
+        return self._run(Work(task, shared, one, steps))
+
+      return self._on_devices(share, *shared)
+
+    if work.total and (lanes := work.at_once or self._max_lanes):
+      if size * lanes < rows:
+
+        def some(shared, rows, steps, shard):
+          ids, number = shard.take(
+            traced_longest_first(jnp.maximum(steps, 1), size * lanes)
+          )
+          there = work._replace(shared=shared, rows=rows, steps=steps)
+          return shard.sum(_in_lanes(there, ids, number))
+
+        return self._on_devices(some, *shared)
+
+    # Repeats the last row, until all devices have equally many rows.
+    padded = -(-rows // size) * size
+    taken = jnp.minimum(jnp.arange(padded), rows - 1)
+    counts = jnp.arange(padded) < rows
+
+    def equally(shared, rows, steps, shard):
+      mine, count = shard.take((taken, counts))
+      part = work._replace(
+        shared=shared, rows=row(rows, mine), steps=steps[mine], total=False
+      )
+      if not work.total:
+        return shard.gather(self._run(part))
+      if padded == num_rows(work):
+        return shard.sum(self._run(part._replace(total=True)))
+      return shard.sum(
+        jax.tree.map(
+          lambda a: jnp.sum(jnp.where(_like(count, a), a, 0), axis=0),
+          self._run(part),
         )
-        for i, job in groups.items()
-        for k in range(rows[i])
-      }
-    return calls
+      )
 
-  def _apart(self, calls: list[Call]) -> list[PyTree]:
-    """Runs each call on one device, and gives all results to all devices."""
-    size = self.num_pieces
-    whens = [None if call.when is True else call.when for call in calls]
+    results = self._on_devices(equally, *shared)
+    return results if work.total else row(results, np.s_[:rows])
+
+  def _apart(self, works: tuple[Work, ...]) -> dict[int, PyTree]:
+    """Runs single rows of several works on one device each.
+
+    Such as FedMD's parties; and the rows of several groups of clients, if there
+    are no more than devices: otherwise each device runs a row of every group.
+
+    Returns:
+      The results by the works' numbers; every device gets all of them.
+    """
+    size, calls = self.num_pieces, {}
+    groups = [
+      i for i, work in enumerate(works) if num_rows(work) and not work.total
+    ]
+    for i, work in enumerate(works):
+      if num_rows(work) is None and not work.task.shares:
+        calls[i, 0] = work
+    if len(groups) > 1 and sum(len(works[i].steps) for i in groups) <= size:
+      for i in groups:
+        work = works[i]
+        for k in range(len(work.steps)):
+          one = work._replace(rows=row(work.rows, k), steps=work.steps[k])
+          calls[i, k] = one
+    if len(calls) < 2:
+      return {}
+    tasks = [call.task for call in calls.values()]
+    args = [(c.shared, c.rows, jnp.asarray(c.steps)) for c in calls.values()]
     # Here, since the mesh is another one within `shard_map`.
-    likes = [jax.eval_shape(call.fn, *call.args) for call in calls]
-    shapes = [jax.eval_shape(_as_numbers, like) for like in likes]
+    likes = [
+      jax.eval_shape(lambda s, r, n, t=task: t.whole(n, *s, r), *arg)
+      for task, arg in zip(tasks, args)
+    ]
 
-    def result(i, mine, when, args):
-      zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes[i])
-      if not mine:
-        return zeros
-      call = calls[i]._replace(args=args)
-      if when is not None:
-        call = call._replace(when=when)
-      # All branches must agree in their types.
-      cast = lambda zero, x: jnp.asarray(x, zero.dtype)
-      return jax.tree.map(cast, zeros, _as_numbers(self._call(call)))
+    def on_device(d, args):
+      results = []
+      for i, (task, like) in enumerate(zip(tasks, likes)):
+        numbers = jax.eval_shape(_as_numbers, like)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), numbers)
+        if i % size == d:
+          found = _as_numbers(self._run(Work(task, *args[i])))
+          # All branches must agree in their types.
+          cast = lambda zero, x: jnp.asarray(x, zero.dtype)
+          zeros = jax.tree.map(cast, zeros, found)
+        results.append(zeros)
+      return results
 
-    def on_device(d, whens, args):
-      return [
-        result(i, i % size == d, when, a)
-        for i, (when, a) in enumerate(zip(whens, args))
-      ]
-
-    def run(whens, args, shard):
+    def run(args, shard):
       branches = [functools.partial(on_device, d) for d in range(size)]
       here = jax.lax.axis_index(shard.axis)
-      return shard.sum(jax.lax.switch(here, branches, whens, args))
+      return shard.sum(jax.lax.switch(here, branches, args))
 
-    args = [call.args for call in calls]
-    return jax.tree.map(_of_type, likes, self._on_devices(run, whens, args))
+    found = jax.tree.map(_of_type, likes, self._on_devices(run, args))
+    there: dict[int, Any] = {}
+    for (i, _), result in zip(calls, found):
+      there.setdefault(i, []).append(result)
+    return {
+      i: results[0] if num_rows(works[i]) is None else stack(*results)
+      for i, results in there.items()
+    }
 
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
     """Jits the function, and donates the arguments `donate`.
@@ -221,7 +274,7 @@ class Inline:
         return self._placed[id(leaf)]
       placed = move(leaf)
       if keep:
-        placed = jax.device_put(placed, core.bank_format(leaf, everywhere))
+        placed = jax.device_put(placed, bank_format(leaf, everywhere))
         self._placed[id(leaf)] = placed
         weakref.finalize(leaf, self._placed.pop, id(leaf), None)
       return placed
@@ -240,111 +293,6 @@ class Inline:
 
     return jax.tree.map(place, tree)
 
-  def _call(self, job: Call):
-    if job.shared and self._mesh is not None:
-      fn = functools.partial(self._on_devices, job.fn)
-      job = job._replace(fn=fn, shared=False)
-    if job.when is True:
-      return job.fn(*job.args)
-
-    def otherwise(*args):
-      zeros = zeros_of(job.fn, *args)
-      if job.otherwise is None:
-        return zeros
-      # Both branches of a cond must agree in their types.
-      return jax.tree.map(
-        lambda zero, x: x.astype(zero.dtype), zeros, job.otherwise(*args)
-      )
-
-    def run(*args):
-      results = job.fn(*args), otherwise(*args)
-      return jax.tree.map(lambda x, y: jnp.where(job.when, x, y), *results)
-
-    # If trials differ, each selects its own result. With a predicate for each
-    # trial, `vmap` would always run both branches, on a bank for each trial.
-    when = core.any_of_batch(job.when)
-    return jax.lax.cond(when, run, otherwise, *job.args)
-
-  def _lanes(self, job: Lanes):
-    num_lanes = len(job.steps)
-    if num_lanes == 1 and self._mesh is None:
-      lane = jax.tree.map(lambda a: a[0], job.lanes)
-      result = job.fn(*job.shared, lane, job.steps[0])
-      return stack(result) if job.stacked else result
-
-    def run(shared, lanes, steps):
-      # If these are not tracers, the loop's length is known, and `jax.grad` can
-      # differentiate it.
-      longest = steps.max()
-      results = jax.vmap(lambda lane: job.fn(*shared, lane, longest))(lanes)
-      if job.stacked:
-        return results
-      return jax.tree.map(lambda a: jnp.sum(a, axis=0), results)
-
-    if self._mesh is None:
-      return run(job.shared, job.lanes, job.steps)
-    missing = -num_lanes % self._mesh.size
-    if missing:
-      # Packed for another number of devices: padded with lanes not counted.
-      fn, counts = job.fn, np.arange(num_lanes + missing) < num_lanes
-
-      def counted(*args):
-        *shared, (lane, count), steps = args
-        return jax.tree.map(
-          lambda a: jnp.where(count, a, jnp.zeros_like(a)),
-          fn(*shared, lane, steps),
-        )
-
-      lanes, steps = jax.tree.map(
-        lambda a: jnp.concatenate([a, jnp.repeat(a[:1], missing, axis=0)]),
-        (job.lanes, job.steps),
-      )
-      job = job._replace(fn=counted, lanes=(lanes, counts), steps=steps)
-
-    def on_device(shared, rows, shard):
-      results = run(shared, *shard.take(rows))
-      return shard.gather(results) if job.stacked else shard.sum(results)
-
-    rows = (job.lanes, job.steps)
-    results = self._on_devices(on_device, job.shared, rows)
-    if job.stacked:
-      return jax.tree.map(lambda a: a[:num_lanes], results)
-    return results
-
-  def _chunks(self, job: Chunks):
-    args, count = (*job.shared, job.rows), len(jax.tree.leaves(job.rows)[0])
-    if self._mesh is None or count % self._mesh.size:
-      # If the devices cannot share the rows equally, each takes all of them.
-      return self._call(Call(job.fn, args, job.when))
-
-    def on_device(*args, shard):
-      *shared, rows = args
-      return shard.gather(job.fn(*shared, shard.take(rows)))
-
-    return self._call(Call(on_device, args, job.when, shared=True))
-
-  def _each(self, job: Each):
-    def run(shared, rows):
-      one = lambda row: job.fn(*shared, row)
-      if self._max_lanes is None:
-        return jax.vmap(one)(rows)
-      return jax.lax.map(one, rows, batch_size=self._max_lanes)
-
-    if self._mesh is None:
-      return run(job.shared, job.rows)
-    count = len(jax.tree.leaves(job.rows)[0])
-    # Repeats the last row, until all devices have equally many rows.
-    padded = -(-count // self._mesh.size) * self._mesh.size
-    taken = jnp.minimum(jnp.arange(padded), count - 1)
-
-    def on_device(shared, rows, shard):
-      mine = shard.take(taken)
-      rows = jax.tree.map(lambda a: a[mine], rows)
-      return shard.gather(run(shared, rows))
-
-    results = self._on_devices(on_device, job.shared, job.rows)
-    return jax.tree.map(lambda a: a[:count], results)
-
   def _on_devices(self, fn: Callable, *args: PyTree) -> PyTree:
     """Runs `fn(*args, shard)` on each device, with the same result on all.
 
@@ -361,6 +309,140 @@ class Inline:
       out_specs=same,
       check_vma=False,
     )(*args)
+
+
+def _masked(task: Task, steps, most, work: Work) -> Callable[[PyTree], PyTree]:
+  """A row's work in a loop of `most` steps, of which the first `steps` count.
+
+  The loop's length is the same for all trials and rows beside it, since `vmap`
+  would else select every array of its state, by a predicate for each.
+  """
+
+  def step(*args):
+    *_, carry, s = args
+    select = lambda new, old: _select(s < steps, new, old)
+    return jax.tree.map(select, task.step(*args), carry)
+
+  masked = Task(task.begin, step, task.end)
+  return lambda one: masked.whole(most, *work.shared, one)
+
+
+def _side_by_side(work: Work) -> PyTree:
+  """The results of all rows, in one loop as long as the longest row's."""
+  most = most_of(work.steps)
+  rows, steps = jax.tree.map(jnp.asarray, (work.rows, work.steps))
+  one = lambda one, n: _masked(work.task, n, most, work)(one)
+  return jax.vmap(one)(rows, steps)
+
+
+def _in_lanes(work: Work, ids: Any, number: Any) -> PyTree:
+  """The total of all rows, in lanes in which one row follows another.
+
+  Args:
+    work: the work.
+    ids: `int32[L, K]`, the lanes' rows.
+    number: `int32[L]`, how many rows each lane has.
+  """
+  task, shared = work.task, work.shared
+  rows, steps = jax.tree.map(jnp.asarray, (work.rows, work.steps))
+  ids, number = jnp.asarray(ids), jnp.asarray(number)
+  if len(ids) == 1:
+    one = lambda j: task.whole(steps[ids[0, j]], *shared, row(rows, ids[0, j]))
+    body = lambda j, sums: add(sums, one(j))
+    return jax.lax.fori_loop(0, number[0], body, zeros_of(one, 0))
+
+  lasts = jnp.maximum(steps, 1) - 1  # Rows without steps take a turn too.
+  in_lane = jnp.arange(ids.shape[1]) < number[:, None]
+  length = jnp.max(jnp.sum(jnp.where(in_lane, lasts[ids] + 1, 0), axis=1))
+
+  def lane(ids, number):
+    def body(_, carry):
+      j, s, now, sums = carry
+      k = ids[j]
+      one = row(rows, k)
+      new = task.step(*shared, one, now, s)
+      now = jax.tree.map(
+        lambda a, b: _select(s < steps[k], a, b), new, now
+      )
+      ends = (s == lasts[k]) & (j < number)
+
+      def end(now, sums):
+        ended = add(sums, task.end(*shared, one, now))
+        following = task.begin(*shared, row(rows, ids[j + 1]))
+        return jax.tree.map(
+          lambda a, b: _select(ends, a, b), (following, ended), (now, sums)
+        )
+
+      # Lanes side by side run `end` only in steps where one ends a row.
+      keep = lambda *kept: kept
+      now, sums = jax.lax.cond(any_of(ends), end, keep, now, sums)
+      return jnp.where(ends, j + 1, j), jnp.where(ends, 0, s + 1), now, sums
+
+    one = lambda k: task.whole(0, *shared, row(rows, k))
+    start = task.begin(*shared, row(rows, ids[0]))
+    carry = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    carry = (*carry, start, zeros_of(one, 0))
+    return jax.lax.fori_loop(0, length, body, carry)[-1]
+
+  results = jax.vmap(lane)(ids, number)
+  return jax.tree.map(lambda a: jnp.sum(a, axis=0), results)
+
+
+def _map_parts(fn: Callable, args: PyTree, size: int) -> PyTree:
+  """`fn` of parts of the rows, `size` at a time, one part after another."""
+  rows = len(jax.tree.leaves(args)[0])
+  whole = rows - rows % size
+  parts = jax.tree.map(lambda a: a[:whole].reshape(-1, size, *a.shape[1:]), args)
+  flat = lambda a: a.reshape(-1, *a.shape[2:])
+  results = jax.tree.map(flat, jax.lax.map(fn, parts))
+  if whole == rows:
+    return results
+  rest = fn(row(args, np.s_[whole:]))
+  join = lambda *leaves: jnp.concatenate(leaves)
+  return jax.tree.map(join, results, rest)
+
+
+def most_of(steps: Any) -> Any:
+  """The largest number of steps, of all rows and of all trials under `vmap`."""
+  if isinstance(steps, np.ndarray | np.integer | int):
+    # The loop's length is known, and `jax.grad` can differentiate it.
+    return int(np.max(steps))
+  return _most(jnp.max(steps))
+
+
+@jax.custom_batching.custom_vmap
+def _most(steps):
+  return jnp.asarray(steps)
+
+
+@_most.def_vmap
+def _most_of_batch(axis_size, in_batched, steps):
+  del axis_size, in_batched
+  return _most(jnp.max(steps, axis=0)), False
+
+
+def any_of(when: jax.Array) -> jax.Array:
+  """Whether it is true for any element of the batch under `vmap`.
+
+  A `jax.lax.cond` on it stays a `cond`; on `when`, `vmap` would run both
+  branches.
+
+  >>> when = jnp.array([False, True])
+  >>> jax.vmap(any_of, out_axes=None)(when)
+  Array(True, dtype=bool)
+  """
+  return _most(when.astype(jnp.int32)) > 0
+
+
+def _select(when, new, old):
+  if _is_key(new):
+    return jnp.where(when, new, old)
+  return jnp.where(when, new.astype(old.dtype), old)
+
+
+def _like(mask, array):
+  """A mask of rows with the axes of an array."""
+  return mask.reshape(-1, *[1] * (array.ndim - 1))
 
 
 def _is_key(a) -> bool:
@@ -381,34 +463,15 @@ def _of_type(like: jax.ShapeDtypeStruct, numbers: jax.Array) -> jax.Array:
   return numbers.astype(like.dtype)
 
 
-def _has_collectives(job: Job) -> bool:
-  """Whether a job takes turns; `Each` need not, its gather is at its end."""
-  return job.shared if isinstance(job, Call) else not isinstance(job, Each)
-
-
-def _after(result: PyTree, job: Job) -> Job:
-  """The same job, which a program can begin only once it has `result`."""
+def _after(result: PyTree, work: Work) -> Work:
+  """The same work, which a program can begin only once it has `result`."""
   floats = [
     a
     for a in jax.tree.leaves(result)
     if jnp.issubdtype(a.dtype, jnp.floating) and a.size
   ]
-  if not floats or isinstance(job, Each):
-    return job
-  never = _never(floats[0])
-  if isinstance(job, Lanes):
-    return job._replace(steps=jnp.where(never, 0, job.steps))
-  return job._replace(when=job.when & ~never)
-
-
-@jax.custom_batching.custom_vmap
-def _never(x: jax.Array) -> jax.Array:
-  """False, but the compiler cannot know it."""
-  return jnp.any(jnp.sign(x) > 1)
-
-
-@_never.def_vmap
-def _never_of_trials(axis_size, in_batched, x):
-  # One value for all trials; otherwise a `cond` on it would run both branches.
-  del axis_size, in_batched
-  return _never(x), False
+  if not floats:
+    return work
+  # Zero, but the compiler cannot know it; the same for all trials.
+  never = _most((jnp.max(jnp.sign(floats[0])) > 1).astype(jnp.int32))
+  return work._replace(steps=jnp.where(never > 0, 0, jnp.asarray(work.steps)))

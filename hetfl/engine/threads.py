@@ -1,7 +1,8 @@
 """The engine for CPUs: programs on threads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
+import functools
 import math
 import os
 import threading
@@ -14,24 +15,24 @@ import numpy as np
 
 from hetfl import checks
 from hetfl.engine.compilation import jit
-from hetfl.engine.jobs import (
-  Call,
-  Chunks,
-  Each,
-  Job,
-  Lanes,
+from hetfl.engine.packing import longest_first
+from hetfl.engine.work import (
+  add,
+  num_rows,
   PyTree,
+  row,
   stack,
-  Stages,
+  Task,
+  Work,
   zeros_of,
 )
 
 
 class Threads:
-  """Runs lanes, chunks, rows and calls as programs of their own, on threads.
+  """Runs parts of the rows as programs of their own, on threads.
 
   Which thread runs what never changes a result: every program is the same
-  wherever it runs, and sums are taken in the order of the lanes. JAX's context
+  wherever it runs, and sums are taken in the order of the parts. JAX's context
   managers affect one thread only; set options with `jax.config.update`.
 
   Args:
@@ -42,9 +43,10 @@ class Threads:
     ValueError: `num_threads` is below 1. The method `run` raises a TypeError
       under tracing.
 
-  >>> job = Call(lambda x: 2 * x, (np.ones(()),))
-  >>> [float(y) for y in Threads(2).run(job, job._replace(when=False))]
-  [2.0, 0.0]
+  >>> double = Task.of(lambda x: 2 * x)
+  >>> work = Work(double, (), np.ones(3, np.float32), np.array([1, 0, 1]))
+  >>> [y.tolist() for y in Threads(2).run(work, work._replace(total=True))]
+  [[2.0, 0.0, 2.0], 4.0]
   """
 
   def __init__(self, num_threads: int | None = None):
@@ -53,27 +55,6 @@ class Threads:
     # Two per thread, so that waiting for a late thread costs half as much.
     self.num_pieces = 2 * self.num_threads
     self._pool = futures.ThreadPoolExecutor(self.num_threads, "hetfl")
-    self._programs: dict[Callable, Callable] = {}
-    # By program and shapes of its arguments: the compiled programs, and a lock
-    # for each one that is being compiled.
-    self._ready: set[tuple[Any, ...]] = set()
-    self._locks: dict[tuple[Any, ...], threading.Lock] = {}
-    self._seconds: dict[Callable, float] = {}
-    self._lock = threading.Lock()
-
-  def num_lanes(self, num_clients: int) -> int:
-    """Two per thread, but at most one per client.
-
-    Args:
-      num_clients: see `Engine`.
-
-    Returns:
-      The number of lanes.
-
-    >>> Threads(2).num_lanes(10), Threads(2).num_lanes(3)
-    (4, 3)
-    """
-    return min(self.num_pieces, num_clients)
 
   def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
     """Returns the function as it is: its programs are compiled one by one.
@@ -88,137 +69,250 @@ class Threads:
     del donate
     return fn
 
-  def run(self, *jobs: Job) -> tuple[PyTree, ...]:
-    """Returns the jobs' results, in their order, once all are complete."""
-    if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(jobs)):
+  def run(self, *works: Work) -> tuple[PyTree, ...]:
+    """Returns the works' results, in their order, once all are complete."""
+    if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(works)):
       raise TypeError(
         "Threads() dispatches programs itself: its steps cannot be part of"
         " jit, vmap or scan; build the algorithm with Inline() for that"
       )
-    tasks = [self._tasks(job) for job in jobs]
-    flat = [task for group in tasks for task in group]
+    parts = [self._parts(work) for work in works]
+    flat = [part for of_work in parts for part in of_work]
     # Longest first, by the program's last run time; new programs come first.
-    order = sorted(
-      range(len(flat)), key=lambda i: -self._cost(flat[i][0], flat[i][2])
-    )
-    running = {i: self._start(*flat[i]) for i in order}
+    order = sorted(range(len(flat)), key=lambda i: -flat[i].seconds())
+    running = {i: flat[i].start(self._pool) for i in order}
     try:
       results = iter([running[i].result() for i in range(len(flat))])
-    except BaseException:  # Such as a second signal: no more tasks are started.
+    except BaseException:  # Such as a second signal: no more parts are started.
       for future in running.values():
         future.cancel()
       raise
     return tuple(
-      self._join(job, [next(results) for _ in group])
-      for job, group in zip(jobs, tasks)
+      _join(work, of_work, [next(results) for _ in of_work])
+      for work, of_work in zip(works, parts)
     )
 
-  def _tasks(self, job: Job) -> list[tuple[Callable | Stages, tuple, int]]:
-    """Cuts a job into programs that can run at once, each with its size."""
-    part = lambda tree, i: jax.tree.map(lambda a: a[i], tree)
-    if isinstance(job, Lanes):
-      return [
-        (job.fn, (*job.shared, part(job.lanes, i), n), int(n))
-        for i, n in enumerate(job.steps)
-      ]
-    if isinstance(job, Call):
-      chosen = job.fn if job.when else job.otherwise
-      return [(chosen, job.args, 1)] if chosen else []
-    if isinstance(job, Each):
-      rows = len(jax.tree.leaves(job.rows)[0])
-      stages = job.stages if rows % self.num_threads else None
-      fn, steps = stages or (job.fn, [1] * rows)
-      each = self._execute(_unstack, (job.rows,), 1)
-      return [(fn, (*job.shared, row), int(n)) for row, n in zip(each, steps)]
-    if not job.when:
+  def _parts(self, work: Work) -> list["_Part | _Turns"]:
+    """Cuts a work into programs that can run at once."""
+    steps, rows = np.asarray(work.steps), num_rows(work)
+    if work.task.is_function and not work.total and not steps.any():
       return []
-    # Equal chunks, so that one compiled program serves all of them.
-    rows = len(jax.tree.leaves(job.rows)[0])
-    size = next(
-      size
-      for size in range(-(-rows // (2 * self.num_pieces)), rows + 1)
-      if rows % size == 0
-    )
+    if rows is None:
+      return [_Part(_whole_program(work.task), work, (), int(steps))]
+    lanes = longest_first(steps.tolist(), self.num_threads)
+    longest = max(int(steps[lane].sum()) for lane in lanes)
+    equal = longest * self.num_threads <= 1.05 * steps.sum()
+    few = rows <= 2 * self.num_pieces <= 2 * steps.max()
+    if few and not equal:
+      # Rows that the threads cannot share equally take turns.
+      each = _unstack(work.rows)
+      return [
+        _Turns(work._replace(rows=one), int(n), self.num_pieces)
+        for one, n in zip(each, steps)
+      ]
+    if work.total:
+      lanes = longest_first(steps.tolist(), min(rows, self.num_pieces))
+      ids = np.zeros((len(lanes), rows), np.int32)
+      for lane, members in zip(ids, lanes):
+        lane[: len(members)] = members
+    else:
+      size = -(-rows // (2 * self.num_pieces))  # Equal parts share a program.
+      lanes = np.split(np.arange(rows), np.arange(size, rows, size))
+      ids = np.arange(len(lanes) * size, dtype=np.int32).reshape(-1, size)
+    shared_rows = jax.tree.map(jnp.asarray, work.rows)
+    program = _lane_program(work.task, work.total)
     return [
-      (job.fn, (*job.shared, part(job.rows, slice(i, i + size))), 1)
-      for i in range(0, rows, size)
+      _Part(
+        program,
+        work._replace(rows=shared_rows),
+        (steps.astype(np.int32), lane, np.int32(len(members))),
+        int(steps[members].sum()),
+      )
+      for lane, members in zip(ids, lanes)
     ]
 
-  def _start(self, fn: Callable | Stages, args: tuple, size: int):
-    """Submits a task; if it has stages, piece by piece.
 
-    Rows that the threads cannot share equally take turns: a row's next piece
-    goes to the end of the queue, so that all rows end at about the same time.
-    """
-    if not isinstance(fn, Stages):
-      return self._pool.submit(self._execute, fn, args, size)
-    result: futures.Future[PyTree] = futures.Future()
-    cuts = np.linspace(0, size, self.num_pieces + 1).astype(np.int32)
+class _Program:
+  """A compiled function that several threads may call.
 
-    def piece(i, carry):
-      if result.cancelled():  # Another job failed.
-        return
-      try:
-        if i == 0:
-          carry = self._execute(fn.begin, args, 1)
-        first, last = cuts[i], cuts[i + 1]
-        carry = self._execute(
-          fn.advance, (*args, carry, first, last), int(last - first)
-        )
-        if i + 2 < len(cuts):
-          self._pool.submit(piece, i + 1, carry)
-        else:
-          result.set_result(self._execute(fn.end, (*args, carry), 1))
-      except BaseException as error:
-        result.set_exception(error)
+  Attributes:
+    seconds: of its last run, for each step.
+  """
 
-    self._pool.submit(piece, 0, None)
-    return result
+  def __init__(self, fn: Callable):
+    self.seconds = math.inf
+    self._jitted = jit(fn)
+    self._lock = threading.Lock()
+    # By the arguments' shapes: `True` once compiled, before that a lock.
+    self._compiled: dict[Any, Any] = {}
 
-  def _cost(self, fn: Callable | Stages, size: int) -> float:
-    """Seconds that a program may take; infinite if it never ran."""
-    fn = fn.advance if isinstance(fn, Stages) else fn
-    return self._seconds.get(fn, math.inf) * max(size, 1)
-
-  def _join(self, job: Job, results: list[PyTree]) -> PyTree:
-    if isinstance(job, Call) and not results:
-      return zeros_of(job.fn, *job.args)
-    if isinstance(job, Chunks) and not results:
-      # Zeros of the full shapes that take no memory.
-      shapes = jax.eval_shape(job.fn, *job.shared, job.rows)
-      zeros = lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape)
-      return jax.tree.map(zeros, shapes)
-    if isinstance(job, Each) or (isinstance(job, Lanes) and job.stacked):
-      return self._execute(stack, results, 1)
-    if isinstance(job, Call) or len(results) == 1:
-      return results[0]
-    join = _sum if isinstance(job, Lanes) else _concatenate
-    return self._execute(join, results, 1)
-
-  def _execute(self, fn: Callable, args: Sequence[PyTree], size: int) -> PyTree:
-    """Runs one program to its end; compiles it once for each shape."""
+  def __call__(self, *args: PyTree, size: int = 1) -> PyTree:
+    """Runs it to its end; compiles it once for each shape."""
     leaves, tree = jax.tree.flatten(args)
-    key = (fn, tree, tuple(jax.typeof(leaf) for leaf in leaves))
+    key = (tree, tuple(jax.typeof(leaf) for leaf in leaves))
     with self._lock:
-      compiling = None
-      if key not in self._ready:
-        compiling = self._locks.setdefault(key, threading.Lock())
-      if fn not in self._programs:
-        self._programs[fn] = jit(fn)
-      program = self._programs[fn]
-    if compiling is not None:
+      compiling = self._compiled.setdefault(key, threading.Lock())
+    if compiling is not True:
       # One thread compiles; the others that need the program wait for it.
       with compiling:
-        if key not in self._ready:
-          result = jax.block_until_ready(program(*args))
-          self._ready.add(key)
-          self._locks.pop(key, None)
+        if self._compiled[key] is not True:
+          result = jax.block_until_ready(self._jitted(*args))
+          self._compiled[key] = True
           return result
     start = time.perf_counter()
-    result = jax.block_until_ready(program(*args))
+    result = jax.block_until_ready(self._jitted(*args))
     if size:
-      self._seconds[fn] = (time.perf_counter() - start) / size
+      self.seconds = (time.perf_counter() - start) / size
     return result
+
+
+class _Part:
+  """Some rows of a work, run by one program."""
+
+  def __init__(self, program: _Program, work: Work, more: tuple, size: int):
+    self._program, self._size = program, size
+    more = more or (np.int32(size),)
+    self._args = (work.shared, work.rows, *more)
+
+  def seconds(self) -> float:
+    """How long it may take; infinite if the program never ran."""
+    return self._program.seconds * max(self._size, 1)
+
+  def start(self, pool: futures.Executor) -> futures.Future:
+    return pool.submit(self._program, *self._args, size=self._size)
+
+
+class _Turns:
+  """One row of a work, run in pieces.
+
+  The next piece goes to the end of the queue, so that all rows end at about the
+  same time.
+  """
+
+  def __init__(self, work: Work, size: int, num_pieces: int):
+    self._work, self._size = work, size
+    self._cuts = np.linspace(0, size, num_pieces + 1).astype(np.int32)
+
+  def seconds(self) -> float:
+    """How long it may take; infinite if the program never ran."""
+    advance = _program(self._work.task, "advance", _advance)
+    return advance.seconds * max(self._size, 1)
+
+  def start(self, pool: futures.Executor) -> futures.Future:
+    result: futures.Future[PyTree] = futures.Future()
+    pool.submit(self._piece, pool, result, 0, None)
+    return result
+
+  def _piece(self, pool, result, i, carry):
+    if result.cancelled():  # Another part failed.
+      return
+    task, shared, one = self._work[:3]
+    try:
+      if i == 0:
+        carry = _program(task, "begin", _begin)(shared, one)
+      first, last = self._cuts[i], self._cuts[i + 1]
+      if last > first:
+        advance = _program(task, "advance", _advance)
+        carry = advance(
+          shared, one, carry, first, last, size=int(last - first)
+        )
+      if i + 2 < len(self._cuts):
+        pool.submit(self._piece, pool, result, i + 1, carry)
+      else:
+        result.set_result(_program(task, "end", _end)(shared, one, carry))
+    except BaseException as error:
+      result.set_exception(error)
+
+
+def _program(task: Task, name: str, make: Callable) -> _Program:
+  """A program of a task, which keeps it."""
+  if name not in task.programs:
+    task.programs.setdefault(name, _Program(make(task)))
+  return task.programs[name]
+
+
+def _begin(task):
+  return lambda shared, one: task.begin(*shared, one)
+
+
+def _advance(task):
+  def advance(shared, one, carry, first, last):
+    step = lambda s, carry: task.step(*shared, one, carry, s)
+    return jax.lax.fori_loop(first, last, step, carry)
+
+  return advance
+
+
+def _end(task):
+  return lambda shared, one, carry: task.end(*shared, one, carry)
+
+
+def _whole_program(task):
+  make = lambda task: lambda shared, one, steps: task.whole(steps, *shared, one)
+  return _program(task, "whole", make)
+
+
+def _lane_program(task, total):
+  """The program that runs some rows one after another."""
+
+  def make(task):
+    def lane(shared, rows, steps, ids, count):
+      one = lambda i: task.whole(steps[ids[i]], *shared, row(rows, ids[i]))
+      if len(ids) == 1:
+        result = one(0)
+        return result if total else jax.tree.map(lambda a: a[None], result)
+      if total:
+        body = lambda i, sums: add(sums, one(i))
+        return jax.lax.fori_loop(0, count, body, zeros_of(one, 0))
+      put = lambda i, out: jax.tree.map(lambda a, b: a.at[i].set(b), out, one(i))
+      zeros = jax.tree.map(
+        lambda a: jnp.zeros((len(ids), *a.shape), a.dtype),
+        jax.eval_shape(one, 0),
+      )
+      return jax.lax.fori_loop(0, count, put, zeros)
+
+    return lane
+
+  return _program(task, f"lane {total}", make)
+
+
+def _join(work: Work, parts: list, results: list[PyTree]) -> PyTree:
+  rows = num_rows(work)
+  if not parts:
+    # Zeros of the full shapes that take no memory.
+    one = work.rows if rows is None else row(work.rows, 0)
+    lead = () if rows is None else (rows,)
+    return jax.tree.map(
+      lambda a: np.broadcast_to(np.zeros((), a.dtype), (*lead, *a.shape)),
+      jax.eval_shape(work.task.begin, *work.shared, one),
+    )
+  if rows is None:
+    return results[0]
+  if work.total:
+    return _sum(*results)
+  if isinstance(parts[0], _Turns):
+    return _stack(*results)
+  return _concatenate(rows, *results)
+
+
+# One program each; operations on single arrays would be many.
+_stack = jax.jit(stack)
+
+
+@jax.jit
+def _unstack(tree):
+  rows = len(jax.tree.leaves(tree)[0])
+  return [row(tree, i) for i in range(rows)]
+
+
+@jax.jit
+def _sum(*trees):
+  return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *trees)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _concatenate(rows, *trees):
+  return jax.tree.map(lambda *a: jnp.concatenate(a)[:rows], *trees)
 
 
 def num_cores() -> int:
@@ -226,17 +320,3 @@ def num_cores() -> int:
   if hasattr(os, "sched_getaffinity"):  # not on macOS
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
-
-
-def _unstack(tree):
-  """The rows of a tree, by one program; slicing arrays would take many."""
-  rows = len(jax.tree.leaves(tree)[0])
-  return [jax.tree.map(lambda a, i=i: a[i], tree) for i in range(rows)]
-
-
-def _sum(*trees):
-  return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *trees)
-
-
-def _concatenate(*trees):
-  return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)

@@ -10,6 +10,7 @@ of the others.
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -17,25 +18,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import checks, core
-from hetfl import distill as distill_lib
-from hetfl import engine as engine_lib
-from hetfl.fedavg import fedavg_round, linear_decay
-from hetfl.hyperparameters import Schedule, scheduled
-from hetfl.pool import (
-  check_round,
-  client_jobs,
-  client_metrics,
-  combine,
+from hetfl import checks, core, local
+from hetfl.algorithms.fedavg import (
+  client_losses,
+  client_works,
   init_pools,
+  linear_decay,
   Pool,
   round_keys,
   step_servers,
 )
+from hetfl.batches import Plan
+from hetfl.distill import Distiller
+from hetfl.engine import Engine, Inline, Work
 
 PyTree = Any
 
 
+@jax.jit
 def merge_gradients(
   g: PyTree, delta: PyTree, *, alpha: float | jax.Array
 ) -> PyTree:
@@ -68,72 +68,72 @@ def merge_gradients(
 
 
 class _Exchange:
-  """The jobs of one codistillation between P pools.
-
-  Attributes:
-    names: the hyper-parameters that it reads.
-  """
+  """The works of one codistillation between P pools."""
 
   def __init__(
-    self,
-    pools: tuple[Pool, ...],
-    distiller: distill_lib.Distiller,
-    engine: engine_lib.Engine,
+    self, pools: tuple[Pool, ...], distiller: Distiller, engine: Engine
   ):
-    num_pools = len(pools)
-    checks.kind(
-      "distiller", distiller, distill_lib.Distiller, "such as Distiller()"
-    )
-    self.names = tuple(distiller.hyper(num_pools))
-    self._engine = engine
+    if not isinstance(distiller, Distiller):
+      raise ValueError(f"distiller={distiller!r}: give a Distiller")
     models = [pool.model for pool in pools]
-    self._predictors = [distiller.predictor(model) for model in models]
-    self._students = [distiller.student(models, i) for i in range(num_pools)]
+    self._distiller, self._engine = distiller, engine
+    self._views = [distiller.view(model) for model in models]
+    self._students = [distiller.student(models, i) for i in range(len(pools))]
 
-  def jobs(self, teachers, hyper, key, plan, data, decay, when):
-    """Runs the teachers and returns the jobs that distil to each student.
+  def students(
+    self,
+    teachers: Sequence[local.Learner],
+    state: core.State,
+    plan: Plan,
+    data: dict[str, core.Batch],
+    decay: jax.Array,
+    due: jax.Array,
+  ) -> list[Work]:
+    """Runs the teachers and returns the works that distil to each student.
 
     Args:
-      teachers: P `Variables`, the current models; students start from them.
-      hyper: the exchange's hyper-parameters.
-      key: the exchange's key of the round.
+      teachers: P models as they are; students start as copies of them.
+      state: holds the exchange's hyper-parameters.
       plan: the round's plan.
-      data: `distill` holds the distillation bank.
+      data: holds the distillation bank.
       decay: the linear decay over the rounds, from 1 to 0.
-      when: whether this round distils; if not, students stay as they are.
+      due: whether this round distils; if not, students stay as they are.
 
     Returns:
-      P jobs, whose results are `(Variables, loss)`.
+      P works, whose results are `(Variables, loss)`.
     """
-    rows = plan.distill
-    if rows is None:
-      raise ValueError("plan.distill is None: codistillation needs batches")
-    steps = np.arange(len(rows), dtype=np.int32)
+    batches = local.of_round(plan, "distill", 1)
     bank = checks.bank(data, "distill")
+    *_, key = round_keys(state.key, plan.round, len(teachers))
+    variables = [teacher.variables for teacher in teachers]
     views = self._engine.run(
       *(
-        engine_lib.Chunks(predict, (teacher, key, bank), (steps, rows), when)
-        for predict, teacher in zip(self._predictors, teachers)
+        self._distiller.look(view, of, key, bank, batches, due)
+        for view, of in zip(self._views, variables)
       )
     )
-    models_and_views = tuple(zip(teachers, views))
+    names = self._distiller.hyper(len(teachers))
+    context = {name: state.hyper[name] for name in names} | {
+      "decay": decay,
+      "key": key,
+      "teachers": variables,
+      "views": views,
+    }
+    # Differs from the batches' keys.
+    student_key = jax.random.fold_in(key, np.uint32(2**31))
+    one_row = jax.tree.map(lambda a: a[0], batches)
     return [
-      engine_lib.Call(
+      Work(
         student,
-        (teacher, hyper, decay, key, bank, steps, rows, models_and_views),
-        when,
-        core.unchanged,
-        shared=True,
+        (context, student_key, bank),
+        ((), one_row._replace(client=np.int32(i))),
+        due * one_row.steps,
       )
-      for student, teacher in zip(self._students, teachers)
+      for i, student in enumerate(self._students)
     ]
 
 
-def _same(state):
-  return state
-
-
-def _distill_metrics(pools, losses) -> core.Metrics:
+def _distill_losses(pools, losses) -> core.Metrics:
   return {
     f"{pool.name}/distill_loss": loss for pool, loss in zip(pools, losses)
   }
@@ -141,11 +141,11 @@ def _distill_metrics(pools, losses) -> core.Metrics:
 
 def periodic_codist(
   pools: Sequence[Pool],
-  distiller: distill_lib.Distiller,
+  distiller: Distiller,
   *,
   period: int,
   rounds: int | None,
-  engine: engine_lib.Engine | None = None,
+  engine: Engine | None = None,
 ) -> core.Algorithm:
   """PeriodicCodist: every `period` rounds the models teach each other.
 
@@ -167,10 +167,10 @@ def periodic_codist(
 
   Returns:
     The algorithm. Its `init` takes a key and, to continue from existing models,
-    P `Variables`. Its `step` takes a `RoundPlan` with distillation batches and
-    `{'pools': (bank, ...), 'distill': bank}`, the banks on the device. Its
-    metrics are each pool's `NAME/client_loss` and `NAME/distill_loss`, means
-    over steps; the second is an empty mean in rounds without codistillation.
+    P `Variables`. Its `step` takes a plan and data as for `fedavg`, both with
+    `distill`, the distillation batches and their bank. Its metrics are each
+    pool's `NAME/client_loss` and `NAME/distill_loss`, means over steps; the
+    second is an empty mean in rounds without codistillation.
 
   Raises:
     ValueError: if a value is out of its range.
@@ -181,30 +181,29 @@ def periodic_codist(
   (3/4, 1/4). FedAvg brings the first one to logits (1/2, -1/2); then each model
   learns from the other.
 
-  >>> from hetfl import fedavg_server, planning, population
+  >>> from hetfl import ClientPopulation, fedavg_server, plan_round
   >>> def pool(name, *w):
   ...   model = core.Model(
   ...       lambda key: core.Variables(jnp.array([w]), {}),
   ...       lambda v, x, key, train: (x @ v.params, v.stats))
-  ...   return Pool(name, model, 1., 1., server_optimizer=fedavg_server)
+  ...   return Pool(model, name, learning_rate=1., server_lr=1.,
+  ...               server_optimizer=fedavg_server)
   >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
-  >>> clients = population.ClientPopulation.from_lists(bank, [[0]])
-  >>> plan = planning.plan_round(
-  ...     [clients] * 2, clients.examples(), seed=0, round=1,
-  ...     clients_per_round=1, batch_size=1, distill_batch_size=1)
-  >>> distiller = distill_lib.Distiller(
-  ...     1., regularization=0., optimizer=optax.sgd)
+  >>> clients = ClientPopulation.from_lists(bank, [[0]])
+  >>> plan = plan_round({'a': clients, 'b': clients}, clients.examples(),
+  ...                   seed=0, round=1, batch_size=1, distill_batch_size=1)
+  >>> distiller = Distiller(1., regularization=0., optimizer=optax.sgd)
   >>> algorithm = periodic_codist(
   ...     [pool('a', 0., 0.), pool('b', jnp.log(3.), 0.)], distiller, period=1,
   ...     rounds=None)
   >>> state, metrics = algorithm.step(
   ...     algorithm.init(jax.random.key(0)), plan,
-  ...     {'pools': (bank, bank), 'distill': bank})
-  >>> round(float(state.pools[0].params[0, 0]), 3)  # b says 0.83 now, a 0.73
+  ...     {'a': bank, 'b': bank, 'distill': bank})
+  >>> round(float(state.server[0].params[0, 0]), 3)  # b says 0.83 now, a 0.73
   0.601
   """
-  pools = checks.named("pools", pools, Pool, at_least=2)
-  engine = engine or engine_lib.Inline()
+  pools = local.unique_names("pools", pools, Pool, at_least=2)
+  engine = engine or Inline()
   exchange = _Exchange(pools, distiller, engine)
   checks.counts(period=period, **checks.given(rounds=rounds))
 
@@ -212,51 +211,43 @@ def periodic_codist(
     return init_pools(pools, key, variables, distiller.hyper(len(pools)))
 
   def step(state, plan, data):
-    check_round(pools, state, plan, *exchange.names)
     decay = linear_decay(plan.round, rounds)
     # Line 3: apply FedAvg to each model, sampling clients from its pool.
-    state, metrics = fedavg_round(
-      pools, state, plan, data, decay=decay, engine=engine
-    )
-    *_, key = round_keys(state.key, plan.round, len(pools))
-    due = plan.round % period == 0  # Line 4.
+    sent = engine.run(*client_works(pools, state, plan, data))
+    gradients = [pool.combine(s) for pool, s in zip(pools, sent)]
+    state = step_servers(pools, state, gradients, decay)
+    # Line 4.
+    due = plan.round % period == 0
     # Lines 5 to 7: teachers and students start as copies of the models.
-    results = engine.run(
-      *exchange.jobs(
-        [pool.variables for pool in state.pools],
-        state.hyper,
-        key,
-        plan,
-        data,
-        decay,
-        due,
+    works = exchange.students(state.server, state, plan, data, decay, due)
+    students, losses = zip(*engine.run(*works))
+    # Line 8: replace the models by the students; reset the server's moments.
+    state = state.replace(
+      server=tuple(
+        _replaced(pool, *args, due)
+        for pool, *args in zip(pools, state.server, students)
       )
     )
-    # Line 8: replace the models by the students.
-    replaced = [
-      pool_state.replace(params=student.params, stats=student.stats)
-      for pool_state, (student, _) in zip(state.pools, results)
-    ]
-    states = engine.run(
-      *(
-        engine_lib.Call(pool.reset_server, (s,), due, _same)
-        for pool, s in zip(pools, replaced)
-      )
-    )
-    metrics |= _distill_metrics(pools, [loss for _, loss in results])
-    return state.replace(pools=states), metrics
+    metrics = client_losses(pools, sent) | _distill_losses(pools, losses)
+    return state, metrics
 
   return core.Algorithm(init, step)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _replaced(pool, server, student, due):
+  new = local.Learner.start(student, pool.server_optimizer)
+  return jax.tree.map(lambda a, b: jnp.where(due, a, b), new, server)
+
+
 def merged_codist(
   pools: Sequence[Pool],
-  distiller: distill_lib.Distiller,
+  distiller: Distiller,
   *,
-  alpha: float | jax.Array | Schedule,
+  alpha: float | jax.Array | core.Schedule,
   rounds: int | None,
   every: int = 1,
-  engine: engine_lib.Engine | None = None,
+  engine: Engine | None = None,
 ) -> core.Algorithm:
   """MergedCodist: clients' and distillation gradients in one server step.
 
@@ -279,10 +270,10 @@ def merged_codist(
 
   Returns:
     The algorithm. Its `init` takes a key and, to continue from existing models,
-    P `Variables`. Its `step` takes a `RoundPlan` with distillation batches and
-    `{'pools': (bank, ...), 'distill': bank}`, the banks on the device. Its
-    metrics are each pool's `NAME/client_loss` and `NAME/distill_loss`, means
-    over steps; the second is an empty mean in rounds without codistillation.
+    P `Variables`. Its `step` takes a plan and data as for `fedavg`, both with
+    `distill`, the distillation batches and their bank. Its metrics are each
+    pool's `NAME/client_loss` and `NAME/distill_loss`, means over steps; the
+    second is an empty mean in rounds without codistillation.
 
   Raises:
     ValueError: if a value is out of its range. A schedule that leaves its range
@@ -294,87 +285,70 @@ def merged_codist(
   (3/4, 1/4). For the first model the clients' and the distillation gradient
   agree, so that it moves by ||g||; for the second they are opposite and cancel.
 
-  >>> from hetfl import fedavg_server, planning, population
+  >>> from hetfl import ClientPopulation, fedavg_server, plan_round
   >>> def pool(name, *w):
   ...   model = core.Model(
   ...       lambda key: core.Variables(jnp.array([w]), {}),
   ...       lambda v, x, key, train: (x @ v.params, v.stats))
-  ...   return Pool(name, model, 1., 1., server_optimizer=fedavg_server)
+  ...   return Pool(model, name, learning_rate=1., server_lr=1.,
+  ...               server_optimizer=fedavg_server)
   >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
-  >>> clients = population.ClientPopulation.from_lists(bank, [[0]])
-  >>> plan = planning.plan_round(
-  ...     [clients] * 2, clients.examples(), seed=0, round=1,
-  ...     clients_per_round=1, batch_size=1, distill_batch_size=1)
-  >>> distiller = distill_lib.Distiller(
-  ...     1., regularization=0., optimizer=optax.sgd)
+  >>> clients = ClientPopulation.from_lists(bank, [[0]])
+  >>> plan = plan_round({'a': clients, 'b': clients}, clients.examples(),
+  ...                   seed=0, round=1, batch_size=1, distill_batch_size=1)
+  >>> distiller = Distiller(1., regularization=0., optimizer=optax.sgd)
   >>> algorithm = merged_codist(
   ...     [pool('a', 0., 0.), pool('b', jnp.log(3.), 0.)], distiller, alpha=0.5,
   ...     rounds=None)
   >>> state, metrics = algorithm.step(
   ...     algorithm.init(jax.random.key(0)), plan,
-  ...     {'pools': (bank, bank), 'distill': bank})
-  >>> [p.params.round(2).tolist() for p in state.pools]  # log 3 = 1.1
+  ...     {'a': bank, 'b': bank, 'distill': bank})
+  >>> [p.params.round(2).tolist() for p in state.server]  # log 3 = 1.1
   [[[0.5, -0.5]], [[1.1..., -0.0]]]
   >>> float(metrics['a/distill_loss'].value)  # 3/4 log 3/2 + 1/4 log 1/2
   0.130...
   """
-  pools = checks.named("pools", pools, Pool, at_least=2)
-  engine = engine or engine_lib.Inline()
+  pools = local.unique_names("pools", pools, Pool, at_least=2)
+  engine = engine or Inline()
   exchange = _Exchange(pools, distiller, engine)
   checks.counts(every=every, **checks.given(rounds=rounds))
-  checks.schedule("alpha", alpha, 1, rounds or 1, allowed=(0, 1))
-  names = exchange.names if callable(alpha) else (*exchange.names, "alpha")
+  core.check_schedule("alpha", alpha, 1, rounds or 1, high=1)
 
   def init(key, variables=None):  # Line 1.
-    hyper = distiller.hyper(len(pools))
+    values = distiller.hyper(len(pools))
     if not callable(alpha):
-      hyper["alpha"] = alpha
-    return init_pools(pools, key, variables, hyper)
+      values |= core.hyper(alpha=alpha)
+    return init_pools(pools, key, variables, values)
 
   def step(state, plan, data):
-    check_round(pools, state, plan, *names)
-    *keys, exchange_key = round_keys(state.key, plan.round, len(pools))
     decay = linear_decay(plan.round, rounds)
-    if callable(alpha):
-      a = scheduled(alpha, plan.round, high=1)
-    else:
-      a = state.hyper["alpha"]
+    a = core.scheduled("alpha", alpha, state, plan.round)
     if every > 1:
       a = jnp.where(plan.round % every == 0, a, 1.0)
     # Lines 4 to 6: teachers and students start as copies of the models.
-    students = exchange.jobs(
-      [pool.variables for pool in state.pools],
-      state.hyper,
-      exchange_key,
-      plan,
-      data,
-      decay,
-      a < 1,
-    )
+    thetas = state.server
+    distil = exchange.students(thetas, state, plan, data, decay, a < 1)
     # Line 3: aggregate client gradients, in parallel with the distillation.
-    clients = client_jobs(pools, state, keys, plan, data)
-    results = engine.run(*students, *clients)
-    distilled, sent = results[: len(pools)], results[len(pools) :]
-    gradients = combine(pools, sent, engine)
-    # Lines 7 and 8.
-    merged = engine.run(
-      *(
-        engine_lib.Call(_merge, (kept.params, *gradient, student, a))
-        for kept, gradient, (student, _) in zip(
-          state.pools, gradients, distilled
-        )
-      )
-    )
+    train = client_works(pools, state, plan, data)
+    results = engine.run(*distil, *train)
+    (students, losses), sent = zip(*results[: len(pools)]), results[len(pools) :]
+    gradients = [pool.combine(s) for pool, s in zip(pools, sent)]
+    # Line 7.
+    deltas = [
+      _difference(theta.params, student.params)
+      for theta, student in zip(thetas, students)
+    ]
+    # Line 8; the statistics are the clients'.
+    merged = [
+      (merge_gradients(g, delta, alpha=a), stats)
+      for (g, stats), delta in zip(gradients, deltas)
+    ]
     # Line 9: apply FedAvg with the merged gradient.
-    states = step_servers(pools, state.pools, merged, decay, engine)
-    metrics = client_metrics(pools, sent)
-    metrics |= _distill_metrics(pools, [loss for _, loss in distilled])
-    return state.replace(pools=states), metrics
+    state = step_servers(pools, state, merged, decay)
+    metrics = client_losses(pools, sent) | _distill_losses(pools, losses)
+    return state, metrics
 
   return core.Algorithm(init, step)
 
 
-def _merge(params, g, stats, student, alpha):
-  """Lines 7 and 8 of algorithm 2: the merged gradient, and the statistics."""
-  delta = optax.tree.sub(params, student.params)
-  return merge_gradients(g, delta, alpha=alpha), stats
+_difference = jax.jit(optax.tree.sub)

@@ -1,0 +1,1 @@
+"""The algorithms: one file each, which reads as its paper's box."""

@@ -1,0 +1,462 @@
+"""FedMD: parties with different models agree on class scores.
+
+Each party trains its model on public data, then on its few private examples
+(`hetfl.fit`). In every round of the collaboration (`fedmd`) the parties share
+their models' class scores on some public examples, and each model learns the
+mean of these scores. Neither parameters nor private examples leave a party.
+
+Reference: Li & Wang 2019, "FedMD: Heterogenous Federated Learning via Model
+Distillation", algorithm 1. What the paper leaves open follows the released
+code, github.com/diogenes0319/FedMD_clean.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetfl import checks, core, distill, local
+from hetfl.algorithms.fit import fresh_learners
+from hetfl.batches import in_order, order, Plan, plan_clients, rows_of
+from hetfl.engine import batch_size_or_default, Engine, Inline, Task, Work
+from hetfl.population import check_kind, positions_in, stratified, Subset
+from hetfl.streams import generator, Stream
+
+PyTree = Any
+
+
+class Translator(NamedTuple):
+  """The scores that parties share, and the loss between party and consensus.
+
+  Attributes:
+    scores: `(logits [..., C], temperature) -> float[..., C]`.
+    loss: `(logits [B, C], consensus [B, C], temperature) -> float[B]`.
+  """
+
+  scores: Callable[[jax.Array, jax.Array], jax.Array]
+  loss: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def absolute_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
+  """`mean_c |f_c - f~_c|` of each example.
+
+  Args:
+    logits: `float[B, C]`.
+    consensus: `float[B, C]`.
+
+  Returns:
+    `float[B]`.
+
+  Reference: the released code's `mean_absolute_error`, over all outputs; the
+  paper gives no loss.
+
+  >>> float(absolute_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
+  1.5
+  >>> jax.grad(lambda z: absolute_error(z, jnp.zeros(2)))(jnp.array([0., 3.]))
+  Array([0. , 0.5], dtype=float32)
+  """
+  distance = _distance(logits, consensus)
+  # The gradient of JAX's abs is 1 at 0, where there is nothing to learn.
+  distance = jnp.where(distance == 0, 0.0, jnp.abs(distance))
+  return jnp.mean(distance, axis=-1)
+
+
+def squared_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
+  """`mean_c (f_c - f~_c)^2` of each example.
+
+  Args:
+    logits: `float[B, C]`.
+    consensus: `float[B, C]`.
+
+  Returns:
+    `float[B]`.
+
+  >>> float(squared_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
+  2.5
+  """
+  return jnp.mean(_distance(logits, consensus) ** 2, axis=-1)
+
+
+def _distance(logits, consensus):
+  """The difference; 0 where both are minus infinity, as for masked classes."""
+  logits, consensus = core.wide(logits), core.wide(consensus)
+  alike = jnp.isinf(logits) & (logits == consensus)
+  return jnp.where(alike, 0.0, logits - consensus)
+
+
+def _tempered_scores(logits, temperature):
+  if logits.ndim < 2:
+    raise ValueError(
+      "digest_loss='kl' needs logits float[B, C], not outputs of shape"
+      f" {logits.shape}; use 'mae' or 'mse' for other outputs"
+    )
+  return distill.tempered_softmax(logits, temperature)
+
+
+def _tempered_divergence(logits, consensus, temperature):
+  return distill.kl_divergence(consensus, core.wide(logits) / temperature)
+
+
+TRANSLATORS = {
+  "mae": Translator(lambda z, t: z, lambda z, f, t: absolute_error(z, f)),
+  "mse": Translator(lambda z, t: z, lambda z, f, t: squared_error(z, f)),
+  "kl": Translator(_tempered_scores, _tempered_divergence),
+}
+
+
+@jax.jit
+def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
+  """`f~ = sum_k c_k f_k / sum_k c_k`.
+
+  Args:
+    scores: P arrays `float[N, C]`.
+    weights: c_k, `float[P]`, not negative; only their ratios matter.
+
+  Returns:
+    `float[N, C]`.
+
+  Raises:
+    ValueError: the scores differ in shape, or are not as many as the weights.
+
+  Reference: Li & Wang 2019, algorithm 1, "Aggregate", and supplement, method
+  4, where all weights are 1 / P except those of two weak models.
+
+  >>> f = [jnp.array([[0., 4.]]), jnp.array([[4., 0.]])]
+  >>> consensus(f, jnp.array([3., 1.])).tolist()
+  [[1.0, 3.0]]
+  """
+  distill.same_classes(*scores)
+  if len(weights) != len(scores):
+    raise ValueError(f"weights: {len(weights)} for {len(scores)} scores")
+  weights = weights / jnp.sum(weights)
+  # A party with weight zero may have any scores, NaN included.
+  ignored = lambda c, f: (c == 0) & ~jnp.isfinite(f)
+  terms = [c * jnp.where(ignored(c, f), 0, f) for c, f in zip(weights, scores)]
+  return functools.reduce(jnp.add, terms)
+
+
+def fedmd(
+  parties: Sequence[local.Participant],
+  *,
+  digest_loss: str | Translator = "mae",
+  consensus_weights: Sequence[float] | jax.Array | None = None,
+  temperature: float | jax.Array = 1.0,
+  public_transform: core.Preparation | None = None,
+  eval_batch_size: int | None = None,
+  engine: Engine | None = None,
+) -> core.Algorithm:
+  """FedMD's rounds: Communicate, Aggregate, Distribute, Digest, Revisit.
+
+  The consensus on the round's public examples is `f~ = sum_k c_k f_k`, over all
+  models as they are at the start of the round. Then each party trains for some
+  epochs towards `f~` on those examples and for some on its private examples.
+  Both optimizers of a party persist.
+
+  Args:
+    parties: P parties, whose models have the same number of outputs.
+    digest_loss: 'mae' or 'mse' between logits; 'kl' from the mean of the
+      tempered softmaxes, without `fml`'s factor T^2; or a `Translator`.
+    consensus_weights: c_k, not negative; only their ratios matter. `None` for
+      equal weights.
+    temperature: T of 'kl'; 'mae' and 'mse' do not use it.
+    public_transform: applied to each public batch as stored in its bank; a
+      party's own transform is for its private batches.
+    eval_batch_size: examples at once in Communicate, by default 40 on CPUs and
+      1,000 elsewhere; changes speed only.
+    engine: where the work runs; `Inline()` by default. With `Threads()` the
+      step dispatches programs itself and must not be traced.
+
+  Returns:
+    The algorithm. Its `init` takes a key and, to start from parties that have
+    gone through transfer learning, P `Learner`s, whose optimizers continue in
+    Revisit. Its `step` takes a plan of `plan_fedmd` and the banks on the
+    device: `public`, and each party's by its name. Its state's `clients` holds
+    a `Learner` for each party, with the states of its two optimizers; its
+    metrics are each party's `NAME/digest_loss` and `NAME/revisit_loss`, means
+    over the steps of Digest and of Revisit.
+
+  Raises:
+    ValueError: if a value is out of its range.
+
+  Reference: Li & Wang 2019, algorithm 1. The paper gives neither the loss, nor
+  epochs, nor batch sizes; the defaults of `plan_fedmd` are those of the
+  released code for MNIST and letters, i.i.d.
+  Departures: see `plan_fit` and `keras_adam`.
+
+  Two parties with logits (0, 0) and (2, 0) for the only image agree on
+  (3/2, 0) if the second has three times the weight of the first.
+
+  >>> linear = lambda *w: core.Model(
+  ...     lambda key: core.Variables(jnp.array([w]), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> parties = [local.Participant(linear(z, 0.), name, learning_rate=1.)
+  ...            for name, z in (('a', 0.), ('b', 2.))]
+  >>> image = Subset.whole(bank)
+  >>> plan = plan_fedmd(image, {'a': image, 'b': image}, seed=0, round=1,
+  ...                   subset=1, revisit_epochs=1)
+  >>> algorithm = fedmd(parties, consensus_weights=(1, 3))
+  >>> state, metrics = algorithm.step(
+  ...     algorithm.init(jax.random.key(0)), plan,
+  ...     {'public': bank, 'a': bank, 'b': bank})
+  >>> [float(metrics[f'{k}/digest_loss'].value) for k in 'ab']
+  [0.75, 0.25]
+  >>> state.clients[0].params.round(2).tolist()  # Digest: (1/2, 0)
+  [[0.8..., -0.3...]]
+  """
+  parties = local.unique_names("parties", parties, local.Participant)
+  engine = engine or Inline()
+  if not isinstance(digest_loss, Translator):
+    if digest_loss not in TRANSLATORS:
+      raise ValueError(
+        f"digest_loss={digest_loss}: choose from {', '.join(TRANSLATORS)}, or"
+        " give a Translator"
+      )
+    digest_loss = TRANSLATORS[digest_loss]
+  weights = _weights(consensus_weights, len(parties))
+  checks.positive(temperature=temperature)
+  at_once = batch_size_or_default(eval_batch_size)
+  scores_of = [
+    _scores_task(party, digest_loss, public_transform) for party in parties
+  ]
+  digest = [
+    _digest_task(party, digest_loss, public_transform) for party in parties
+  ]
+  revisit = [local.own_training(party) for party in parties]
+
+  def init(key, trained=None):
+    learners = fresh_learners(parties, key)
+    if trained is not None:
+      learners = [
+        new.adopt(party.label, given)
+        for party, new, given in zip(parties, learners, trained, strict=True)
+      ]
+    both = lambda party, of: {
+      "digest": party.optimizer(0.0).init(of.params),
+      "revisit": of.opt_state,
+    }
+    return core.State(
+      jnp.copy(key),  # States may be donated.
+      local.hyper_of(parties)
+      | core.hyper(len(parties), consensus_weights=weights)
+      | core.hyper(temperature=temperature),
+      clients=tuple(
+        of._replace(opt_state=both(party, of))
+        for party, of in zip(parties, learners)
+      ),
+    )
+
+  def step(state, plan, data):
+    digest_key, revisit_key = _keys(state.key, plan.round)
+    public = checks.bank(data, "public")
+    subset = local.of_round(plan, "public", 1).index[0, 0]
+    lots = in_order(subset, at_once).index[0]
+    temperature = {"temperature": state.hyper["temperature"]}
+    context = [
+      local.values_of(state, k) | temperature for k in range(len(parties))
+    ]
+    # Communicate: each party computes its scores on the public subset.
+    scores = engine.run(
+      *(
+        Work(task, (of, kept.variables, public), lots, np.ones(len(lots), int))
+        for task, of, kept in zip(scores_of, context, state.clients)
+      )
+    )
+    # Aggregate: the server computes the consensus, before any party trains.
+    agreed = consensus(scores, state.hyper["consensus_weights"])
+    # Distribute: the subset becomes a bank, with the consensus in it.
+    shown = _distribute(public, subset, agreed)
+    # Digest: each party approaches the consensus on the public subset.
+    rows = local.of_round(plan, "digest", len(parties))
+    works = []
+    for k, (task, kept) in enumerate(zip(digest, state.clients)):
+      learner = kept._replace(opt_state=kept.opt_state["digest"])
+      batches = jax.tree.map(lambda a, k=k: a[k], rows)
+      shared = (context[k], digest_key, shown)
+      works.append(Work(task, shared, (learner, batches), batches.steps))
+    digested, digest_losses = zip(*engine.run(*works))
+    # Revisit: each party trains on its own private data for a few epochs.
+    works = []
+    for k, (party, task, kept) in enumerate(
+      zip(parties, revisit, state.clients)
+    ):
+      learner = digested[k]._replace(opt_state=kept.opt_state["revisit"])
+      rows = local.of_round(plan, party.name, 1)
+      batches = jax.tree.map(lambda a: a[0], rows)._replace(client=np.int32(k))
+      shared = (context[k], revisit_key, checks.bank(data, party.name))
+      works.append(Work(task, shared, (learner, batches), batches.steps))
+    revisited, revisit_losses = zip(*engine.run(*works))
+    clients = tuple(
+      last._replace(
+        opt_state={"digest": first.opt_state, "revisit": last.opt_state}
+      )
+      for first, last in zip(digested, revisited)
+    )
+    metrics = {}
+    for party, *losses in zip(parties, digest_losses, revisit_losses):
+      metrics[f"{party.name}/digest_loss"] = losses[0]
+      metrics[f"{party.name}/revisit_loss"] = losses[1]
+    return state.replace(clients=clients), metrics
+
+  return core.Algorithm(init, step)
+
+
+@jax.jit
+def _keys(key, round):
+  return jax.random.split(jax.random.fold_in(key, round))
+
+
+@jax.jit
+def _distribute(public, subset, agreed):
+  """The public subset and the consensus on it, as a bank."""
+  shown = core.gather(public, subset)
+  # NaN for positions beyond the bank.
+  known = shown.pop("mask").reshape(-1, *[1] * (agreed.ndim - 2))
+  agreed = agreed.reshape(-1, *agreed.shape[2:])[: len(subset)]
+  return {**shown, "consensus": agreed + (known - 1)}
+
+
+def _scores_task(party, translator, transform) -> Task:
+  """A party's scores on a batch of public examples, in inference mode."""
+
+  def scores(context, variables, bank, index):
+    batch = core.prepare(transform, core.gather(bank, index))
+    logits = party.model.predict(variables, batch["x"])
+    checks.array(party.label, logits)
+    return translator.scores(logits, context["temperature"])
+
+  return Task.of(scores)
+
+
+def _digest_task(party, translator, transform) -> Task:
+  """A party's training towards the consensus, with a bank `_distribute` made."""
+
+  def prepare(context, key, bank, index, s):
+    del context, s
+    shown = core.gather(bank, index)
+    batch = core.prepare(transform, shown, key)
+    return {**batch, "consensus": shown["consensus"]}
+
+  def towards(variables, batch, key, context):
+    logits, stats = local.outputs_of(
+      party.label, party.model, variables, batch, key
+    )
+    target = batch["consensus"]
+    losses = translator.loss(logits, target, context["temperature"])
+    return losses, stats, {}
+
+  return local.own_training(party, towards, prepare)
+
+
+def plan_fedmd(
+  public: Subset,
+  private: Mapping[str, Subset],
+  *,
+  seed: int,
+  round: int,
+  subset: int = 5000,
+  digest_batch_size: int = 256,
+  digest_epochs: int = 1,
+  revisit_batch_size: int = 5,
+  revisit_epochs: int = 2,
+) -> Plan:
+  """Draws a round's public subset and orders all parties' examples.
+
+  The subset is stratified: its labels have the same shares as in the public
+  set. From a bank without labels `y` it is drawn uniformly.
+
+  Args:
+    public: the public examples.
+    private: the parties' private examples, by their names.
+    seed: the run's seed.
+    round: the number of the round, from 1.
+    subset: N, at most the size of the public set.
+    digest_batch_size: B of Digest; N if N is less.
+    digest_epochs: epochs over the subset.
+    revisit_batch_size: B of Revisit; all examples of a party that has fewer.
+    revisit_epochs: epochs over the private examples.
+
+  Returns:
+    The plan: batches `public`, the subset in one batch; `digest`, positions in
+    that subset, one row for each party; and each party's by its name.
+
+  Raises:
+    ValueError: if the subset is larger than the public set, a party has no
+      examples, or a number is not at least 1.
+
+  Reference: Li & Wang 2019, supplement, method 2; the released code draws
+  with scikit-learn's `StratifiedShuffleSplit`.
+
+  >>> public = Subset.whole({'y': np.arange(12) // 6})
+  >>> plan = plan_fedmd(public, {'a': public}, seed=0, round=1, subset=4,
+  ...                   digest_batch_size=2)
+  >>> drawn = plan.batches['public'].index[0, 0]
+  >>> sorted((drawn // 6).tolist()), plan.batches['digest'].steps.tolist()
+  ([0, 0, 1, 1], [2])
+  """
+  checks.counts(
+    round=round,
+    subset=subset,
+    digest_batch_size=digest_batch_size,
+    digest_epochs=digest_epochs,
+    revisit_batch_size=revisit_batch_size,
+    revisit_epochs=revisit_epochs,
+  )
+  check_kind(public, "public", Subset)
+  if subset > len(public.index):
+    raise ValueError(
+      f"subset={subset}: exceeds the {len(public.index)} public examples"
+    )
+  positions = positions_in(public.bank, public.index, "public")
+  draw, labels = [Stream.PUBLIC_SUBSET, seed, round], public.bank.get("y")
+  if labels is not None and np.ndim(labels) == 1:
+    drawn = stratified(np.asarray(labels)[positions], size=subset, seed=draw)
+  else:
+    drawn = generator(*draw).permutation(len(positions))[:subset]
+  digest = [
+    order(
+      np.arange(subset),
+      generator(Stream.DIGEST, seed, round, k),
+      batch_size=min(digest_batch_size, subset),
+      epochs=digest_epochs,
+      tail="repeat",
+    )
+    for k in range(len(private))
+  ]
+  numbers = np.arange(len(private))
+  batches = {
+    "public": in_order(positions[drawn], subset),
+    "digest": rows_of(digest, numbers, np.ones(len(private))),
+  }
+  for k, (name, held) in enumerate(private.items()):
+    batches[name] = plan_clients(
+      held,
+      seed=seed,
+      phase=Stream.REVISIT,
+      round=round,
+      pool=k,
+      batch_size=min(revisit_batch_size, len(held.index)),
+      epochs=revisit_epochs,
+      tail="repeat",
+    )
+  return Plan(np.int32(round), batches)
+
+
+def _weights(values, num_parties: int) -> jax.Array:
+  if values is None:
+    return jnp.full((num_parties,), 1 / num_parties, jnp.float32)
+  weights = jnp.asarray(values, jnp.float32)
+  if weights.shape != (num_parties,):
+    raise ValueError(
+      f"consensus_weights={values}: give {num_parties} values, one per party"
+    )
+  if not isinstance(weights, jax.core.Tracer) and not (
+    jnp.all(weights >= 0) and 0 < jnp.sum(weights) < jnp.inf
+  ):
+    raise ValueError(
+      f"consensus_weights={values}: must not be negative, nor all zero"
+    )
+  return weights

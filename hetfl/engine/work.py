@@ -1,0 +1,206 @@
+"""Work: what a step asks an engine for."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+
+
+class Task:
+  """A pure function of a row of work that takes its steps one by one.
+
+  Make a task once and keep it from round to round: engines keep its compiled
+  programs in it, so that they are freed with it.
+
+  Args:
+    begin: `(*shared, row) -> carry`.
+    step: `(*shared, row, carry, s) -> carry`, step number `s`.
+    end: `(*shared, row, carry) -> result`.
+    shares: whether several devices may share each step; `step` is then also
+      called with `shard`, a `Shard`, and must return the same on all of them.
+  """
+
+  def __init__(
+    self,
+    begin: Callable[..., PyTree],
+    step: Callable[..., PyTree],
+    end: Callable[..., PyTree],
+    *,
+    shares: bool = False,
+  ):
+    self.begin, self.step, self.end = begin, step, end
+    self.shares = shares
+    self.is_function = False
+    self.programs: dict[str, Any] = {}
+
+  @classmethod
+  def of(cls, fn: Callable[..., PyTree]) -> "Task":
+    """A function `(*shared, row) -> result` as a task of one step.
+
+    Args:
+      fn: the function. If its row has no steps, the result is zeros.
+
+    Returns:
+      The task.
+
+    >>> task = Task.of(lambda row: 2 * row)
+    >>> float(task.whole(1, jnp.ones(()))), float(task.whole(0, jnp.ones(())))
+    (2.0, 0.0)
+    """
+    task = cls(
+      lambda *args: zeros_of(fn, *args),
+      lambda *args: fn(*args[:-2]),
+      lambda *args: args[-1],
+    )
+    task.is_function = True
+    return task
+
+  def whole(self, steps: jax.Array | int, *args: PyTree) -> PyTree:
+    """Runs the steps of a row.
+
+    Args:
+      steps: how many.
+      *args: what all rows share, and the row.
+
+    Returns:
+      The result.
+    """
+    args = jax.tree.map(jnp.asarray, args)  # NumPy arrays, if not under jit.
+    step = lambda s, carry: self.step(*args, carry, s)
+    carry = jax.lax.fori_loop(0, steps, step, self.begin(*args))
+    return self.end(*args, carry)
+
+
+class Work(NamedTuple):
+  """Rows of work that do not depend on each other.
+
+  Attributes:
+    task: what is done with a row.
+    shared: arguments that all rows see.
+    rows: a pytree with K rows on the first axes; one row, without that axis, if
+      `steps` is a scalar.
+    steps: `int32[K]`, how many steps each row has; or `int32[]`.
+    total: whether the results are added up, not stacked.
+    at_once: how many rows an accelerator runs side by side, at most; `None` for
+      as many as the engine does. Changes speed and memory only.
+  """
+
+  task: Task
+  shared: tuple[PyTree, ...]
+  rows: PyTree
+  steps: jax.Array | np.ndarray
+  total: bool = False
+  at_once: int | None = None
+
+
+class Shard(NamedTuple):
+  """A device's share of a batch, within a program that all devices run.
+
+  Attributes:
+    axis: the mesh axis.
+    count: how many devices share.
+  """
+
+  axis: str
+  count: int  # type: ignore[assignment]
+
+  def take(self, tree: PyTree) -> PyTree:
+    """The device's own rows of arrays that are whole on every device.
+
+    Args:
+      tree: arrays `[N, ...]`, N a multiple of `count`: rows left over would go
+        to no device.
+
+    Returns:
+      Arrays `[N / count, ...]`.
+
+    >>> take = lambda _: Shard('axis', 2).take(jnp.arange(4))
+    >>> jax.vmap(take, axis_name='axis')(jnp.arange(2)).tolist()
+    [[0, 1], [2, 3]]
+    """
+
+    def part(x):
+      size = len(x) // self.count
+      start = jax.lax.axis_index(self.axis) * size
+      return jax.lax.dynamic_slice_in_dim(x, start, size)
+
+    return jax.tree.map(part, tree)
+
+  def sum(self, tree: PyTree) -> PyTree:
+    """The sum over the devices.
+
+    >>> total = Shard('axis', 2).sum
+    >>> jax.vmap(total, axis_name='axis')(jnp.array([1, 2])).tolist()
+    [3, 3]
+    """
+    return jax.lax.psum(tree, self.axis)
+
+  def gather(self, tree: PyTree) -> PyTree:
+    """The rows of all devices, each of which has its own.
+
+    >>> gather = Shard('axis', 2).gather
+    >>> jax.vmap(gather, axis_name='axis')(jnp.array([[1], [2]])).tolist()
+    [[1, 2], [1, 2]]
+    """
+    return jax.lax.all_gather(tree, self.axis, tiled=True)
+
+
+class Engine(Protocol):
+  """Runs work; how rows are packed, split and ordered is its own business.
+
+  Attributes:
+    num_pieces: how many rows long work, such as an evaluation, is best cut
+      into.
+  """
+
+  num_pieces: int
+
+  def run(self, *works: Work) -> tuple[PyTree, ...]:
+    """Returns the results of works that do not depend on each other."""
+
+  def compile(self, fn: Callable, donate: tuple[int, ...] = ()) -> Callable:
+    """Prepares a function that runs work for use in a loop on the host.
+
+    Args:
+      fn: the function, such as an algorithm's `step`.
+      donate: the numbers of the arguments to donate, whose memory the results
+        may reuse.
+
+    Returns:
+      A function of the same arguments.
+    """
+
+
+def num_rows(work: Work) -> int | None:
+  """K; `None` for one row without an axis of its own."""
+  return None if jnp.ndim(work.steps) == 0 else len(work.steps)
+
+
+def zeros_of(fn: Callable, *args) -> PyTree:
+  """Zeros of the shapes and types of `fn(*args)`, which is not run.
+
+  >>> zeros_of(lambda x: 2 * x, jnp.ones(2))
+  Array([0., 0.], dtype=float32)
+  """
+  return jax.tree.map(
+    lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(fn, *args)
+  )
+
+
+def stack(*trees: PyTree) -> PyTree:
+  """Stacks trees on a new first axis."""
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def row(tree: PyTree, i: Any) -> PyTree:
+  """Row `i` of a tree of arrays."""
+  return jax.tree.map(lambda a: a[i], tree)
+
+
+def add(tree: PyTree, other: PyTree) -> PyTree:
+  """The sum of two trees."""
+  return jax.tree.map(jnp.add, tree, other)

@@ -1,0 +1,559 @@
+"""Local training: the one loop that all algorithms run.
+
+A participant's row of work takes optimizer steps on its batches: gather,
+prepare, gradient (in microbatches), descend. Algorithms differ in the objective
+that they give it, and in what a participant starts from and sends.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from hetfl import checks, core
+from hetfl.batches import Batches
+from hetfl.engine import Shard, Task
+
+PyTree = Any
+# (variables, batch, key, context) -> (losses, stats, measured): losses of shape
+# [B], or of the weights given to `gradient`, or a scalar that is their mean
+# already; `measured` holds values of the weights' shape by name. `context` is
+# what the server sent this round: models, hyper-parameters.
+Objective = Callable[..., tuple[jax.Array, PyTree, dict[str, jax.Array]]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Participant:
+  """How a participant trains: a pool's clients, a party, a client.
+
+  Attributes:
+    model: its model.
+    name: its name in metrics, results and errors.
+    learning_rate: the learning rate, constant.
+    loss: the loss of each example, or a batch's mean; see `core.Loss`.
+    transform: applied to each training batch as stored in the bank.
+    optimizer: `learning rate -> optax optimizer`.
+    microbatch: the most examples that pass through the model at once; a batch
+      is cut into equal parts. `None` for all. Changes only speed and memory,
+      except for dropout and batch normalisation, which act on the parts.
+    penalty: a function from parameters to a scalar that is added to every loss,
+      such as a head's `sum(w^2)`; `None` for none.
+    l2: the penalty's weight.
+
+  Raises:
+    ValueError: the model is a bare Flax module, a value is out of its range, or
+      an optimizer is not a function of a rate or holds the rate in its state.
+  """
+
+  model: core.Model
+  name: str = ""
+  _: dataclasses.KW_ONLY
+  learning_rate: float | jax.Array
+  loss: core.Loss = core.cross_entropy
+  transform: core.Transform | core.Preparation | None = None
+  optimizer: core.Optimizer = optax.sgd
+  microbatch: int | None = None
+  penalty: Callable[[PyTree], jax.Array] | None = None
+  l2: float | jax.Array = 1e-3
+
+  def __post_init__(self):
+    if not isinstance(self.name, str):
+      raise ValueError(f"name={self.name!r}: give a string")
+    core.Model.check(self.label, self.model)
+    checks.optimizers(**checks.given(optimizer=self.optimizer))
+    checks.counts(**checks.given(microbatch=self.microbatch))
+    checks.between(
+      0, np.inf, l2=self.l2, **checks.given(learning_rate=self.learning_rate)
+    )
+
+  @property
+  def label(self) -> str:
+    """What error messages call it."""
+    kind = type(self).__name__.lower()
+    return f"{kind} {self.name!r}" if self.name else f"a {kind}"
+
+
+def unique_names(what: str, given: Any, kind: type, at_least: int = 1) -> tuple:
+  """Participants as a tuple.
+
+  Args:
+    what: "pools" or "parties".
+    given: the participants.
+    kind: their type.
+    at_least: how many are needed.
+
+  Returns:
+    Them.
+
+  Raises:
+    ValueError: one is of another type, two share a name, or there are too few.
+
+  >>> unique_names('pools', [3], Participant)
+  Traceback (most recent call last):
+    ...
+  ValueError: pools: give a sequence of at least 1 Participant, each with a \
+name of its own, not [3]
+  """
+  several = isinstance(given, list | tuple)
+  alike = several and all(isinstance(one, kind) for one in given)
+  names = [one.name for one in given] if alike else []
+  if len(names) < at_least or len({*names, ""}) <= len(names):
+    raise ValueError(
+      f"{what}: give a sequence of at least {at_least} {kind.__name__}, each"
+      f" with a name of its own, not {names or given}"
+    )
+  return tuple(given)
+
+
+class Learner(NamedTuple):
+  """A model and the optimizer that trains it.
+
+  Attributes:
+    variables: the model's parameters and statistics.
+    opt_state: the optimizer's state.
+  """
+
+  variables: core.Variables
+  opt_state: PyTree = ()
+
+  @property
+  def params(self) -> PyTree:
+    """The model's parameters."""
+    return self.variables.params
+
+  @property
+  def stats(self) -> PyTree:
+    """The model's statistics, such as those of batch normalisation."""
+    return self.variables.stats
+
+  @classmethod
+  def start(
+    cls, variables: core.Variables, optimizer: core.Optimizer
+  ) -> "Learner":
+    """A model with a new optimizer, whose state does not depend on the rate."""
+    return cls(variables, optimizer(0.0).init(variables.params))
+
+  def adopt(self, owner: str, given: "Learner") -> "Learner":
+    """Copies another learner, since states may be donated, if it is alike.
+
+    Args:
+      owner: whose it is, for error messages.
+      given: the other learner.
+
+    Returns:
+      The copies.
+
+    Raises:
+      ValueError: shapes differ.
+    """
+    checks.alike(owner, given, self)
+    return jax.tree.map(jnp.copy, given)
+
+
+def supervised(participant: Participant) -> Objective:
+  """The objective of learning from labels, `mean_b loss(f(x_b; w), y_b)`."""
+  model, loss = participant.model, participant.loss
+
+  def objective(variables, batch, key, context):
+    del context
+    outputs, stats = outputs_of(participant.label, model, variables, batch, key)
+    with checks.noted(
+      "a loss is called as loss(logits, batch), and takes what it needs from"
+      f" the batch, which holds {sorted(batch)}"
+    ):
+      return loss(outputs, batch), stats, {}
+
+  return objective
+
+
+def outputs_of(
+  owner: str,
+  model: core.Model,
+  variables: core.Variables,
+  batch: core.Batch,
+  key: jax.Array | None,
+) -> tuple[PyTree, PyTree]:
+  """A model's outputs in training, and its new statistics."""
+  shapes = jax.tree.map(jnp.shape, batch["x"])
+  with checks.noted(f"{owner}: its model, given inputs x of shape {shapes}"):
+    return model.outputs(variables, batch["x"], key, True)
+
+
+def gradient(
+  objective: Objective,
+  variables: core.Variables,
+  batch: core.Batch,
+  key: jax.Array,
+  context: PyTree,
+  *,
+  weights: Callable[[core.Batch], jax.Array] = core.mask_of,
+  microbatch: int | None = None,
+  shard: Shard | None = None,
+) -> tuple[jax.Array, PyTree, PyTree, core.Metrics]:
+  """The mean loss of a batch and its gradient, part by part.
+
+  `sum_b w_b loss_b / sum_b w_b`. Statistics pass from one part to the next.
+
+  Args:
+    objective: the losses.
+    variables: the model's, or a tree of several models'.
+    batch: holds `x` and `mask: float32[B]`.
+    key: a random key.
+    context: what the server sent this round.
+    weights: `batch -> w`, of its examples, by default their mask.
+    microbatch: the most examples at once; `None` for all.
+    shard: the devices that share the batch; `None` for one.
+
+  Returns:
+    The loss, its gradient, the statistics, and the means of what the objective
+    measured.
+
+  Raises:
+    ValueError: the objective's losses have another shape than the weights.
+
+  >>> line = lambda v, batch, key, context: (
+  ...     v.params * batch['x'], v.stats, {'x': batch['x']})
+  >>> batch = {'x': jnp.array([1., 5., 9.]), 'mask': jnp.array([1., 1., 0.])}
+  >>> loss, grads, _, means = gradient(
+  ...     line, core.Variables(2., {}), batch, jax.random.key(0), {})
+  >>> float(loss), float(grads), float(means['x'].value)
+  (6.0, 3.0, 3.0)
+  """
+  count = jnp.sum(weights(batch))
+  share = 1 / jnp.where(count > 0, count, 1)
+
+  def part_loss(params, stats, key, part):
+    w = weights(part)
+    losses, stats, measured = objective(
+      variables._replace(params=params, stats=stats), part, key, context
+    )
+    if jnp.shape(losses) not in ((), w.shape):
+      raise ValueError(
+        f"a loss of shape {jnp.shape(losses)} on {len(w)} examples: give one"
+        f" number for each, float{list(w.shape)}, or their mean"
+      )
+    losses = jnp.broadcast_to(losses, w.shape)
+    sums = {name: jnp.sum(x * w) for name, x in measured.items()}
+    return share * jnp.sum(losses * w), (stats, sums)
+
+  differentiate = jax.value_and_grad(part_loss, has_aux=True)
+  devices = shard.count if shard and len(batch["mask"]) % shard.count == 0 else 1
+  parts = num_parts(len(batch["mask"]), microbatch, multiple=devices)
+  if parts == 1:
+    (value, (stats, sums)), grads = differentiate(
+      variables.params, variables.stats, key, batch
+    )
+  else:
+
+    def add_part(carry, part):
+      grads, stats = carry
+      (value, (stats, sums)), more = differentiate(
+        variables.params, stats, *part
+      )
+      return (optax.tree.add(grads, more), stats), (value, sums)
+
+    several = (jax.random.split(key, parts), cut(batch, parts))
+    (grads, stats), of_parts = jax.lax.scan(
+      add_part,
+      (core.sums_like(variables.params), variables.stats),
+      shard.take(several) if shard and devices > 1 else several,
+    )
+    value, sums = jax.tree.map(lambda a: jnp.sum(a, axis=0), of_parts)
+    if shard and devices > 1:
+      value, sums, grads, stats = shard.sum((value, sums, grads, stats))
+      stats = jax.tree.map(
+        lambda total: core.as_type(total / devices, total.dtype), stats
+      )
+    grads = optax.tree.cast_like(grads, variables.params)
+  means = {name: core.Mean(s, count) for name, s in sums.items()}
+  return value, grads, stats, means
+
+
+def descend(
+  objective: Objective,
+  optimizer: Callable[[PyTree], optax.GradientTransformation],
+  *,
+  weights: Callable[[core.Batch], jax.Array] = core.mask_of,
+  microbatch: int | None = None,
+  penalty: Callable[[PyTree, PyTree], jax.Array] | None = None,
+) -> Callable[..., tuple[Learner, core.Metrics]]:
+  """One optimizer step on a batch.
+
+  `w <- w - optimizer(grad [mean_b loss_b(w) + penalty(w)])`
+
+  Args:
+    objective: the losses of a batch.
+    optimizer: `context -> optax optimizer`; the learning rate is a value in the
+      context. It is given the loss as `value` if it takes extra arguments.
+    weights: see `gradient`.
+    microbatch: see `gradient`.
+    penalty: `(params, context) -> scalar`, added to the loss; `None` for none.
+
+  Returns:
+    `(learner, batch, key, context, shard=None) -> (learner, metrics)`: `loss`
+    without the penalty, a mean over steps, and what the objective measured, a
+    mean over examples.
+  """
+
+  def step(learner, batch, key, context, shard=None):
+    value, grads, stats, means = gradient(
+      objective,
+      learner.variables,
+      batch,
+      key,
+      context,
+      weights=weights,
+      microbatch=microbatch,
+      shard=shard,
+    )
+    total = value
+    if penalty is not None:
+      more, slope = jax.value_and_grad(penalty)(learner.params, context)
+      total, grads = total + more, optax.tree.add(grads, slope)
+    params, opt_state = core.descend(
+      optimizer(context), learner.params, learner.opt_state, grads, value=total
+    )
+    metrics = {"loss": core.Mean(value, jnp.ones(())), **means}
+    return Learner(core.Variables(params, stats), opt_state), metrics
+
+  return step
+
+
+def training(
+  step: Callable[..., tuple[Learner, core.Metrics]],
+  begin: Callable[..., Learner],
+  end: Callable[..., PyTree],
+  *,
+  transform: core.Transform | core.Preparation | None = None,
+  prepare: Callable[..., core.Batch] | None = None,
+  measured: tuple[str, ...] = ("loss",),
+  shares: bool = False,
+) -> Task:
+  """The task of a row of `Batches`: local training.
+
+  Step `s` of client `k` draws from `fold_in(fold_in(key, k), s)`, wherever it
+  runs.
+
+  Args:
+    step: `(learner, batch, key, context) -> (learner, metrics)`.
+    begin: `(context, own) -> learner`.
+    end: `(context, own, learner, metrics, batches, key) -> result`, where the
+      key is the client's.
+    transform: applied to each batch as stored in the bank.
+    prepare: `(context, key, bank, index, s) -> batch`, in place of gathering
+      and transforming.
+    measured: the names of the metrics.
+    shares: whether devices may share each step, which then takes `shard`.
+
+  Returns:
+    The task. Its shared arguments are `(context, key, bank)`; a row is a pair:
+    what the client keeps of its own, and its row of `Batches`.
+  """
+
+  def gathered(context, key, bank, index, s):
+    del context, s
+    return core.prepare(transform, core.gather(bank, index), key)
+
+  prepare = prepare or gathered
+
+  def begin_row(context, key, bank, row):
+    del key, bank
+    zeros = {name: core.Mean.zero() for name in measured}
+    return begin(context, row[0]), zeros
+
+  def step_of_row(context, key, bank, row, carry, s, **shard):
+    (learner, metrics), (_, batches) = carry, row
+    step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
+    batch_key, model_key = jax.random.split(step_key)
+    batch = prepare(context, batch_key, bank, batches.index[s], s)
+    learner, new = step(learner, batch, model_key, context, **shard)
+    return learner, {name: metrics[name] + new[name] for name in measured}
+
+  def end_of_row(context, key, bank, row, carry):
+    del bank
+    (learner, metrics), (own, batches) = carry, row
+    client_key = jax.random.fold_in(key, batches.client)
+    return end(context, own, learner, metrics, batches, client_key)
+
+  return Task(begin_row, step_of_row, end_of_row, shares=shares)
+
+
+def step_of(
+  participant: Participant,
+  objective: Objective | None = None,
+  penalty: Callable[[PyTree, PyTree], jax.Array] | None = None,
+) -> Callable[..., tuple[Learner, core.Metrics]]:
+  """A participant's step; see `descend`.
+
+  Args:
+    participant: how it trains.
+    objective: by default that of learning from labels.
+    penalty: `(params, context) -> scalar`, added to the participant's own.
+
+  Returns:
+    The step. Its context holds `learning_rate` and, with a penalty, `l2`.
+  """
+  own = participant.penalty
+
+  def penalties(params, context):
+    total = 0.0 if own is None else context["l2"] * own(params)
+    return total if penalty is None else total + penalty(params, context)
+
+  return descend(
+    objective or supervised(participant),
+    lambda context: participant.optimizer(context["learning_rate"]),
+    microbatch=participant.microbatch,
+    penalty=None if own is None and penalty is None else penalties,
+  )
+
+
+def own_training(
+  participant: Participant,
+  objective: Objective | None = None,
+  prepare: Callable[..., core.Batch] | None = None,
+) -> Task:
+  """The training of a learner that its participant keeps.
+
+  Args:
+    participant: how it trains.
+    objective: by default that of learning from labels.
+    prepare: see `training`; by default the participant's transform.
+
+  Returns:
+    The task of a row `(learner, batches)`, whose result is the learner and its
+    mean loss.
+  """
+
+  def end(context, own, learner, metrics, batches, key):
+    del context, own, batches, key
+    return learner, metrics["loss"]
+
+  return training(
+    step_of(participant, objective),
+    lambda context, own: own,
+    end,
+    transform=participant.transform,
+    prepare=prepare,
+  )
+
+
+def hyper_of(participants: Sequence[Participant]) -> dict[str, jax.Array]:
+  """`learning_rate` and, if any has a penalty, `l2`: `float32[P]` each."""
+  values = {"learning_rate": [one.learning_rate for one in participants]}
+  if any(one.penalty is not None for one in participants):
+    values["l2"] = [one.l2 for one in participants]
+  return core.hyper(len(participants), **values)
+
+
+def values_of(state: core.State, k: int, *names: str) -> dict[str, jax.Array]:
+  """Participant k's values of those hyper-parameters that the state has."""
+  names = ("learning_rate", "l2", *names)
+  return {name: state.hyper[name][k] for name in names if name in state.hyper}
+
+
+def check_full(owner: str, batches: Batches, stats: PyTree) -> None:
+  """Checks that batches suit a model with batch statistics.
+
+  Args:
+    owner: whose model it is, for error messages.
+    batches: the batches; those of traced plans are not looked at.
+    stats: the model's statistics.
+
+  Raises:
+    ValueError: batches have empty places, which would enter the statistics.
+  """
+  if not isinstance(batches.index, np.ndarray) or not jax.tree.leaves(stats):
+    return
+  empty = batches.index < 0
+  if (empty.any(axis=-1) & ~empty.all(axis=-1)).any():
+    raise ValueError(
+      f"{owner}: the plan has batches that are not full, whose empty places"
+      " would enter the batch statistics: plan with tail='repeat' or 'wrap'"
+    )
+
+
+def of_round(plan: Any, name: str, rows: int | None = None) -> Batches:
+  """The named batches of a round's plan.
+
+  Args:
+    plan: the plan.
+    name: the name.
+    rows: how many rows there must be; `None` for any number.
+
+  Returns:
+    The batches.
+
+  Raises:
+    ValueError: the plan has none of that name, or another number of rows.
+  """
+  held = getattr(plan, "batches", {})
+  if name not in held:
+    raise ValueError(
+      f"plan: has no batches {name!r}, only {sorted(held)}; give a Plan, as"
+      " plan_round makes it"
+    )
+  if rows not in (None, len(held[name].steps)):
+    raise ValueError(
+      f"plan: batches {name!r} have {len(held[name].steps)} rows, but there are"
+      f" {rows}"
+    )
+  return held[name]
+
+
+def num_parts(
+  batch_size: int, at_most: int | None, *, multiple: int = 1
+) -> int:
+  """The least number of equal parts of a batch that are small enough.
+
+  Args:
+    batch_size: B.
+    at_most: examples in a part, at most; `None` for all.
+    multiple: the number of parts must be a multiple of this; a divisor of B.
+
+  Returns:
+    A divisor of B. Logs a warning if it makes the parts much smaller than
+    asked for, as when B is prime.
+
+  >>> num_parts(128, 32), num_parts(128, 60), num_parts(7, None)
+  (4, 4, 1)
+  >>> num_parts(128, None, multiple=8)
+  8
+  """
+  parts = next(
+    n
+    for n in range(multiple, batch_size + 1, multiple)
+    if batch_size % n == 0 and batch_size // n <= (at_most or batch_size)
+  )
+  if at_most and 2 * batch_size // parts < min(at_most, batch_size // multiple):
+    logging.log_first_n(
+      logging.WARNING,
+      "A batch of %d is cut into %d parts of %d, which is slow: no larger part"
+      " size up to microbatch=%d divides the batch.",
+      1,
+      batch_size,
+      parts,
+      batch_size // parts,
+      at_most,
+    )
+  return parts
+
+
+def cut(tree: PyTree, parts: int) -> PyTree:
+  """Cuts arrays of B rows into equal parts.
+
+  Args:
+    tree: arrays `[B, ...]`.
+    parts: N, a divisor of B.
+
+  Returns:
+    Arrays `[N, B / N, ...]`.
+
+  >>> cut(jnp.arange(4), 2).tolist()
+  [[0, 1], [2, 3]]
+  """
+  return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), tree)
