@@ -60,8 +60,11 @@ class Model(NamedTuple):
     ValueError: global_model: give a Model, not a NoneType; Model.from_flax \
 and Model.from_nnx make one of a Flax module
     """
-    hint = "Model.from_flax and Model.from_nnx make one of a Flax module"
-    checks.kind(owner, given, cls, hint)
+    if not isinstance(given, cls):
+      raise ValueError(
+        f"{owner}: give a Model, not a {type(given).__name__}; Model.from_flax"
+        " and Model.from_nnx make one of a Flax module"
+      )
     checks.takes(f"{owner}: init", given.init, "key")
     arguments = ("variables", "x", "key", "train")
     checks.takes(f"{owner}: apply", given.apply, *arguments)
@@ -110,7 +113,7 @@ Variables(params, stats); without mutable collections, stats are {}
     >>> model.adopt('global_model', Variables(jnp.zeros(2), {}))
     Traceback (most recent call last):
       ...
-    ValueError: global_model: .params has shape (2,), expected (3,)
+    ValueError: global_model: gives {'.params': (2,)}, expected {'.params': (3,)}
     """
     try:
       wanted = jax.eval_shape(self.start, jax.random.key(0))

@@ -13,7 +13,6 @@ import numpy as np
 
 from hetfl import checks
 from hetfl.engine import bank_format
-from hetfl.streams import generator, Stream
 
 Bank = Mapping[str, np.ndarray]  # on the host, as it is read
 AnyBank = Mapping[str, np.ndarray | jax.Array]  # or on a device
@@ -63,7 +62,7 @@ class Subset(NamedTuple):
 
     Args:
       n: how many.
-      seed: a seed for NumPy.
+      seed: a seed for NumPy: a `Stream` and other numbers.
       name: the name of `n` in error messages.
 
     Returns:
@@ -78,7 +77,7 @@ class Subset(NamedTuple):
     total = len(self.index)
     if not 1 <= n <= total:
       raise ValueError(f"{name}={n}: there are {total}, want 1 to {total}")
-    order = generator(Stream.SUBSET, *np.atleast_1d(seed)).permutation(total)
+    order = np.random.default_rng(seed).permutation(total)
     return Subset(self.bank, self.index[np.sort(order[:n])])
 
 

@@ -4,7 +4,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from hetfl.engine.jobs import PyTree
+from hetfl.engine.work import PyTree
 
 
 def from_first(value: PyTree) -> PyTree:
