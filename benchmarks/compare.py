@@ -29,8 +29,8 @@ if str(ROOT) not in sys.path:  # As a script, not with -m.
   sys.path.insert(0, str(ROOT))
 
 from benchmarks import codist, fedmd, fml, language, rounds  # noqa: E402
-from hetfl import autotune, logs, training  # noqa: E402
 from hetfl.engine.threads import num_cores  # noqa: E402
+from hetfl.run import autotune, logs, training  # noqa: E402
 
 
 def chosen(only: str | None, every: dict[str, rounds.Row]) -> list[str]:

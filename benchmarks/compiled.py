@@ -56,8 +56,9 @@ from benchmarks import (  # noqa: E402
   programs,
   rounds,
 )
-from hetfl import core, engine, logs, trials  # noqa: E402
+from hetfl import core, engine  # noqa: E402
 from hetfl.fedavg import fedavg  # noqa: E402
+from hetfl.run import logs, trials  # noqa: E402
 
 TRIALS = 64
 IMAGES = peers.COHORT * peers.EXAMPLES  # Of a FedAvg round.

@@ -36,12 +36,12 @@ from hetfl import (  # noqa: E402
   codist,
   distill,
   engine,
-  logs,
   planning,
   population,
 )
-from hetfl import trials as trials_lib  # noqa: E402
 from hetfl.fedavg import fedavg  # noqa: E402
+from hetfl.run import logs  # noqa: E402
+from hetfl.run import trials as trials_lib  # noqa: E402
 
 Row = dict[str, float | str]
 STACK_OVERFLOW = 342_477  # Clients of its training split.

@@ -22,8 +22,8 @@ import numpy as np
 from sklearn import datasets
 
 import hetfl
-from hetfl import logs, report, training
 from hetfl.data import files, partition
+from hetfl.run import logs, report, training
 
 # Everything that changes a result, except the algorithm and the seed.
 SETTINGS = dict(

@@ -8,9 +8,10 @@ from absl import flags
 import common
 import jax
 
-from hetfl import autotune as autotune_lib
 from hetfl import engine as engine_lib
-from hetfl import planning, training
+from hetfl import planning
+from hetfl.run import autotune as autotune_lib
+from hetfl.run import training
 
 FLAGS = flags.FLAGS
 _OFTEN = 10  # Rarer exchanges hardly affect the speed.

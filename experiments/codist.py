@@ -34,19 +34,11 @@ import numpy as np
 import optax
 import own_models
 
-from hetfl import (
-  codist,
-  core,
-  distill,
-  evaluate,
-  logs,
-  planning,
-  population,
-  report,
-)
+from hetfl import codist, core, distill, evaluate, planning, population
 from hetfl.data import files
 from hetfl.fedavg import fedavg
 from hetfl.pool import Pool
+from hetfl.run import logs, report
 
 FLAGS = flags.FLAGS
 

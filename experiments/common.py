@@ -18,8 +18,8 @@ import numpy as np
 import run_flags
 
 from hetfl import engine as engine_lib
-from hetfl import logs
 from hetfl.data import npz
+from hetfl.run import logs
 
 FLAGS = flags.FLAGS
 

@@ -28,19 +28,12 @@ import jax
 import launch
 import own_models
 
-from hetfl import (
-  augment,
-  core,
-  evaluate,
-  logs,
-  population,
-  report,
-  training,
-)
+from hetfl import augment, core, evaluate, population
 from hetfl.data import fedmd_images, files
 from hetfl.engine import from_first, jit
 from hetfl.fedmd import fedmd, FedMDPlan, plan_fedmd
 from hetfl.party import fit, FitPlan, plan_fit, Trained
+from hetfl.run import logs, report, training
 
 FLAGS = flags.FLAGS
 

@@ -32,7 +32,7 @@ import launch
 import numpy as np
 import own_models
 
-from hetfl import augment, core, evaluate, logs, planning, population
+from hetfl import augment, core, evaluate, planning, population
 from hetfl.data import files, fml_images
 from hetfl.fedavg import fedavg
 from hetfl.fml import fml, independent
@@ -40,6 +40,7 @@ from hetfl.models import fml as nets
 from hetfl.mutual import momentum_sgd, MutualClient, splice
 from hetfl.mutual_planning import as_lanes, group_clients, plan_mutual
 from hetfl.pool import fedavg_server, Pool
+from hetfl.run import logs
 
 FLAGS = flags.FLAGS
 _RECIPES = {

@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from hetfl import logs, report
+from hetfl.run import logs, report
 
 # In these a client ends with its own model, in others with the global one.
 _PERSONAL = ("fml", "independent")

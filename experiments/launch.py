@@ -14,8 +14,9 @@ from absl import app, flags, logging
 import common
 import jax
 
-from hetfl import autotune, core, logs, report, training
+from hetfl import core
 from hetfl import engine as engine_lib
+from hetfl.run import autotune, logs, report, training
 
 FLAGS = flags.FLAGS
 # The flags of library arguments that have other names.

@@ -12,7 +12,7 @@ import fedmd_tables
 import fml_tables
 import tables
 
-from hetfl import logs
+from hetfl.run import logs
 
 
 def tables_of_the_papers() -> dict[str, tables.Table]:

@@ -42,7 +42,7 @@ from typing import NamedTuple
 import make_flags
 import tables
 
-from hetfl import logs, signals
+from hetfl.run import logs, signals
 
 _WIDE = 16  # columns
 
@@ -62,7 +62,7 @@ def rows_of(
     a published one, the published one and the difference, in percent; then
     rounds and minutes.
   """
-  from hetfl import report  # takes a second
+  from hetfl.run import report  # takes a second
 
   paths = list(dict.fromkeys(p for c in cells for p in c.published))
   known = {
@@ -147,7 +147,7 @@ def draw(
     results: cell name -> the content of `result.json` of each seed; the mean is
       drawn.
   """
-  from hetfl import report  # takes a second
+  from hetfl.run import report  # takes a second
 
   points, of_trials, tops = {}, {}, set()
   for cell in table.cells:

@@ -9,7 +9,7 @@ from absl import flags, logging
 import common
 import tunables
 
-from hetfl import proposers
+from hetfl.run import proposers
 
 FLAGS = flags.FLAGS
 # Flags of the search that change its result.

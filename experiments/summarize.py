@@ -23,7 +23,7 @@ import statistics
 import sys
 from typing import Any, NamedTuple
 
-from hetfl import logs
+from hetfl.run import logs
 
 _UNKNOWN = "?"
 _SEED = re.compile(r"seed\d+")
@@ -229,7 +229,7 @@ def table(lines: Sequence[Mapping[str, Any]], target: float | None) -> str:
   ------  -----  -----  ------  -------------  ------------
   fedavg  small      2      20  62.50 ± 17.68  75.00 ± 0.00
   """
-  from hetfl import report  # takes a second
+  from hetfl.run import report  # takes a second
 
   runs = {}
   for line in lines:
@@ -284,7 +284,7 @@ def draw(
   Raises:
     ValueError: the data that a run sends is unknown.
   """
-  from hetfl import report
+  from hetfl.run import report
 
   by_label = {}
   for run in runs:

@@ -7,7 +7,7 @@ import re
 import textwrap
 from typing import Any, NamedTuple
 
-from hetfl import logs
+from hetfl.run import logs
 
 HERE = pathlib.Path(__file__).resolve().parent
 FLAG_FILES = HERE / "flags"

@@ -43,7 +43,8 @@ from search_space import (
 )
 import tunables
 
-from hetfl import engine, logs, proposers, report, training, trials, tune
+from hetfl import engine
+from hetfl.run import logs, proposers, report, training, trials, tune
 
 FLAGS = flags.FLAGS
 

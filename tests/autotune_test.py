@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetfl import autotune, core, engine
+from hetfl import core, engine
+from hetfl.run import autotune
 from tests.runs import ROOT
 
 CANDIDATES = {"lanes": [4, 2, 8], "microbatch": [16, 0]}

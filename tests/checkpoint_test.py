@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from hetfl import checkpoint
+from hetfl.run import checkpoint
 
 
 class Pair(typing.NamedTuple):

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from hetfl import engine, logs
+from hetfl import engine
+from hetfl.run import logs
 from tests import federation
 from tests.algorithms import CASES
 from tests.runs import ROOT

@@ -21,7 +21,6 @@ from hetfl import (
   party,
   planning,
   population,
-  trials,
 )
 from hetfl.data import partition
 from hetfl.fedavg import fedavg
@@ -40,6 +39,7 @@ from hetfl.models import language, layers
 from hetfl.mutual import mutual_loss, MutualClient
 from hetfl.mutual_planning import group_clients, plan_mutual
 from hetfl.pool import Pool
+from hetfl.run import trials
 from tests import algorithms, federation
 from tests.algorithms import CASES, make_distiller
 

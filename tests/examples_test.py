@@ -16,7 +16,7 @@ from examples import (
   mutual_hospitals,
   whole_run,
 )
-from hetfl import logs
+from hetfl.run import logs
 from tests.runs import ROOT
 
 SCRIPTS = [

@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 
-from hetfl import logs
+from hetfl.run import logs
 from tests.runs import error_of, manifest, outcome, stop
 
 PHASES = ("public", "transfer", "pooled")

@@ -7,7 +7,7 @@ from absl import flags
 import numpy as np
 import pytest
 
-from hetfl import logs
+from hetfl.run import logs
 
 CONFIG = {"lr": 0.1, "pools": ("small", "large"), "seed": 0, "mask": True}
 
@@ -140,7 +140,7 @@ def test_what_a_killed_start_left_is_no_obstacle(tmp_path):
 
 def test_two_processes_write_the_same_file(tmp_path):
   lines = (
-    "import sys; from hetfl import logs",
+    "import sys; from hetfl.run import logs",
     "for i in range(50):",
     "  logs.write_bytes(sys.argv[1], sys.argv[2].encode() * 100_000)",
   )

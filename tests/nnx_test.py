@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import hetfl
-from hetfl import checkpoint, core, engine
+from hetfl import core, engine
+from hetfl.run import checkpoint
 from tests import federation
 
 

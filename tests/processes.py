@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hetfl import engine, logs, training
+from hetfl import engine
+from hetfl.run import logs, training
 from tests.algorithms import arrays, CASES
 
 ROUNDS = 4

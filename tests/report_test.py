@@ -2,7 +2,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from hetfl import report
+from hetfl.run import report
 
 
 def rows(final):

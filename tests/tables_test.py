@@ -13,7 +13,7 @@ import time
 import matplotlib.image
 import pytest
 
-from hetfl import logs, report
+from hetfl.run import logs, report
 from tests.runs import ROOT
 
 

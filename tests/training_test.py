@@ -15,10 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetfl import checkpoint, core, logs, signals, training
+from hetfl import core
+from hetfl.run import checkpoint, logs, signals, training
 
 ROUNDS, EVAL_EVERY = 12, 5
-PACKAGE = pathlib.Path(training.__file__).resolve().parent
+PACKAGE = pathlib.Path(training.__file__).resolve().parents[1]
+
+
+def test_the_library_does_not_import_what_runs_experiments():
+  for path in PACKAGE.rglob("*.py"):
+    if path.parent.name != "run":
+      assert "hetfl.run" not in path.read_text(), path
 
 
 class Regression:

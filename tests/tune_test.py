@@ -14,21 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetfl import (
-  checkpoint,
-  codist,
-  core,
-  distill,
-  engine,
-  planning,
-  population,
-  proposers,
-  report,
-  trials,
-  tune,
-)
+from hetfl import codist, core, distill, engine, planning, population
 from hetfl import evaluate as evaluate_lib
 from hetfl.pool import fedavg_server
+from hetfl.run import checkpoint, proposers, report, trials, tune
 from tests import federation, runs
 
 ROUNDS = 3

@@ -1,6 +1,6 @@
 """Hyper-parameter search: many trials of one experiment at a time.
 
-A *block* of trials trains side by side on the same plans (`hetfl.trials`), and
+A *block* of trials trains side by side on the same plans (`trials.py`), and
 successive halving drops the worse half of it at each rung. Blocks run one
 after another. The values that a block tries are a pure function of the seed
 and the rows of earlier blocks, and its state is in its checkpoints, so a
@@ -23,9 +23,10 @@ from typing import Any
 from absl import logging
 import numpy as np
 
-from hetfl import checkpoint, checks, logs, proposers, report, signals
-from hetfl import trials as trials_lib
-from hetfl.proposers import Row
+from hetfl import checks
+from hetfl.run import checkpoint, logs, proposers, report, signals
+from hetfl.run import trials as trials_lib
+from hetfl.run.proposers import Row
 
 
 def rungs(rounds: int, halvings: int) -> list[int]:

@@ -24,8 +24,9 @@ from absl import logging
 import jax
 import numpy as np
 
-from hetfl import checkpoint, checks, core, engine, logs, planning
-from hetfl.signals import stop_signals
+from hetfl import checks, core, engine, planning
+from hetfl.run import checkpoint, logs
+from hetfl.run.signals import stop_signals
 
 # Metrics of this many dispatches are fetched at once, after as many more have
 # been dispatched, so that the device need not wait for Python.
@@ -383,7 +384,7 @@ def versions(*more: str) -> dict[str, str]:
 
 def git_commit() -> str | None:
   """The commit of hetfl's checkout, `-dirty` if changed; None without one."""
-  root = pathlib.Path(__file__).resolve().parent.parent
+  root = pathlib.Path(__file__).resolve().parents[2]
 
   def git(*args: str) -> str:
     return subprocess.run(

@@ -18,9 +18,10 @@ from typing import Any
 from absl import logging
 import jax
 
-from hetfl import core, logs
+from hetfl import core
 from hetfl.engine import jit
 from hetfl.engine.threads import num_cores
+from hetfl.run import logs
 
 PyTree = Any
 Choice = dict[str, Any]

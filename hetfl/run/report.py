@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib import figure, ticker
 from matplotlib.backends import backend_agg
 
-from hetfl import logs
+from hetfl.run import logs
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from hetfl import logs
+from hetfl.run import logs
 
 _FORMAT = 1
 _PART = ".part"  # ends the names of folders that are being written or deleted

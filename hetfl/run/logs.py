@@ -223,7 +223,7 @@ class RunFolder:
   >>> folder = RunFolder(temporary.name, {'lr': 0.2}, {'lanes': 4})
   Traceback (most recent call last):
     ...
-  hetfl.logs.ConfigMismatch: workdir=... holds another run: lr: there 0.1,
+  hetfl.run.logs.ConfigMismatch: workdir=... holds another run: lr: there 0.1,
   here 0.2. Use another workdir, or the same values.
 
   Attributes:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hetfl import trials as trials_lib
+from hetfl.run import trials as trials_lib
 
 Values = trials_lib.Values
-# The results of a trial; see `hetfl.tune.search`.
+# The results of a trial; see `hetfl.run.tune.search`.
 Row = dict[str, Any]
 
 
