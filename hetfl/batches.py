@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks
@@ -167,12 +168,14 @@ def rows_of(
   )
 
 
-def in_order(index: np.ndarray, batch_size: int, rows: int = 1) -> Batches:
+def in_order(
+  index: np.ndarray | jax.Array, batch_size: int, rows: int = 1
+) -> Batches:
   """Examples in their order, as an evaluation takes them.
 
   Args:
     index: `int[n]`, positions.
-    batch_size: B.
+    batch_size: B; n if n is less.
     rows: how many rows to cut them into.
 
   Returns:
@@ -183,12 +186,15 @@ def in_order(index: np.ndarray, batch_size: int, rows: int = 1) -> Batches:
   """
   size = min(batch_size, len(index))
   steps = -(-len(index) // (size * rows))
-  padded = np.full(rows * steps * size, -1, np.int32)
-  padded[: len(index)] = index
-  batches = padded.reshape(rows, steps, size)
-  number = (batches[:, :, 0] >= 0).sum(axis=1).astype(np.int32)
+  missing = rows * steps * size - len(index)
+  xp = np if isinstance(index, np.ndarray) else jnp
+  padded = xp.pad(index, (0, missing), constant_values=-1).astype(np.int32)
+  number = np.clip(-(-len(index) // size) - np.arange(rows) * steps, 0, steps)
   return Batches(
-    batches, number, np.zeros(rows, np.int32), np.ones(rows, np.float32)
+    padded.reshape(rows, steps, size),
+    number.astype(np.int32),
+    np.zeros(rows, np.int32),
+    np.ones(rows, np.float32),
   )
 
 
