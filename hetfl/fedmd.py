@@ -23,7 +23,6 @@ from hetfl import checks, core, evaluate, output_checks, population
 from hetfl import distill as distill_lib
 from hetfl import engine as engine_lib
 from hetfl.data import partition
-from hetfl.data.streams import Stream
 from hetfl.party import (
   check_state,
   check_work,
@@ -33,6 +32,7 @@ from hetfl.party import (
   shuffled_epochs,
   Trained,
 )
+from hetfl.streams import Stream
 
 PyTree = Any
 

@@ -19,8 +19,8 @@ import optax
 from hetfl import checks, core, output_checks, population
 from hetfl import engine as engine_lib
 from hetfl import evaluate as evaluate_lib
-from hetfl.data.streams import Stream
 from hetfl.lanes import padded_length
+from hetfl.streams import Stream
 
 PyTree = Any
 # Keras's defaults, which the released code trains with.

@@ -13,8 +13,8 @@ import numpy as np
 from hetfl.data import fedjax_source, files, partition, vision
 from hetfl.data.errors import DataError
 from hetfl.data.npz import check_npz, load_npz
-from hetfl.data.streams import Stream
 from hetfl.population import AnyBank, ClientPopulation, Subset
+from hetfl.streams import Stream
 
 
 @dataclasses.dataclass(frozen=True)

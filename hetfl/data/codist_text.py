@@ -16,8 +16,8 @@ import numpy as np
 from hetfl import checks
 from hetfl.data import files, partition, text, text_sources
 from hetfl.data.errors import DataError
-from hetfl.data.streams import generator, Stream
 from hetfl.population import Bank, ClientPopulation, Subset
+from hetfl.streams import generator, Stream
 
 LENGTH = 20  # Positions of a sentence, as in FedJAX's task.
 # Of the small and the large pool.

@@ -14,8 +14,8 @@ from hetfl import checks
 from hetfl.data import letters, mnist, partition, vision
 from hetfl.data.errors import DataError
 from hetfl.data.npz import check_npz, image_size, load_npz
-from hetfl.data.streams import generator, Stream
 from hetfl.population import Bank, ClientPopulation, Subset
+from hetfl.streams import generator, Stream
 
 ENVIRONMENTS = (
   "digits",

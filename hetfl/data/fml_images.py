@@ -15,8 +15,8 @@ from hetfl import checks
 from hetfl.data import mnist, vision
 from hetfl.data import partition as partition_lib
 from hetfl.data.npz import check_npz, load_npz
-from hetfl.data.streams import generator, Stream
 from hetfl.population import ClientPopulation, Subset
+from hetfl.streams import generator, Stream
 
 # The default concentration of `dirichlet`.
 DIRICHLET_ALPHA = 0.5
