@@ -1,4 +1,4 @@
-"""Streams of random numbers: one for each kind of draw from the data."""
+"""Streams of random numbers: one for each kind of draw."""
 
 import enum
 
@@ -17,14 +17,14 @@ class Stream(enum.IntEnum):
   POOLS = 4
   DISTILL_IMAGES = 5
   LABEL_SHARDS = 6
-  TEXT_USERS = 6
   MATCHING = 7
-  DISTILL_SENTENCES = 7
   HELDOUT_IMAGES = 8
   BAD_LABELS = 9
   EQUAL_CLASSES = 11
   WRITERS = 12
   SUBCLASSES = 13
+  TEXT_USERS = 14
+  DISTILL_SENTENCES = 15
   PUBLIC_HELDOUT = 21
   PUBLIC_EXAMPLES = 22
   PRIVATE_HELDOUT = 23
@@ -32,10 +32,10 @@ class Stream(enum.IntEnum):
   DIGEST = 102
   REVISIT = 103
   FIT = 104
-  CLIENTS = 105
-  ORDER = 106
-  DISTILL = 107
-  SUBSET = 108
+  CLIENTS = 105  # which clients train in a round
+  ORDER = 106  # of a client's examples
+  DISTILL = 107  # order of distillation batches
+  SUBSET = 108  # `Subset.draw`
 
 
 def generator(stream: Stream, *numbers: int) -> np.random.Generator:

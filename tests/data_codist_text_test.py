@@ -105,7 +105,7 @@ def test_distillation_data(dump, tmp_path):
   paragraphs.write_text("The user asks. More.\nNo, the user says it\n")
   data = load("stackexchange", **kwargs, distill_data="c4", c4_path=paragraphs)
   v = data.vocabulary
-  numbers = v.numbers()
+  numbers = v.numbers
   assert data.distill.bank["tokens"][0, :6].tolist() == [
     1,
     numbers["the"],
@@ -123,9 +123,9 @@ def test_distillation_data(dump, tmp_path):
     (dict(vocabulary="bytes"), "vocabulary=bytes"),
     (dict(vocabulary_size=0), "vocabulary_size=0"),
     (dict(pools="three"), "pools=three"),
-    (dict(distill_data="cifar10"), "distill_data=cifar10.*in_domain or c4"),
+    (dict(distill_data="cifar10"), "distill_data=cifar10.*in_domain, c4"),
     (dict(distill_data="c4"), "distill_data=c4: give c4_path=PATH"),
-    (dict(high_capacity_clients=99), "high_capacity_clients=99.*1 to 36"),
+    (dict(high_capacity_clients=99), "high_capacity_clients=99.*to 36"),
     (
       dict(high_capacity_clients=3, pools="domain"),
       "high_capacity_clients=3: pools by domain have none",
@@ -255,7 +255,7 @@ def test_stackoverflow_by_domain(tmp_path, monkeypatch, caplog):
   with pytest.raises(DataError, match="no users besides the 100 of the pools"):
     load(**files_there)
   stackoverflow(tmp_path, [["question", "answer", "answer"]] * 40)
-  with pytest.raises(DataError, match="no user writes mostly questions"):
+  with pytest.raises(DataError, match="no user .* writes mostly questions"):
     load(**files_there)
 
 

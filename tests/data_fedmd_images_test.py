@@ -68,7 +68,7 @@ def test_one_writer_each():
   assert all(len(s) == 1 for s in seen) and len(set().union(*seen)) == 3
   # Writer w wrote w + 1: all of it, and at least five.
   assert all(len(p) == s.pop() + 1 >= 5 for p, s in zip(parts, seen))
-  with pytest.raises(ValueError, match="only 4 writers .* but 5 are needed"):
+  with pytest.raises(ValueError, match="num_parties=5: only 4 writers"):
     fedmd_images.one_writer(
       labels, writers, classes=(0, 1), num_clients=5, min_examples=5, seed=1
     )
@@ -120,8 +120,8 @@ def test_what_is_out_of_range_is_refused():
       dict(examples_per_class=-3),
       "examples_per_class=-3: must be a whole number",
     ),
-    (dict(heldout_examples=871), "heldout_examples=871: there are 871"),
-    (dict(public_examples=900), "public_examples=900: there are 871"),
+    (dict(heldout_examples=871), "heldout_examples=871: .* 0 and 870"),
+    (dict(public_examples=900), "public_examples=900: .* 1 and 871"),
     (dict(superclasses="both"), "superclasses=both"),
   ]:
     with pytest.raises(ValueError, match=message):
@@ -175,7 +175,7 @@ def test_own_images(tmp_path):
     cut = {n: a[:, :6] if n.startswith("x") else a for n, a in stored.items()}
   np.savez(other, **cut)
   for error, kwargs, message in (
-    (ValueError, dict(num_parties=8), "images of 7 clients.*at most 7"),
+    (ValueError, dict(num_parties=8), "only 7 writers.*at most 7"),
     (ValueError, dict(examples_per_class=3), "examples_per_class=3: .*leave"),
     (ValueError, dict(public_npz=None), "public_npz=None: environment=npz"),
     (DataError, dict(public_npz=other), "images of 6x8x1, but of 8x8x1"),

@@ -59,7 +59,7 @@ def test_all_forms_of_the_arrays(save, caplog):
 @pytest.mark.parametrize(
   "changes, message",
   [
-    (dict(y_test=None), "y_test is missing; want a file by np.savez"),
+    (dict(y_test=None), "y_test is missing: want a file by np.savez"),
     (dict(x_train=np.zeros((240, 8, 8))), "x_train is float64.*give uint8"),
     (dict(x_test=np.zeros((60, 64), np.uint8)), r"uint8\[60, 64\]; give uint8"),
     (dict(x_test=np.zeros((0, 8, 8), np.uint8)), "x_test is uint8.0, 8, 8"),
@@ -83,28 +83,24 @@ def test_other_arrays_are_refused(save, changes, message):
 
 def test_files_that_are_no_archives(save, tmp_path):
   path = save()
-  with pytest.raises(DataError, match="nowhere.npz: there is no such file"):
+  with pytest.raises(DataError, match="nowhere.npz: no such file: want a file"):
     npz.load_npz(tmp_path / "nowhere.npz")
-  damaged = bytearray(path.read_bytes())
-  damaged[2000] ^= 1
-  path.write_bytes(damaged)
-  with pytest.raises(DataError, match=r"own.npz: cannot be read \("):
-    npz.load_npz(path)
-  path.write_bytes(damaged[:1000])
-  with pytest.raises(DataError, match=r"own.npz: cannot be read \("):
-    npz.load_npz(path)
+  flipped = bytearray(path.read_bytes())
+  flipped[2000] ^= 1
   np.savez_compressed(path, **ARRAYS)
-  damaged = bytearray(path.read_bytes())
-  damaged[200:260] = bytes(60)
-  path.write_bytes(damaged)
-  with pytest.raises(DataError, match=r"own.npz: cannot be read \("):
-    npz.load_npz(path)
+  packed = bytearray(path.read_bytes())
+  packed[200:260] = bytes(60)
+  for damaged in (flipped, flipped[:1000], packed):
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"own.npz: cannot be read \("):
+      npz.load_npz(path)
   with zipfile.ZipFile(tmp_path / "renamed.zip", "w") as archive:
     archive.writestr("x_train", b"pixels")
-  with pytest.raises(DataError, match="x_train is no NumPy array; want a file"):
+    archive.writestr("y_train", b"labels")
+  with pytest.raises(DataError, match="x_train is .S6.*give uint8 pixels"):
     npz.load_npz(tmp_path / "renamed.zip")
   np.save(tmp_path / "one.npy", np.zeros(3))
-  with pytest.raises(DataError, match="one.npy: one array, not an archive"):
+  with pytest.raises(DataError, match="one.npy: cannot be read"):
     npz.load_npz(tmp_path / "one.npy")
 
 
@@ -140,10 +136,13 @@ def test_codistillation_with_the_files_clients(save):
     )
   for kwargs, message in (
     (dict(num_clients=12), "num_clients=12: .* has clients of its own"),
-    (dict(partition_alpha=1.0), "partition_alpha=1.0: the file's clients"),
-    (dict(high_capacity_clients=9), "high_capacity_clients=9: npz's pool has"),
+    (dict(partition_alpha=1.0), "partition_alpha=1.0: .*npz says which"),
+    (dict(high_capacity_clients=9), "high_capacity_clients=9: the pool has 8"),
     (dict(npz=None), "npz=None: dataset=npz needs your file"),
-    (dict(distill_data="cifar10"), "distill_data=cifar10: npz has in_domain"),
+    (
+      dict(distill_data="cifar10"),
+      "distill_data=cifar10: choose from in_domain",
+    ),
   ):
     with pytest.raises(ValueError, match=message):
       codist_images.load_codist_images("npz", **{"npz": path} | kwargs)
@@ -182,7 +181,9 @@ def test_mutual_learning_with_the_files_clients(save, caplog):
   assert sorted(validation) == list(range(60))
   with pytest.raises(ValueError, match="takes them all; give num_clients=12"):
     load(["npz"], npz=path, partition="file")
-  with pytest.raises(ValueError, match="npz has 240 training and 60 test imag"):
+  with pytest.raises(
+    ValueError, match="num_clients=61: more than the 60 examples"
+  ):
     load(["npz"], npz=path, num_clients=61)
   load(["npz"], npz=path, partition="iid")
   assert "its clients are not used with partition=iid" in caplog.text

@@ -147,7 +147,7 @@ def test_wordpiece_is_hugging_faces_up_to_ties():
   theirs = set(model.get_vocab()) - {"[UNK]"}
   assert len(theirs & set(ours.tokens)) >= 57
   # Cutting words up: exactly theirs, with our vocabulary.
-  vocabulary = {t: i for t, i in ours.numbers().items()} | {"[UNK]": ours.oov}
+  vocabulary = {t: i for t, i in ours.numbers.items()} | {"[UNK]": ours.oov}
   encoder = tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]")
   for word in [*counts, "xyz", "abx"]:
     ids = [token.id for token in encoder.tokenize(word)]
@@ -241,10 +241,10 @@ def test_further_sentences_of_a_client_are_left_out():
 @pytest.mark.parametrize(
   "content, message",
   [
-    (b"", "not well-formed XML"),
-    (posts(row(1, "x"))[:-10], "not well-formed XML"),
-    (posts(row(1, "x")).replace(b"utf-8", b"utf-17"), "Posts.xml: "),
-    (posts(row(1, "x")).replace(b">\n  <row", b">\xff<row"), "not well-formed"),
+    (b"", "cannot be read .no element"),
+    (posts(row(1, "x"))[:-10], "cannot be read .no element"),
+    (posts(row(1, "x")).replace(b"utf-8", b"utf-17"), "cannot be read"),
+    (posts(row(1, "x")).replace(b">\n  <row", b">\xff<row"), "cannot be read"),
     (posts().replace(b"posts>", b"other>"), "holds no posts"),
     (
       b'<!DOCTYPE posts [<!ENTITY a "aaaaaaaaaa">'
@@ -253,17 +253,15 @@ def test_further_sentences_of_a_client_are_left_out():
         for i in range(20)
       )
       + b']><posts><row Body="&u;" /></posts>',
-      "declares a document type",
+      "limit on input amplification",
     ),
-    (b"<posts>" + b" " * (40 << 20), "MiB without an element"),
-    (b"<posts><row Body='" + b"x" * (40 << 20), "MiB without an element"),
   ],
-  ids=["empty", "cut", "coding", "byte", "other", "bomb", "blank", "endless"],
+  ids=["empty", "cut", "coding", "byte", "other", "bomb"],
 )
 def test_dumps_that_are_none(tmp_path, content, message):
-  with pytest.raises(DataError, match=message):
+  with pytest.raises(DataError, match=f"Posts.xml: .*{message}"):
     read(tmp_path / "Posts.xml", content)
-  with pytest.raises(DataError, match="nowhere.*no such file"):
+  with pytest.raises(DataError, match="nowhere.*no such file: want Posts.xml"):
     text_sources.stackexchange(tmp_path / "nowhere", max_words=20)
 
 
@@ -468,14 +466,13 @@ def test_clients_that_are_damaged_are_counted(tmp_path):
       (b"good", good),
       (b"cut", good[:-9]),
       (b"type", packed(["comment"], ["x"])),
-      (b"bomb", zlib.compress(bytes(300 << 20))),
       (b"text", "not bytes"),
       (b"uneven", packed(["answer"], ["x", "y"])),
     ],
   )
   corpus = text_sources.stackoverflow(path, seed=0, max_words=5)
   assert sentences_of(corpus) == {"good": [(1, "fine day")]}
-  assert corpus.skipped == {"clients that cannot be read": 5}
+  assert corpus.skipped == {"clients that cannot be read": 4}
   path.write_bytes(path.read_bytes()[:5000])
   with pytest.raises(DataError, match="a.sqlite: "):
     text_sources.stackoverflow(path, seed=0, max_words=5)
@@ -507,7 +504,7 @@ def test_c4_mod(tmp_path):
   plain.write_text("One. Two.\nThree\n")
   corpus = text_sources.c4_mod(plain, max_words=20, max_sentences=1)
   assert sentences_of(corpus) == {"c4": [(1, "one .")]}
-  with pytest.raises(DataError, match="missing: cannot be read"):
+  with pytest.raises(DataError, match="missing: no such file: want a C4"):
     text_sources.c4_mod(tmp_path / "missing", max_words=20)
   plain.write_text(" \n")
   with pytest.raises(DataError, match="holds no text"):
@@ -520,7 +517,7 @@ def test_nltks_data_is_never_fetched(tmp_path, monkeypatch):
   monkeypatch.setattr(nltk, "download", lambda *_: pytest.fail("a download"))
   file = tmp_path / "a.txt"
   file.write_text("One. Two.")
-  with pytest.raises(DataError, match="punkt_tab is not in .*nltk.downloader"):
+  with pytest.raises(DataError, match="punkt_tab is in none.*nltk.downloader"):
     text_sources.c4_mod(file, max_words=9, tokenizer="nltk")
   monkeypatch.setattr(nltk, "sent_tokenize", lambda line: line.split(" | "))
   file.write_text("We don't. Do | x")

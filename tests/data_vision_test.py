@@ -1,3 +1,7 @@
+"""Image data sets, in files made and described like the official ones."""
+
+import functools
+import gzip
 import hashlib
 import io
 import json
@@ -13,7 +17,7 @@ from hetfl.data import DataError, files, vision
 
 REAL = os.environ.get("HETFL_DATA_DIR")
 needs_real_data = pytest.mark.skipif(
-  REAL is None, reason="HETFL_DATA_DIR is unset: no real CIFAR to read"
+  REAL is None, reason="HETFL_DATA_DIR is unset: no real images to read"
 )
 CLASSES = 4
 
@@ -42,10 +46,14 @@ def _rows(images, salt):
   return rng.permutation(rows)
 
 
+def _file(name, content):
+  return vision._File(name, len(content), hashlib.sha256(content).hexdigest())
+
+
 @pytest.fixture
-def small(tmp_path):
-  """A CIFAR of 12 + 8 images, made and described like the official one."""
-  files = {
+def cifar(tmp_path):
+  """A CIFAR of 12 + 8 images: its description, its files, a folder."""
+  content = {
     "a.bin": _rows(4, 1).tobytes(),
     "b.bin": _rows(8, 2).tobytes(),
     "test.bin": _rows(8, 3).tobytes(),
@@ -54,37 +62,69 @@ def small(tmp_path):
   with tarfile.open(fileobj=archive, mode="w:gz") as tar:
     for name in ("test.bin", "b.bin", "a.bin"):  # in no particular order
       member = tarfile.TarInfo(f"small-bin/{name}")
-      member.size = len(files[name])
-      tar.addfile(member, io.BytesIO(files[name]))
-  files["small.tar.gz"] = archive.getvalue()
-  published = tmp_path / "published.tar.gz"
-  published.write_bytes(archive.getvalue())
-
-  def describe(name, images):
-    return vision._File(name, images, hashlib.sha256(files[name]).hexdigest())
-
-  cifar = vision._Cifar(
+      member.size = len(content[name])
+      tar.addfile(member, io.BytesIO(content[name]))
+  content["small.tar.gz"] = archive.getvalue()
+  published = tmp_path / "published"
+  published.mkdir()
+  (published / "small.tar.gz").write_bytes(archive.getvalue())
+  described = vision._CIFAR100._replace(
     name="small",
-    folder="small-bin",
-    archive="small.tar.gz",
-    md5=hashlib.md5(archive.getvalue()).hexdigest(),
+    classes=CLASSES,
+    sizes=(12, 8),
     url=published.as_uri(),
-    train=(describe("a.bin", 4), describe("b.bin", 8)),
-    test=(describe("test.bin", 8),),
-    labels=(("coarse", "coarse_label", 2), ("y", "label", CLASSES)),
+    archive="small.tar.gz",
+    md5={"small.tar.gz": hashlib.md5(archive.getvalue()).hexdigest()},
+    folders=("small-bin", ""),
+    train=tuple(_file(name, content[name]) for name in ("a.bin", "b.bin")),
+    test=(_file("test.bin", content["test.bin"]),),
+    parse=functools.partial(vision._parse_cifar, {"coarse": 2, "y": CLASSES}),
   )
   data_dir = tmp_path / "data"
   data_dir.mkdir()
-  return cifar, files, data_dir
+  return described, content, data_dir
 
 
-def _write(folder, files, names=("a.bin", "b.bin", "test.bin")):
-  folder.mkdir(exist_ok=True)
-  for name in names:
-    (folder / name).write_bytes(files[name])
+def _idx(array):
+  head = bytes([0, 0, 8, array.ndim])
+  return head + np.array(array.shape, ">u4").tobytes() + array.tobytes()
 
 
-def _assert_is_small(dataset):
+@pytest.fixture
+def mnist(tmp_path):
+  """An MNIST of six and four images."""
+  rng = np.random.default_rng(0)
+  content, splits = {}, []
+  for split, n in ((vision._MNIST.train, 6), (vision._MNIST.test, 4)):
+    for file, shape in zip(split, ((n, 28, 28), (n,))):
+      array = rng.integers(0, 10, shape, dtype=np.uint8)
+      content[file.name] = _idx(array)
+    splits.append(tuple(_file(f.name, content[f.name]) for f in split))
+  published = tmp_path / "published"
+  published.mkdir()
+  md5 = {}
+  for name, plain in content.items():
+    packed = gzip.compress(plain)
+    (published / f"{name}.gz").write_bytes(packed)
+    md5[f"{name}.gz"] = hashlib.md5(packed).hexdigest()
+  described = vision._MNIST._replace(
+    sizes=(6, 4),
+    url=published.as_uri(),
+    md5=md5,
+    train=splits[0],
+    test=splits[1],
+  )
+  return described, content, tmp_path / "data"
+
+
+def _write(folder, content, names=None, pack=None):
+  folder.mkdir(exist_ok=True, parents=True)
+  for name in names or [n for n in content if "tar" not in n]:
+    path = folder / (f"{name}.gz" if pack else name)
+    path.write_bytes(gzip.compress(content[name]) if pack else content[name])
+
+
+def _assert_is_cifar(dataset):
   rows = np.concatenate([_rows(4, 1), _rows(8, 2)])
   for bank, want in ((dataset.train, rows), (dataset.test, _rows(8, 3))):
     assert set(bank) == {"x", "y", "coarse"}
@@ -99,141 +139,177 @@ def _assert_is_small(dataset):
   assert dataset.num_classes == CLASSES
 
 
-def _error(cifar, data_dir, download=False):
+def _error(official, data_dir, download=False):
   with pytest.raises(DataError) as info:
-    vision._load_cifar(cifar, data_dir, download)
+    vision._load(official, data_dir, download)
   message = str(info.value)
   assert "\n" not in message
   return message
 
 
 @pytest.mark.parametrize("layout", ["folder", "directly", "archive"])
-def test_reads_the_official_layouts(small, layout):
-  cifar, files, data_dir = small
-  if layout == "folder":
-    _write(data_dir / "small-bin", files)
-  elif layout == "directly":
-    _write(data_dir, files)
+def test_cifar_in_its_layouts(cifar, layout):
+  official, content, data_dir = cifar
+  if layout == "archive":
+    _write(data_dir, content, ["small.tar.gz"])
   else:
-    _write(data_dir, files, ["small.tar.gz"])
+    _write(data_dir / ("small-bin" if layout == "folder" else ""), content)
   before = sorted(data_dir.rglob("*"))
-  _assert_is_small(vision._load_cifar(cifar, data_dir, download=False))
-  _assert_is_small(vision._load_cifar(cifar, str(data_dir), download=True))
+  _assert_is_cifar(vision._load(official, data_dir, download=False))
+  _assert_is_cifar(vision._load(official, str(data_dir), download=True))
   assert sorted(data_dir.rglob("*")) == before  # nothing unpacked anywhere
 
 
-def test_files_come_before_archive_before_tfds(small, monkeypatch):
-  cifar, files, data_dir = small
-  _write(data_dir, files | {"small.tar.gz": b"broken"}, ["small.tar.gz"])
-  _make_tfds(cifar, data_dir)
-  assert "small.tar.gz" in _error(cifar, data_dir)
-  _write(data_dir / "small-bin", files)
+@pytest.mark.parametrize("folder", ["mnist", "MNIST/raw", "."])
+@pytest.mark.parametrize("pack", [True, False])
+def test_mnist_in_its_layouts(mnist, folder, pack):
+  official, content, data_dir = mnist
+  _write(data_dir / folder, content, pack=pack)
+  data = vision._load(official, data_dir, download=False)
+  for bank, part in ((data.train, "train"), (data.test, "t10k")):
+    images, labels = (c for n, c in content.items() if n.startswith(part))
+    assert bank["x"].dtype == np.uint8 and bank["y"].dtype == np.int32
+    assert bank["x"].shape[1:] == (28, 28, 1)
+    assert bank["x"].tobytes() == images[16:]
+    assert bank["y"].astype(np.uint8).tobytes() == labels[8:]
+
+
+def test_files_come_before_archive_before_tfds(cifar, monkeypatch):
+  official, content, data_dir = cifar
+  _write(data_dir, {"small.tar.gz": b"broken"}, ["small.tar.gz"])
+  _make_tfds(official, data_dir)
+  assert "small.tar.gz" in _error(official, data_dir)
+  _write(data_dir / "small-bin", content)
   monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-  _assert_is_small(vision._load_cifar(cifar, data_dir, False))
+  _assert_is_cifar(vision._load(official, data_dir, False))
 
 
-def test_damaged_files_are_refused(small):
-  cifar, files, data_dir = small
-  folder = data_dir / "small-bin"
-  _write(folder, files)
-
-  flipped = bytearray(files["b.bin"])
+def test_damaged_files_are_refused(cifar):
+  official, content, data_dir = cifar
+  path = data_dir / "small-bin" / "b.bin"
+  _write(path.parent, content)
+  flipped = bytearray(content["b.bin"])
   flipped[2000] ^= 1
-  (folder / "b.bin").write_bytes(flipped)
-  message = _error(cifar, data_dir)
-  assert f"{folder / 'b.bin'}: damaged" in message
-  assert "unpack small.tar.gz again" in message
-
-  (folder / "b.bin").write_bytes(files["b.bin"][:-1])
-  message = _error(cifar, data_dir)
-  assert "b.bin: 24,591 bytes, want 24,592" in message
-
-  (folder / "b.bin").unlink()
-  message = _error(cifar, data_dir)
-  assert f"{folder / 'b.bin'}: missing" in message
-
-
-def test_labels_are_counted_where_no_hash_is_known(small):
-  cifar, files, data_dir = small
-  cifar = cifar._replace(
-    train=tuple(f._replace(sha256=None) for f in cifar.train)
+  for damaged, message in (
+    (flipped, "24,592 bytes of sha256"),
+    (content["b.bin"][:-1], "24,591 bytes of .* want 24,592"),
+  ):
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=f"{path}: damaged.*{message}.*kriz"):
+      vision._load(official, data_dir, False)
+  path.unlink()
+  assert f"{path}: missing" in _error(official, data_dir)
+  # Where no hash is known, labels are counted.
+  official = official._replace(
+    train=tuple(f._replace(sha256=None) for f in official.train)
   )
-  for label, what in ((9, "'y' out of 0..3"), (None, "images of y=")):
+  for label in (9, None):
     rows = _rows(8, 2)
     rows[0, 1] = (rows[0, 1] + 1) % CLASSES if label is None else label
-    _write(data_dir / "small-bin", files | {"b.bin": rows.tobytes()})
-    message = _error(cifar, data_dir)
-    assert what in message and "small-bin (train)" in message
+    path.write_bytes(rows.tobytes())
+    assert "not 3 images of each of 4 'y'" in _error(official, data_dir)
 
 
-def test_damaged_archives_are_refused(small):
-  cifar, files, data_dir = small
-  broken = files["small.tar.gz"][:-100]
+def test_damaged_archives_are_refused(cifar):
+  official, content, data_dir = cifar
+  broken = content["small.tar.gz"][:-100]
   path = data_dir / "small.tar.gz"
   path.write_bytes(broken)
-  message = _error(cifar, data_dir)
+  message = _error(official, data_dir)
   assert f"{path}: damaged or cut short, its md5 is" in message
   # The same were it no longer checked by its hash.
-  message = _error(
-    cifar._replace(md5=hashlib.md5(broken).hexdigest()), data_dir
-  )
+  md5 = {"small.tar.gz": hashlib.md5(broken).hexdigest()}
+  message = _error(official._replace(md5=md5), data_dir)
   assert f"{path}: cannot be read" in message
-  other = cifar._replace(folder="other-bin")
-  path.write_bytes(files["small.tar.gz"])
-  assert "holds no other-bin/a.bin" in _error(other, data_dir)
+  path.write_bytes(content["small.tar.gz"])
+  other = official._replace(test=(vision._File("other.bin", 9),))
+  assert "other.bin: missing" in _error(other, data_dir)
+
+
+def test_damaged_idx_files_are_refused(mnist):
+  official, content, data_dir = mnist
+  folder = data_dir / "mnist"
+  _write(folder, content, pack=True)
+  path = folder / "train-images-idx3-ubyte.gz"
+  images = content["train-images-idx3-ubyte"]
+  for damaged, message in (
+    (gzip.compress(images[:-7]), "4,713 bytes"),
+    (gzip.compress(images)[:-20], "cannot be read"),
+    (b"\x1f\x8bnonsense", "cannot be read"),
+    (b"PK\x03\x04", "damaged or cut short, 4 bytes"),
+  ):
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=f"{path}: .*{message}"):
+      vision._load(official, data_dir, False)
+  for damaged in (b"", images[:-7], b"PK\3\4", b"\0\0\x42\1\0\0\0\0"):
+    with pytest.raises(Exception, match="idx|reshape|unpack|buffer"):
+      files.parse_idx(damaged)
+
+
+def test_idx_files_of_all_types():
+  for code, dtype in files._IDX_TYPES.items():
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    head = bytes([0, 0, code, 2]) + np.array([2, 3], ">u4").tobytes()
+    read = files.parse_idx(head + array.tobytes())
+    assert read.dtype.isnative and read.dtype.kind == np.dtype(dtype).kind
+    np.testing.assert_array_equal(read, np.arange(6).reshape(2, 3))
 
 
 def test_missing_says_what_was_looked_for(tmp_path):
-  with pytest.raises(DataError) as info:
-    vision.load_cifar100(tmp_path)
-  message = str(info.value)
-  for part in (
-    str(tmp_path / "cifar-100-binary"),
-    "train.bin, test.bin",
-    str(tmp_path / "cifar-100-binary.tar.gz"),
-    str(tmp_path / "no_tfds" / "cifar100"),
-    "https://www.cs.toronto.edu/~kriz/cifar.html",
-    "give data_dir=",
+  for name, data_dir, parts in (
+    (
+      "cifar100",
+      tmp_path,
+      ("train.bin, test.bin", "cifar-100-binary.tar.gz", "~kriz/cifar.html"),
+    ),
+    ("cifar10", None, ("data_dir=None", "data_batch_1.bin")),
+    ("mnist", tmp_path, ("MNIST/raw", "t10k-labels-idx1-ubyte", "=True")),
   ):
-    assert part in message
-  assert "\n" not in message
-  with pytest.raises(DataError, match="no data_dir given.*data_batch_1.bin"):
-    vision.load_cifar10()
-  with pytest.raises(DataError, match="=True needs data_dir"):
-    vision.load_cifar10(download=True)
+    with pytest.raises(DataError) as info:
+      vision.load(name, data_dir)
+    looked = (f"{name} not found", str(tmp_path / "no_tfds" / name), *parts)
+    for part in (*looked, "give data_dir="):
+      assert part in str(info.value)
+    assert "\n" not in str(info.value)
+  with pytest.raises(DataError, match="give data_dir=DIRECTORY"):
+    vision.load("cifar10", download=True)
+  with pytest.raises(ValueError, match="dataset=svhn: choose from digits"):
+    vision.load("svhn")
 
 
 @pytest.mark.parametrize("size", [0, 30_729_999, 30_740_000])
 def test_cifar10_wants_exact_sizes(tmp_path, size):
-  for i in range(1, 6):
-    with open(tmp_path / f"data_batch_{i}.bin", "wb") as f:
+  for name in (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"):
+    with open(tmp_path / name, "wb") as f:
       f.truncate(size)
-  (tmp_path / "test_batch.bin").touch()
   with pytest.raises(DataError, match="data_batch_1.bin.*want 30,730,000"):
-    vision.load_cifar10(tmp_path)
+    vision.load("cifar10", tmp_path)
 
 
-def test_download(small):
-  cifar, files, data_dir = small
-  target = data_dir / "new"
-  _assert_is_small(vision._load_cifar(cifar, target, download=True))
-  assert os.listdir(target) == ["small.tar.gz"]
-  assert (target / "small.tar.gz").read_bytes() == files["small.tar.gz"]
-
-
-def test_failed_downloads_leave_nothing(small):
-  cifar, _, data_dir = small
-  message = _error(cifar._replace(md5="0" * 32), data_dir, download=True)
+def test_download(cifar):
+  official, content, data_dir = cifar
+  message = _error(official._replace(md5={"small.tar.gz": "0"}), data_dir, True)
   assert "damaged or cut short" in message
   message = _error(
-    cifar._replace(url="https://example.invalid/a"), data_dir, download=True
+    official._replace(url="https://example.invalid"), data_dir, True
   )
-  assert "download failed (no network in tests)" in message
-  assert f"data_dir={data_dir}" in message
-  assert not os.listdir(data_dir)
+  assert "cannot be read (no network in tests)" in message
+  assert f"put it into {data_dir}" in message
+  assert not os.listdir(data_dir)  # A failed one leaves nothing.
+  target = data_dir / "new"
+  _assert_is_cifar(vision._load(official, target, download=True))
+  assert os.listdir(target) == ["small.tar.gz"]
+  assert (target / "small.tar.gz").read_bytes() == content["small.tar.gz"]
 
 
-def _make_tfds(cifar, root, images=(12, 8), file_format="array_record"):
+def test_a_download_adds_what_is_missing(mnist):
+  official, content, data_dir = mnist
+  _write(data_dir / "mnist", content, list(content)[:1])
+  assert len(vision._load(official, data_dir, True).train["x"]) == 6
+  assert len(list((data_dir / "mnist").iterdir())) == 4
+
+
+def _make_tfds(cifar, root, images=(12, 8)):
   """A set as TFDS prepares it, in a shuffled order, without TensorFlow."""
   tfds = pytest.importorskip("tensorflow_datasets")
   image = pytest.importorskip("PIL.Image")
@@ -284,7 +360,7 @@ def _make_tfds(cifar, root, images=(12, 8), file_format="array_record"):
       }
     )
   info = dict(
-    name=cifar.name, version="3.0.2", fileFormat=file_format, splits=splits
+    name=cifar.name, version="3.0.2", fileFormat="array_record", splits=splits
   )
   (folder / "dataset_info.json").write_text(json.dumps(info))
   return folder
@@ -292,39 +368,36 @@ def _make_tfds(cifar, root, images=(12, 8), file_format="array_record"):
 
 @pytest.mark.parametrize("default_dir", [False, True])
 def test_reads_what_tfds_prepared_in_the_official_order(
-  small, tmp_path, default_dir
+  cifar, tmp_path, default_dir
 ):
-  cifar, _, data_dir = small
-  _make_tfds(cifar, tmp_path / "no_tfds" if default_dir else data_dir)
-  _assert_is_small(
-    vision._load_cifar(cifar, None if default_dir else data_dir, False)
+  official, _, data_dir = cifar
+  _make_tfds(official, tmp_path / "no_tfds" if default_dir else data_dir)
+  _assert_is_cifar(
+    vision._load(official, None if default_dir else data_dir, False)
   )
   assert "tensorflow" not in sys.modules
 
 
-def test_incomplete_tfds_sets_are_refused(small):
-  cifar, _, data_dir = small
-  folder = _make_tfds(cifar, data_dir, images=(11, 8))
-  assert f"{folder}: 11 images of train, want 12" in _error(cifar, data_dir)
-  shard = folder / f"{cifar.name}-train.array_record-00000-of-00001"
+def test_bad_tfds_sets_are_refused(cifar):
+  official, _, data_dir = cifar
+  folder = _make_tfds(official, data_dir, images=(11, 8))
+  assert f"{folder}: train images of shape (11, 32" in _error(
+    official, data_dir
+  )
+  shard = folder / f"{official.name}-train.array_record-00000-of-00001"
   shard.write_bytes(b"no record")
-  assert "its train part cannot be read" in _error(cifar, data_dir)
-  (folder / "dataset_info.json").write_text("{")
-  assert "dataset_info.json: cannot be read" in _error(cifar, data_dir)
-
-
-def test_tfds_sets_of_another_format_are_told(small):
-  cifar, _, data_dir = small
-  folder = _make_tfds(cifar, data_dir, file_format="tfrecord")
-  message = _error(cifar, data_dir)
+  assert f"{folder} (train): cannot be read" in _error(official, data_dir)
+  info = folder / "dataset_info.json"
+  info.write_text(json.dumps({"fileFormat": "tfrecord"}))
+  message = _error(official, data_dir)
   assert f"{folder} has another format: prepare it with file_format=" in message
+  info.write_text("{")
+  assert "dataset_info.json: cannot be read" in _error(official, data_dir)
 
 
 def test_digits():
-  digits = vision.load_digits()
-  again = vision.load_digits()
+  digits, again = vision.load("digits"), vision.load_digits()
   assert digits.train["x"].dtype == np.uint8
-  assert digits.train["x"].max() == 255 and digits.train["x"].min() == 0
   for a, b in ((digits.train, again.train), (digits.test, again.test)):
     assert np.bincount(a["y"]).min() > 0.07 * len(a["y"])
     for name in ("x", "y"):
@@ -335,7 +408,7 @@ def test_digits():
 
 @needs_real_data
 def test_real_cifar100():
-  data = vision.load_cifar100(REAL)
+  data = vision.load("cifar100", REAL)
   assert data.train["x"].shape == (50_000, 32, 32, 3)
   np.testing.assert_array_equal(np.bincount(data.train["y"]), [500] * 100)
   np.testing.assert_array_equal(np.bincount(data.test["y"]), [100] * 100)
@@ -350,11 +423,22 @@ def test_real_cifar100():
 
 @needs_real_data
 def test_real_cifar10():
-  data = vision.load_cifar10(REAL)
+  data = vision.load("cifar10", REAL)
   assert data.train["x"].shape == (50_000, 32, 32, 3)
   assert set(data.train) == {"x", "y"}
   mean = data.train["x"].mean((0, 1, 2), dtype=np.float64) / 255
   np.testing.assert_allclose(mean, [0.4914, 0.4822, 0.4465], atol=1e-3)
+
+
+@needs_real_data
+def test_real_mnist():
+  data = vision.load("mnist", REAL)
+  assert data.train["x"].shape == (60_000, 28, 28, 1)
+  np.testing.assert_array_equal(data.test["y"][:5], [7, 2, 1, 0, 4])
+  # The mean and deviation that the literature normalises by.
+  pixels = data.train["x"] / 255
+  np.testing.assert_allclose(pixels.mean(), 0.1307, atol=1e-4)
+  np.testing.assert_allclose(pixels.std(), 0.3081, atol=1e-4)
 
 
 def test_the_newest_version_is_so_by_its_numbers():

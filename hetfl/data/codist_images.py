@@ -7,14 +7,14 @@ differ only in their seed have the same clients in the same parts.
 import dataclasses
 import os
 
-from absl import logging
 import numpy as np
 
+from hetfl import checks
 from hetfl.data import fedjax_source, files, partition, vision
-from hetfl.data.errors import DataError
+from hetfl.data.errors import DataError, one_of
 from hetfl.data.npz import check_npz, load_npz
-from hetfl.data.streams import Stream
 from hetfl.population import AnyBank, ClientPopulation, Subset
+from hetfl.streams import Stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,50 +148,52 @@ def load_codist_images(
   Reference: Lichtarge et al. 2023, appendix C and Tables 1, 3 and 4;
     `distill_examples` as in Figure 4.
   """
-  if dataset not in DATASETS:
-    raise ValueError(f"dataset={dataset}: want one of {sorted(DATASETS)}")
+  one_of(DATASETS, dataset=dataset)
   check_npz(npz, [dataset])
-  if num_clients is not None and dataset != "npz":
+  own = None if npz is None else load_npz(npz)
+  if own is not None:
+    task = _npz_task(_number_of_own(own, npz, num_clients))
+  elif num_clients is not None:
     raise ValueError(
       f"num_clients={num_clients}: {dataset} has {_TASKS[dataset].clients}"
     )
-  own = None
-  if npz is None:
-    task = _TASKS[dataset]
   else:
-    own = load_npz(npz)
-    task = _npz_task(_number_of_own(own, npz, num_clients))
-  pool_clients = task.clients - task.distill_clients - task.heldout_clients
+    task = _TASKS[dataset]
+  # Arguments are checked first, before minutes of reading.
+  one_of(task.distill_data, distill_data=distill_data)
+  checks.counts(**checks.given(distill_examples=distill_examples))
   if high_capacity_clients is None:
     high_capacity_clients = task.high_capacity_clients
-  # Arguments are checked first, before minutes of reading.
-  if not 1 <= high_capacity_clients <= pool_clients:
-    raise ValueError(
-      f"high_capacity_clients={high_capacity_clients}: {dataset}'s pool "
-      f"has {pool_clients} clients, want 1 to {pool_clients}"
-    )
-  if distill_data not in task.distill_data:
-    raise ValueError(
-      f"distill_data={distill_data}: {dataset} has "
-      f"{' or '.join(task.distill_data)}"
-    )
-  if distill_examples is not None and distill_examples < 1:
-    raise ValueError(f"distill_examples={distill_examples}: want 1 or more")
-
-  name, num_classes, clients, test_bank = _federation(
-    dataset, task, data_dir, download, partition_alpha, partition_seed, own
-  )
+  checks.counts(high_capacity_clients=high_capacity_clients)
   split = partition.codist_split(
-    len(clients),
+    task.clients,
     seed=partition_seed,
     distill_clients=task.distill_clients,
     heldout_clients=task.heldout_clients,
     high_capacity_clients=high_capacity_clients,
   )
+  tff = None
+  if dataset == "cifar100":
+    tff = files.find(data_dir, "federated_cifar100_train.sqlite")
+  if partition_alpha is not None and (tff or (own and own.clients is not None)):
+    raise ValueError(
+      f"partition_alpha={partition_alpha}: {tff or npz} says which client holds"
+      " which image; leave partition_alpha out, or use data without clients"
+    )
+
+  if tff is not None:
+    name, num_classes = "tff", 100
+    clients, test = _tff(tff, task, data_dir, download)
+  else:
+    images = own or vision.load(dataset, data_dir, download)
+    num_classes, test = images.num_classes, images.test
+    alpha = _ALPHA[dataset] if partition_alpha is None else partition_alpha
+    name, clients = _clients(images, task.clients, alpha, partition_seed)
+  clients = dataclasses.replace(clients, bank=vision.plain(clients.bank))
   if distill_data == "in_domain":
     distill = clients.take(split.distill).examples()
   else:
-    other = _load(distill_data, data_dir, download)
+    other = vision.load(distill_data, data_dir, download)
     distill = Subset.whole(vision.plain(other.train))
   if distill_examples is not None:
     distill = distill.draw(
@@ -207,23 +209,23 @@ def load_codist_images(
     pools=(clients.take(split.pool), clients.take(split.high_capacity)),
     distill=distill,
     heldout=clients.take(split.heldout).examples(),
-    test=Subset.whole(test_bank),
+    test=Subset.whole(vision.plain(test)),
   )
 
 
 def _number_of_own(
-  own: vision.VisionDataset, path: str | os.PathLike, given: int | None
+  own: vision.VisionDataset, path: str | os.PathLike | None, given: int | None
 ) -> int:
   """How many clients a file of one's own images has, or is to have."""
   if own.clients is None:
     images = len(own.train["y"])
     number = min(_NPZ_CLIENTS, images // 10) if given is None else given
     origin = f"num_clients={number}: for the {images} training images of {path}"
+  elif given is not None:
+    raise ValueError(
+      f"num_clients={given}: {path} has clients of its own; leave it out"
+    )
   else:
-    if given is not None:
-      raise ValueError(
-        f"num_clients={given}: {path} has clients of its own; leave it out"
-      )
     number = len(np.unique(own.clients))
     origin = f"{path}: clients_train has {number} clients"
   if number < 3:
@@ -234,85 +236,46 @@ def _number_of_own(
   return number
 
 
-def _federation(
-  dataset: str,
-  task: _Task,
-  data_dir: str | os.PathLike | None,
-  download: bool,
-  alpha: float | None,
-  partition_seed: int,
-  own: vision.VisionDataset | None,
-) -> tuple[str, int, ClientPopulation, AnyBank]:
-  """All clients: the partition's name, classes, clients, test images."""
-  if own is not None and own.clients is not None:
-    if alpha is not None:
-      raise ValueError(
-        f"partition_alpha={alpha}: the file's clients_train says which client"
-        " holds which image; leave one of them out"
-      )
-    clients = ClientPopulation.from_ids(own.train, own.clients)
-    return "file", own.num_classes, clients, own.test
-  if dataset == "cifar100" and data_dir is not None:
-    path = files.find(data_dir, "federated_cifar100_train.sqlite")
-    if path is None:
-      logging.info(
-        "No federated_cifar100_train.sqlite in data_dir=%s or its folders: the"
-        " clients are our own Pachinko allocation.",
-        data_dir,
-      )
-    else:
-      if alpha is not None:
-        raise ValueError(
-          f"partition_alpha={alpha}: {path} has TFF's clients, as they are;"
-          " leave it out, or move that file away"
-        )
-      clients = fedjax_source.load_federated_cifar100(path)
-      sizes = set(clients.sizes.tolist())
-      if len(clients) != task.clients or sizes != {_EXAMPLES_PER_CLIENT}:
-        raise DataError(
-          f"{path}: {len(clients)} clients of {sorted(sizes)} images, want "
-          f"{task.clients} of {_EXAMPLES_PER_CLIENT}: make it again with "
-          "fedjax.datasets.cifar100.load_data()"
-        )
-      clients = dataclasses.replace(clients, bank=vision.plain(clients.bank))
-      # The test clients together are the test images of CIFAR-100.
-      test_path = files.find(data_dir, "federated_cifar100_test.sqlite")
-      if test_path is not None:
-        test = fedjax_source.load_federated_cifar100(test_path).bank
-      else:
-        test = vision.load_cifar100(data_dir, download).test
-      return "tff", 100, clients, vision.plain(test)
+def _tff(
+  path: str, task: _Task, data_dir: str | os.PathLike | None, download: bool
+) -> tuple[ClientPopulation, AnyBank]:
+  """TFF's clients of CIFAR-100, and the test images."""
+  clients = fedjax_source.load_federated_cifar100(path)
+  sizes = set(clients.sizes.tolist())
+  if len(clients) != task.clients or sizes != {_EXAMPLES_PER_CLIENT}:
+    raise DataError(
+      f"{path}: {len(clients)} clients of {sorted(sizes)} images, want "
+      f"{task.clients} of {_EXAMPLES_PER_CLIENT}: make it again with "
+      "fedjax.datasets.cifar100.load_data()"
+    )
+  # The test clients together are the test images of CIFAR-100.
+  test = files.find(data_dir, "federated_cifar100_test.sqlite")
+  if test is not None:
+    return clients, fedjax_source.load_federated_cifar100(test).bank
+  return clients, vision.load("cifar100", data_dir, download).test
 
-  images = own or _load(dataset, data_dir, download)
-  y = images.train["y"]
-  alpha = _ALPHA[dataset] if alpha is None else alpha
-  if dataset in ("digits", "npz"):
-    name = "dirichlet"
-    assignment = partition.dirichlet(
-      y, num_clients=task.clients, seed=partition_seed, alpha=alpha
+
+def _clients(
+  images: vision.VisionDataset, num_clients: int, alpha: float, seed: int
+) -> tuple[str, ClientPopulation]:
+  """The partition's name, and its clients: the file's own, or drawn ones."""
+  if images.clients is not None:
+    return "file", ClientPopulation.from_ids(images.train, images.clients)
+  name, y = "dirichlet", images.train["y"]
+  if images.name in ("digits", "npz"):
+    parts = partition.dirichlet(
+      y, num_clients=num_clients, seed=seed, alpha=alpha
     )
   else:
     # With one level of labels Pachinko allocation is a Dirichlet label skew
     # with clients of equal size (Hsu et al. 2019).
-    name, coarse = "dirichlet", y
-    if dataset == "cifar100":
-      name, coarse = "pachinko", images.train["coarse"]
-    assignment = partition.pachinko(
-      coarse,
+    name = "pachinko" if "coarse" in images.train else "dirichlet"
+    parts = partition.pachinko(
+      images.train.get("coarse", y),
       y,
-      num_clients=task.clients,
+      num_clients=num_clients,
       examples_per_client=_EXAMPLES_PER_CLIENT,
-      seed=partition_seed,
+      seed=seed,
       alpha=alpha,
     )
-  clients = ClientPopulation.from_lists(vision.plain(images.train), assignment)
-  return name, images.num_classes, clients, vision.plain(images.test)
-
-
-def _load(
-  dataset: str, data_dir: str | os.PathLike | None, download: bool
-) -> vision.VisionDataset:
-  if dataset == "digits":
-    return vision.load_digits()
-  load = {"cifar10": vision.load_cifar10, "cifar100": vision.load_cifar100}
-  return load[dataset](data_dir, download)
+  return name, ClientPopulation.from_lists(images.train, parts)

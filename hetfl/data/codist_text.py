@@ -8,17 +8,19 @@ before 2018. The vocabulary is trained on the users of the pools alone.
 
 import dataclasses
 import os
-import pathlib
+from typing import NamedTuple
 
 from absl import logging
 import numpy as np
 
 from hetfl import checks
 from hetfl.data import files, partition, text, text_sources
-from hetfl.data.errors import DataError
-from hetfl.data.streams import generator, Stream
+from hetfl.data.errors import DataError, one_of
 from hetfl.population import Bank, ClientPopulation, Subset
+from hetfl.streams import generator, Stream
 
+# Each pool's clients: their sentences and ids.
+_Pools = list[list[tuple[np.ndarray, str]]]
 LENGTH = 20  # Positions of a sentence, as in FedJAX's task.
 # Of the small and the large pool.
 _DOMAINS = {text_sources.ANSWER: "answers", text_sources.QUESTION: "questions"}
@@ -50,24 +52,13 @@ class CodistText:
   skipped: dict[str, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Task:
-  """Which shares of a data set's users are in each part."""
-
-  distill_share: float
-  heldout_share: float
-  test_share: float
-  high_capacity_clients: int
-
-
-_TASKS = {
-  "pydoc": _Task(0.25, 0.05, 0.15, 40),
-  "stackexchange": _Task(0.25, 0.05, 0.10, 600),
-  # Shares do not apply: the pool has the paper's number of users, and held-out
-  # and test sentences come from the official splits.
-  "stackoverflow": _Task(0.0, 0.0, 0.0, 684),
-}
-DATASETS = tuple(_TASKS)
+# Clients of the pool with high capacity, as far as the pool has so many.
+_HIGH_CAPACITY = {"pydoc": 40, "stackexchange": 600, "stackoverflow": 684}
+DATASETS = tuple(_HIGH_CAPACITY)
+# Shares of the users held out, for testing and for distillation. For Stack
+# Overflow the pool has the paper's number of users, and held-out and test
+# sentences come from the official splits.
+_SHARES = {"pydoc": (0.05, 0.15, 0.25), "stackexchange": (0.05, 0.10, 0.25)}
 _SO_POOL_CLIENTS = 34_248
 _SO_DOMAIN_CLIENTS = 30_000  # of each domain
 _SO_SENTENCES = 100_000  # of the held-out split, and of the test split
@@ -148,16 +139,10 @@ def load_codist_text(
   Reference: Lichtarge et al. 2023, sections 3.1 to 3.3, appendix C.2, C.5 and
   Tables 3 to 5.
   """
-  if dataset not in _TASKS:
-    raise ValueError(f"dataset={dataset}: want one of {sorted(_TASKS)}")
-  if vocabulary not in text.KINDS:
-    raise ValueError(f"vocabulary={vocabulary}: word or wordpiece")
-  if pools not in ("capacity", "domain"):
-    raise ValueError(f"pools={pools}: capacity or domain")
-  if distill_data not in ("in_domain", "c4"):
-    raise ValueError(
-      f"distill_data={distill_data}: {dataset} has in_domain or c4"
-    )
+  one_of(DATASETS, dataset=dataset)
+  one_of(text.KINDS, vocabulary=vocabulary)
+  one_of(("capacity", "domain"), pools=pools)
+  one_of(("in_domain", "c4"), distill_data=distill_data)
   if distill_data == "c4" and c4_path is None:
     raise ValueError(
       "distill_data=c4: give c4_path=PATH, a C4 shard (*.json.gz), a text file"
@@ -168,13 +153,12 @@ def load_codist_text(
       f"high_capacity_clients={high_capacity_clients}: pools by domain have"
       " none; leave it out"
     )
-  counts = {
-    "vocabulary_size": vocabulary_size,
-    "max_sentences_per_client": max_sentences_per_client,
-    "distill_examples": distill_examples,
-    "high_capacity_clients": high_capacity_clients,
-  }
-  checks.counts(**checks.given(**counts))
+  optional = checks.given(
+    max_sentences_per_client=max_sentences_per_client,
+    distill_examples=distill_examples,
+    high_capacity_clients=high_capacity_clients,
+  )
+  checks.counts(vocabulary_size=vocabulary_size, **optional)
   if dataset != "pydoc" and data_dir is None:
     raise DataError(
       f"data_dir=None: give the folder with {dataset}'s files (see"
@@ -182,28 +166,36 @@ def load_codist_text(
     )
 
   if dataset == "stackoverflow":
-    in_domain = distill_data == "in_domain"
+    wanted = None
+    if distill_data == "in_domain":
+      wanted = distill_examples or SO_DISTILL_EXAMPLES
     parts = _stackoverflow(
-      data_dir,
-      pools,
-      max_sentences_per_client,
-      (distill_examples or SO_DISTILL_EXAMPLES) if in_domain else None,
-      partition_seed,
+      data_dir, pools, max_sentences_per_client, wanted, partition_seed
     )
   else:
     parts = _shared_out(
       dataset, data_dir, max_sentences_per_client, partition_seed
     )
   train = parts.train
-  assignment = _assign(
-    dataset,
-    train,
-    parts.train_clients,
-    pools,
-    high_capacity_clients,
-    max_sentences_per_client,
-    partition_seed,
-  )
+  if pools == "domain":
+    assignment = _by_domain(dataset, parts)
+    for pool, kind in zip(assignment, _DOMAINS.values()):
+      if dataset == "stackoverflow" and len(pool) < _SO_DOMAIN_CLIENTS:
+        logging.warning(
+          "pools=domain: %d users write mostly %s, not %d as in the paper, and"
+          " all users are read.",
+          len(pool),
+          kind,
+          _SO_DOMAIN_CLIENTS,
+        )
+  else:
+    assignment = _by_capacity(
+      dataset, parts, high_capacity_clients, partition_seed
+    )
+  assignment = [
+    [(m[:max_sentences_per_client], name) for m, name in pool]
+    for pool in assignment
+  ]
   learnt = np.unique(
     np.concatenate([m for pool in assignment for m, _ in pool])
   )
@@ -213,8 +205,12 @@ def load_codist_text(
     ClientPopulation.from_lists(bank, [m for m, _ in p], [i for _, i in p])
     for p in assignment
   )
+  # Of the pools' bank, if they are of the pools' corpus.
   subsets = {
-    name: _subset(tokens, bank, train, corpus, chosen)
+    name: Subset(
+      bank if corpus is train else _bank(tokens, corpus),
+      chosen.astype(np.int32),
+    )
     for name, (corpus, chosen) in parts.others.items()
   }
   skipped = dict(parts.skipped)
@@ -239,8 +235,7 @@ def load_codist_text(
   return CodistText(tokens, (first, second), **subsets, skipped=skipped)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Parts:
+class _Parts(NamedTuple):
   """The corpora, and which users and sentences are in each part.
 
   Attributes:
@@ -262,138 +257,97 @@ def _shared_out(dataset, data_dir, max_sentences, partition_seed) -> _Parts:
   if dataset == "pydoc":
     corpus = text_sources.pydoc(max_words=LENGTH)
   else:
-    folder = pathlib.Path(data_dir).expanduser()
-    found = folder / "Posts.xml"
-    path = found if found.is_file() else folder / dataset / "Posts.xml"
-    corpus = text_sources.stackexchange(path, max_words=LENGTH)
-  task, n = _TASKS[dataset], len(corpus.ids)
-  sizes = [
-    max(int(share * n), 1)
-    for share in (task.heldout_share, task.test_share, task.distill_share)
-  ]
+    folder = os.path.expanduser(data_dir)
+    if not os.path.isfile(os.path.join(folder, "Posts.xml")):
+      folder = os.path.join(folder, dataset)
+    corpus = text_sources.stackexchange(folder, max_words=LENGTH)
+  n = len(corpus.ids)
+  sizes = [max(int(share * n), 1) for share in _SHARES[dataset]]
   if sum(sizes) >= n:
     raise DataError(
       f"{dataset}: {n} users are too few to be split into pool, distillation,"
       " held-out and test users"
     )
   order = generator(Stream.TEXT_USERS, partition_seed).permutation(n)
-  heldout, test, distill, pool = np.split(order, np.cumsum(sizes))
-  sentences = lambda users: np.sort(
-    np.concatenate([corpus.members[k][:max_sentences] for k in users])
+  *others, pool = np.split(order, np.cumsum(sizes))
+  sentences = (
+    np.sort(np.concatenate([corpus.members[k][:max_sentences] for k in users]))
+    for users in others
   )
-  others = {"distill": distill, "heldout": heldout, "test": test}
-  return _Parts(
-    corpus,
-    np.sort(pool),
-    {name: (corpus, sentences(users)) for name, users in others.items()},
-    corpus.skipped,
-  )
+  names = ("heldout", "test", "distill")
+  chosen = {name: (corpus, m) for name, m in zip(names, sentences)}
+  return _Parts(corpus, np.sort(pool), chosen, corpus.skipped)
 
 
 def _stackoverflow(
   data_dir, pools, max_sentences, distill_examples, partition_seed
 ) -> _Parts:
   """Reads only what is needed of each of FedJAX's three files."""
-  folder = pathlib.Path(data_dir).expanduser()
-  names = {
-    split: f"stackoverflow_{split}.sqlite"
-    for split in ("train", "held_out", "test")
-  }
-  paths = {
-    split: pathlib.Path(files.find(folder, name) or folder / name)
-    for split, name in names.items()
-  }
-  read = lambda split, **kwargs: text_sources.stackoverflow(
-    paths[split], seed=partition_seed, max_words=LENGTH, **kwargs
-  )
-  sample = lambda split, n, **kwargs: read(
-    split, max_sentences=n, share=min(n / _SO_LOOKED_AT, 1.0), **kwargs
-  )
+
+  def read(split, **kwargs):
+    name = f"stackoverflow_{split}.sqlite"
+    path = files.find(data_dir, name) or os.path.join(data_dir, name)
+    return text_sources.stackoverflow(
+      path, seed=partition_seed, max_words=LENGTH, **kwargs
+    )
+
+  def sample(split, n, **kwargs):
+    share = min(n / _SO_LOOKED_AT, 1.0)
+    corpus = read(split, max_sentences=n, share=share, **kwargs)
+    return corpus, np.arange(min(n, len(corpus.domains)))
+
   users = {"max_clients": _SO_POOL_CLIENTS}
   if pools == "domain":
     users = {"clients_per_domain": _SO_DOMAIN_CLIENTS}
   train = read("train", max_sentences_per_client=max_sentences, **users)
+  everyone = np.arange(len(train.ids))
+  parts = _Parts(train, everyone, {}, _named("train", train))
   if pools == "domain":
-    _check_domains(paths["train"], train)
-  sizes = {"heldout": _SO_SENTENCES, "test": _SO_SENTENCES}
-  corpora = {
-    "train": train,
-    "heldout": sample("held_out", _SO_SENTENCES),
-    "test": sample("test", _SO_SENTENCES),
-  }
+    _by_domain("stackoverflow", parts)  # Fails before other files are read.
+  parts.others["heldout"] = sample("held_out", _SO_SENTENCES)
+  parts.others["test"] = sample("test", _SO_SENTENCES)
   if distill_examples is not None:
-    sizes["distill"] = distill_examples
-    corpora["distill"] = sample(
+    parts.others["distill"] = sample(
       "train", distill_examples, skip_clients=train.clients_read
     )
-  first = lambda corpus, n: np.arange(min(n, len(corpus.domains)))
-  return _Parts(
-    train,
-    np.arange(len(train.ids)),
-    {
-      name: (corpora[name], first(corpora[name], n))
-      for name, n in sizes.items()
-    },
-    {
-      f"{name}: {reason}": n
-      for name, corpus in corpora.items()
-      for reason, n in corpus.skipped.items()
-    },
-  )
+  for name, (corpus, _) in parts.others.items():
+    parts.skipped.update(_named(name, corpus))
+  return parts
 
 
-def _check_domains(path: pathlib.Path, corpus: text.Corpus) -> None:
-  """Warns if a domain has too few users; raises `DataError` if it has none."""
-  domains = corpus.domains[[members[0] for members in corpus.members]]
+def _named(part: str, corpus: text.Corpus) -> dict[str, int]:
+  return {f"{part}: {reason}": n for reason, n in corpus.skipped.items()}
+
+
+def _by_domain(dataset: str, parts: _Parts) -> _Pools:
+  """Clients by the domain of most of their sentences, with only those."""
+  corpus = parts.train
+  assigned: dict[int, list[tuple[np.ndarray, str]]]
+  assigned = {domain: [] for domain in _DOMAINS}
+  for k in parts.train_clients:
+    domains = corpus.domains[corpus.members[k]]
+    domain = text_sources.prevailing(domains)
+    kept = corpus.members[k][domains == domain]
+    assigned[domain].append((kept, corpus.ids[k]))
   for domain, name in _DOMAINS.items():
-    n = int((domains == domain).sum())
-    if not n:
+    if not assigned[domain]:
       raise DataError(
-        f"{path}: no user writes mostly {name}, so one domain is empty; use"
-        " pools=capacity, or the whole file"
+        f"pools=domain: no user of {dataset} writes mostly {name}, so one"
+        " domain is empty; use pools=capacity, or the whole file"
       )
-    if n < _SO_DOMAIN_CLIENTS:
-      logging.warning(
-        "%s: pools=domain: %d users write mostly %s, not %d as in the paper,"
-        " and all users are read.",
-        path,
-        n,
-        name,
-        _SO_DOMAIN_CLIENTS,
-      )
+  return list(assigned.values())
 
 
-def _assign(
-  dataset, corpus, clients, pools, high_capacity, max_sentences, seed
-) -> list[list[tuple[np.ndarray, str]]]:
-  """Each pool's clients: their sentences and ids."""
-  cut = lambda sentences: sentences[:max_sentences]
-  if pools == "domain":
-    assigned: dict[int, list[tuple[np.ndarray, str]]]
-    assigned = {domain: [] for domain in _DOMAINS}
-    for k in clients:
-      domains = corpus.domains[corpus.members[k]]
-      domain = text_sources.prevailing(domains)
-      kept = corpus.members[k][domains == domain]
-      assigned[domain].append((cut(kept), corpus.ids[k]))
-    for domain, name in _DOMAINS.items():
-      if not assigned[domain]:
-        raise DataError(
-          f"pools=domain: no user of {dataset} is in the domain of {name}; use"
-          " pools=capacity"
-        )
-    return list(assigned.values())
-  everyone = [(cut(corpus.members[k]), corpus.ids[k]) for k in clients]
-  n = len(everyone)
+def _by_capacity(
+  dataset: str, parts: _Parts, high_capacity: int | None, seed: int
+) -> _Pools:
+  """All clients, and those with high capacity."""
+  corpus = parts.train
+  everyone = [(corpus.members[k], corpus.ids[k]) for k in parts.train_clients]
   if high_capacity is None:
-    high_capacity = min(_TASKS[dataset].high_capacity_clients, n)
-  if high_capacity > n:
-    raise ValueError(
-      f"high_capacity_clients={high_capacity}: {dataset}'s pool has {n}"
-      f" clients, want 1 to {n}"
-    )
+    high_capacity = min(_HIGH_CAPACITY[dataset], len(everyone))
   split = partition.codist_split(
-    n,
+    len(everyone),
     seed=seed,
     distill_clients=0,
     heldout_clients=0,
@@ -407,10 +361,3 @@ def _bank(vocabulary: text.Vocabulary, corpus: text.Corpus) -> Bank:
     "tokens": vocabulary.encode(corpus, LENGTH),
     "domain": corpus.domains.astype(np.int32),
   }
-
-
-def _subset(vocabulary, bank, train, corpus, chosen) -> Subset:
-  """A part's sentences, in the pools' bank if the corpus is the same."""
-  if corpus is not train:
-    bank = _bank(vocabulary, corpus)
-  return Subset(bank, chosen.astype(np.int32))

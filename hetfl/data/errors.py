@@ -1,4 +1,8 @@
-"""The error raised for bad or missing data."""
+"""Errors of data, each kind worded once."""
+
+from collections.abc import Collection, Iterator
+import contextlib
+import os
 
 
 class DataError(ValueError):
@@ -6,3 +10,52 @@ class DataError(ValueError):
 
   Its message is one line: which file, what is wrong with it, what to do.
   """
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike, remedy: str) -> Iterator[None]:
+  """Turns the errors of a file that is read within into a `DataError`.
+
+  Args:
+    path: the file, for the message.
+    remedy: what to do, for the message.
+
+  Raises:
+    DataError: any error within, but those of missing packages.
+
+  >>> with reading('own.npz', 'make it again'):
+  ...   raise ValueError('File is not a zip file')
+  Traceback (most recent call last):
+    ...
+  hetfl.data.errors.DataError: own.npz: cannot be read (File is not a zip \
+file): make it again
+  """
+  try:
+    yield
+  except (DataError, ImportError):
+    raise
+  except FileNotFoundError as error:
+    raise DataError(f"{path}: no such file: {remedy}") from error
+  except Exception as error:  # Each library raises many kinds of its own.
+    said = " ".join(str(error).split()) or type(error).__name__
+    raise DataError(f"{path}: cannot be read ({said}): {remedy}") from error
+
+
+def one_of(choices: Collection[str], **values: str) -> None:
+  """Checks arguments that are one of some names.
+
+  Args:
+    choices: the names.
+    **values: the arguments.
+
+  Raises:
+    ValueError: naming the first that is none of them.
+
+  >>> one_of(('iid', 'file'), partition='ii')
+  Traceback (most recent call last):
+    ...
+  ValueError: partition=ii: choose from iid, file
+  """
+  for name, value in values.items():
+    if value not in choices:
+      raise ValueError(f"{name}={value}: choose from {', '.join(choices)}")

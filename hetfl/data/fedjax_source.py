@@ -5,23 +5,23 @@ called: `fedjax.FederatedData`, in memory or in SQLite files, is an interface
 shared with other code; FedJAX's algorithms do not run on current JAX.
 """
 
-import collections
-from collections.abc import Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import dataclasses
 import os
-import pathlib
-import sqlite3
 import tempfile
 from typing import Any
-import zlib
 
 import numpy as np
 
+from hetfl.data import files
 from hetfl.data.errors import DataError
 from hetfl.population import ClientPopulation
 
-_SQLITE_MAGIC = b"SQLite format 3\0"
-_COLUMNS = ("client_id", "data", "num_examples")
+_REMEDY = (
+  "want a file by FedJAX's SQLiteFederatedDataBuilder, whole; get or write it"
+  " again"
+)
+_CIFAR100_REMEDY = "make it with fedjax.datasets.cifar100.load_data()"
 _CIFAR100_FEATURES = {"image": "x", "label": "y", "coarse_label": "coarse"}
 
 
@@ -56,13 +56,8 @@ def from_fedjax(
   >>> population.ids, population.bank['y'], population.sizes
   (('ann', 'bob'), array([0, 1, 2]), array([2, 1]))
   """
-  return _collect(
-    (
-      (client_id, dataset.all_examples())
-      for client_id, dataset in federated_data.clients()
-    ),
-    features,
-  )
+  clients = federated_data.clients()
+  return _collect(((k, data.all_examples()) for k, data in clients), features)
 
 
 def to_fedjax(population: ClientPopulation) -> Any:
@@ -156,61 +151,21 @@ def read_sqlite(
   _import_fedjax()
   from fedjax.core import sqlite_federated_data
 
-  path = os.path.expanduser(os.fspath(path))
-  # FedJAX would create a missing file, so look first.
-  if not os.path.isfile(path):
-    raise DataError(
-      f"{path}: no such file: give the path of a FedJAX SQLite file"
+  with files.open_sqlite(path, _REMEDY) as connection:
+    data = sqlite_federated_data.SQLiteFederatedData(
+      connection, sqlite_federated_data.decompress_and_deserialize
     )
-  with open(path, "rb") as stream:
-    if stream.read(len(_SQLITE_MAGIC)) != _SQLITE_MAGIC:
-      raise DataError(
-        f"{path}: not an SQLite file: give one that FedJAX's "
-        "SQLiteFederatedDataBuilder wrote"
-      )
-  uri = pathlib.Path(path).resolve().as_uri() + "?mode=ro"
-  try:
-    with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
-      columns = tuple(
-        row[1]
-        for row in connection.execute("PRAGMA table_info(federated_data)")
-      )
-      if columns != _COLUMNS:
-        raise DataError(
-          f"{path}: not a FedJAX SQLite file: its table federated_data has "
-          f"columns {columns}, want {_COLUMNS}: write it with FedJAX's "
-          "SQLiteFederatedDataBuilder"
-        )
-      data = sqlite_federated_data.SQLiteFederatedData(
-        connection, sqlite_federated_data.decompress_and_deserialize
-      )
-      clients = [
-        (client_id, dataset.all_examples())
-        for client_id, dataset in data.clients()
-      ]
-      sizes = [size for _, size in data.client_sizes()]
+    clients = [(k, dataset.all_examples()) for k, dataset in data.clients()]
+    sizes = [size for _, size in data.client_sizes()]
     for (client_id, examples), size in zip(clients, sizes, strict=True):
       if {len(array) for array in examples.values()} != {size}:
         raise ValueError(
           f"client {client_id!r} does not have the {size} examples that the "
           "file states"
         )
-  except DataError:
-    raise
-  # What SQLite, zlib, msgpack and NumPy raise on damaged bytes.
-  except (
-    sqlite3.Error,
-    zlib.error,
-    ValueError,
-    TypeError,
-    AttributeError,
-  ) as error:
-    raise DataError(
-      f"{path}: damaged ({' '.join(str(error).split())}): get or write it again"
-    ) from error
-  if not any(sizes):
-    raise DataError(f"{path}: holds no examples: get or write it again")
-  return _collect(iter(clients), features)
+    if not any(sizes):
+      raise ValueError("no examples")
+  return _collect(clients, features)
 
 
 def load_federated_cifar100(path: str | os.PathLike) -> ClientPopulation:
@@ -232,34 +187,27 @@ def load_federated_cifar100(path: str | os.PathLike) -> ClientPopulation:
     DataError: the file is missing, damaged, or not CIFAR-100.
     ImportError: FedJAX is not installed.
   """
-  path = os.path.expanduser(os.fspath(path))
   try:
     population = read_sqlite(path, _CIFAR100_FEATURES)
   except DataError:
     raise
   except ValueError as error:
     raise DataError(
-      f"{path}: not FedJAX's CIFAR-100 ({error}): make it with "
-      "fedjax.datasets.cifar100.load_data()"
+      f"{path}: not FedJAX's CIFAR-100 ({error}): {_CIFAR100_REMEDY}"
     ) from error
-  x = population.bank["x"]
-  labels = {name: population.bank[name] for name in ("y", "coarse")}
-  if x.shape[1:] != (32, 32, 3) or x.dtype != np.uint8:
-    raise DataError(
-      f"{path}: images are {x.dtype}{list(x.shape[1:])}, want "
-      "uint8[32, 32, 3]: make it with fedjax.datasets.cifar100.load_data()"
-    )
+  x = np.asarray(population.bank["x"])
+  bank = {"x": x}
   for name, classes in (("y", 100), ("coarse", 20)):
-    label = labels[name]
-    if label.ndim != 1 or label.min() < 0 or label.max() >= classes:
+    label = np.asarray(population.bank[name])
+    out = label.ndim != 1 or label.min() < 0 or label.max() >= classes
+    if out or x.shape[1:] != (32, 32, 3) or x.dtype != np.uint8:
       raise DataError(
-        f"{path}: label {name!r} out of 0..{classes - 1}: make it with "
-        "fedjax.datasets.cifar100.load_data()"
+        f"{path}: images are {x.dtype}{[*x.shape[1:]]} and label {name!r} is"
+        f" from {label.min()} to {label.max()}, want uint8[32, 32, 3] and 0 to"
+        f" {classes - 1}: {_CIFAR100_REMEDY}"
       )
-    labels[name] = label.astype(np.int32)
-  return ClientPopulation(
-    {"x": x, **labels}, population.members, population.offsets, population.ids
-  )
+    bank[name] = label.astype(np.int32)
+  return dataclasses.replace(population, bank=bank)
 
 
 def _clients(
@@ -274,58 +222,49 @@ def _clients(
 
 
 def _collect(
-  clients: Iterator[tuple[bytes | str, Mapping[str, np.ndarray]]],
+  clients: Iterable[tuple[bytes | str, Mapping[str, np.ndarray]]],
   features: Sequence[str] | Mapping[str, str] | None,
 ) -> ClientPopulation:
   """Puts the examples of clients one after another into new arrays."""
-  ids: list[str] = []
-  sizes: list[int] = []
-  names: Mapping[str, str] = {}
-  parts: dict[str, list[np.ndarray]] = {}
+  held = {}
   for client_id, examples in clients:
-    if not any(len(array) for array in examples.values()):
-      continue
-    if not ids:
-      chosen = list(examples) if features is None else features
-      if isinstance(chosen, Mapping):
-        names = chosen
-      else:
-        names = {name: name for name in chosen}
-      missing = [name for name in names if name not in examples]
-      if missing or not names:
-        raise ValueError(
-          f"features={list(names)}: the data has {sorted(examples)}"
-        )
-      parts = {new: [] for new in names.values()}
-    if isinstance(client_id, bytes):
-      client_id = client_id.decode("utf-8", "surrogateescape")
-    ids.append(str(client_id))
-    for name, new in names.items():
-      if name not in examples:
-        raise ValueError(f"client {client_id!r}: no feature {name!r}")
-      array = np.asarray(examples[name])
-      like = parts[new][0] if parts[new] else array
-      # Joining different types would silently convert them all.
-      if array.dtype != like.dtype or array.shape[1:] != like.shape[1:]:
-        raise ValueError(
-          f"client {client_id!r}: feature {name!r} is "
-          f"{array.dtype}{list(array.shape[1:])}, that of client {ids[0]!r} "
-          f"is {like.dtype}{list(like.shape[1:])}"
-        )
-      parts[new].append(array)
-    sizes.append(len(parts[next(iter(parts))][-1]))
-  if not ids:
+    if any(len(array) for array in examples.values()):
+      if isinstance(client_id, bytes):
+        client_id = client_id.decode("utf-8", "surrogateescape")
+      client_id = str(client_id)
+      if client_id in held:
+        raise ValueError(f"federated_data: two clients with id {client_id!r}")
+      held[client_id] = examples
+  if not held:
     raise ValueError("federated_data: no clients that have examples")
-  if len(set(ids)) != len(ids):
-    [(twice, _)] = collections.Counter(ids).most_common(1)
-    raise ValueError(f"federated_data: two clients with the id {twice!r}")
-  bank = {}
-  for name in list(parts):
-    bank[name] = np.concatenate(parts.pop(name))
-  offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-  return ClientPopulation(
-    bank, np.arange(offsets[-1], dtype=np.int32), offsets, tuple(ids)
+  first, like = next(iter(held.items()))
+  names = (
+    features
+    if isinstance(features, Mapping)
+    else {name: name for name in (like if features is None else features)}
   )
+  bank = {}
+  for name, new in names.items():
+    kind = None
+    for client_id, examples in held.items():
+      if name not in examples:
+        raise ValueError(
+          f"features={list(names)}: client {client_id!r} has {sorted(examples)}"
+        )
+      array = np.asarray(examples[name])
+      kind = kind or (array.dtype, array.shape[1:])
+      # Joining different types would silently convert them all.
+      if (array.dtype, array.shape[1:]) != kind:
+        raise ValueError(
+          f"client {client_id!r}: feature {name!r} is"
+          f" {array.dtype}{[*array.shape[1:]]}, that of client {first!r} is"
+          f" {kind[0]}{[*kind[1]]}"
+        )
+    bank[new] = np.concatenate([examples[name] for examples in held.values()])
+  sizes = [len(next(iter(examples.values()))) for examples in held.values()]
+  offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+  members = np.arange(offsets[-1], dtype=np.int32)
+  return ClientPopulation(bank, members, offsets, tuple(held))
 
 
 def _import_fedjax():

@@ -7,15 +7,16 @@ that differ only in their seed have the same parties.
 from collections.abc import Sequence
 import dataclasses
 import os
+from typing import Any
 
 import numpy as np
 
 from hetfl import checks
-from hetfl.data import letters, mnist, partition, vision
-from hetfl.data.errors import DataError
+from hetfl.data import letters, partition, vision
+from hetfl.data.errors import DataError, one_of
 from hetfl.data.npz import check_npz, image_size, load_npz
-from hetfl.data.streams import generator, Stream
 from hetfl.population import Bank, ClientPopulation, Subset
+from hetfl.streams import generator, Stream
 
 ENVIRONMENTS = (
   "digits",
@@ -25,7 +26,6 @@ ENVIRONMENTS = (
   "cifar_noniid",
   "npz",
 )
-_PUBLIC_CLASSES = 10
 _LETTERS = tuple(range(6))  # a to f
 _SUBCLASSES = (0, 2, 20, 63, 71, 82)
 # The paper's list, and the one that the released code trains on.
@@ -107,8 +107,8 @@ def load_fedmd_images(
 
   Args:
     environment: its name.
-    data_dir: the folder of the files, see `hetfl.data.vision`, `mnist`,
-      `letters`.
+    data_dir: the folder of the files, see `hetfl.data.vision` and
+      `hetfl.data.letters`.
     num_parties: P.
     examples_per_class: images of each private class per party; by default as
       above.
@@ -140,76 +140,89 @@ def load_fedmd_images(
   >>> images.num_classes, images.private.sizes.tolist(), images.image_shape
   (10, [12, 12, 12, 12, 12], (16, 16, 1))
   """
-  if environment not in ENVIRONMENTS:
-    raise ValueError(
-      f"environment={environment}: choose from {', '.join(ENVIRONMENTS)}"
-    )
-  if superclasses not in SUPERCLASSES:
-    raise ValueError(
-      f"superclasses={superclasses}: choose from {', '.join(SUPERCLASSES)}"
-    )
+  one_of(ENVIRONMENTS, environment=environment)
+  one_of(SUPERCLASSES, superclasses=superclasses)
   per_class = checks.given(examples_per_class=examples_per_class)
   checks.counts(num_parties=num_parties, **per_class)
-  if heldout_examples < 0:
-    raise ValueError(f"heldout_examples={heldout_examples}: want 0 or more")
   for argument, path in (("npz", npz), ("public_npz", public_npz)):
     check_npz(path, [environment], of="environment", argument=argument)
-  if environment == "npz":
-    task = _npz(npz, public_npz)
-    by_writer = "writer" in task.train
-    if by_writer:
-      _check_clients(task, npz, num_parties, examples_per_class)
-      min_writer_examples = 1
+  if npz is not None and public_npz is not None:
+    public, private = _own(npz, public_npz)
+    classes = tuple(range(private.num_classes))
+    min_writer_examples = 1
+  elif environment == "digits":
+    public, private = _digits()
+    classes = tuple(range(_DIGITS_PUBLIC, 10))
+  elif environment in ("cifar_iid", "cifar_noniid"):
+    public = vision.load("cifar10", data_dir, download)
+    private = vision.load("cifar100", data_dir, download)
+    classes = _SUBCLASSES
+    if environment == "cifar_noniid":
+      classes = SUPERCLASSES[superclasses]
+      private = private._replace(
+        train=_by_superclass(private.train), test=_by_superclass(private.test)
+      )
   else:
-    load = {"digits": _digits, "cifar_iid": _cifar, "cifar_noniid": _cifar}
-    task = load.get(environment, _letters)(
-      environment, data_dir, download, superclasses
-    )
+    public = vision.load("mnist", data_dir, download)
     by_writer = environment == "mnist_letters_by_writer"
-  each = dict(num_clients=num_parties, seed=partition_seed)
-  if by_writer:
+    private = letters.load_letters(data_dir, writers=by_writer)
+    classes = _LETTERS
+  checks.between(
+    0, len(public.train["y"]) - 1, heldout_examples=heldout_examples
+  )
+  train, test = (
+    _relabelled(bank, classes, public.num_classes)
+    for bank in (private.train, private.test)
+  )
+  labels = tuple(range(public.num_classes, public.num_classes + len(classes)))
+  each: dict[str, Any] = dict(
+    classes=labels, num_clients=num_parties, seed=partition_seed
+  )
+  if environment == "mnist_letters_by_writer" or private.clients is not None:
+    if examples_per_class is not None:
+      raise ValueError(
+        f"examples_per_class={examples_per_class}: a party has all images of a"
+        " writer, or of a client of clients_train; leave it out"
+      )
     parts = one_writer(
-      task.train["y"],
-      task.train["writer"],
-      classes=task.classes,
-      min_examples=min_writer_examples,
-      **each,
+      train["y"], train["writer"], min_examples=min_writer_examples, **each
     )
-  elif environment == "cifar_noniid":
-    parts = one_subclass(
-      task.train["y"],
-      task.train["fine"],
-      classes=task.classes,
-      examples_per_class=_or(examples_per_class, 20),
-      **each,
-    )
+  elif "fine" in train:
+    per_class = {"examples_per_class": 20} | per_class
+    parts = one_subclass(train["y"], train["fine"], **per_class, **each)
   else:
-    parts = equal_classes(
-      task.train["y"],
-      classes=task.classes,
-      examples_per_class=_or(examples_per_class, 3),
-      **each,
-    )
-  bank = vision.plain(task.train)
-  public, public_stopping = _hold_out(
-    Subset.whole(task.public), heldout_examples, partition_seed
+    per_class = {"examples_per_class": 3} | per_class
+    parts = equal_classes(train["y"], **per_class, **each)
+
+  bank = vision.plain(train)
+  shared, public_stopping = _split_off(
+    Subset.whole(public.train),
+    heldout_examples,
+    [Stream.PUBLIC_HELDOUT, partition_seed],
   )
   if public_examples is not None:
-    public = _some(public, public_examples, partition_seed)
+    checks.between(1, len(shared.index), public_examples=public_examples)
+    seed = [Stream.PUBLIC_EXAMPLES, partition_seed]
+    shared = _split_off(shared, public_examples, seed)[1] or shared
+  free = np.ones(len(bank["y"]), bool)
+  free[np.concatenate(parts)] = False
+  _, private_stopping = _split_off(
+    Subset(bank, np.flatnonzero(free).astype(np.int32)),
+    min(heldout_examples, int(free.sum())),
+    [Stream.PRIVATE_HELDOUT, partition_seed],
+  )
   return FedMDImages(
-    source=task.source,
-    num_classes=task.num_public + len(task.classes),
+    source=private.name,
+    num_classes=public.num_classes + len(classes),
     image_shape=bank["x"].shape[1:],
-    public=public,
+    public=shared,
     public_stopping=public_stopping,
-    public_test=Subset.whole(task.public_test),
+    public_test=Subset.whole(public.test),
     private=ClientPopulation.from_lists(bank, parts),
-    private_stopping=_left_over(
-      bank, task.classes, parts, heldout_examples, partition_seed
-    ),
-    private_test=Subset.whole(vision.plain(task.test)),
-    public_mean=task.public_mean,
-    private_mean=task.private_mean,
+    private_stopping=private_stopping,
+    private_test=Subset.whole(vision.plain(test)),
+    public_mean=_mean(public.train),
+    private_mean=_mean(private.train),
   )
 
 
@@ -305,8 +318,9 @@ def one_writer(
   able = able[counts >= min_examples]
   if len(able) < num_clients:
     raise ValueError(
-      f"min_writer_examples={min_examples}: only {len(able)} writers have at"
-      f" least this many, but {num_clients} are needed, one per party"
+      f"num_parties={num_clients}: only {len(able)} writers have at least"
+      f" {min_examples} images (min_writer_examples), and each party needs one;"
+      f" give at most {len(able)} parties"
     )
   chosen = generator(Stream.WRITERS, seed).choice(
     able, num_clients, replace=False
@@ -373,86 +387,24 @@ def one_subclass(
   return clients
 
 
-@dataclasses.dataclass(frozen=True)
-class _Task:
-  """The data of an environment before it is partitioned."""
-
-  source: str
-  num_public: int
-  classes: tuple[int, ...]  # labels of the private classes
-  public: Bank
-  public_test: Bank
-  train: Bank  # private images, and what the partitions need to know of them
-  test: Bank
-  public_mean: np.ndarray
-  private_mean: np.ndarray
-
-
-def _digits(environment, data_dir, download, superclasses) -> _Task:
-  del environment, data_dir, download, superclasses
+def _digits() -> tuple[vision.VisionDataset, vision.VisionDataset]:
+  """The digits below `_DIGITS_PUBLIC` and the others, of doubled pixels."""
   digits = vision.load_digits()
-  banks = {}
-  for name, bank in (("train", digits.train), ("test", digits.test)):
-    x = bank["x"].repeat(2, axis=1).repeat(2, axis=2)
-    public = bank["y"] < _DIGITS_PUBLIC
-    for part, keep in (("public", public), ("private", ~public)):
-      banks[part, name] = {"x": x[keep], "y": bank["y"][keep]}
-  return _Task(
-    source="digits",
-    num_public=_DIGITS_PUBLIC,
-    classes=tuple(range(_DIGITS_PUBLIC, digits.num_classes)),
-    public=banks["public", "train"],
-    public_test=banks["public", "test"],
-    train=banks["private", "train"],
-    test=banks["private", "test"],
-    public_mean=_mean(banks["public", "train"]),
-    private_mean=_mean(banks["private", "train"]),
+
+  def part(bank: Bank, public: bool) -> Bank:
+    keep = (bank["y"] < _DIGITS_PUBLIC) == public
+    x = bank["x"][keep].repeat(2, axis=1).repeat(2, axis=2)
+    return {"x": x, "y": bank["y"][keep]}
+
+  public, private = (
+    digits._replace(train=part(digits.train, p), test=part(digits.test, p))
+    for p in (True, False)
   )
+  return public._replace(num_classes=_DIGITS_PUBLIC), private
 
 
-def _letters(environment, data_dir, download, superclasses) -> _Task:
-  del superclasses
-  public = mnist.load_mnist(data_dir, download)
-  by_writer = environment == "mnist_letters_by_writer"
-  private = letters.load_letters(data_dir, writers=by_writer)
-  return _Task(
-    source=private.source,
-    num_public=_PUBLIC_CLASSES,
-    classes=_new_labels(_LETTERS),
-    public=public.train,
-    public_test=public.test,
-    train=_relabelled(private.train, _LETTERS),
-    test=_relabelled(private.test, _LETTERS),
-    public_mean=_mean(public.train),
-    private_mean=_mean(private.train),
-  )
-
-
-def _cifar(environment, data_dir, download, superclasses) -> _Task:
-  public = vision.load_cifar10(data_dir, download)
-  private = vision.load_cifar100(data_dir, download)
-  train, test = private.train, private.test
-  classes = _SUBCLASSES
-  if environment == "cifar_noniid":
-    classes = SUPERCLASSES[superclasses]
-    train, test = (
-      {"x": bank["x"], "y": bank["coarse"], "fine": bank["y"]}
-      for bank in (train, test)
-    )
-  return _Task(
-    source="cifar100",
-    num_public=_PUBLIC_CLASSES,
-    classes=_new_labels(classes),
-    public=public.train,
-    public_test=public.test,
-    train=_relabelled(train, classes),
-    test=_relabelled(test, classes),
-    public_mean=_mean(public.train),
-    private_mean=_mean(private.train),
-  )
-
-
-def _npz(npz, public_npz) -> _Task:
+def _own(npz, public_npz) -> tuple[vision.VisionDataset, vision.VisionDataset]:
+  """One's own public and private images."""
   public, private = load_npz(public_npz), load_npz(npz)
   size, public_size = image_size(private.train), image_size(public.train)
   if size != public_size:
@@ -460,51 +412,22 @@ def _npz(npz, public_npz) -> _Task:
       f"{public_npz}: images of {public_size}, but of {size} in {npz}; give"
       " both the same shape"
     )
-  first = public.num_classes
-  train, test = (
-    {**bank, "y": bank["y"] + first} for bank in (private.train, private.test)
-  )
   if private.clients is not None:
-    train["writer"] = np.unique(private.clients, return_inverse=True)[1]
-  return _Task(
-    source="npz",
-    num_public=first,
-    classes=tuple(range(first, first + private.num_classes)),
-    public=public.train,
-    public_test=public.test,
-    train=train,
-    test=test,
-    public_mean=_mean(public.train),
-    private_mean=_mean(private.train),
-  )
+    writer = np.unique(private.clients, return_inverse=True)[1]
+    private = private._replace(train={**private.train, "writer": writer})
+  return public, private
 
 
-def _check_clients(task, npz, num_parties, examples_per_class) -> None:
-  """Checks the arguments against the clients that a file names."""
-  if examples_per_class is not None:
-    raise ValueError(
-      f"examples_per_class={examples_per_class}: {npz} has clients_train, so a"
-      " party has all images of a client; leave it out"
-    )
-  clients = int(task.train["writer"].max()) + 1
-  if num_parties > clients:
-    raise ValueError(
-      f"num_parties={num_parties}: {npz} has the images of {clients} clients,"
-      f" one per party; give at most {clients}"
-    )
+def _by_superclass(bank: Bank) -> Bank:
+  return {"x": bank["x"], "y": bank["coarse"], "fine": bank["y"]}
 
 
-def _new_labels(classes: Sequence[int]) -> tuple[int, ...]:
-  return tuple(range(_PUBLIC_CLASSES, _PUBLIC_CLASSES + len(classes)))
-
-
-def _relabelled(bank: Bank, classes: Sequence[int]) -> Bank:
-  """The examples of some classes, with labels that follow the public ones."""
+def _relabelled(bank: Bank, classes: Sequence[int], first: int) -> Bank:
+  """The examples of some classes, ascending, numbered anew from `first` on."""
   keep = np.isin(bank["y"], classes)
   kept = {name: array[keep] for name, array in bank.items()}
-  new = np.full(max(*classes, int(bank["y"].max())) + 1, -1, np.int32)
-  new[list(classes)] = _new_labels(classes)
-  return {**kept, "y": new[kept["y"]]}
+  new = first + np.searchsorted(classes, kept["y"])
+  return {**kept, "y": new.astype(np.int32)}
 
 
 def _mean(bank: Bank) -> np.ndarray:
@@ -513,50 +436,16 @@ def _mean(bank: Bank) -> np.ndarray:
   return mean.astype(np.float32)
 
 
-def _or(value: int | None, default: int) -> int:
-  return default if value is None else value
-
-
-def _hold_out(subset: Subset, size: int, seed: int):
-  """Splits a stratified sample off a set."""
+def _split_off(
+  subset: Subset, size: int, seed: Sequence[int]
+) -> tuple[Subset, Subset | None]:
+  """The others, and a stratified sample, in their old order."""
   if not size:
     return subset, None
   y = np.asarray(subset.bank["y"])[subset.index]
-  if size >= len(y):
-    raise ValueError(
-      f"heldout_examples={size}: there are {len(y)} public images, want"
-      f" 0 to {len(y) - 1}"
-    )
-  drawn = partition.stratified(y, size=size, seed=[Stream.PUBLIC_HELDOUT, seed])
-  held = np.zeros(len(y), bool)
-  held[drawn] = True
-  return (
-    Subset(subset.bank, subset.index[~held]),
-    Subset(subset.bank, subset.index[held]),
+  drawn = np.zeros(len(y), bool)
+  drawn[partition.stratified(y, size=size, seed=seed)] = True
+  rest, sample = (
+    Subset(subset.bank, subset.index[part]) for part in (~drawn, drawn)
   )
-
-
-def _some(subset: Subset, size: int, seed: int) -> Subset:
-  y = np.asarray(subset.bank["y"])[subset.index]
-  if not 1 <= size <= len(y):
-    raise ValueError(
-      f"public_examples={size}: there are {len(y)}, want 1 to {len(y)}"
-    )
-  drawn = partition.stratified(
-    y, size=size, seed=[Stream.PUBLIC_EXAMPLES, seed]
-  )
-  return Subset(subset.bank, subset.index[np.sort(drawn)])
-
-
-def _left_over(bank, classes, parts, size, seed) -> Subset | None:
-  """A stratified sample of private-class images that no party holds."""
-  free = np.isin(bank["y"], classes)
-  free[np.concatenate(parts)] = False
-  free = np.flatnonzero(free).astype(np.int32)
-  size = min(size, len(free))
-  if not size:
-    return None
-  drawn = partition.stratified(
-    bank["y"][free], size=size, seed=[Stream.PRIVATE_HELDOUT, seed]
-  )
-  return Subset(bank, free[np.sort(drawn)])
+  return rest, sample

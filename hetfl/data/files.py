@@ -1,27 +1,38 @@
-"""Files of data sets: downloads, hashes, and sets prepared by TFDS."""
+"""Files of data sets: their formats, hashes, downloads, and TFDS's sets."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 import contextlib
 import glob
+import gzip
 import hashlib
-import http.client
 import json
 import logging
 import os
+import pathlib
 import re
+import shutil
+import sqlite3
+import struct
 import tempfile
 from typing import Any
 import urllib.request
-import zipfile
 import zlib
 
 import numpy as np
+import numpy.typing as npt
 
-from hetfl.data.errors import DataError
+from hetfl.data.errors import DataError, reading
 from hetfl.population import ClientPopulation, Subset
 
-_BLOCK = 1 << 20
 _TIMEOUT_SECONDS = 10
+_IDX_TYPES: dict[int, npt.DTypeLike] = {
+  0x08: np.uint8,
+  0x09: np.int8,
+  0x0B: ">i2",
+  0x0C: ">i4",
+  0x0D: ">f4",
+  0x0E: ">f8",
+}
 
 
 def record(sets: Iterable[Subset | ClientPopulation | None], **facts) -> bytes:
@@ -57,12 +68,12 @@ def record(sets: Iterable[Subset | ClientPopulation | None], **facts) -> bytes:
   return (json.dumps({**facts, "crc32": f"{crc:08x}"}) + "\n").encode()
 
 
-def find(data_dir: str | os.PathLike | None, name: str) -> str | None:
+def find(data_dir: str | os.PathLike | None, *names: str) -> str | None:
   """Finds a file in a folder or in one of its subfolders.
 
   Args:
     data_dir: the folder; with `None`, nothing is found.
-    name: the file's name.
+    *names: names that the file may have, the preferred one first.
 
   Returns:
     The path; `None` if it is not there.
@@ -70,28 +81,133 @@ def find(data_dir: str | os.PathLike | None, name: str) -> str | None:
   if data_dir is None:
     return None
   folder = glob.escape(os.path.expanduser(os.fspath(data_dir)))
-  for where in (name, os.path.join("*", name)):
-    for path in sorted(glob.glob(os.path.join(folder, where))):
-      if os.path.isfile(path):
-        return path
+  for name in names:
+    for where in (name, os.path.join("*", name)):
+      for path in sorted(glob.glob(os.path.join(folder, where))):
+        if os.path.isfile(path):
+          return path
   return None
 
 
-def tfds_roots(data_dir: str | None) -> list[str]:
-  """The folders that may hold sets prepared by TFDS.
+def content(path: str | os.PathLike) -> bytes:
+  """The bytes of a file, uncompressed if they are gzipped.
 
   Args:
-    data_dir: a folder to look in first, used as it is; `None` for none.
+    path: the file.
 
   Returns:
-    Paths: `data_dir`, if given, and TFDS's own folder: `$TFDS_DATA_DIR` or, if
-    that is not set, `~/tensorflow_datasets`.
+    The bytes.
+
+  Raises:
+    DataError: it is missing, or its compressed bytes are damaged.
   """
-  default = os.environ.get(
-    "TFDS_DATA_DIR", os.path.join("~", "tensorflow_datasets")
-  )
+  with reading(path, "get it again"):
+    raw = pathlib.Path(path).read_bytes()
+    return gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw
+
+
+def parse_idx(content: bytes) -> np.ndarray:
+  """The array of an idx file: two zeros, type, rank, sizes, values.
+
+  Args:
+    content: the file's bytes, uncompressed.
+
+  Returns:
+    The array, of the type and shape that the head gives.
+
+  Raises:
+    ValueError: it is no idx file, or cut short.
+
+  Reference: LeCun, Cortes and Burges, "The MNIST database", file formats.
+
+  >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]))
+  array([7, 8, 9], dtype=uint8)
+  """
+  zeros, kind, rank = struct.unpack_from(">HBB", content)
+  if zeros or kind not in _IDX_TYPES:
+    raise ValueError("not an idx file")
+  shape = struct.unpack_from(f">{rank}I", content, 4)
+  values = np.frombuffer(content, _IDX_TYPES[kind], offset=4 + 4 * rank)
+  return values.reshape(shape).astype(values.dtype.newbyteorder("="))
+
+
+def read_npz(
+  path: str | os.PathLike, *names: str, layout: str
+) -> dict[str, np.ndarray]:
+  """Arrays of a file by `np.savez`; nothing is unpickled.
+
+  Args:
+    path: the file.
+    *names: the arrays' names.
+    layout: what the file should be, for errors.
+
+  Returns:
+    Those of the arrays that the file has.
+
+  Raises:
+    DataError: it is missing, damaged, or another file.
+  """
+  with reading(path, layout), np.load(path, allow_pickle=False) as stored:
+    return {name: np.asarray(stored[name]) for name in names if name in stored}
+
+
+@contextlib.contextmanager
+def open_sqlite(
+  path: str | os.PathLike, remedy: str
+) -> Iterator[sqlite3.Connection]:
+  """Opens an SQLite file to read it.
+
+  Args:
+    path: the file.
+    remedy: what to do about a bad file, for errors.
+
+  Yields:
+    The connection.
+
+  Raises:
+    DataError: the file is missing or no SQLite file, or it cannot be read
+      within.
+  """
+  with reading(path, remedy):
+    uri = pathlib.Path(path).expanduser().resolve(strict=True).as_uri()
+    connection = sqlite3.connect(f"{uri}?mode=ro", uri=True)
+    with contextlib.closing(connection):
+      yield connection
+
+
+def find_tfds(name: str, data_dir: str | None) -> tuple[str | None, str]:
+  """Finds a set prepared by TFDS as array_record.
+
+  Looks at the files only: asked for a missing set, TFDS would try the network
+  for minutes.
+
+  Args:
+    name: the set's name in TFDS.
+    data_dir: a folder to look in before TFDS's own, `$TFDS_DATA_DIR` or, if
+      that is not set, `~/tensorflow_datasets`.
+
+  Returns:
+    The newest version's folder or `None`, and what was not found, for errors.
+
+  Raises:
+    DataError: a set's description cannot be read.
+  """
+  default = os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
   roots = [] if data_dir is None else [data_dir]
-  return roots + [os.path.expanduser(default)]
+  roots.append(os.path.expanduser(default))
+  where = " or ".join(os.path.join(root, name) for root in roots)
+  missing = f"no set that TFDS prepared as array_record in {where}"
+  for root in roots:
+    pattern = os.path.join(glob.escape(root), name, "*", "dataset_info.json")
+    for path in sorted(glob.glob(pattern), key=_version, reverse=True):
+      folder = os.path.dirname(path)
+      with reading(path, f"prepare {name} with TFDS again"):
+        info = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        if info.get("fileFormat") == "array_record":
+          return folder, ""
+      missing += f" ({folder} has another format: prepare it with"
+      missing += " file_format=array_record)"
+  return None, missing
 
 
 def _version(path: str) -> list[int]:
@@ -100,78 +216,18 @@ def _version(path: str) -> list[int]:
   return [int(number) for number in re.findall(r"\d+", folder)]
 
 
-def prepared_tfds(
-  name: str, data_dir: str | None
-) -> tuple[str | None, list[str]]:
-  """Finds a set prepared by TFDS as array_record, or in other formats.
-
-  Looks at the files only: asked for a missing set, TFDS would try the network
-  for minutes.
+def read_tfds(folder: str, split: str) -> dict[str, np.ndarray]:
+  """All examples of a set prepared by TFDS, in stored order.
 
   Args:
-    name: the set's name in TFDS.
-    data_dir: a folder to look in besides TFDS's own.
-
-  Returns:
-    The newest version's folder or `None`, and folders of other formats.
-
-  Raises:
-    DataError: a set's description cannot be read.
-  """
-  unreadable = []
-  for root in tfds_roots(data_dir):
-    pattern = os.path.join(glob.escape(root), name, "*", "dataset_info.json")
-    for path in sorted(glob.glob(pattern), key=_version, reverse=True):
-      try:
-        with open(path, encoding="utf-8") as stream:
-          file_format = json.load(stream).get("fileFormat")
-      except (OSError, ValueError, AttributeError) as error:
-        raise DataError(
-          f"{path}: cannot be read ({one_line(error)}): delete its "
-          f"folder and prepare {name} with TFDS again"
-        ) from error
-      if file_format == "array_record":
-        return os.path.dirname(path), []
-      unreadable.append(os.path.dirname(path))
-  return None, unreadable
-
-
-def no_prepared_tfds(
-  name: str, data_dir: str | None, unreadable: list[str]
-) -> str:
-  """What an error says if `prepared_tfds` found no folder.
-
-  Args:
-    name: see `prepared_tfds`.
-    data_dir: see `prepared_tfds`.
-    unreadable: the folders of other formats.
-
-  Returns:
-    Where it looked and, if it found another format, what to do about it.
-  """
-  where = " or ".join(os.path.join(r, name) for r in tfds_roots(data_dir))
-  other = ""
-  if unreadable:
-    other = (
-      f" ({unreadable[0]} has another format: prepare it with "
-      "file_format=array_record)"
-    )
-  return f"no set that TFDS prepared as array_record in {where}{other}"
-
-
-def read_tfds(
-  folder: str, name: str, split: str, visit: Callable[[dict[str, Any]], None]
-) -> None:
-  """Calls a function with every example of a prepared set.
-
-  Args:
-    folder: the folder that `prepared_tfds` returned.
-    name: the set's name in TFDS.
+    folder: the folder that `find_tfds` found.
     split: 'train' or 'test'.
-    visit: called with each example.
+
+  Returns:
+    Arrays `[N, ...]`, by the name of the feature.
 
   Raises:
-    DataError: the set cannot be read, or `visit` raised an error.
+    DataError: the set cannot be read, or its examples are not of one shape.
     ImportError: TFDS is not installed.
   """
   try:
@@ -181,141 +237,58 @@ def read_tfds(
       f"{folder}: reading it needs TFDS: pip install tensorflow-datasets "
       "array_record importlib_resources pillow"
     ) from error
-  try:
-    for example in tfds.builder_from_directory(folder).as_data_source(split):
-      visit(example)
-  except ImportError:
-    raise
-  except Exception as error:  # TFDS, array_record and PIL raise many kinds
-    raise DataError(
-      f"{folder}: its {split} part cannot be read ({one_line(error)}): delete"
-      f" it and prepare {name} with TFDS again (array_record)"
-    ) from error
+  remedy = "delete it and prepare it with TFDS again (array_record)"
+  with reading(f"{folder} ({split})", remedy):
+    examples = list(tfds.builder_from_directory(folder).as_data_source(split))
+    return {
+      name: np.stack([np.asarray(example[name]) for example in examples])
+      for name in examples[0]
+    }
 
 
-def read_tfds_images(
-  folder: str, name: str, split: str
-) -> tuple[np.ndarray, np.ndarray]:
-  """Images and labels of a prepared set, in stored order.
-
-  Args:
-    folder: the folder that `prepared_tfds` returned.
-    name: the set's name in TFDS.
-    split: 'train' or 'test'.
-
-  Returns:
-    The images, as they are stored, and the labels.
-
-  Raises:
-    DataError: the set cannot be read, or its images are of different shapes.
-    ImportError: TFDS is not installed.
-  """
-  images, labels = [], []
-
-  def visit(example):
-    images.append(np.asarray(example["image"]))
-    labels.append(int(example["label"]))
-
-  read_tfds(folder, name, split, visit)
-  if len({image.shape for image in images}) != 1:
-    raise DataError(
-      f"{folder}: its {split} part is empty or has images of different shapes:"
-      f" delete it and prepare {name} with TFDS again (array_record)"
-    )
-  return np.stack(images), np.array(labels)
-
-
-def download(url: str, path: str, md5: str, page: str) -> None:
+def download(url: str, path: str, md5: str) -> None:
   """Downloads a file atomically and checks its hash.
 
   Args:
     url: the file's address.
     path: where to write it.
     md5: its expected hash, hexadecimal.
-    page: the web page about the file, for the error.
 
   Raises:
     DataError: the download failed or gave another file.
   """
   logging.getLogger(__name__).info("downloading %s to %s", url, path)
-  data_dir, name = os.path.split(path)
-  os.makedirs(data_dir, exist_ok=True)
-  with tempfile.TemporaryDirectory(dir=data_dir, prefix=".download-") as folder:
-    part = os.path.join(folder, name)
-    try:
-      with (
-        urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as source,
-        open(part, "wb") as target,
-      ):
-        while block := source.read(_BLOCK):
-          target.write(block)
-    except (OSError, http.client.HTTPException) as error:
-      raise DataError(
-        f"{url}: download failed ({one_line(error)}): download it "
-        f"elsewhere and put it into data_dir={data_dir}"
-      ) from error
-    check_md5(part, md5, f"try again, or see {page}")
+  folder, name = os.path.split(path)
+  os.makedirs(folder, exist_ok=True)
+  with tempfile.TemporaryDirectory(
+    dir=folder, prefix=".download-"
+  ) as temporary:
+    part = os.path.join(temporary, name)
+    with (
+      reading(url, f"download it elsewhere and put it into {folder}"),
+      urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as source,
+      open(part, "wb") as target,
+    ):
+      shutil.copyfileobj(source, target)
+    check_md5(part, md5, url)
     os.replace(part, path)
 
 
-def check_md5(path: str, md5: str, remedy: str) -> None:
+def check_md5(path: str, md5: str, url: str) -> None:
   """Raises `DataError` if a file does not have the expected hash.
 
   Args:
     path: the file.
     md5: its expected hash, hexadecimal.
-    remedy: what to do, for the error.
+    url: where to get it.
 
   Raises:
     DataError: it has another hash.
   """
-  digest = hashlib.md5(usedforsecurity=False)
   with open(path, "rb") as stream:
-    while block := stream.read(_BLOCK):
-      digest.update(block)
-  if digest.hexdigest() != md5:
+    found = hashlib.file_digest(stream, "md5").hexdigest()
+  if found != md5:
     raise DataError(
-      f"{path}: damaged or cut short, its md5 is {digest.hexdigest()} and "
-      f"not {md5}: {remedy}"
+      f"{path}: damaged or cut short, its md5 is {found} and not {md5}: get it"
+      f" again from {url}"
     )
-
-
-@contextlib.contextmanager
-def reading_npz(path: str | os.PathLike, remedy: str) -> Iterator[None]:
-  """Turns errors of a NumPy file that is read within into a `DataError`.
-
-  Args:
-    path: the file.
-    remedy: the end of the message, from its punctuation on.
-
-  Raises:
-    DataError: as it is if raised within, else naming the file.
-
-  >>> with reading_npz('own.npz', '; make it again'):
-  ...   raise zipfile.BadZipFile('File is not a zip file')
-  Traceback (most recent call last):
-    ...
-  hetfl.data.errors.DataError: own.npz: cannot be read (File is not a zip \
-file); make it again
-  """
-  try:
-    yield
-  except DataError:
-    raise
-  except (
-    EOFError,
-    KeyError,
-    OSError,
-    TypeError,
-    ValueError,
-    zipfile.BadZipFile,
-    zlib.error,
-  ) as error:
-    raise DataError(
-      f"{path}: cannot be read ({one_line(error)}){remedy}"
-    ) from error
-
-
-def one_line(error: BaseException) -> str:
-  """An error's message on one line."""
-  return " ".join(str(error).split()) or type(error).__name__

@@ -12,24 +12,19 @@ from absl import logging
 import numpy as np
 
 from hetfl import checks
-from hetfl.data import mnist, vision
 from hetfl.data import partition as partition_lib
+from hetfl.data import vision
+from hetfl.data.errors import one_of
 from hetfl.data.npz import check_npz, load_npz
-from hetfl.data.streams import generator, Stream
 from hetfl.population import ClientPopulation, Subset
+from hetfl.streams import generator, Stream
 
 # The default concentration of `dirichlet`.
 DIRICHLET_ALPHA = 0.5
 PARTITIONS = ("iid", "noniid1", "noniid2", "noniid3", "dirichlet", "file")
 # Shards per client, as a share of the classes: 6, 4 and 2 of 10.
 _SHARDS = {"noniid1": 0.6, "noniid2": 0.4, "noniid3": 0.2}
-_LOADERS = {
-  "digits": lambda data_dir, download: vision.load_digits(),
-  "mnist": mnist.load_mnist,
-  "cifar10": vision.load_cifar10,
-  "cifar100": vision.load_cifar100,
-}
-DATASETS = (*_LOADERS, "npz")
+DATASETS = (*vision.DATASETS, "npz")
 
 
 class ClientData(NamedTuple):
@@ -108,8 +103,7 @@ def load_fml_images(
       share it. `npz` is the file of that argument.
     num_clients: K.
     partition: one of the above.
-    data_dir: the folder of the data sets, see `hetfl.data.vision` and
-      `hetfl.data.mnist`.
+    data_dir: the folder of the data sets, see `hetfl.data.vision`.
     partition_alpha: the Dirichlet's concentration: small is skewed.
     partition_seed: makes the clients.
     bad_clients: the numbers of clients with wrong training labels.
@@ -138,11 +132,9 @@ def load_fml_images(
     here the parts are kept, as in the paper's text.
   """
   for dataset in datasets:
-    if dataset not in DATASETS:
-      raise ValueError(f"datasets={dataset}: choose from {', '.join(DATASETS)}")
+    one_of(DATASETS, datasets=dataset)
+  one_of(PARTITIONS, partition=partition)
   check_npz(npz, datasets)
-  if partition not in PARTITIONS:
-    raise ValueError(f"partition={partition}: choose from {PARTITIONS}")
   checks.between(0, 1, bad_label_share=bad_label_share)
   if len(datasets) not in (1, num_clients):
     raise ValueError(
@@ -150,10 +142,7 @@ def load_fml_images(
       f" {num_clients} clients; give one, or one for each client"
     )
   for k in bad_clients:
-    if not 0 <= k < num_clients:
-      raise ValueError(
-        f"bad_clients={k}: clients are numbered 0 to {num_clients - 1}"
-      )
+    checks.between(0, num_clients - 1, bad_clients=k)
   if heldout_examples < 0 or heldout_examples % num_clients:
     raise ValueError(
       f"heldout_examples={heldout_examples}: give 0 or a multiple of the"
@@ -174,26 +163,23 @@ def load_fml_images(
           partition,
         )
     else:
-      images = _LOADERS[dataset](data_dir, download)
+      images = vision.load(dataset, data_dir, download)
     members = [k for k in range(num_clients) if of[k] == dataset]
-    sizes = len(images.train["y"]), len(images.test["y"])
-    if min(sizes) < len(members):
-      raise ValueError(
-        f"num_clients={len(members)}: {dataset} has {sizes[0]} training and"
-        f" {sizes[1]} test images, and each client needs one of both"
-      )
-    parts = _parts(images, members, partition, partition_alpha, partition_seed)
+    parts = _parts(
+      images, len(members), partition, partition_alpha, partition_seed
+    )
     bank = {"x": images.train["x"], "y": images.train["y"].copy()}
-    test_bank = {"x": images.test["x"], "y": images.test["y"]}
+    test[dataset] = Subset.whole(vision.plain(images.test))
+    num_classes[dataset] = images.num_classes
+    shapes[dataset] = bank["x"].shape[1:]
     for k, held, validation in zip(members, *parts):
       if kept >= len(held):
         raise ValueError(
           f"heldout_examples={heldout_examples}: client {k} has"
           f" {len(held)} training images"
         )
-      order = generator(Stream.HELDOUT_IMAGES, partition_seed, k).permutation(
-        len(held)
-      )
+      rng = generator(Stream.HELDOUT_IMAGES, partition_seed, k)
+      order = rng.permutation(len(held))
       heldout, train = held[order[:kept]], held[np.sort(order[kept:])]
       if k in bad_clients:
         rng = generator(Stream.BAD_LABELS, partition_seed, k)
@@ -203,11 +189,8 @@ def load_fml_images(
         dataset,
         Subset(bank, train),
         Subset(bank, heldout),
-        Subset(test_bank, validation),
+        Subset(test[dataset].bank, validation),
       )
-    test[dataset] = Subset.whole(test_bank)
-    num_classes[dataset] = images.num_classes
-    shapes[dataset] = bank["x"].shape[1:]
   if len(set(shapes.values())) > 1:
     raise ValueError(
       f"datasets={','.join(datasets)}: images of different shapes"
@@ -219,40 +202,32 @@ def load_fml_images(
 
 def _parts(
   images: vision.VisionDataset,
-  members: list[int],
+  num_clients: int,
   split: str,
   alpha: float,
   seed: int,
 ) -> list[list[np.ndarray]]:
-  """Each member's training and validation positions."""
+  """Each client's training and validation positions."""
   labels = [images.train["y"], images.test["y"]]
-  if split == "file":
-    if images.clients is None:
-      raise ValueError(
-        f"partition=file: {images.name} does not say which client holds which"
-        " image; choose another partition, or add clients_train to an npz file"
-      )
+  draw = dict(num_clients=num_clients, seed=seed)
+  if split == "iid":
+    return [partition_lib.iid(len(y), **draw) for y in labels]
+  if split in _SHARDS:
+    shards = round(_SHARDS[split] * images.num_classes)
+    return partition_lib.shards(*labels, shards_per_client=shards, **draw)
+  if split == "dirichlet":
+    train = partition_lib.dirichlet(labels[0], alpha=alpha, **draw)
+  elif images.clients is None:
+    raise ValueError(
+      f"partition=file: {images.name} does not say which client holds which"
+      " image; choose another partition, or add clients_train to an npz file"
+    )
+  else:
     held = ClientPopulation.from_ids(images.train, images.clients)
-    if len(held) != len(members):
+    if len(held) != num_clients:
       raise ValueError(
-        f"num_clients={len(members)}: the file has {len(held)} clients, and"
+        f"num_clients={num_clients}: the file has {len(held)} clients, and"
         f" partition=file takes them all; give num_clients={len(held)}"
       )
     train = [held.positions(k) for k in range(len(held))]
-    return [train, partition_lib.matching(train, *labels, seed=seed)]
-  if split == "iid":
-    return [
-      partition_lib.iid(len(y), num_clients=len(members), seed=seed)
-      for y in labels
-    ]
-  if split == "dirichlet":
-    train = partition_lib.dirichlet(
-      labels[0], num_clients=len(members), seed=seed, alpha=alpha
-    )
-    return [train, partition_lib.matching(train, *labels, seed=seed)]
-  return partition_lib.shards(
-    *labels,
-    num_clients=len(members),
-    shards_per_client=round(_SHARDS[split] * images.num_classes),
-    seed=seed,
-  )
+  return [train, partition_lib.matching(train, *labels, seed=seed)]

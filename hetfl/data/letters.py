@@ -6,19 +6,20 @@ files, FedJAX's federated EMNIST, and a set prepared by TensorFlow Datasets
 idx files and TFDS do not name the writers. Nothing is ever unpickled.
 """
 
+from collections.abc import Sequence
 import os
-from typing import NamedTuple
 
 import numpy as np
 
-from hetfl.data import fedjax_source, files, mnist
-from hetfl.data.errors import DataError
+from hetfl.data import fedjax_source, files
+from hetfl.data.errors import DataError, reading
+from hetfl.data.vision import VisionDataset
 from hetfl.population import Bank
 
 _PAGE = "https://www.nist.gov/itl/products-and-services/emnist-dataset"
+_AGAIN = f"get it again from {_PAGE}"
 _MAT = "emnist-letters.mat"
-_IDX = "emnist-letters-{split}-{what}-ubyte"
-_SQLITE = "federated_emnist_{split}.sqlite"
+_SQLITE = ("federated_emnist_train.sqlite", "federated_emnist_test.sqlite")
 _NPZ = "letters.npz"
 _LETTERS = 26
 _SIDE = 28
@@ -27,25 +28,9 @@ _INK = 20  # side of the square that MNIST fits a digit into
 SIZES = {"train": 124_800, "test": 20_800}
 
 
-class Letters(NamedTuple):
-  """Images of letters.
-
-  Attributes:
-    source: 'mat', 'idx', 'fedjax', 'tfds' or 'npz': where they come from.
-    train: `x` `uint8[N, 28, 28, 1]`, ink bright; `y` `int32[N]`, 0 is a, upper
-      and lower case alike; and, except from 'idx' and 'tfds', `writer`
-      `int32[N]`.
-    test: the same, for testing.
-  """
-
-  source: str
-  train: Bank
-  test: Bank
-
-
 def load_letters(
   data_dir: str | os.PathLike | None = None, *, writers: bool = False
-) -> Letters:
+) -> VisionDataset:
   """Letters a to z, from the first source that is found.
 
   Args:
@@ -60,9 +45,12 @@ def load_letters(
     writers: skip sources that do not name the writers.
 
   Returns:
-    The letters. `letters.npz` has no official test images: the half of the
-    writers with the larger numbers are the test writers. Images that are not
-    28 x 28 are brought to that size as MNIST's were (see `like_mnist`).
+    The letters, 28 x 28 x 1 with bright ink; label 0 is a, upper and lower case
+    alike. The name is the source: 'mat', 'idx', 'fedjax', 'tfds' or 'npz'; all
+    but 'idx' and 'tfds' also have `writer` `int32[N]`. `letters.npz` has no
+    official test images: the half of the writers with the larger numbers are
+    the test writers. Images that are not 28 x 28 are brought to that size as
+    MNIST's were (see `like_mnist`).
 
   Raises:
     DataError: no source was found, or none that names the writers, or a file
@@ -73,39 +61,42 @@ def load_letters(
   """
   if data_dir is not None:
     data_dir = os.path.expanduser(os.fspath(data_dir))
-  path = files.find(data_dir, _MAT)
-  if path:
-    return Letters("mat", *_read_mat(path))
-  names = [name + end for name in _idx() for end in ("", ".gz")]
-  idx = next(filter(None, (files.find(data_dir, name) for name in names)), None)
-  if data_dir is not None and idx and not writers:
-    return Letters("idx", *_read_idx(data_dir))
-  train = files.find(data_dir, _SQLITE.format(split="train"))
-  test = files.find(data_dir, _SQLITE.format(split="test"))
-  if train and test:
-    return Letters("fedjax", _read_sqlite(train), _read_sqlite(test))
-  folder, _ = files.prepared_tfds("emnist/letters", data_dir)
-  if folder and not writers:
-    return Letters("tfds", *_read_tfds(folder))
-  path = files.find(data_dir, _NPZ)
-  if path:
-    return Letters("npz", *_read_npz(path))
-  if idx or folder:
+  mat, npz = files.find(data_dir, _MAT), files.find(data_dir, _NPZ)
+  sqlite = [files.find(data_dir, name) for name in _SQLITE]
+  idx = {
+    split: [
+      files.find(data_dir, name, f"{name}.gz")
+      for what in ("images-idx3", "labels-idx1")
+      for name in [f"emnist-letters-{split}-{what}-ubyte"]
+    ]
+    for split in SIZES
+  }
+  anonymous = next(filter(None, [*idx["train"], *idx["test"]]), None)
+  tfds, no_tfds = files.find_tfds("emnist/letters", data_dir)
+  if mat:
+    source, banks = "mat", [_read_mat(mat, split) for split in SIZES]
+  elif anonymous and not writers:
+    source, banks = "idx", [_read_idx(idx[split], split) for split in SIZES]
+  elif all(sqlite):
+    source, banks = "fedjax", [_read_sqlite(path) for path in sqlite if path]
+  elif tfds and not writers:
+    source, banks = "tfds", [_read_tfds(tfds, split) for split in SIZES]
+  elif npz:
+    source, banks = "npz", _read_npz(npz)
+  elif anonymous or tfds:
     raise DataError(
-      f"the letters of {folder or idx} do not say who wrote"
-      f" them: get {_MAT}, FedJAX's {_SQLITE.format(split='train')} and"
-      f" ..._test.sqlite, or {_NPZ}, and give data_dir=DIRECTORY"
+      f"the letters of {tfds or anonymous} do not say who wrote them: get"
+      f" {_MAT}, FedJAX's {' and '.join(_SQLITE)}, or {_NPZ}, and give"
+      " data_dir=DIRECTORY"
     )
-  where = "no data_dir given"
-  if data_dir is not None:
-    where = f"data_dir={data_dir} and its folders hold none of"
-    where += f" {_MAT}, {_idx()[0]}[.gz], {_SQLITE.format(split='train')}"
-    where += f" with ..._test.sqlite, {_NPZ}"
-  raise DataError(
-    f"letters not found: {where}, and no emnist/letters that TFDS prepared as"
-    f" array_record is in {' or '.join(files.tfds_roots(data_dir))}: get EMNIST"
-    f" from {_PAGE} and give data_dir=DIRECTORY"
-  )
+  else:
+    raise DataError(
+      f"letters not found: data_dir={data_dir} and its folders hold none of"
+      f" {_MAT}, emnist-letters-train-images-idx3-ubyte[.gz],"
+      f" {' with '.join(_SQLITE)}, {_NPZ}, and there is {no_tfds}: get EMNIST"
+      f" from {_PAGE} and give data_dir=DIRECTORY"
+    )
+  return VisionDataset(source, banks[0], banks[1], _LETTERS)
 
 
 def like_mnist(image: np.ndarray) -> np.ndarray:
@@ -153,112 +144,58 @@ def like_mnist(image: np.ndarray) -> np.ndarray:
 def _coverage(source: int, target: int) -> np.ndarray:
   """`float[target, source]`: each source pixel's share in each target pixel."""
   edges = np.linspace(0, source, target + 1)
-  pixels = np.arange(source)
-  overlap = np.minimum(edges[1:, None], pixels + 1) - np.maximum(
-    edges[:-1, None], pixels
-  )
-  overlap = np.clip(overlap, 0, None)
+  covered = np.clip(edges[:, None] - np.arange(source), 0, 1)
+  overlap = np.diff(covered, axis=0)
   return overlap / overlap.sum(1, keepdims=True)
 
 
-def _idx() -> list[str]:
-  return [
-    _IDX.format(split=split, what=what)
-    for split in SIZES
-    for what in ("images-idx3", "labels-idx1")
-  ]
-
-
-def _bank(where: str, x, y, writer=None, *, first: int, split=None) -> Bank:
-  """A bank of letters, checked; `first` is the label of the letter a."""
-  x, y = np.asarray(x), np.asarray(y).reshape(-1).astype(np.int64) - first
-  if x.ndim == 2:
-    x = x.reshape(-1, _SIDE, _SIDE) if x.shape[1] == _SIDE**2 else x
-  if x.shape[1:] != (_SIDE, _SIDE) or len(x) != len(y) or not len(x):
-    raise DataError(
-      f"{where}: {len(y)} labels and images of shape {list(x.shape)}, want as"
-      f" many images of {_SIDE} x {_SIDE}: get it again from {_PAGE}"
-    )
-  if split is not None and len(x) != SIZES[split]:
-    raise DataError(
-      f"{where}: {len(x):,} images, want {SIZES[split]:,}: get it again from"
-      f" {_PAGE}"
-    )
-  if y.min() < 0 or y.max() >= _LETTERS:
-    raise DataError(
-      f"{where}: a label out of {first}..{first + _LETTERS - 1}: get it again"
-    )
+def _bank(where: str, x, y, writer=None, *, size: int | None = None) -> Bank:
+  """A bank of letters, checked; label 0 is the letter a."""
+  arrays = {"y": y} if writer is None else {"y": y, "writer": writer}
   bank = {
-    "x": np.ascontiguousarray(x[..., None], np.uint8),
-    "y": y.astype(np.int32),
+    name: np.asarray(a).reshape(-1).astype(np.int32)
+    for name, a in arrays.items()
   }
-  if writer is not None:
-    writer = np.asarray(writer).reshape(-1)
-    if len(writer) != len(y):
+  for name, array in bank.items():
+    if len(array) != (size or len(x)) or len(array) != len(x):
       raise DataError(
-        f"{where}: {len(writer)} writer entries for {len(y)} images"
+        f"{where}: {len(x):,} images and {len(array):,} of {name}, want"
+        f" {size or len(x):,} of both: {_AGAIN}"
       )
-    bank["writer"] = writer.astype(np.int32)
-  return bank
+  if bank["y"].min() < 0 or bank["y"].max() >= _LETTERS:
+    raise DataError(
+      f"{where}: labels are not those of {_LETTERS} letters: {_AGAIN}"
+    )
+  return {"x": np.ascontiguousarray(x[..., None], np.uint8), **bank}
 
 
-def _read_mat(path: str) -> tuple[Bank, Bank]:
+def _upright(images: np.ndarray) -> np.ndarray:
+  """EMNIST's files hold columns where MNIST's hold rows."""
+  return np.reshape(images, (-1, _SIDE, _SIDE)).swapaxes(1, 2)
+
+
+def _read_mat(path: str, split: str) -> Bank:
   from scipy import io
 
-  try:
-    dataset = io.loadmat(path)["dataset"][0, 0]
-    parts = {split: dataset[split][0, 0] for split in SIZES}
-    arrays = {
-      split: [part[name] for name in ("images", "labels", "writers")]
-      for split, part in parts.items()
-    }
-  # SciPy raises many kinds of errors on damaged bytes.
-  except Exception as error:
+  with reading(path, _AGAIN):
+    part = io.loadmat(path)["dataset"][0, 0][split][0, 0]
+    images, labels = _upright(part["images"]), part["labels"] - 1.0
+    writers = part["writers"]
+  where = f"{path} ({split})"
+  return _bank(where, images, labels, writers, size=SIZES[split])
+
+
+def _read_idx(paths: Sequence[str | None], split: str) -> Bank:
+  images, labels = paths
+  if images is None or labels is None:
     raise DataError(
-      f"{path}: cannot be read ({files.one_line(error)}): get it again from"
-      f" {_PAGE}"
-    ) from error
-  train, test = (
-    _bank(
-      f"{path} ({split})",
-      _transposed(images),
-      labels,
-      writers,
-      first=1,
-      split=split,
+      f"emnist-letters-{split}-images-idx3-ubyte, ...-labels-idx1-ubyte: one is"
+      f" missing, though other files of EMNIST are there: get it from {_PAGE}"
     )
-    for split, (images, labels, writers) in arrays.items()
-  )
-  return train, test
-
-
-def _transposed(images: np.ndarray) -> np.ndarray:
-  """EMNIST's files hold columns where MNIST's hold rows."""
-  images = np.asarray(images)
-  if images.ndim == 2 and images.shape[1] == _SIDE**2:
-    images = images.reshape(-1, _SIDE, _SIDE)
-  return images.swapaxes(1, 2) if images.ndim == 3 else images
-
-
-def _read_idx(data_dir: str) -> tuple[Bank, Bank]:
-  banks = []
-  for split in SIZES:
-    parts = []
-    for what in ("images-idx3", "labels-idx1"):
-      name = _IDX.format(split=split, what=what)
-      path = files.find(data_dir, name) or files.find(data_dir, name + ".gz")
-      if path is None:
-        raise DataError(
-          f"{data_dir}: {name} is missing, though other files of EMNIST are"
-          f" there: get it from {_PAGE}"
-        )
-      parts.append(mnist.read_idx(path))
-    images, labels = parts
-    where = f"{data_dir} ({split})"
-    banks.append(
-      _bank(where, _transposed(images), labels, first=1, split=split)
-    )
-  return banks[0], banks[1]
+  with reading(f"{images}, {labels}", _AGAIN):
+    x, y = (files.parse_idx(files.content(path)) for path in (images, labels))
+    x, y = _upright(x), y.astype(np.int32) - 1
+  return _bank(images, x, y, size=SIZES[split])
 
 
 def _read_sqlite(path: str) -> Bank:
@@ -270,53 +207,40 @@ def _read_sqlite(path: str) -> Bank:
   )
   y = np.asarray(population.bank["y"])
   letters = np.flatnonzero((y >= 10) & (y < 10 + 2 * _LETTERS))
-  x = np.rint(255 * (1 - population.bank["x"][letters]))
-  return _bank(
-    path,
-    np.clip(x, 0, 255).astype(np.uint8),
-    (y[letters] - 10) % _LETTERS,
-    writer[letters],
-    first=0,
+  x = np.clip(np.rint(255 * (1 - population.bank["x"][letters])), 0, 255)
+  return _bank(path, x, (y[letters] - 10) % _LETTERS, writer[letters])
+
+
+def _read_tfds(folder: str, split: str) -> Bank:
+  data = files.read_tfds(folder, split)
+  y = data["label"].astype(np.int32) - 1
+  return _bank(f"{folder} ({split})", _upright(data["image"]), y)
+
+
+def _read_npz(path: str) -> list[Bank]:
+  names = ("images", "labels", "writers")
+  layout = f"want arrays {', '.join(names)}"
+  arrays = files.read_npz(path, *names, layout=layout)
+  found = {name: f"{a.dtype}{[*a.shape]}" for name, a in arrays.items()}
+  images, labels, writers = (arrays.get(n, np.zeros(0)) for n in names)
+  whole = all(
+    a.dtype.kind in "iu" and not np.any(a > np.iinfo(np.int32).max)
+    for a in (labels, writers)
   )
-
-
-def _read_tfds(folder: str) -> tuple[Bank, Bank]:
-  banks = []
-  for split in SIZES:
-    images, labels = files.read_tfds_images(folder, "emnist/letters", split)
-    if images.shape[-1] == 1:
-      images = images[..., 0]
-    where = f"{folder} ({split})"
-    banks.append(_bank(where, _transposed(images), labels, first=1))
-  return banks[0], banks[1]
-
-
-def _read_npz(path: str) -> tuple[Bank, Bank]:
-  remedy = ": want arrays images, labels and writers"
-  with (
-    files.reading_npz(path, remedy),
-    np.load(path, allow_pickle=False) as arrays,
-  ):
-    images, labels, writers = (
-      arrays[name] for name in ("images", "labels", "writers")
-    )
-  if images.ndim != 3 or images.dtype != np.uint8 or not len(images):
+  pixels = images.ndim == 3 and images.dtype == np.uint8 and len(images)
+  if not (whole and pixels):
     raise DataError(
-      f"{path}: images are {images.dtype}{list(images.shape)}, want"
-      " uint8[N, H, W]"
+      f"{path}: has {found}, want images uint8[N, H, W], labels and writers"
+      " int32[N]"
     )
-  for name, array in (("labels", labels), ("writers", writers)):
-    if array.dtype.kind not in "iu" or np.any(array > np.iinfo(np.int32).max):
-      raise DataError(f"{path}: {name} are {array.dtype}, want int32")
   if images.shape[1:] != (_SIDE, _SIDE):
     images = np.stack([like_mnist(image) for image in images])
-  bank = _bank(path, images, labels, writers, first=0)
+  bank = _bank(path, images, labels, writers)
   everybody = np.unique(bank["writer"])
   if len(everybody) < 2:
     raise DataError(f"{path}: {len(everybody)} writers, want two or more")
   is_test = bank["writer"] > everybody[(len(everybody) - 1) // 2]
-  train, test = (
+  return [
     {name: array[keep] for name, array in bank.items()}
     for keep in (~is_test, is_test)
-  )
-  return train, test
+  ]

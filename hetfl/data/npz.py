@@ -72,7 +72,8 @@ def load_npz(path: str | os.PathLike) -> VisionDataset:
   >>> images.train['x'].shape, images.num_classes, images.clients.tolist()
   ((4, 8, 8, 1), 3, ['ann', 'bob', 'ann', 'bob'])
   """
-  arrays = _read(path)
+  names = ("x_train", "y_train", "x_test", "y_test", "clients_train")
+  arrays = files.read_npz(path, *names, layout=LAYOUT)
   train, test = (_bank(path, arrays, part) for part in ("train", "test"))
   size, test_size = image_size(train), image_size(test)
   if size != test_size:
@@ -107,52 +108,29 @@ def load_npz(path: str | os.PathLike) -> VisionDataset:
   return VisionDataset("npz", train, test, num_classes, clients)
 
 
-def _read(path) -> dict[str, np.ndarray]:
-  """The file's arrays, as far as they are used."""
-  names = ("x_train", "y_train", "x_test", "y_test", "clients_train")
-  with files.reading_npz(path, f"; {LAYOUT}"):
-    try:
-      stored = np.load(path, allow_pickle=False)
-    except FileNotFoundError as error:
-      raise DataError(f"{path}: there is no such file; {LAYOUT}") from error
-    if not isinstance(stored, np.lib.npyio.NpzFile):
-      raise DataError(f"{path}: one array, not an archive; {LAYOUT}")
-    with stored:
-      arrays = {name: stored[name] for name in names if name in stored}
-  for name, array in arrays.items():
-    if not isinstance(array, np.ndarray):
-      raise DataError(f"{path}: {name} is no NumPy array; {LAYOUT}")
-  return arrays
-
-
 def _bank(path, arrays: dict[str, np.ndarray], part: str) -> Bank:
   """The training or the test images, checked."""
   for name in (f"x_{part}", f"y_{part}"):
     if name not in arrays:
-      raise DataError(f"{path}: {name} is missing; {LAYOUT}")
+      raise DataError(f"{path}: {name} is missing: {LAYOUT}")
   x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
   if x.dtype != np.uint8 or x.ndim not in (3, 4) or not x.size:
     raise DataError(
       f"{path}: x_{part} is {x.dtype}{[*x.shape]}; give uint8 pixels, 0 to"
       " 255, as [N, H, W] or [N, H, W, C]"
     )
-  if y.shape == (len(x), 1):  # As Keras has CIFAR's.
-    y = y[:, 0]
+  y = y.reshape(len(x)) if y.shape == (len(x), 1) else y  # Keras's CIFAR.
   if y.dtype.kind not in "iu" or y.shape != (len(x),):
     raise DataError(
       f"{path}: y_{part} is {y.dtype}{[*y.shape]} for {len(x)} images; give"
       " each a whole number, its class"
     )
-  low, high = int(y.min()), int(y.max())
-  if low < 0 or high >= 2**31:
-    wrong = low if low < 0 else high
-    raise DataError(
-      f"{path}: y_{part} has a label {wrong}; number the classes from 0"
-    )
-  return {
-    "x": x[..., None] if x.ndim == 3 else x,
-    "y": y.astype(np.int32),
-  }
+  for label in (int(y.min()), int(y.max())):
+    if not 0 <= label < 2**31:
+      raise DataError(
+        f"{path}: y_{part} has a label {label}; number the classes from 0"
+      )
+  return {"x": x[..., None] if x.ndim == 3 else x, "y": y.astype(np.int32)}
 
 
 def image_size(bank: Bank) -> str:

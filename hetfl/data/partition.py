@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hetfl import checks
-from hetfl.data.streams import generator, Stream
 from hetfl.population import Positions
+from hetfl.streams import generator, Stream
 
 
 class CodistSplit(NamedTuple):

@@ -10,6 +10,7 @@ paper's appendix G are rejoined.
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
+import functools
 import hashlib
 import heapq
 import json
@@ -18,7 +19,7 @@ import re
 import numpy as np
 
 from hetfl import checks
-from hetfl.data.errors import DataError
+from hetfl.data.errors import DataError, one_of
 from hetfl.next_word import BOS, EOS, PAD
 
 MAX_WORD = 64  # Characters; longer ones are cut.
@@ -30,7 +31,8 @@ CONTRACTIONS = tuple(
   where's who'd who'll who're who's who've won't wouldn't you'd you'll you're
   you've""".split()
 )
-_HALVES = {tuple(word.split("'")) for word in CONTRACTIONS}
+_APART = [*(word.replace("'", " ' ") for word in CONTRACTIONS), "' s"]
+_CONTRACTION = re.compile(rf"(?<!\S)(?:{'|'.join(_APART)})(?!\S)")
 _WORD = re.compile(r"\w+|[^\w\s]")
 # Starts at the first stop of a run and never backtracks: linear in any text.
 _STOP = re.compile(r"(?<![.!?])[.!?]++[\"')\]]*+\s+")
@@ -87,19 +89,8 @@ def words(
   tokens = [t[:MAX_WORD] for t in tokenize(sentence.lower().replace("’", "'"))]
   if "'" not in tokens:
     return tokens
-  joined, i = [], 0
-  while i < len(tokens):
-    after = tokens[i + 1 : i + 3]
-    if len(after) == 2 and after[0] == "'" and (tokens[i], after[1]) in _HALVES:
-      joined.append(f"{tokens[i]}'{after[1]}")
-      i += 3
-    elif tokens[i] == "'" and after[:1] == ["s"]:
-      joined.append("'s")
-      i += 2
-    else:
-      joined.append(tokens[i])
-      i += 1
-  return joined
+  together = lambda found: found[0].replace(" ", "")
+  return _CONTRACTION.sub(together, " ".join(tokens)).split(" ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,14 +268,16 @@ class Vocabulary:
     """The number of OOV."""
     return self.size - 1
 
-  def pieces(
-    self, word: str, numbers: dict[str, int] | None = None
-  ) -> tuple[int, ...]:
+  @functools.cached_property
+  def numbers(self) -> dict[str, int]:
+    """Each token's number."""
+    return {token: i + EOS + 1 for i, token in enumerate(self.tokens)}
+
+  def pieces(self, word: str) -> tuple[int, ...]:
     """The tokens of one word.
 
     Args:
       word: in lower case, as `words` gives it.
-      numbers: `self.numbers()`; computed if `None`.
 
     Returns:
       The tokens' numbers; only OOV's if the word cannot be spelt.
@@ -293,24 +286,20 @@ class Vocabulary:
     >>> vocabulary.pieces('b'), vocabulary.pieces('c'), vocabulary.oov
     ((4,), (5,), 5)
     """
-    numbers = self.numbers() if numbers is None else numbers
     if self.kind == "word":
-      return (numbers.get(word, self.oov),)
+      return (self.numbers.get(word, self.oov),)
     found, start = [], 0
     while start < len(word):
+      prefix = "##" if start else ""
       for end in range(len(word), start, -1):
-        piece = word[start:end] if start == 0 else "##" + word[start:end]
-        if piece in numbers:
-          found.append(numbers[piece])
+        piece = prefix + word[start:end]
+        if piece in self.numbers:
+          found.append(self.numbers[piece])
           start = end
           break
       else:
         return (self.oov,)
     return tuple(found)
-
-  def numbers(self) -> dict[str, int]:
-    """Each token's number."""
-    return {token: i + EOS + 1 for i, token in enumerate(self.tokens)}
 
   def encode(self, corpus: Corpus, length: int) -> np.ndarray:
     """Sentences as tokens: BOS, the words, EOS, then PAD; long ones are cut.
@@ -325,8 +314,7 @@ class Vocabulary:
     Returns:
       `uint16[N, T + 1]`, or `int32` for vocabularies beyond 65,536.
     """
-    numbers = self.numbers()
-    pieces = [self.pieces(word, numbers) for word in corpus.lexicon]
+    pieces = [self.pieces(word) for word in corpus.lexicon]
     sizes = np.array([len(p) for p in pieces], np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])
     flat = np.array([i for p in pieces for i in p] or [0], np.int32)
@@ -490,30 +478,21 @@ def first_sentences(
   >>> list(first_sentences(["It isn't so. It is.", '']))
   [['it', "isn't", 'so', '.']]
   """
+  one_of(("rules", "nltk"), tokenizer=tokenizer)
   split, tokenize = sentences, _WORD.findall
   if tokenizer == "nltk":
-    split, tokenize = _nltk()
-  elif tokenizer != "rules":
-    raise ValueError(f"tokenizer={tokenizer!r}: choose 'rules' or 'nltk'")
+    try:
+      import nltk
+
+      nltk.sent_tokenize("One. Two.")
+    except (ImportError, LookupError) as error:
+      raise DataError(
+        "tokenizer=nltk: NLTK is not installed, or its data"
+        " tokenizers/punkt_tab is in none of its folders: pip install nltk and"
+        " python -m nltk.downloader punkt_tab, or use tokenizer=rules"
+      ) from error
+    split, tokenize = nltk.sent_tokenize, nltk.wordpunct_tokenize
   for line in lines:
     found = split(line.strip()) if line.strip() else []
     if found:
       yield words(found[0], tokenize)
-
-
-def _nltk():
-  try:
-    import nltk
-  except ImportError as error:
-    raise DataError(
-      "tokenizer='nltk' needs NLTK: pip install nltk, or use 'rules'"
-    ) from error
-  try:
-    nltk.sent_tokenize("One. Two.")
-  except LookupError as error:
-    raise DataError(
-      "tokenizer='nltk': NLTK's data tokenizers/punkt_tab is not in"
-      f" {', '.join(nltk.data.path) or 'any folder'}; download it with"
-      " python -m nltk.downloader punkt_tab, or use 'rules'"
-    ) from error
-  return nltk.sent_tokenize, nltk.wordpunct_tokenize

@@ -1,18 +1,15 @@
 """Where text comes from: `pydoc`, Stack Exchange, Stack Overflow, C4.
 
 A file that is damaged as a whole raises `DataError`; a damaged row is left out
-and counted in `Corpus.skipped`. Files are read in blocks, and no block or row
-may be larger than the bounds here.
+and counted in `Corpus.skipped`. Files are read as streams.
 """
 
 import ast
 from collections import Counter
 from collections.abc import Iterator, Sequence
-import contextlib
 import dataclasses
 import gzip
 import html
-import io
 import itertools
 import json
 import os
@@ -23,18 +20,14 @@ import sqlite3
 import sys
 import sysconfig
 import tokenize
-from xml.parsers import expat
-import zlib
+from xml.etree import ElementTree
 
-from hetfl.data import text
-from hetfl.data.errors import DataError
+from hetfl import checks
+from hetfl.data import files, text
+from hetfl.data.errors import DataError, reading
 
 QUESTION, ANSWER = 0, 1
-_BLOCK = 1 << 20
-_MAX_ROW = 16 << 20  # Bytes of XML that must hold one element at least.
 _MAX_HTML = 100_000  # Characters; Stack Overflow's own limit is 30,000.
-_MAX_LINE = 16 << 20  # Characters of a C4 document.
-_MAX_CLIENT = 256 << 20  # Bytes of one client's examples, decompressed.
 # Parts of the standard library that are data, demonstrations or programs.
 _NOT_PROSE = (
   *("antigravity", "encodings", "idlelib", "pydoc_data", "test"),
@@ -136,19 +129,13 @@ def stackexchange(path: str | os.PathLike, *, max_words: int) -> text.Corpus:
     The corpus; clients are owners' numbers.
 
   Raises:
-    DataError: the file is missing, is not well-formed XML, or declares
-      entities.
+    DataError: the file is missing, or not well-formed XML.
 
   Reference: https://archive.org/details/stackexchange.
   """
   path = pathlib.Path(path).expanduser()
   if path.is_dir():
     path = path / "Posts.xml"
-  if not path.is_file():
-    raise DataError(
-      f"{path}: no such file: want Posts.xml of a dump of"
-      " https://archive.org/details/stackexchange there"
-    )
   builder = text.CorpusBuilder(max_words=max_words)
   for attributes in _rows(path):
     kind = attributes.get("PostTypeId")
@@ -175,52 +162,23 @@ def stackexchange(path: str | os.PathLike, *, max_words: int) -> text.Corpus:
 
 
 def _rows(path: pathlib.Path) -> Iterator[dict[str, str]]:
-  """Attributes of the `row` elements; never more than one block at once."""
-  rows, elements = [], 0
-
-  def start(name, attributes):
-    nonlocal elements
-    elements += 1
-    if name == "row":
-      rows.append(attributes)
-
-  def refuse(*_):
-    raise DataError(
-      f"{path}: declares a document type or entities, which no dump does;"
-      " download it again"
-    )
-
-  parser = expat.ParserCreate()
-  parser.StartElementHandler = start
-  parser.StartDoctypeDeclHandler = refuse
-  parser.EntityDeclHandler = refuse
-  silent = 0
-  try:
-    with open(path, "rb") as stream:
-      while block := stream.read(_BLOCK):
-        before = elements
-        parser.Parse(block, False)
-        silent = 0 if elements > before else silent + len(block)
-        if silent > _MAX_ROW:
-          raise DataError(
-            f"{path}: more than {_MAX_ROW >> 20} MiB without an element: not"
-            " a Posts.xml"
-          )
-        yield from rows
-        rows.clear()
-      parser.Parse(b"", True)
-      yield from rows
-  except expat.ExpatError as error:
-    raise DataError(
-      f"{path}: not well-formed XML ({error}); download it again"
-    ) from error
-  except (LookupError, UnicodeError, OSError) as error:
-    raise DataError(f"{path}: cannot be read ({error})") from error
+  """Attributes of the `row` elements; none of them is kept."""
+  dumps = "https://archive.org/details/stackexchange"
+  with reading(path, f"want Posts.xml of a dump of {dumps}"):
+    events = ElementTree.iterparse(path, ("start", "end"))
+    _, root = next(events)
+    for event, element in events:
+      if event == "end" and element.tag == "row":
+        yield element.attrib
+      if event == "end":
+        root.clear()
 
 
 # A tag ends at the next angle bracket, so that a scan is linear in any text
 # (`html.parser` is quadratic in "<a <a <a ..."); no stack of tags is kept.
 _TAG = re.compile(r"<(/?)([a-zA-Z][\w-]*+)[^<>]*+>|<[!?/][^<>]*+>")
+# One that is not closed runs to the end of the body, as in browsers.
+_COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _LINE_END = re.compile(r"[\r\n]+")
 _DROPPED = frozenset(("pre", "script", "style"))
 _INLINE = frozenset(
@@ -251,7 +209,7 @@ def strip_html(body: str) -> str:
       # Line breaks within a paragraph mean nothing.
       parts.append(_LINE_END.sub(" ", html.unescape(text)))
 
-  body = _without_comments(body)
+  body = _COMMENT.sub("", body)
   for tag in _TAG.finditer(body):
     keep(body[at : tag.start()])
     at, name = tag.end(), (tag[2] or "").lower()
@@ -261,18 +219,6 @@ def strip_html(body: str) -> str:
       parts.append("\n")
   keep(body[at:])
   return "".join(parts)
-
-
-def _without_comments(body: str) -> str:
-  parts: list[str] = []
-  at = 0
-  while (start := body.find("<!--", at)) >= 0:
-    end = body.find("-->", start + 4)
-    if end < 0:  # Unclosed: it runs to the end of the body, as in browsers.
-      return "".join(parts) + body[at:start]
-    parts.append(body[at:start])
-    at = end + 3
-  return "".join(parts) + body[at:]
 
 
 def prevailing(domains: Sequence[int]) -> int:
@@ -331,20 +277,12 @@ def stackoverflow(
   Raises:
     DataError: the file is missing, damaged as a whole or of another kind, or
       no client is left after `skip_clients`.
-    ValueError: `share` is out of its range.
+    ValueError: `share` is not positive.
 
   Reference: `fedjax/datasets/stackoverflow.py`; type `question` is domain 0,
   `answer` 1.
   """
-  if not 0 < share <= 1:
-    raise ValueError(f"share={share}: want more than 0, and 1 at most")
-  path = pathlib.Path(path).expanduser()
-  if not path.is_file():
-    raise DataError(
-      f"{path}: no such file: want stackoverflow_{{train,held_out,test}}"
-      ".sqlite there as FedJAX publishes them"
-      " (fedjax.datasets.stackoverflow.load_data() fetches them)"
-    )
+  checks.positive(share=share)
   builder = text.CorpusBuilder(
     max_words=max_words, max_sentences_per_client=max_sentences_per_client
   )
@@ -356,17 +294,25 @@ def stackoverflow(
       return all(prevails[d] >= clients_per_domain for d in (QUESTION, ANSWER))
     return max_sentences is not None and len(builder) >= max_sentences
 
-  with _fedjax_file(path) as connection:
+  remedy = (
+    "want stackoverflow_{train,held_out,test}.sqlite as FedJAX publishes them"
+    " (fedjax.datasets.stackoverflow.load_data() fetches them)"
+  )
+  with files.open_sqlite(path, remedy) as connection:
+    rows = connection.execute("SELECT rowid FROM federated_data ORDER BY rowid")
+    numbers = [number for (number,) in rows]
+    random.Random(f"{seed}/clients").shuffle(numbers)
     end = None if max_clients is None else skip_clients + max_clients
-    numbers = _drawn_clients(connection, seed)[skip_clients:end]
     for low, high in _parts(share):
-      for i, number in enumerate(numbers):
+      for i, number in enumerate(numbers[skip_clients:end]):
         if enough():
           break
         clients_read = max(clients_read, i + 1)
         try:
           client, kinds, sentences = _fedjax_client(connection, number)
-        except _DAMAGED:
+        except sqlite3.Error:
+          raise
+        except Exception:  # zlib, msgpack and FedJAX raise many kinds.
           if low == 0:
             builder.skipped["clients that cannot be read"] += 1
           continue
@@ -380,7 +326,8 @@ def stackoverflow(
         draw = random.Random(f"{seed}/{number}").random if share < 1 else None
         for kind, sentence in zip(kinds, sentences):
           if kind in wanted and (draw is None or low <= draw() < high):
-            builder.add(client, kind, _tokens(sentence))
+            words = sentence.decode("utf-8", "replace").split()
+            builder.add(client, kind, [w[: text.MAX_WORD] for w in words])
         prevails[domain] += len(builder) > before
   if not len(builder) and skip_clients:
     raise DataError(
@@ -405,74 +352,27 @@ def _parts(share: float) -> Iterator[tuple[float, float]]:
     low, high = high, min(2 * high, 1.0)
 
 
-# What zlib, msgpack and Python raise on a client's damaged bytes.
-_DAMAGED = (ValueError, TypeError, KeyError, AttributeError, zlib.error)
-
-
-@contextlib.contextmanager
-def _fedjax_file(path: pathlib.Path) -> Iterator[sqlite3.Connection]:
-  """Opens a file that FedJAX wrote, read-only."""
-  uri = path.resolve().as_uri() + "?mode=ro"
-  try:
-    with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
-      yield connection
-  except sqlite3.Error as error:
-    raise DataError(
-      f"{path}: not a FedJAX SQLite file, or damaged ({error}); download it"
-      " again"
-    ) from error
-
-
-def _drawn_clients(connection: sqlite3.Connection, seed: int) -> list[int]:
-  """The numbers of all clients, in random order."""
-  rows = connection.execute("SELECT rowid FROM federated_data ORDER BY rowid")
-  numbers = [number for (number,) in rows]
-  random.Random(f"{seed}/clients").shuffle(numbers)
-  return numbers
-
-
 def _fedjax_client(
   connection: sqlite3.Connection, number: int
 ) -> tuple[str, list[int], list[bytes]]:
-  """One client's id, domains and sentences; raises `_DAMAGED` if damaged."""
-  import msgpack
+  """One client's id, domains and sentences; raises any error if damaged."""
+  from fedjax.core import sqlite_federated_data
 
   client_id, data = connection.execute(
     "SELECT client_id, data FROM federated_data WHERE rowid = ?", (number,)
   ).fetchone()
-  unpack = zlib.decompressobj()
-  raw = unpack.decompress(data, _MAX_CLIENT)
-  if unpack.unconsumed_tail or not unpack.eof:
-    raise ValueError("too large, or cut off")
-
-  def extension(code, content):
-    if code != 4:  # Numbers: scores, which are not needed here.
-      return None
-    shape, flat = msgpack.unpackb(content, raw=True)
-    if list(shape) != [len(flat)]:
-      raise ValueError("not a list of strings")
-    return flat
-
-  examples = msgpack.unpackb(raw, ext_hook=extension, raw=False)
-  kinds = [
-    {b"question": QUESTION, b"answer": ANSWER}[t] for t in examples["type"]
-  ]
-  sentences = examples["tokens"]
-  if len(kinds) != len(sentences):
-    raise ValueError("different numbers of types and tokens")
-  if not all(isinstance(sentence, bytes) for sentence in sentences):
-    raise TypeError("sentences are not strings")
+  examples = sqlite_federated_data.decompress_and_deserialize(data)
+  domain = {b"question": QUESTION, b"answer": ANSWER}
+  kinds = [domain[kind] for kind in examples["type"]]
+  sentences = list(examples["tokens"])
+  types = set(map(type, sentences))
+  if len(kinds) != len(sentences) or types - {bytes}:
+    raise ValueError("not a type and a string for each sentence")
   if isinstance(client_id, bytes):
     client_id = client_id.decode("utf-8", "surrogateescape")
   return str(client_id), kinds, sentences
 
 
-def _tokens(sentence: bytes) -> list[str]:
-  words = sentence.decode("utf-8", "replace").split()
-  return [w[: text.MAX_WORD] for w in words]
-
-
-_NO_DOCUMENT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _C4_PATH = "want a C4 shard (*.json.gz), a text file or a folder of such"
 
 
@@ -503,30 +403,27 @@ def c4_mod(
   Reference: Lichtarge et al. 2023, appendix C.2 and G.
   """
   path = pathlib.Path(path).expanduser()
-  files = (
-    sorted(
-      p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")
-    )
-    if path.is_dir()
-    else [path]
-  )
+  shards = [path]
+  if path.is_dir():
+    # A copy by way of another system leaves hidden files beside the shards.
+    shards = [p for p in sorted(path.glob("[!.]*")) if p.is_file()]
   builder = text.CorpusBuilder(max_words=max_words)
 
   def paragraphs():
-    for file in files:
-      try:
-        for line in _lines(file):
-          if ".json" in file.name:
-            try:
+    for shard in shards:
+      opened = gzip.open if shard.suffix == ".gz" else open
+      with (
+        reading(shard, _C4_PATH),
+        opened(shard, "rt", encoding="utf-8", errors="replace") as stream,
+      ):
+        for line in stream:
+          try:
+            if ".json" in shard.name:
               line = json.loads(line)["text"].strip()
-            except _NO_DOCUMENT:
-              builder.skipped["lines that are not C4 documents"] += 1
-              continue
-          yield from line.split("\n")
-      except (OSError, EOFError, zlib.error) as error:
-        raise DataError(
-          f"{file}: cannot be read ({error}): {_C4_PATH}"
-        ) from error
+          except (ValueError, LookupError, TypeError, AttributeError):
+            builder.skipped["lines that are not C4 documents"] += 1
+          else:
+            yield from line.split("\n")
 
   for words in text.first_sentences(paragraphs(), tokenizer):
     if max_sentences is not None and len(builder) >= max_sentences:
@@ -535,11 +432,3 @@ def c4_mod(
   if not len(builder):
     raise DataError(f"{path}: holds no text: {_C4_PATH}")
   return builder.build()
-
-
-def _lines(file: pathlib.Path) -> Iterator[str]:
-  """Lines, each of bounded size; invalid UTF-8 is replaced."""
-  opened = gzip.open(file) if file.name.endswith(".gz") else open(file, "rb")
-  with opened as raw, io.TextIOWrapper(raw, "utf-8", "replace") as stream:
-    while line := stream.readline(_MAX_LINE):
-      yield line

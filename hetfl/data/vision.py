@@ -1,30 +1,26 @@
-"""Image data sets: handwritten digits, CIFAR-10 and CIFAR-100.
+"""Image data sets: digits, MNIST, CIFAR-10 and CIFAR-100.
 
-CIFAR is looked for in this order: the official binary files, the official
-archive, a set prepared by TensorFlow Datasets (read without TensorFlow), and,
-only if asked for, a download of the official archive. All sources give the same
-arrays in the same order, so a partition by positions does not depend on the
-source. Nothing is ever unpickled.
+All but the digits are looked for in this order: the official files, the
+official archive, a set prepared by TensorFlow Datasets (read without
+TensorFlow), and, only if asked for, a download of what is published. Nothing is
+ever unpickled.
 """
 
-from collections.abc import Generator, Iterator
-import contextlib
+from collections.abc import Callable, Sequence
+import functools
 import hashlib
 from importlib import resources
 import os
 import tarfile
 from typing import NamedTuple, TypeVar
-import zlib
 
 import numpy as np
 
 from hetfl.data import files as files_lib
-from hetfl.data.errors import DataError
+from hetfl.data.errors import DataError, one_of, reading
 from hetfl.population import AnyBank, Bank
 
 _AnyBank = TypeVar("_AnyBank", Bank, AnyBank)
-_PIXELS = 32 * 32 * 3
-_PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 # The digits come without official test images: these 20% are our choice.
 _DIGITS_TEST = 360
 _DIGITS_SPLIT_SEED = 0
@@ -34,7 +30,7 @@ class VisionDataset(NamedTuple):
   """Labelled images, for training and for testing.
 
   Attributes:
-    name: the name of the data set.
+    name: the name of the data set, or of where it comes from.
     train: `x` `uint8[N, H, W, C]` in 0..255, `y` `int32[N]`; CIFAR-100 also has
       its 20 coarse labels, `coarse` `int32[N]`.
     test: the same, for testing.
@@ -56,61 +52,131 @@ def plain(bank: _AnyBank) -> _AnyBank:
 
 
 class _File(NamedTuple):
-  """One official file: its number of images, and its hash where known."""
+  """An official file: its size in bytes, and its hash where one is known."""
 
   name: str
-  images: int
+  size: int
   sha256: str | None = None
 
 
-class _Cifar(NamedTuple):
-  """The files and labels of a data set's official publication."""
+class _Official(NamedTuple):
+  """How a data set is published."""
 
   name: str
-  folder: str
-  archive: str
-  md5: str
-  url: str
+  classes: int
+  shape: tuple[int, int, int]
+  sizes: tuple[int, int]  # images for training and for testing
+  page: str
+  url: str  # of the folder of the downloads
+  archive: str  # of all files; '' if each is published as a .gz
+  md5: dict[str, str]  # of what is published
+  folders: tuple[str, ...]  # where the files may be
   train: tuple[_File, ...]
   test: tuple[_File, ...]
-  # The label bytes before the pixels of each image: key in the bank, key in
-  # TFDS, number of classes.
-  labels: tuple[tuple[str, str, int], ...]
+  parse: Callable[[Sequence[bytes]], Bank]  # the files of a split
 
 
-_CIFAR100 = _Cifar(
+def _parse_mnist(contents: Sequence[bytes]) -> Bank:
+  images, labels = map(files_lib.parse_idx, contents)
+  return {"x": images[..., np.newaxis], "y": labels.astype(np.int32)}
+
+
+def _parse_cifar(classes: dict[str, int], contents: Sequence[bytes]) -> Bank:
+  """Rows of label bytes, one of each kind, and 3072 bytes by channel."""
+  data = np.frombuffer(b"".join(contents), np.uint8)
+  rows = data.reshape(-1, len(classes) + 3 * 32 * 32)
+  pixels = rows[:, len(classes) :].reshape(-1, 3, 32, 32)
+  bank = {"x": np.ascontiguousarray(pixels.transpose(0, 2, 3, 1))}
+  for column, (key, number) in enumerate(classes.items()):
+    bank[key] = rows[:, column].astype(np.int32)
+    counts = np.bincount(bank[key], minlength=number)
+    want = [len(rows) // number] * number
+    if counts.tolist() != want:
+      raise ValueError(f"not {want[0]} images of each of {number} {key!r}")
+  return bank
+
+
+_MNIST = _Official(
+  name="mnist",
+  classes=10,
+  shape=(28, 28, 1),
+  sizes=(60_000, 10_000),
+  page="http://yann.lecun.com/exdb/mnist",
+  # Where torchvision and TFDS fetch the official files, too.
+  url="https://ossci-datasets.s3.amazonaws.com/mnist",
+  archive="",
+  md5={
+    "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+  },
+  folders=("mnist", os.path.join("MNIST", "raw"), ""),
+  train=(
+    _File(
+      "train-images-idx3-ubyte",
+      16 + 60_000 * 28 * 28,
+      "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    ),
+    _File(
+      "train-labels-idx1-ubyte",
+      8 + 60_000,
+      "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    ),
+  ),
+  test=(
+    _File(
+      "t10k-images-idx3-ubyte",
+      16 + 10_000 * 28 * 28,
+      "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    ),
+    _File(
+      "t10k-labels-idx1-ubyte",
+      8 + 10_000,
+      "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    ),
+  ),
+  parse=_parse_mnist,
+)
+_CIFAR100 = _Official(
   name="cifar100",
-  folder="cifar-100-binary",
+  classes=100,
+  shape=(32, 32, 3),
+  sizes=(50_000, 10_000),
+  page="https://www.cs.toronto.edu/~kriz/cifar.html",
+  url="https://www.cs.toronto.edu/~kriz",
   archive="cifar-100-binary.tar.gz",
-  md5="03b5dce01913d631647c71ecec9e9cb8",
-  url="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+  md5={"cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8"},
+  folders=("cifar-100-binary", ""),
   train=(
     _File(
       "train.bin",
-      50_000,
+      50_000 * 3074,
       "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29",
     ),
   ),
   test=(
     _File(
       "test.bin",
-      10_000,
+      10_000 * 3074,
       "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a",
     ),
   ),
-  labels=(("coarse", "coarse_label", 20), ("y", "label", 100)),
+  parse=functools.partial(_parse_cifar, {"coarse": 20, "y": 100}),
 )
 # No hash of CIFAR-10's files is published, only the archive's.
-_CIFAR10 = _Cifar(
+_CIFAR10 = _CIFAR100._replace(
   name="cifar10",
-  folder="cifar-10-batches-bin",
+  classes=10,
   archive="cifar-10-binary.tar.gz",
-  md5="c32a1d4ab5d03f1284b67883e8d87530",
-  url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-  train=tuple(_File(f"data_batch_{i}.bin", 10_000) for i in range(1, 6)),
-  test=(_File("test_batch.bin", 10_000),),
-  labels=(("y", "label", 10),),
+  md5={"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
+  folders=("cifar-10-batches-bin", ""),
+  train=tuple(_File(f"data_batch_{i}.bin", 10_000 * 3073) for i in range(1, 6)),
+  test=(_File("test_batch.bin", 10_000 * 3073),),
+  parse=functools.partial(_parse_cifar, {"y": 10}),
 )
+_OFFICIAL = {o.name: o for o in (_MNIST, _CIFAR10, _CIFAR100)}
+DATASETS = ("digits", *_OFFICIAL)
 
 
 def load_digits() -> VisionDataset:
@@ -145,258 +211,170 @@ def load_digits() -> VisionDataset:
   )
 
 
-def load_cifar100(
-  data_dir: str | os.PathLike | None = None, download: bool = False
+def load(
+  name: str,
+  data_dir: str | os.PathLike | None = None,
+  download: bool = False,
 ) -> VisionDataset:
-  """CIFAR-100: 50,000 + 10,000 images of 100 classes in 20 coarse ones.
+  """One of the image data sets.
+
+  - `digits`: see `load_digits`.
+  - `mnist`: 60,000 + 10,000 handwritten digits, 28 x 28 x 1. Its four files
+    `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`,
+    `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte`, each with or without
+    `.gz`, are in `mnist/` or `MNIST/raw/` in `data_dir`, or in `data_dir`
+    itself.
+  - `cifar10`: 50,000 + 10,000 images of 10 classes, 32 x 32 x 3;
+    `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin` are in
+    `cifar-10-batches-bin/` or in `data_dir` itself, or
+    `cifar-10-binary.tar.gz` is there.
+  - `cifar100`: of 100 classes in 20 coarse ones; `train.bin` and `test.bin` in
+    `cifar-100-binary/` or in `data_dir` itself, or `cifar-100-binary.tar.gz`.
+
+  All sources give the same arrays in the same order, so a partition by
+  positions does not depend on the source; but TFDS does not keep MNIST's
+  official positions, so a set that it prepared has the same images in shuffled
+  order.
 
   Args:
-    data_dir: directory that holds `train.bin` and `test.bin`, directly or in
-      `cifar-100-binary/`, or `cifar-100-binary.tar.gz`, or a set that TFDS
-      prepared as array_record. TFDS's own directory is searched as well.
-    download: if none of those is there, download the official archive into
-      `data_dir`.
+    name: one of these.
+    data_dir: the folder. A set that TFDS prepared as array_record is looked for
+      in it and in TFDS's own folder.
+    download: if none of those is there, download what is published into
+      `data_dir`, and of MNIST those of the four files that are missing.
 
   Returns:
-    The data set; its banks have `x`, `y` and `coarse`.
+    The data set; its banks have `x` and `y`, those of CIFAR-100 `coarse` too.
 
   Raises:
     DataError: no source was found, a file is damaged, or the download failed.
+    ValueError: there is no such data set.
 
-  Reference: Krizhevsky 2009; https://www.cs.toronto.edu/~kriz/cifar.html
+  Reference: LeCun, Cortes and Burges 1998; http://yann.lecun.com/exdb/mnist.
+    Krizhevsky 2009; https://www.cs.toronto.edu/~kriz/cifar.html.
   """
-  return _load_cifar(_CIFAR100, data_dir, download)
+  one_of(DATASETS, dataset=name)
+  if name == "digits":
+    return load_digits()
+  return _load(_OFFICIAL[name], data_dir, download)
 
 
-def load_cifar10(
-  data_dir: str | os.PathLike | None = None, download: bool = False
+def _load(
+  official: _Official, data_dir: str | os.PathLike | None, download: bool
 ) -> VisionDataset:
-  """CIFAR-10: 50,000 + 10,000 images of 10 classes.
-
-  Args:
-    data_dir: directory that holds `data_batch_1.bin` to `data_batch_5.bin`
-      and `test_batch.bin`, directly or in `cifar-10-batches-bin/`, or
-      `cifar-10-binary.tar.gz`, or a set that TFDS prepared as array_record.
-      TFDS's own directory is searched as well.
-    download: if none of those is there, download the official archive into
-      `data_dir`.
-
-  Returns:
-    The data set; its banks have `x` and `y`.
-
-  Raises:
-    DataError: no source was found, a file is damaged, or the download failed.
-
-  Reference: Krizhevsky 2009; https://www.cs.toronto.edu/~kriz/cifar.html
-  """
-  return _load_cifar(_CIFAR10, data_dir, download)
-
-
-def _load_cifar(
-  cifar: _Cifar, data_dir: str | os.PathLike | None, download: bool
-) -> VisionDataset:
-  """Reads a CIFAR from the first source that is found."""
-  folder = archive = None
+  """Reads a data set from the first source that is found."""
   if data_dir is not None:
     data_dir = os.path.expanduser(os.fspath(data_dir))
-    folder = _official_folder(cifar, data_dir)
-    archive = os.path.join(data_dir, cifar.archive)
-    if not os.path.isfile(archive):
-      archive = None
-  prepared: str | None = None
-  unreadable: list[str] = []
-  if folder is None and archive is None:
-    prepared, unreadable = files_lib.prepared_tfds(cifar.name, data_dir)
-  if folder is None and archive is None and prepared is None:
-    if not download:
-      raise DataError(_not_found(cifar, data_dir, unreadable))
-    if data_dir is None:
-      raise DataError(f"{cifar.name}: download=True needs data_dir=DIRECTORY")
-    archive = os.path.join(data_dir, cifar.archive)
-    files_lib.download(cifar.url, archive, cifar.md5, _PAGE)
-
-  if folder is not None:
-    train, test = _read_files(cifar, _files_of_folder(cifar, folder))
-    where = folder
-  elif archive is not None:
-    files_lib.check_md5(
-      archive, cifar.md5, f"delete it and get it again from {cifar.url}"
-    )
-    with contextlib.closing(_files_of_archive(cifar, archive)) as members:
-      train, test = _read_files(cifar, members)
-    where = archive
-  else:
-    assert prepared is not None
-    train, test = _read_tfds(cifar, prepared)
-    where = prepared
-  for split, bank in (("train", train), ("test", test)):
-    _check_labels(cifar, f"{where} ({split})", bank)
-  return VisionDataset(cifar.name, train, test, cifar.labels[-1][2])
-
-
-def _official_folder(cifar: _Cifar, data_dir: str) -> str | None:
-  """The folder with the official files, if there is one."""
-  names = [file.name for file in cifar.train + cifar.test]
-  folder = os.path.join(data_dir, cifar.folder)
-  if any(os.path.exists(os.path.join(folder, name)) for name in names):
-    return folder  # missing files are reported when the folder is read
-  if all(os.path.exists(os.path.join(data_dir, name)) for name in names):
-    return data_dir
-  return None
-
-
-def _files_of_folder(
-  cifar: _Cifar, folder: str
-) -> Iterator[tuple[_File, str, np.ndarray]]:
-  """Yields each official file, the path to name in errors, and its bytes."""
-  for file in cifar.train + cifar.test:
-    path = os.path.join(folder, file.name)
-    if not os.path.isfile(path):
-      raise DataError(
-        f"{path}: missing, though other files of {cifar.name} are there: "
-        f"unpack {cifar.archive} again, from {_PAGE}"
+  names = [file.name for file in official.train + official.test]
+  found = {} if data_dir is None else _find(official, names, data_dir)
+  if not found:
+    folder, tfds = files_lib.find_tfds(official.name, data_dir)
+    if folder is not None:
+      train, test = (
+        _from_tfds(official, folder, split, n)
+        for split, n in zip(("train", "test"), official.sizes)
       )
-    _check_size(cifar, file, path, os.path.getsize(path))
-    yield file, path, np.fromfile(path, np.uint8)
-
-
-def _files_of_archive(
-  cifar: _Cifar, archive: str
-) -> Generator[tuple[_File, str, np.ndarray], None, None]:
-  """Yields the same from the official archive, in the archive's order."""
-  wanted = {
-    f"{cifar.folder}/{file.name}": file for file in cifar.train + cifar.test
-  }
-  try:
-    with tarfile.open(archive, "r|gz") as tar:
-      for member in tar:
-        file = wanted.get(member.name.removeprefix("./"))
-        if file is None or not member.isfile():
-          continue
-        del wanted[member.name.removeprefix("./")]
-        path = f"{archive}:{member.name}"
-        _check_size(cifar, file, path, member.size)
-        content = tar.extractfile(member).read()  # type: ignore[union-attr]
-        yield file, path, np.frombuffer(content, np.uint8)
-  except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-    raise DataError(
-      f"{archive}: cannot be read ({files_lib.one_line(error)}): delete it and "
-      f"get it again from {cifar.url}"
-    ) from error
-  if wanted:
-    raise DataError(
-      f"{archive}: holds no {sorted(wanted)[0]}: delete it and get it "
-      f"again from {cifar.url}"
-    )
-
-
-def _read_files(
-  cifar: _Cifar, files: Iterator[tuple[_File, str, np.ndarray]]
-) -> tuple[Bank, Bank]:
-  """Fills the two banks from the official files, with checks."""
-  banks = {}
-  place = {}  # file name -> its bank and its first position in that bank
-  for split in (cifar.train, cifar.test):
-    bank = _empty_bank(cifar, sum(file.images for file in split))
-    banks[split] = bank
-    start = 0
-    for file in split:
-      place[file.name] = bank, start
-      start += file.images
-  for file, path, data in files:
-    if file.sha256 is not None:
-      found = hashlib.sha256(data.data).hexdigest()
-      if found != file.sha256:
-        raise DataError(
-          f"{path}: damaged, its sha256 is {found[:12]}... and not "
-          f"{file.sha256[:12]}...: unpack {cifar.archive} again, from {_PAGE}"
-        )
-    bank, start = place[file.name]
-    rows = data.reshape(file.images, -1)
-    part = slice(start, start + file.images)
-    for column, (key, _, _) in enumerate(cifar.labels):
-      bank[key][part] = rows[:, column]
-    pixels = rows[:, len(cifar.labels) :].reshape(-1, 3, 32, 32)
-    bank["x"][part] = pixels.transpose(0, 2, 3, 1)
-  return banks[cifar.train], banks[cifar.test]
-
-
-def _empty_bank(cifar: _Cifar, n: int) -> dict[str, np.ndarray]:
-  bank: dict[str, np.ndarray] = {"x": np.empty((n, 32, 32, 3), np.uint8)}
-  for key, _, _ in reversed(cifar.labels):
-    bank[key] = np.empty(n, np.int32)
-  return bank
-
-
-def _check_size(cifar: _Cifar, file: _File, path: str, size: int):
-  want = file.images * (len(cifar.labels) + _PIXELS)
-  if size != want:
-    raise DataError(
-      f"{path}: {size:,} bytes, want {want:,} (cut short, or not the binary "
-      f"version): unpack {cifar.archive} again, from {_PAGE}"
-    )
-
-
-def _check_labels(cifar: _Cifar, where: str, bank: Bank):
-  """Checks that labels are in range and that classes are equally large."""
-  for key, _, classes in cifar.labels:
-    label = bank[key]
-    if label.min() < 0 or label.max() >= classes:
+      return VisionDataset(official.name, train, test, official.classes)
+    if data_dir is None or not download:
+      places = [official.archive, *official.folders]
       raise DataError(
-        f"{where}: label {key!r} out of 0..{classes - 1}, so damaged: get "
-        f"{cifar.name} again from {_PAGE}"
+        f"{official.name} not found: data_dir={data_dir} has no"
+        f" {', '.join(names)}, in none of {', '.join(filter(None, places))},"
+        f" and there is {tfds}: get {', '.join(official.md5)} from"
+        f" {official.page} and give data_dir=DIRECTORY, or give it and"
+        " download=True"
       )
-    counts = np.bincount(label, minlength=classes)
-    want = len(label) // classes
-    if (counts != want).any():
-      wrong = int(np.argmax(counts != want))
-      raise DataError(
-        f"{where}: {counts[wrong]} images of {key}={wrong}, want {want}, so "
-        f"damaged: get {cifar.name} again from {_PAGE}"
-      )
-
-
-def _read_tfds(cifar: _Cifar, folder: str) -> tuple[Bank, Bank]:
-  """Reads a prepared set back into the official order."""
-  banks = []
-  for split, files in (("train", cifar.train), ("test", cifar.test)):
-    bank = _empty_bank(cifar, sum(file.images for file in files))
-    n = len(bank["x"])
-    seen = np.zeros(n, bool)
-
-    def visit(example, bank=bank, seen=seen):
-      # TFDS shuffles the images, but keeps their official positions in the ids:
-      # "train_00017".
-      at = int(bytes(example["id"]).rpartition(b"_")[2])
-      bank["x"][at] = example["image"]
-      for key, tfds_key, _ in cifar.labels:
-        bank[key][at] = example[tfds_key]
-      seen[at] = True
-
-    files_lib.read_tfds(folder, cifar.name, split, visit)
-    if not seen.all():
-      raise DataError(
-        f"{folder}: {seen.sum():,} images of {split}, want {n:,}: delete it "
-        f"and prepare {cifar.name} with TFDS again"
-      )
-    banks.append(bank)
-  return banks[0], banks[1]
-
-
-def _not_found(
-  cifar: _Cifar, data_dir: str | None, unreadable: list[str]
-) -> str:
-  names = [file.name for file in cifar.train + cifar.test]
-  files = ", ".join(names)
-  where = "no data_dir given"
-  if data_dir is not None:
-    where = (
-      f"neither {os.path.join(data_dir, cifar.folder)} nor {data_dir} holds "
-      f"{files}, no {os.path.join(data_dir, cifar.archive)}"
-    )
-  tfds = files_lib.no_prepared_tfds(cifar.name, data_dir, unreadable)
-  return (
-    f"{cifar.name} not found: {where}, {tfds}: get {cifar.archive} from "
-    f"{_PAGE} and give data_dir=DIRECTORY, where DIRECTORY/{cifar.folder}/ "
-    f"holds {files}, or download=True"
+  if data_dir is not None and download:
+    into = "" if official.archive else official.folders[0]
+    for name in names:
+      if name not in found:
+        published = official.archive or f"{name}.gz"
+        found[name] = os.path.join(data_dir, into, published)
+        if not os.path.exists(found[name]):
+          url = f"{official.url}/{published}"
+          files_lib.download(url, found[name], official.md5[published])
+  contents = _contents(official, found)
+  train, test = (
+    _parse(official, files, found, contents)
+    for files in (official.train, official.test)
   )
+  return VisionDataset(official.name, train, test, official.classes)
+
+
+def _find(
+  official: _Official, names: Sequence[str], data_dir: str
+) -> dict[str, str]:
+  """The path of each official file that is there, or of the archive."""
+  found: dict[str, str] = {}
+  for name in names:
+    for folder in official.folders:
+      for end in (".gz", ""):
+        path = os.path.join(data_dir, folder, name + end)
+        if os.path.isfile(path):
+          found.setdefault(name, path)
+  archive = os.path.join(data_dir, official.archive)
+  if len(found) < len(names) and os.path.isfile(archive):
+    return dict.fromkeys(names, archive)
+  return found
+
+
+def _contents(official: _Official, found: dict[str, str]) -> dict[str, bytes]:
+  """The uncompressed bytes of the official files, by name."""
+  contents = {}
+  for name, path in found.items():
+    if os.path.basename(path) != official.archive:
+      contents[name] = files_lib.content(path)
+    elif name not in contents:
+      url = f"{official.url}/{official.archive}"
+      files_lib.check_md5(path, official.md5[official.archive], url)
+      with reading(path, f"get it again from {url}"), tarfile.open(path) as tar:
+        for member in filter(tarfile.TarInfo.isfile, tar):
+          file = tar.extractfile(member)
+          contents[os.path.basename(member.name)] = file.read()  # type: ignore
+  return contents
+
+
+def _parse(
+  official: _Official,
+  files: Sequence[_File],
+  found: dict[str, str],
+  contents: dict[str, bytes],
+) -> Bank:
+  """The bank of a split, of files that are as they are published."""
+  remedy = f"get it again from {official.page}"
+  for name, size, sha256 in files:
+    if name not in contents:
+      where = os.path.dirname(next(iter(found.values())))
+      raise DataError(
+        f"{os.path.join(where, name)}: missing, though other files of"
+        f" {official.name} are there: {remedy}"
+      )
+    n, digest = len(contents[name]), hashlib.sha256(contents[name]).hexdigest()
+    if n != size or (sha256 and digest != sha256):
+      raise DataError(
+        f"{found[name]}: damaged or cut short, {n:,} bytes of sha256"
+        f" {digest[:12]}..., want {size:,} of {(sha256 or 'any')[:12]}:"
+        f" {remedy}"
+      )
+  with reading(found[files[0].name], remedy):
+    return official.parse([contents[file.name] for file in files])
+
+
+def _from_tfds(official: _Official, folder: str, split: str, n: int) -> Bank:
+  """A split of a prepared set, in the official order if it is known."""
+  data = files_lib.read_tfds(folder, split)
+  if data["image"].shape != (n, *official.shape):
+    raise DataError(
+      f"{folder}: {split} images of shape {data['image'].shape}, want"
+      f" {(n, *official.shape)}: delete it and prepare it with TFDS again"
+    )
+  order = np.arange(n)
+  if "id" in data:
+    # TFDS shuffles the images, but keeps their official positions in the ids:
+    # "train_00017".
+    order = np.argsort([int(bytes(i).rpartition(b"_")[2]) for i in data["id"]])
+  bank = {"x": data["image"][order].astype(np.uint8)}
+  for key, name in (("y", "label"), ("coarse", "coarse_label")):
+    if name in data:
+      bank[key] = data[name][order].astype(np.int32)
+  return bank
