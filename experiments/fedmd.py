@@ -377,10 +377,12 @@ class Experiment:
       # Round 0: the parties before the collaboration.
       with (
         folder.at_work(),
-        logs.MetricsLog(folder, tensorboard=self.speed["tensorboard"]) as log,
+        logs.metrics_log(
+          folder, tensorboard=self.speed["tensorboard"]
+        ) as write,
       ):
         state = jit(algorithm.init, once=True)(start)
-        log.write({"round": 0, **self.evaluate(state), "seconds": 0.0})
+        write({"round": 0, **self.evaluate(state), "seconds": 0.0})
     logging.info("Collaboration, in %s", folder.path)
     result = training.run(
       algorithm,

@@ -298,8 +298,7 @@ def main() -> None:
   commit = training.git_commit()  # Of the running code, as in `training.run`.
   with folder.at_work():
     if joined:
-      content = b"".join(map(logs.json_line, rows))
-      logs.write_bytes(workdir / "trials.jsonl", content)
+      logs.write_rows(workdir / "trials.jsonl", rows)
     else:
       rows = tune.search(
         problem,

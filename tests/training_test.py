@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hetfl import core
-from hetfl.run import checkpoint, logs, signals, training
+from hetfl.run import checkpoint, logs, training
 
 ROUNDS, EVAL_EVERY = 12, 5
 PACKAGE = pathlib.Path(training.__file__).resolve().parents[1]
@@ -323,7 +323,7 @@ def test_a_signal_after_the_last_round_counts(tmp_path, undisturbed):
 
 def test_a_signal_that_comes_twice_at_once_is_one():
   """As when a group of processes gets it, and one of them hands it on."""
-  with signals.stop_signals() as caught:
+  with training.stop_signals() as caught:
     for _ in range(2):
       os.kill(os.getpid(), signal.SIGTERM)
       time.sleep(0.05)  # For the handler; signals that wait are one anyway.

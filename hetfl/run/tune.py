@@ -24,7 +24,7 @@ from absl import logging
 import numpy as np
 
 from hetfl import checks
-from hetfl.run import checkpoint, logs, proposers, report, signals
+from hetfl.run import checkpoint, logs, proposers, report, training
 from hetfl.run import trials as trials_lib
 from hetfl.run.proposers import Row
 
@@ -49,36 +49,14 @@ def rungs(rounds: int, halvings: int) -> list[int]:
   return sorted(every - {rounds})
 
 
-class TrialLog:
-  """`trials.jsonl`: one row per trial, appended one block at a time.
-
-  Opening it removes a block that was only partly written.
-
-  Args:
-    path: the file.
-  """
-
-  def __init__(self, path: str | os.PathLike[str]):
-    self._path = pathlib.Path(path)
-    rows = logs.read_rows(path)
-    # A row says where its block ends.
-    while rows and rows[-1]["trial"] != rows[-1]["block_end"] - 1:
-      rows.pop()
-    content = b"".join(map(logs.json_line, rows))
-    if rows and self._path.stat().st_size != len(content):
-      logs.write_bytes(path, content)
-    elif not rows:
-      logs.write_bytes(path, b"")
-    self.rows = rows
-
-  def append(self, rows: Sequence[Row]) -> None:
-    """Adds a block's rows; they are on the disk when this returns."""
-    with open(self._path, "ab") as f:
-      f.write(b"".join(map(logs.json_line, rows)))
-      f.flush()
-      os.fsync(f.fileno())
-    # As they will be read back: floats that are not finite are None.
-    self.rows += [json.loads(logs.json_line(row)) for row in rows]
+def _read_trials(path: pathlib.Path) -> list[Row]:
+  """Reads `trials.jsonl`; cuts off a block that was only partly written."""
+  rows = logs.read_rows(path)
+  # A row says where its block ends.
+  while rows and rows[-1]["trial"] != rows[-1]["block_end"] - 1:
+    rows.pop()
+  logs.write_rows(path, rows)
+  return rows
 
 
 def search(
@@ -128,30 +106,32 @@ def search(
     raise ValueError(f"halvings={halvings}: must be at least 0")
   folder = pathlib.Path(folder).absolute()
   folder.mkdir(parents=True, exist_ok=True)
-  log = TrialLog(folder / "trials.jsonl")
-  if log.rows and len(log.rows) < trials and len(log.rows) % block:
+  path = folder / "trials.jsonl"
+  rows = _read_trials(path)
+  if rows and len(rows) < trials and len(rows) % block:
     logging.warning(
       "The %d earlier trials are not a multiple of block=%d, so the last"
       " of them were halved in a smaller block than with trials=%d from the"
       " start.",
-      len(log.rows),
+      len(rows),
       block,
       trials,
     )
-  while len(log.rows) < trials:
-    first = len(log.rows)
-    number = min(block, trials - first)
-    values = proposer.propose(log.rows, first, number)
+  while len(rows) < trials:
+    first = len(rows)
+    values = proposer.propose(rows, first, min(block, trials - first))
     work = _Block(problem, runner, folder / "checkpoints", first, values)
     if start is not None and first == 0:
       work.begin_with(start)
     with _ended_by_signals(work):
-      log.append(work.run(rungs(problem.rounds, halvings), checkpoint_every))
+      done = work.run(rungs(problem.rounds, halvings), checkpoint_every)
+      logs.write_rows(path, done, append=True)
       work.clean()
-    _say(log.rows, first, trials)
+    rows += logs.to_json(done)  # As they will be read back.
+    _say(rows, first, trials)
   if hasattr(proposer, "record"):
-    proposer.record(log.rows)
-  return log.rows
+    proposer.record(rows)
+  return rows
 
 
 def join(searches: Sequence[str | os.PathLike[str]]) -> list[Row]:
@@ -198,7 +178,7 @@ def _ended_by_signals(work: "_Block") -> Iterator[None]:
   def handler(number):
     raise _Signal(number)
 
-  with signals.on_signals(handler):
+  with training.on_signals(handler):
     try:
       yield
     except _Signal as caught:
@@ -374,7 +354,7 @@ class _Block:
     store = self._checkpoints(len(members))
     extra = {"rows": self._rows, "members": members, "seconds": seconds}
     caught = []
-    with signals.on_signals(caught.append):  # Orbax must not be interrupted.
+    with training.on_signals(caught.append):  # Orbax must not be interrupted.
       store.save(done, states, logs.to_json(extra))
     self.saved = done
     if caught:
