@@ -249,8 +249,9 @@ def run(
     saved, stop = done, False
     while done < rounds and not stop:
       dispatch, plan = next(plans)
-      several = scanned_step is not None and len(dispatch) > 1
-      step = scanned_step if several else algorithm.step
+      step = algorithm.step
+      if scanned_step is not None and len(dispatch) > 1:
+        step = scanned_step
       state, metrics = step(state, plan, data)
       state = core.strong(state)
       done = dispatch[-1]
