@@ -50,15 +50,13 @@ class Dimension(NamedTuple):
     scale, *ends = text.split(":")
     try:
       low, high = map(float, ends)
-    except ValueError as error:
-      raise ValueError(f"{text!r}: give log:LOW:HIGH or linear:LOW:HIGH") from (
-        error
-      )
-    if scale not in ("log", "linear"):
-      raise ValueError(f"{text!r}: the scale must be log or linear")
-    if not (low < high < math.inf and (low > 0 or scale == "linear")):
+      fine = low < high < math.inf and (low > 0 or scale == "linear")
+    except ValueError:
+      fine = False
+    if not fine or scale not in ("log", "linear"):
       raise ValueError(
-        f"{text!r}: LOW must lie below HIGH, and above 0 on a log scale"
+        f"{text!r}: give log:LOW:HIGH or linear:LOW:HIGH, LOW below HIGH, and"
+        " above 0 on a log scale"
       )
     return cls(low, high, scale == "log")
 
@@ -76,11 +74,10 @@ class Dimension(NamedTuple):
     >>> Dimension(0.01, 100., log=True).at(0.5)
     1.0
     """
-    if self.log:
-      value = self.low * (self.high / self.low) ** share
-    else:
-      value = self.low + (self.high - self.low) * share
-    return self.rounded(value)
+    span = self.high / self.low if self.log else self.high - self.low
+    return self.rounded(
+      self.low * span**share if self.log else self.low + span * share
+    )
 
   def rounded(self, value: float) -> float:
     """A value to six digits, but not beyond the ends of the range.
@@ -141,15 +138,16 @@ class RandomSearch:
   ) -> list[Values]:
     """Proposes trials; see `Proposer`."""
     del rows
+    trials = range(first, first + number)
+    rngs = [np.random.default_rng([self._seed, trial]) for trial in trials]
     return [
       {
         name: dimension.at(share)
         for (name, dimension), share in zip(
-          self._space.items(),
-          np.random.default_rng([self._seed, trial]).random(len(self._space)),
+          self._space.items(), rng.random(len(self._space))
         )
       }
-      for trial in range(first, first + number)
+      for rng in rngs
     ]
 
 
@@ -179,9 +177,10 @@ class OptunaSearch:
       ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     self._optuna = optuna
-    self._space: dict[str, Any] = {
+    self._space = dict(sorted(space.items()))
+    self._distributions: dict[str, Any] = {
       name: optuna.distributions.FloatDistribution(d.low, d.high, log=d.log)
-      for name, d in sorted(space.items())
+      for name, d in self._space.items()
     }
     self._seed = seed
     self._journal = journal
@@ -191,22 +190,15 @@ class OptunaSearch:
   ) -> list[Values]:
     """Proposes trials; see `Proposer`."""
     self.record(rows)
-    trials = [self._trial(row) for row in rows]
     sampler = self._optuna.samplers.TPESampler(
       seed=int(np.random.default_rng([self._seed, first]).integers(2**31)),
       n_startup_trials=max(10, 2 * len(self._space)),
       constant_liar=True,  # A block is proposed before it has any results.
     )
     study = self._optuna.create_study(direction="maximize", sampler=sampler)
-    study.add_trials(trials)
-    proposed = [study.ask(self._space).params for _ in range(number)]
-    return [
-      {
-        name: Dimension(d.low, d.high).rounded(params[name])
-        for name, d in self._space.items()
-      }
-      for params in proposed
-    ]
+    study.add_trials(map(self._trial, rows))
+    asked = [study.ask(self._distributions).params for _ in range(number)]
+    return list(map(self._rounded, asked))
 
   def record(self, rows: Sequence[Row]) -> None:
     """Adds the rows that the journal does not have yet.
@@ -216,22 +208,18 @@ class OptunaSearch:
     """
     optuna = self._optuna
 
-    def study():
+    def add():
       backend = optuna.storages.journal.JournalFileBackend(str(self._journal))
-      return optuna.create_study(
+      study = optuna.create_study(
         storage=optuna.storages.JournalStorage(backend),
         study_name="hetfl",
         direction="maximize",
         load_if_exists=True,
       )
-
-    def add():
-      there = study()
-      known = [t.user_attrs.get("trial") for t in there.trials]
+      known = [t.user_attrs.get("trial") for t in study.trials]
       if known != [row["trial"] for row in rows[: len(known)]]:
         raise ValueError(f"{self._journal} holds other trials")
-      for row in rows[len(known) :]:
-        there.add_trial(self._trial(row))
+      study.add_trials(map(self._trial, rows[len(known) :]))
 
     try:
       add()
@@ -240,17 +228,16 @@ class OptunaSearch:
         self._journal.replace(self._journal.with_suffix(".old"))
       add()
 
+  def _rounded(self, values: Values) -> Values:
+    return {name: d.rounded(values[name]) for name, d in self._space.items()}
+
   def _trial(self, row: Row):
-    halved = row["status"] == "halved"
     states = self._optuna.trial.TrialState
-    # A search's start may lie outside the ranges, which Optuna does not accept.
-    values = {
-      name: Dimension(d.low, d.high).rounded(row["values"][name])
-      for name, d in self._space.items()
-    }
+    halved = row["status"] == "halved"
     return self._optuna.create_trial(
-      params=values,
-      distributions=self._space,
+      # A search's start may lie outside the ranges, which Optuna refuses.
+      params=self._rounded(row["values"]),
+      distributions=self._distributions,
       state=states.PRUNED if halved else states.COMPLETE,
       value=row["objective"] or 0.0,
       intermediate_values={int(t): v for t, v in row["rungs"].items()},
