@@ -11,6 +11,7 @@ import abc
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 import functools
+import math
 import threading
 from typing import Any, NamedTuple
 
@@ -23,6 +24,63 @@ from hetfl.engine import jit
 
 PyTree = Any
 Values = dict[str, float]
+
+
+class Dimension(NamedTuple):
+  """One hyper-parameter and its range.
+
+  Attributes:
+    low: the least value.
+    high: the greatest value.
+    log: whether equal ratios, not equal differences, are equally likely.
+
+  >>> Dimension.parse('log:1e-4:0.1')
+  Dimension(low=0.0001, high=0.1, log=True)
+  """
+
+  low: float
+  high: float
+  log: bool = False
+
+  @classmethod
+  def parse(cls, text: str) -> "Dimension":
+    """Reads `log:LOW:HIGH` or `linear:LOW:HIGH`; other text is an error."""
+    scale, *ends = text.split(":")
+    try:
+      low, high = map(float, ends)
+      fine = low < high < math.inf and (low > 0 or scale == "linear")
+    except ValueError:
+      fine = False
+    if not fine or scale not in ("log", "linear"):
+      raise ValueError(
+        f"{text!r}: give log:LOW:HIGH or linear:LOW:HIGH, LOW below HIGH, and"
+        " above 0 on a log scale"
+      )
+    return cls(low, high, scale == "log")
+
+  def at(self, share: float) -> float:
+    """The value at a share of the range, 0 to 1, rounded to six digits.
+
+    The rounding lets a flag file say exactly what was tried.
+
+    >>> Dimension(0.01, 100., log=True).at(0.5)
+    1.0
+    """
+    span = self.high / self.low if self.log else self.high - self.low
+    return self.rounded(
+      self.low * span**share if self.log else self.low + span * share
+    )
+
+  def rounded(self, value: float) -> float:
+    """A value to six digits, but not beyond the ends of the range.
+
+    >>> Dimension(0.1, 0.12345678).rounded(0.12345677)
+    0.12345678
+    """
+    return min(max(float(f"{value:.6g}"), self.low), self.high)
+
+
+Space = Mapping[str, Dimension]
 
 
 class Problem(NamedTuple):
