@@ -38,7 +38,7 @@ from hetfl import codist, core, distill, evaluate, planning, population
 from hetfl.data import files
 from hetfl.fedavg import fedavg
 from hetfl.pool import Pool
-from hetfl.run import logs, report
+from hetfl.run import logs, report, training
 
 FLAGS = flags.FLAGS
 
@@ -213,9 +213,9 @@ class Experiment:
     for pool, pool_state, clients, number in zip(
       POOLS, state.pools, self.data.pools, config["clients_per_round"]
     ):
-      parameters = core.num_parameters(pool_state.params)
+      sent = training.num_bytes(pool_state.variables)
       pools[pool] = {
-        "parameters": parameters,
+        "parameters": core.num_parameters(pool_state.params),
         "clients": len(clients),
         "examples": int(clients.sizes.sum()),
         **{
@@ -224,9 +224,9 @@ class Experiment:
           if f"{pool}/{name}" in evaluation
         },
         "heldout_accuracy": evaluation[f"{pool}/heldout_accuracy"],
-        "bytes_sent_per_client_round": 4 * parameters,
-        "bytes_received_per_client_round": 4 * parameters,
-        "bytes_per_round": 2 * 4 * parameters * number,
+        "bytes_sent_per_client_round": sent,
+        "bytes_received_per_client_round": sent,
+        "bytes_per_round": 2 * sent * number,
       }
     return {
       "algorithm": config["algorithm"],

@@ -316,15 +316,15 @@ class Experiment:
     before = {phase: result["parties"] for phase, result in phases.items()}
     parties, sent = [], 0
     for k, (party, model) in enumerate(zip(self.parties, self.model_names)):
-      parameters = core.num_parameters(state.parties[k].variables.params)
+      variables = state.parties[k].variables
       sizes = bytes_per_round(
-        config["public_subset"], self.data.num_classes, parameters
+        config["public_subset"], self.data.num_classes, variables
       )
       sent += sizes["sent"] + sizes["received"]
       entry = {
         "name": party.name,
         "model": model,
-        "parameters": parameters,
+        "parameters": core.num_parameters(variables.params),
         "examples": int(self.data.private.sizes[k]),
         "public_accuracy": before["public"][k]["test_accuracy"],
         "transfer_accuracy": before["transfer"][k]["test_accuracy"],
@@ -335,7 +335,7 @@ class Experiment:
         f"{phase}_epochs": of_each[k]["epochs"]
         for phase, of_each in before.items()
       }
-      # `weights`: the bytes that sending, or receiving, parameters would take.
+      # `weights`: the bytes that sending, or receiving, the model would take.
       entry |= {f"bytes_{name}_per_round": n for name, n in sizes.items()}
       parties.append(entry)
     return {
@@ -377,10 +377,12 @@ class Experiment:
       # Round 0: the parties before the collaboration.
       with (
         folder.at_work(),
-        logs.MetricsLog(folder, tensorboard=self.speed["tensorboard"]) as log,
+        logs.metrics_log(
+          folder, tensorboard=self.speed["tensorboard"]
+        ) as write,
       ):
         state = jit(algorithm.init, once=True)(start)
-        log.write({"round": 0, **self.evaluate(state), "seconds": 0.0})
+        write({"round": 0, **self.evaluate(state), "seconds": 0.0})
     logging.info("Collaboration, in %s", folder.path)
     result = training.run(
       algorithm,
@@ -406,7 +408,7 @@ class Experiment:
 
 
 def bytes_per_round(
-  subset: int, num_classes: int, parameters: int
+  subset: int, num_classes: int, variables: core.Variables
 ) -> dict[str, int]:
   """Bytes, of float32 and int32, that a party sends and receives in a round.
 
@@ -416,20 +418,21 @@ def bytes_per_round(
   Args:
     subset: N, public examples of a round.
     num_classes: C.
-    parameters: number of the party's parameters.
+    variables: the party's parameters and statistics.
 
   Returns:
-    `sent` and `received`; for comparison `weights`, what sending the parameters
+    `sent` and `received`; for comparison `weights`, what sending the variables
     would take; receiving them would take as many bytes again.
 
-  >>> bytes_per_round(5000, 16, 989440)
-  {'sent': 320000, 'received': 340000, 'weights': 3957760}
+  >>> variables = core.Variables(jax.ShapeDtypeStruct((9, 16), 'float32'), {})
+  >>> bytes_per_round(5000, 16, variables)
+  {'sent': 320000, 'received': 340000, 'weights': 576}
   """
   scores = 4 * subset * num_classes
   return {
     "sent": scores,
     "received": scores + 4 * subset,
-    "weights": 4 * parameters,
+    "weights": training.num_bytes(variables),
   }
 
 

@@ -40,7 +40,7 @@ from hetfl.models import fml as nets
 from hetfl.mutual import momentum_sgd, MutualClient, splice
 from hetfl.mutual_planning import as_lanes, group_clients, plan_mutual
 from hetfl.pool import fedavg_server, Pool
-from hetfl.run import logs
+from hetfl.run import logs, training
 
 FLAGS = flags.FLAGS
 _RECIPES = {
@@ -303,8 +303,9 @@ class Experiment:
 
     alone = config["algorithm"] == "independent"
     personal = alone or config["algorithm"] == "fml"
-    init = lambda model: jax.eval_shape(model.init, jax.random.key(0)).params
-    parameters = core.num_parameters(init(self.global_model))
+    init = lambda model: jax.eval_shape(model.init, jax.random.key(0))
+    shared = init(self.global_model)
+    sent = 0 if alone else training.num_bytes(shared)
     taking_part = config["clients_per_round"] or len(self.clients)
     clients = []
     for k, (client, held) in enumerate(zip(self.clients, self.data.clients)):
@@ -312,15 +313,15 @@ class Experiment:
       name = config["client_models"][k] if personal else config["global_model"]
       entry = {
         "model": name,
-        "parameters": core.num_parameters(init(own)),
+        "parameters": core.num_parameters(init(own).params),
         "dataset": held.dataset,
         "examples": len(held.train.index),
         "validation_examples": len(held.validation.index),
         **last_and_best(f"client{k}", "validation_accuracy"),
         **heldout(f"client{k}"),
         # In a round that it takes part in.
-        "bytes_sent_per_round": 0 if alone else 4 * parameters,
-        "bytes_received_per_round": 0 if alone else 4 * parameters,
+        "bytes_sent_per_round": sent,
+        "bytes_received_per_round": sent,
       }
       if config["algorithm"] == "fml":
         entry |= last_and_best(f"client{k}", "global_validation_accuracy")
@@ -330,10 +331,10 @@ class Experiment:
       "dataset": ",".join(config["dataset"]),
       "partition": config["partition"],
       "seed": config["seed"],
-      "bytes_per_round": 0 if alone else 2 * 4 * parameters * taking_part,
+      "bytes_per_round": 2 * sent * taking_part,
       "global": {
         "model": None if alone else config["global_model"],
-        "parameters": None if alone else parameters,
+        "parameters": None if alone else core.num_parameters(shared.params),
         **last_and_best("global", "test_accuracy"),
         **({} if alone else heldout("global")),
       },

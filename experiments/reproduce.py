@@ -42,7 +42,7 @@ from typing import NamedTuple
 import make_flags
 import tables
 
-from hetfl.run import logs, signals
+from hetfl.run import logs, training
 
 _WIDE = 16  # columns
 
@@ -288,7 +288,7 @@ def run_cell(command: Sequence[str]) -> int:
     # If it has reached the run already, this second one does nothing.
     process.send_signal(number)
 
-  with signals.on_signals(hand_on):
+  with training.on_signals(hand_on):
     code = process.wait()  # A stopped run saves a checkpoint first.
   if stopped:
     sys.exit(128 + stopped[0])

@@ -9,7 +9,7 @@ from absl import flags, logging
 import common
 import tunables
 
-from hetfl.run import proposers
+from hetfl.run import trials
 
 FLAGS = flags.FLAGS
 # Flags of the search that change its result.
@@ -23,7 +23,7 @@ _SEARCH_FLAGS = (
 )
 
 
-def make_space(tunable: tunables.Tunable, algorithm: str) -> proposers.Space:
+def make_space(tunable: tunables.Tunable, algorithm: str) -> trials.Space:
   """The default space, with the changes of `--space`.
 
   Args:
@@ -61,7 +61,7 @@ def make_space(tunable: tunables.Tunable, algorithm: str) -> proposers.Space:
   dimensions = {}
   for n, text in space.items():
     try:
-      dimensions[n] = proposers.Dimension.parse(text)
+      dimensions[n] = trials.Dimension.parse(text)
     except ValueError as error:
       raise common.UsageError(f"--space, {n}: {error}") from error
   if not dimensions:
@@ -82,7 +82,7 @@ def make_space(tunable: tunables.Tunable, algorithm: str) -> proposers.Space:
 def start_values(
   tunable: tunables.Tunable,
   config: dict,
-  space: proposers.Space,
+  space: trials.Space,
   off: Collection[str],
 ) -> dict[str, float] | None:
   """The flags' own values, which a search tries first.
@@ -121,7 +121,7 @@ def start_values(
 
 
 def has_no_start(
-  folder: pathlib.Path, space: proposers.Space, tunable: tunables.Tunable
+  folder: pathlib.Path, space: trials.Space, tunable: tunables.Tunable
 ) -> bool:
   """Whether a folder's search did not begin with the flags' own values.
 
@@ -134,7 +134,7 @@ def has_no_start(
   return not _searched(space, tunable) <= there.keys()
 
 
-def _searched(space: proposers.Space, tunable: tunables.Tunable) -> set[str]:
+def _searched(space: trials.Space, tunable: tunables.Tunable) -> set[str]:
   """The flags that are searched as one value or for all models."""
 
   def whole(flag):
@@ -175,7 +175,7 @@ def check_ends(
   tunable: tunables.Tunable,
   module,
   config: dict,
-  space: proposers.Space,
+  space: trials.Space,
   workdir,
 ) -> None:
   """Checks that the experiment accepts both ends of all ranges.
@@ -216,7 +216,7 @@ def check_ends(
 def search_config(
   tunable: tunables.Tunable,
   config: dict,
-  space: dict[str, proposers.Dimension],
+  space: dict[str, trials.Dimension],
   start: dict[str, float] | None,
 ) -> dict[str, Any]:
   """What identifies a search: its own flags, and its trials' fixed flags.
@@ -248,6 +248,6 @@ def shown(value: Any) -> str:
   return ",".join(value) if isinstance(value, list | tuple) else str(value)
 
 
-def _range(name: str, dimension: proposers.Dimension) -> str:
+def _range(name: str, dimension: trials.Dimension) -> str:
   scale = "log" if dimension.log else "linear"
   return f"{name}={scale}:{dimension.low:.12g}:{dimension.high:.12g}"

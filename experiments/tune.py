@@ -44,7 +44,7 @@ from search_space import (
 import tunables
 
 from hetfl import engine
-from hetfl.run import logs, proposers, report, training, trials, tune
+from hetfl.run import logs, report, training, trials, tune
 
 FLAGS = flags.FLAGS
 
@@ -298,8 +298,7 @@ def main() -> None:
   commit = training.git_commit()  # Of the running code, as in `training.run`.
   with folder.at_work():
     if joined:
-      content = b"".join(map(logs.json_line, rows))
-      logs.write_bytes(workdir / "trials.jsonl", content)
+      logs.write_rows(workdir / "trials.jsonl", rows)
     else:
       rows = tune.search(
         problem,
@@ -350,13 +349,13 @@ def main() -> None:
 
 
 def make_proposer(
-  space: dict[str, proposers.Dimension], workdir: pathlib.Path
-) -> proposers.Proposer:
+  space: dict[str, trials.Dimension], workdir: pathlib.Path
+) -> tune.Proposer:
   """The proposer that `--proposer` names."""
   if FLAGS.proposer == "optuna":
     journal = workdir / "optuna.journal"
-    return proposers.OptunaSearch(space, FLAGS.seed, journal)
-  return proposers.RandomSearch(space, FLAGS.seed)
+    return tune.OptunaSearch(space, FLAGS.seed, journal)
+  return tune.RandomSearch(space, FLAGS.seed)
 
 
 def make_runner(
@@ -371,8 +370,8 @@ def make_runner(
 
 
 def draw(
-  rows: list[proposers.Row],
-  space: dict[str, proposers.Dimension],
+  rows: list[tune.Row],
+  space: dict[str, trials.Dimension],
   path: pathlib.Path,
   title: str,
 ) -> None:
@@ -425,7 +424,7 @@ def check_alike(
     )
 
 
-def write_best(tunable, module, rows, config, workdir) -> proposers.Row:
+def write_best(tunable, module, rows, config, workdir) -> tune.Row:
   """Writes `best.flags` for the experiment, and returns the best row."""
   best = tune.top(rows, 1)
   if not best:

@@ -215,7 +215,7 @@ def test_a_moved_checkpoint_is_not_taken_for_another_round(tmp_path, warnings):
     ),
     (
       {"w": jnp.ones(3), "k": jax.random.key(0, impl="rbg")},
-      "threefry2x32, state has .* key rbg",
+      "checkpoint has key<fry>.*, state has key<rbg>",
     ),
   ],
 )

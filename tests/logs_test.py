@@ -120,12 +120,9 @@ def test_other_data_are_refused_and_left_alone(tmp_path):
 
 def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
   (tmp_path / "thesis.tex").write_text("years of work")
-  with pytest.raises(
-    logs.ConfigMismatch, match="is not empty and not the folder of a run"
-  ):
-    logs.RunFolder(tmp_path, CONFIG)
-  with pytest.raises(logs.ConfigMismatch, match="is a file"):
-    logs.RunFolder(tmp_path / "thesis.tex", CONFIG)
+  for path in (tmp_path, tmp_path / "thesis.tex"):
+    with pytest.raises(logs.ConfigMismatch, match="not the folder of a run"):
+      logs.RunFolder(path, CONFIG)
   assert contents(tmp_path) == {"thesis.tex": b"years of work"}
   (tmp_path / "config.json").write_text('{"half')
   with pytest.raises(logs.ConfigMismatch, match="cannot be read"):
@@ -168,7 +165,7 @@ def test_write_json_is_strictly_json(tmp_path):
   assert read == {"a": 0.5, "b": [None, None], "3": 4}
   with pytest.raises(TypeError, match="no form in JSON"):
     logs.write_json(path, {"a": object()})
-  with pytest.raises(ValueError, match=r"shape \(2,\).*array.tolist"):
+  with pytest.raises(TypeError, match="array.tolist"):
     logs.write_json(path, {"a": np.arange(2)})
   assert json.loads(path.read_text()) == read
   assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
@@ -178,15 +175,15 @@ def test_write_json_is_strictly_json(tmp_path):
 def test_metrics_are_cut_back_and_gone_on_with(tmp_path, tail):
   folder = logs.RunFolder(tmp_path, {})
   rows = [{"round": r, "loss": 1 / r} for r in (1, 2, 3)]
-  with logs.MetricsLog(folder, tensorboard=False) as log:
+  with logs.metrics_log(folder, tensorboard=False) as write:
     for row in rows:
-      log.write(row)
+      write(row)
   with open(folder.metrics, "ab") as f:
     f.write(tail)
   assert logs.read_rows(folder.metrics) == rows
-  with logs.MetricsLog(folder, after=2, tensorboard=False) as log:
+  with logs.metrics_log(folder, after=2, tensorboard=False) as write:
     assert logs.read_rows(folder.metrics) == rows[:2]
-    log.write({"round": 3, "loss": 0.25})
+    write({"round": 3, "loss": 0.25})
   assert logs.read_rows(folder.metrics) == [
     *rows[:2],
     {"round": 3, "loss": 0.25},
@@ -206,11 +203,11 @@ def test_rows_before_the_last_must_be_whole(tmp_path):
 def test_tensorboard_can_be_switched_off(tmp_path):
   folder = logs.RunFolder(tmp_path, {})
   row = {"round": 1, "a/loss": 0.5, "b/loss": math.nan, "note": "text"}
-  with logs.MetricsLog(folder, tensorboard=False) as log:
-    log.write(row)
+  with logs.metrics_log(folder, tensorboard=False) as write:
+    write(row)
   assert not (tmp_path / "tensorboard").exists()
-  with logs.MetricsLog(folder, after=1) as log:
-    log.write(row | {"round": 2})
+  with logs.metrics_log(folder, after=1) as write:
+    write(row | {"round": 2})
   (events,) = (tmp_path / "tensorboard").iterdir()
   assert b"a/loss" in events.read_bytes()
 

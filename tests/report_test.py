@@ -38,7 +38,7 @@ def test_curves_are_a_readable_png(tmp_path):
 def figures(monkeypatch):
   """The figures that are drawn, in place of files."""
   drawn = []
-  monkeypatch.setattr(report, "_save", lambda fig, _: drawn.append(fig))
+  monkeypatch.setattr(report, "_save", lambda fig, *_: drawn.append(fig))
   return drawn
 
 

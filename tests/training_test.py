@@ -10,13 +10,14 @@ import threading
 import time
 
 from absl import logging
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hetfl import core
-from hetfl.run import checkpoint, logs, signals, training
+from hetfl.run import checkpoint, logs, training
 
 ROUNDS, EVAL_EVERY = 12, 5
 PACKAGE = pathlib.Path(training.__file__).resolve().parents[1]
@@ -323,7 +324,7 @@ def test_a_signal_after_the_last_round_counts(tmp_path, undisturbed):
 
 def test_a_signal_that_comes_twice_at_once_is_one():
   """As when a group of processes gets it, and one of them hands it on."""
-  with signals.stop_signals() as caught:
+  with training.stop_signals() as caught:
     for _ in range(2):
       os.kill(os.getpid(), signal.SIGTERM)
       time.sleep(0.05)  # For the handler; signals that wait are one anyway.
@@ -421,3 +422,13 @@ def test_final_state_wants_a_finished_run(tmp_path):
   run(tmp_path)
   state = training.final_state(Regression(), jax.random.key(0), folder)
   assert int(state["round"]) == ROUNDS
+
+
+def test_bytes_that_are_sent_count_statistics():
+  module = nn.Sequential([nn.Dense(3), nn.BatchNorm(use_running_average=True)])
+  model = core.Model.from_flax(module, jnp.zeros((1, 2)))
+  variables = jax.eval_shape(model.init, jax.random.key(0))
+  # By hand: 2 x 3 weights and 3 biases, 3 scales and 3 shifts; then 3 means and
+  # 3 variances, of 4 bytes each.
+  assert core.num_parameters(variables.params) == 15
+  assert training.num_bytes(variables) == 4 * (15 + 6)

@@ -17,7 +17,7 @@ import pytest
 from hetfl import codist, core, distill, engine, planning, population
 from hetfl import evaluate as evaluate_lib
 from hetfl.pool import fedavg_server
-from hetfl.run import checkpoint, proposers, report, trials, tune
+from hetfl.run import checkpoint, report, trials, tune
 from tests import federation, runs
 
 ROUNDS = 3
@@ -364,10 +364,10 @@ def federated(runner=None):
 
 
 SPACE = {
-  "client_lr": proposers.Dimension(0.01, 0.5, log=True),
-  "alpha": proposers.Dimension(0.05, 0.95),
+  "client_lr": trials.Dimension(0.01, 0.5, log=True),
+  "alpha": trials.Dimension(0.05, 0.95),
 }
-PROPOSED = proposers.RandomSearch(SPACE, seed=0).propose([], 0, 5)
+PROPOSED = tune.RandomSearch(SPACE, seed=0).propose([], 0, 5)
 PROPOSED[2] = PROPOSED[2] | {"client_lr": 1e30}
 
 
@@ -454,12 +454,12 @@ def test_ranges():
     "log:",
   ):
     with pytest.raises(ValueError, match=re.escape(repr(text))):
-      proposers.Dimension.parse(text)
+      trials.Dimension.parse(text)
 
 
 def test_optuna_goes_on_where_it_was_and_learns(tmp_path):
   pytest.importorskip("optuna")
-  space = {"rate": proposers.Dimension(1.0, 100.0, log=True)}
+  space = {"rate": trials.Dimension(1.0, 100.0, log=True)}
 
   def search(name, stop=None, cut=None):
     rows = []
@@ -467,7 +467,7 @@ def test_optuna_goes_on_where_it_was_and_learns(tmp_path):
       if first == stop:  # Made anew of the rows, if not whole.
         journal = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(journal[:cut])
-      proposer = proposers.OptunaSearch(space, 0, tmp_path / name)
+      proposer = tune.OptunaSearch(space, 0, tmp_path / name)
       for i, values in enumerate(proposer.propose(rows, first, 8)):
         rate = values["rate"]
         status = "complete" if rate < 50 else "diverged"
@@ -499,10 +499,10 @@ def test_optuna_goes_on_where_it_was_and_learns(tmp_path):
 
 def test_optuna_takes_a_start_outside_the_ranges(tmp_path):
   pytest.importorskip("optuna")
-  space = {"rate": proposers.Dimension(1.0, 100.0, log=True)}
+  space = {"rate": trials.Dimension(1.0, 100.0, log=True)}
   row = dict(trial=0, status="complete", objective=0.5, rungs={"8": 0.5})
   row |= dict(values={"rate": 0.0}, start=True)
-  proposer = proposers.OptunaSearch(space, 0, tmp_path / "journal")
+  proposer = tune.OptunaSearch(space, 0, tmp_path / "journal")
   proposed = proposer.propose([row], 1, 3)
   assert all(1 <= values["rate"] <= 100 for values in proposed)
 
@@ -715,12 +715,12 @@ def test_spaces(script, monkeypatch, caplog):
   # Appendix F: one client rate, all else for each model; alpha for merged.
   sizes = {a: len(script.make_space(tunable, a)) for a in tunable.space}
   assert sizes == {"fedavg": 3, "periodic": 11, "merged": 12}
-  rate = proposers.Dimension(1e-4, 0.1, log=True)
+  rate = trials.Dimension(1e-4, 0.1, log=True)
   default = script.make_space(tunable, "fedavg")
   assert default == dict.fromkeys(
     ["client_lr", "server_lr.small", "server_lr.large"], rate
   )
-  new = proposers.Dimension(1.0, 2.0)
+  new = trials.Dimension(1.0, 2.0)
   for item, expected in (
     ("server_lr=linear:1:2", {"server_lr.small": new, "server_lr.large": new}),
     ("server_lr.large=linear:1:2", {"server_lr.large": new}),
@@ -762,7 +762,7 @@ def test_a_search_starts_from_the_flags_own_values(script, caplog):
   tunable = script.tunables.EXPERIMENTS["codist"]
   config = {"client_lr": (0.1, 0.1), "server_lr": (0.3, 0.4), "prox_mu": 9}
   names = ("client_lr", "server_lr.large", "prox_mu")
-  space = dict.fromkeys(names, proposers.Dimension(1.0, 2.0))
+  space = dict.fromkeys(names, trials.Dimension(1.0, 2.0))
   start = script.start_values(tunable, config, space, off={"prox_mu"})
   assert start == {"client_lr": 0.1, "server_lr.large": 0.4, "prox_mu": 0}
   # The search has one value for both models, and the flag two.

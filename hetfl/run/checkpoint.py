@@ -30,6 +30,8 @@ from hetfl.run import logs
 
 _FORMAT = 1
 _PART = ".part"  # ends the names of folders that are being written or deleted
+# Other errors of reading, such as too many open files, are the machine's.
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
 class _Leaf(NamedTuple):
@@ -40,14 +42,12 @@ class _Leaf(NamedTuple):
   shape: tuple[int, ...]
   key: str | None = None
 
-  @property
-  def has_data(self) -> bool:
-    """Whether Orbax stores the leaf; it takes no arrays without elements."""
-    return 0 not in self.shape
-
   def __str__(self):
-    shape = ",".join(str(n) for n in self.shape)
-    return f"{self.dtype}[{shape}]" + (f" key {self.key}" if self.key else "")
+    return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+  def fits(self, other: "_Leaf | None") -> bool:
+    """Whether they are of one kind; a key's dtype tells its implementation."""
+    return other is not None and self[:3] == other[:3]
 
 
 class _DamagedError(Exception):
@@ -87,9 +87,7 @@ class Checkpoints:
 
   def rounds(self) -> list[int]:
     """The rounds that have a folder, damaged or not, in order."""
-    if not self.folder.is_dir():
-      return []
-    names = (p.name for p in self.folder.iterdir() if p.is_dir())
+    names = (p.name for p in self.folder.glob("*") if p.is_dir())
     return sorted(int(n) for n in names if re.fullmatch(r"\d{6,}", n))
 
   def path(self, round: int) -> pathlib.Path:
@@ -110,21 +108,17 @@ class Checkpoints:
     Raises:
       TypeError: a leaf is neither an array nor a number.
     """
-    specs, leaves = [], []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-      spec = _spec(path, leaf)
-      if spec.key is not None:
-        leaf = jax.random.key_data(leaf)
-      specs.append(spec)
-      leaves.append(leaf)
-    arrays = [np.asarray(a) for a in jax.device_get(leaves)]
+    flat, _ = jax.tree_util.tree_flatten_with_path(state)
+    specs = [_spec(path, leaf) for path, leaf in flat]
+    leaves = jax.device_get([_local(leaf) for _, leaf in flat])
+    arrays = list(map(np.asarray, leaves))
     self.folder.mkdir(parents=True, exist_ok=True)
-    self._sweep()
+    for path in self.folder.glob(f"*{_PART}"):  # of interrupted saves
+      shutil.rmtree(path, ignore_errors=True)
     final = self.path(round)
     part = final.with_name(final.name + _PART)
     part.mkdir()
-    stored = _stored(specs, arrays)
-    if stored:
+    if stored := _stored(specs, arrays):
       with _orbax() as orbax:
         orbax.save(part / "state", args=ocp.args.StandardSave(stored))
     manifest = {
@@ -139,24 +133,16 @@ class Checkpoints:
       "sha256": _digest(arrays),
       "files": _file_digests(part),
     }
-    text = json.dumps(manifest)
-    logs.write_bytes(
-      part / "manifest.json",
-      f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n".encode(),
-    )
+    logs.write_bytes(part / "manifest.json", _signed(json.dumps(manifest)))
     _sync(part)
     if final.exists():  # damaged, or the run would have resumed from it
-      final.rename(final.with_name(final.name + ".old" + _PART))
+      self._delete(round)
     part.rename(final)
     logs.sync_folder(self.folder)
-
     rounds = self.rounds()
     kept = [r for r in rounds if r <= round][-self.keep :]
     for old in set(rounds) - set(kept):
-      # Renamed first, so that no half-deleted folder has a plain name.
-      folder = self.path(old)
-      folder.rename(folder.with_name(folder.name + ".old" + _PART))
-    self._sweep()
+      self._delete(old)
 
   def latest(self, like: Any) -> tuple[int, Any, dict[str, Any]] | None:
     """The newest checkpoint that is not damaged.
@@ -178,13 +164,11 @@ class Checkpoints:
       OSError: a file cannot be read for another reason than damage, such as too
         many open files.
     """
-    damaged = []
-    if self.folder.is_dir():
-      damaged = [
-        f"{p.name} was never finished"
-        for p in sorted(self.folder.iterdir())
-        if p.name.endswith(_PART) and ".old" not in p.name
-      ]
+    damaged = [
+      f"{p.name} was never finished"
+      for p in sorted(self.folder.glob(f"*{_PART}"))
+      if ".old" not in p.name
+    ]
     found = None
     for round in reversed(self.rounds()):
       try:
@@ -201,22 +185,24 @@ class Checkpoints:
       )
     if found is None:
       return None
-    round, specs, arrays, extra = found
-    return round, self._unflatten(round, like, specs, arrays), extra
+    round, leaves, extra = found
+    return round, self._unflatten(round, like, leaves), extra
 
   def _read(
     self, round: int
-  ) -> tuple[list[_Leaf], list[np.ndarray], dict[str, Any]]:
+  ) -> tuple[list[tuple[_Leaf, np.ndarray]], dict[str, Any]]:
     """Reads and verifies a checkpoint; raises `_DamagedError` with a reason."""
     path = self.path(round)
     try:
-      digest, text, end = (
-        (path / "manifest.json").read_bytes().decode().split("\n")
-      )
+      content = (path / "manifest.json").read_bytes().decode()
+      # Before Orbax parses them: on damaged bytes a parser may do anything.
+      files = _file_digests(path)
     except (OSError, ValueError) as e:
-      _raise_unless_damage(e)
-      raise _DamagedError("its manifest cannot be read") from e
-    if end or hashlib.sha256(text.encode()).hexdigest() != digest:
+      if isinstance(e, OSError) and e.errno not in _DAMAGE:
+        raise
+      raise _DamagedError(f"it cannot be read: {e}") from e
+    text = content.partition("\n")[2].removesuffix("\n")
+    if content != _signed(text).decode():
       raise _DamagedError("its manifest is not what was written")
     # From here on the manifest can be trusted.
     manifest = json.loads(text)
@@ -227,22 +213,18 @@ class Checkpoints:
       )
     if manifest["round"] != round:
       raise _DamagedError(f"its manifest says round {manifest['round']}")
-    # Before Orbax parses them: on damaged bytes a parser may do anything.
-    try:
-      files = _file_digests(path)
-    except OSError as error:
-      _raise_unless_damage(error)
-      raise _DamagedError(f"it cannot be read ({error})") from error
     for file, digest in sorted(manifest["files"].items()):
       if files.get(file) != digest:
         raise _DamagedError(f"{file} is not what was written")
-    specs, arrays = [], []
-    for leaf in manifest["leaves"]:
-      name, dtype, shape, key = leaf["spec"]
-      specs.append(_Leaf(name, dtype, tuple(shape), key))
-      arrays.append(np.zeros(leaf["shape"], jnp.dtype(leaf["dtype"])))
-    stored = _stored(specs, arrays)
-    if stored:
+    specs = [
+      _Leaf(name, dtype, tuple(shape), key)
+      for name, dtype, shape, key in (e["spec"] for e in manifest["leaves"])
+    ]
+    arrays = [
+      np.zeros(entry["shape"], jnp.dtype(entry["dtype"]))
+      for entry in manifest["leaves"]
+    ]
+    if stored := _stored(specs, arrays):
       try:
         with _orbax() as orbax:
           stored = orbax.restore(
@@ -255,25 +237,26 @@ class Checkpoints:
           f" ({type(e).__name__}: {e}): free memory, or use the versions of"
           " Orbax and hetfl that wrote it"
         ) from e
-    arrays = [
-      stored.get(_name(i, s), a) for i, (s, a) in enumerate(zip(specs, arrays))
+    leaves = [
+      (spec, stored.get(_name(i, spec), array))
+      for i, (spec, array) in enumerate(zip(specs, arrays))
     ]
-    if _digest(arrays) != manifest["sha256"]:
+    if _digest([array for _, array in leaves]) != manifest["sha256"]:
       raise _DamagedError("its arrays are not what was written")
-    return specs, arrays, manifest["extra"]
+    return leaves, manifest["extra"]
 
   def _unflatten(
-    self, round: int, like: Any, specs: list[_Leaf], arrays: list[np.ndarray]
+    self, round: int, like: Any, leaves: list[tuple[_Leaf, np.ndarray]]
   ) -> Any:
     """Puts the arrays into the structure of `like`, with its leaves' types."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(like)
     here = {s.path: s for s in (_spec(path, leaf) for path, leaf in flat)}
-    there = {s.path: s for s in specs}
+    there = {spec.path: spec for spec, _ in leaves}
     unlike = [
-      f"{p or 'state'}: checkpoint has {there.get(p, 'none')},"
-      f" state has {here.get(p, 'none')}"
-      for p in [*here, *(p for p in there if p not in here)]
-      if not _fits(there.get(p), here.get(p))
+      f"{path or 'state'}: checkpoint has {there.get(path, 'none')},"
+      f" state has {here.get(path, 'none')}"
+      for path in here | there
+      if path not in here or not here[path].fits(there.get(path))
     ]
     if unlike:
       more = len(unlike) - 5
@@ -283,35 +266,44 @@ class Checkpoints:
         + (f"; and {more} more" if more > 0 else "")
         + ". Use another folder, or the model and flags it was made with."
       )
-    by_path = {s.path: (s, a) for s, a in zip(specs, arrays)}
-    leaves = []
-    for path, leaf in flat:
-      spec, array = by_path[_path(path)]
-      if isinstance(leaf, bool | int | float | complex):
-        leaf = type(leaf)(array[()])
-      elif isinstance(leaf, np.ndarray | np.generic):
-        leaf = array[()] if isinstance(leaf, np.generic) else array
-      else:
-        # A copy: the state may be donated, NumPy's memory must not be.
-        leaf = jnp.array(array, copy=True)
-        if spec.key is not None:
-          leaf = jax.random.wrap_key_data(leaf, impl=spec.key)
-      leaves.append(leaf)
-    return jax.tree_util.tree_unflatten(treedef, leaves)
+    by_path = {spec.path: (spec.key, array) for spec, array in leaves}
+    return jax.tree_util.tree_unflatten(
+      treedef,
+      [_like(leaf, *by_path[path]) for path, (_, leaf) in zip(here, flat)],
+    )
 
-  def _sweep(self) -> None:
-    """Deletes what an interrupted save or deletion left over."""
-    for path in self.folder.glob("*" + _PART + "*"):
-      shutil.rmtree(path, ignore_errors=True)
+  def _delete(self, round: int) -> None:
+    """Deletes a checkpoint; no half-deleted folder has a plain name."""
+    path = self.path(round)
+    old = path.with_name(f"{path.name}.old{_PART}")
+    path.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def _path(path: tuple[Any, ...]) -> str:
-  return jax.tree_util.keystr(path)
+def _like(leaf: Any, key: str | None, array: np.ndarray) -> Any:
+  """An array as a leaf of the same type as `leaf`."""
+  if isinstance(leaf, bool | int | float | complex):
+    return type(leaf)(array[()])
+  if isinstance(leaf, np.ndarray | np.generic):
+    return array[()] if isinstance(leaf, np.generic) else array
+  # A copy: the state may be donated, NumPy's memory must not be.
+  copy = jnp.array(array, copy=True)
+  return jax.random.wrap_key_data(copy, impl=key) if key else copy
+
+
+def _local(leaf: Any) -> Any:
+  """A leaf's data, of an array that all processes hold this one's copy."""
+  if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+    leaf = leaf.addressable_data(0)
+  is_key = jax.dtypes.issubdtype(
+    getattr(leaf, "dtype", float), jax.dtypes.prng_key
+  )
+  return jax.random.key_data(leaf) if is_key else leaf
 
 
 def _spec(path: tuple[Any, ...], leaf: Any) -> _Leaf:
-  """Describes a leaf, concrete or abstract."""
-  name = _path(path)
+  """Describes a leaf; of an abstract key without its implementation."""
+  name, key = jax.tree_util.keystr(path), None
   if not hasattr(leaf, "dtype"):
     if not isinstance(leaf, bool | int | float | complex):
       raise TypeError(
@@ -319,22 +311,11 @@ def _spec(path: tuple[Any, ...], leaf: Any) -> _Leaf:
         " checkpoint; use arrays, or a static field"
       )
     return _Leaf(name, type(leaf).__name__, ())
-  key = None
-  if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-    if isinstance(leaf, jax.Array):
-      key = str(jax.random.key_impl(leaf))
-    else:
-      key = "?"  # an abstract key knows its dtype only
+  if isinstance(leaf, jax.Array) and jnp.issubdtype(
+    leaf.dtype, jax.dtypes.prng_key
+  ):
+    key = str(jax.random.key_impl(leaf))
   return _Leaf(name, str(leaf.dtype), tuple(leaf.shape), key)
-
-
-def _fits(there: _Leaf | None, here: _Leaf | None) -> bool:
-  """Whether a stored leaf fits a leaf of the state."""
-  if there is None or here is None:
-    return False
-  if here.key == "?":
-    here = here._replace(key=there.key)
-  return there == here
 
 
 def _name(i: int, spec: _Leaf) -> str:
@@ -345,9 +326,11 @@ def _name(i: int, spec: _Leaf) -> str:
 def _stored(
   specs: list[_Leaf], arrays: list[np.ndarray]
 ) -> dict[str, np.ndarray]:
-  """The arrays that Orbax stores, by name."""
+  """The arrays that Orbax stores, by name: those that have elements."""
   return {
-    _name(i, s): a for i, (s, a) in enumerate(zip(specs, arrays)) if s.has_data
+    _name(i, spec): array
+    for i, (spec, array) in enumerate(zip(specs, arrays))
+    if array.size
   }
 
 
@@ -359,11 +342,9 @@ def _digest(arrays: list[np.ndarray]) -> str:
   return digest.hexdigest()
 
 
-def _raise_unless_damage(error: Exception) -> None:
-  """Raises errors of the machine, such as too many open files, again."""
-  damage = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
-  if isinstance(error, OSError) and error.errno not in damage:
-    raise error
+def _signed(text: str) -> bytes:
+  """A line of text below a line with its SHA-256."""
+  return f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n".encode()
 
 
 def _file_digests(folder: pathlib.Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ A run's folder holds `config.flags` (a flag file that repeats the run),
 is not finite is written as `null`.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import contextlib
 import json
 import math
@@ -71,32 +71,28 @@ def to_json(value: Any) -> Any:
     The same value, made of dict, list, str, bool, int, float and None.
 
   Raises:
-    TypeError, ValueError: the value has no such form.
+    TypeError: the value has no such form.
 
   >>> import numpy as np
   >>> to_json({'a': (1, float('nan')), 'b': np.float32(0.5)})
   {'a': [1, None], 'b': 0.5}
   """
-  if value is None or isinstance(value, str | bool | int):
-    return value
   if isinstance(value, Mapping):
     return {str(k): to_json(v) for k, v in value.items()}
-  if isinstance(value, list | tuple | set | frozenset):
-    if isinstance(value, set | frozenset):
-      value = sorted(value)
+  if isinstance(value, list | tuple):
     return [to_json(v) for v in value]
   if isinstance(value, os.PathLike):
     return os.fspath(value)
-  if isinstance(value, float):
-    return float(value) if math.isfinite(value) else None
-  if hasattr(value, "item"):
-    if value.size != 1:
-      raise ValueError(
-        f"an array of shape {value.shape} has no form in JSON; give a list,"
-        " array.tolist()"
-      )
-    return to_json(value.item())
-  raise TypeError(f"{value!r}: a {type(value).__name__} has no form in JSON")
+  if getattr(value, "size", 0) == 1:
+    value = value.item()
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  if value is None or isinstance(value, str | bool | int | float):
+    return value
+  raise TypeError(
+    f"{value!r}: a {type(value).__name__} has no form in JSON; of an array give"
+    " the list, array.tolist()"
+  )
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -167,44 +163,21 @@ def differences(
   ]
 
 
-def _lock(file) -> bool:
-  """Locks a file until it is closed; returns whether the lock was free."""
-  try:
-    if fcntl is not None:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    return False
-  except OSError:
-    pass  # A file system without locks.
-  return True
-
-
-def _is_shorter(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-  """Whether a run's rows are the first rows of a longer run."""
-  last, evaluated = there.get("rounds", 0), there.get("eval_every", 1)
-  return last < here.get("rounds", 0) and last % evaluated == 0
-
-
 def _why_no_longer(
-  there: Mapping[str, Any],
-  here: Mapping[str, Any],
-  lengthens: bool,
-  named: str,
+  there: Mapping[str, Any], here: Mapping[str, Any], lengthens: bool
 ) -> str:
-  """Why a run cannot be extended, if only its number of rounds differs."""
-  if differences(there, here, ignoring=["rounds"]):
-    return ""
-  last = there.get("rounds", 0)
-  if last > here.get("rounds", 0):
+  """Why a run cannot be extended to other `rounds`; empty if it can."""
+  last = there["rounds"]
+  if last > here["rounds"]:
     return f" It is a run of {last} rounds, which cannot be shortened."
-  if lengthens:
+  if not lengthens:
+    return (
+      " It cannot be extended: schedules over all rounds, such as learning-rate"
+      " decay, would differ."
+    )
+  if last % there["eval_every"]:
     return f" {last} is not a multiple of eval_every={there['eval_every']}."
-  # A command decides itself whether there are any.
-  hint = " (Without any give RunFolder lengthens=True.)"
-  return (
-    " It cannot be extended: schedules over all rounds, such as learning-rate"
-    f" decay, would differ.{'' if named.startswith('-') else hint}"
-  )
+  return ""
 
 
 class RunFolder:
@@ -276,26 +249,24 @@ class RunFolder:
           f" Use another {named}."
         ) from e
       missing = config.keys() - there.keys()
-      known = {n: d for n, d in (defaults or {}).items() if n in missing}
-      there |= to_json(known)
-      if lengthens and _is_shorter(there, config):
-        there["rounds"] = config["rounds"]
-      unlike = differences(there, config, ignoring=idle)
+      assumed = {n: d for n, d in (defaults or {}).items() if n in missing}
+      there |= to_json(assumed)
+      unlike, why = differences(there, config, ignoring=idle), ""
+      if unlike and not differences(there, config, {*idle, "rounds"}):
+        why = _why_no_longer(there, config, lengthens)
+        if not why:
+          unlike = []
+        elif not lengthens and not named.startswith("-"):
+          why += " (Without any give RunFolder lengthens=True.)"
       if unlike:
         raise ConfigMismatch(
-          f"{named}={workdir} holds another run: {'; '.join(unlike)}."
-          f"{_why_no_longer(there, config, lengthens, named)}"
+          f"{named}={workdir} holds another run: {'; '.join(unlike)}.{why}"
           f" Use another {named}, or the same values."
         )
-    elif self.path.exists() and not self.path.is_dir():
-      raise ConfigMismatch(f"{named}={workdir} is a file. Use another {named}.")
-    elif self.path.exists() and any(
-      # Hidden files are the system's, or were left by a killed process.
-      not p.name.startswith(".")
-      for p in self.path.iterdir()
-    ):
+    # Hidden files are the system's, or were left by a killed process.
+    elif self.path.is_file() or any(self.path.glob("[!.]*")):
       raise ConfigMismatch(
-        f"{named}={workdir} is not empty and not the folder of a run (it has no"
+        f"{named}={workdir} exists, but is not the folder of a run (it has no"
         f" config.json). Use another {named}."
       )
     self._config = {"format": _FORMAT, "config": config, "speed": speed}
@@ -324,11 +295,16 @@ class RunFolder:
       ConfigMismatch: another process is using the folder.
     """
     with open(self.path / ".lock", "wb") as file:
-      if not _lock(file):
+      try:
+        if fcntl is not None:
+          fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError as error:
         raise ConfigMismatch(
           f"{self._named}={self.path}: another process is using the folder."
           f" Wait for it, or use another {self._named}."
-        )
+        ) from error
+      except OSError:
+        pass  # A file system without locks.
       self._write_config()
       yield
 
@@ -406,74 +382,74 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   return rows
 
 
-class MetricsLog:
-  """Writes rows of metrics to `metrics.jsonl` and to TensorBoard.
+def write_rows(
+  path: str | os.PathLike[str],
+  rows: Iterable[Mapping[str, Any]],
+  *,
+  append: bool = False,
+) -> None:
+  """Writes rows as lines of JSON; they are on the disk when this returns.
+
+  Args:
+    path: the file.
+    rows: the rows.
+    append: whether to append them instead of replacing the file atomically.
+  """
+  lines = [json.dumps(to_json(row), allow_nan=False) + "\n" for row in rows]
+  content = "".join(lines).encode()
+  if not append:
+    write_bytes(path, content)
+    return
+  with open(path, "ab") as f:
+    f.write(content)
+    f.flush()
+    os.fsync(f.fileno())
+
+
+@contextlib.contextmanager
+def metrics_log(
+  folder: RunFolder, *, after: int = 0, tensorboard: bool = True
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+  """Opens `metrics.jsonl`, and TensorBoard's log, for a run that resumes.
+
+  Args:
+    folder: the run's folder.
+    after: the round of the checkpoint; later rows are dropped.
+    tensorboard: whether to write `tensorboard/` too.
+
+  Yields:
+    A function that appends a row, `round` and metrics by `'pool/name'`; it is
+    on the disk when the function returns.
 
   >>> import tempfile
   >>> folder = RunFolder(tempfile.mkdtemp(), {})
-  >>> with MetricsLog(folder, tensorboard=False) as log:
-  ...   log.write({'round': 1, 'loss': 0.5})
-  ...   log.write({'round': 2, 'loss': float('nan')})
+  >>> with metrics_log(folder, tensorboard=False) as write:
+  ...   write({'round': 1, 'loss': 0.5})
+  ...   write({'round': 2, 'loss': float('nan')})
   >>> print(folder.metrics.read_text())
   {"round": 1, "loss": 0.5}
   {"round": 2, "loss": null}
   """
+  rows = read_rows(folder.metrics)
+  write_rows(folder.metrics, [r for r in rows if r.get("round", 0) <= after])
+  if not tensorboard:
+    yield lambda row: write_rows(folder.metrics, [row], append=True)
+    return
+  import tensorboardX  # importing it takes seconds
 
-  def __init__(
-    self, folder: RunFolder, *, after: int = 0, tensorboard: bool = True
-  ):
-    """Opens the log, cut back to the round from which the run resumes.
+  def write(row):
+    write_rows(folder.metrics, [row], append=True)
+    for name, value in to_json(row).items():
+      # TensorBoard cannot draw floats that are not finite, None.
+      if name != "round" and isinstance(value, int | float):
+        board.add_scalar(name, value, row["round"])
+    board.flush()
 
-    Args:
-      folder: the run's folder.
-      after: the round of the checkpoint; later rows are dropped.
-      tensorboard: whether to write `tensorboard/` too.
-    """
-    kept = [r for r in read_rows(folder.metrics) if r.get("round", 0) <= after]
-    write_bytes(folder.metrics, b"".join(map(json_line, kept)))
-    self._file = open(folder.metrics, "ab")
-    self._board = None
-    if tensorboard:
-      import tensorboardX  # importing it takes seconds
-
-      self._board = tensorboardX.SummaryWriter(
-        str(folder.path / "tensorboard"),
-        purge_step=after + 1,  # Drops what a killed process wrote.
-      )
-
-  def write(self, row: Mapping[str, Any]) -> None:
-    """Appends a row; it is on the disk when this returns.
-
-    Args:
-      row: `round` and metrics, `'pool/name'` -> number.
-    """
-    self._file.write(json_line(row))
-    self._file.flush()
-    os.fsync(self._file.fileno())
-    if self._board is not None:
-      for name, value in to_json(row).items():
-        # None stands for a float that was not finite; TensorBoard cannot draw
-        # such values.
-        if name != "round" and isinstance(value, int | float):
-          self._board.add_scalar(name, value, row["round"])
-      self._board.flush()
-
-  def close(self) -> None:
-    """Closes the files."""
-    self._file.close()
-    if self._board is not None:
-      self._board.close()
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *_):
-    self.close()
-
-
-def json_line(row: Mapping[str, Any]) -> bytes:
-  """A row as a line of strict JSON."""
-  return (json.dumps(to_json(row), allow_nan=False) + "\n").encode()
+  with tensorboardX.SummaryWriter(
+    str(folder.path / "tensorboard"),
+    purge_step=after + 1,  # Drops what a killed process wrote.
+  ) as board:
+    yield write
 
 
 def bar(total: int, **options: Any) -> tqdm.tqdm:
@@ -503,7 +479,6 @@ class Progress:
   def __init__(self, rounds: int, done: int = 0):
     """Shows `rounds` rounds, of which `done` are done."""
     self._bar = bar(rounds, initial=done)
-    self._rounds = rounds
     self._shown: dict[str, float] = {}
 
   def update(
@@ -516,36 +491,31 @@ class Progress:
       rounds: how many were done since the last update.
     """
     self._bar.update(rounds)
-    if losses:
-      self._show(losses)
+    self._shown |= losses or {}
+    self._bar.set_postfix_str(_text(self._shown), refresh=False)
 
   def evaluated(self, row: Mapping[str, Any]) -> None:
-    """Shows a row of metrics; a log line has only its accuracies, if any.
+    """Logs a row of metrics, where there is no bar.
 
     Args:
-      row: metrics, with their `round` and `seconds`.
+      row: metrics, with their `round` and `seconds`; only its accuracies are
+        logged, if it has any.
     """
     numbers = {k: v for k, v in row.items() if k not in ("round", "seconds")}
-    self._show(numbers)
+    self._shown |= numbers
     if self._bar.disable:
+      accuracies = {k: v for k, v in numbers.items() if k.endswith("accuracy")}
       logging.info(
         "round %d of %d, %.1f s: %s",
         row["round"],
-        self._rounds,
+        self._bar.total,
         row["seconds"],
-        _text(
-          {k: v for k, v in numbers.items() if k.endswith("accuracy")}
-          or numbers
-        ),
+        _text(accuracies or numbers),
       )
 
   def close(self) -> None:
     """Closes the bar and leaves it as it is."""
     self._bar.close()
-
-  def _show(self, numbers: Mapping[str, float]) -> None:
-    self._shown |= numbers
-    self._bar.set_postfix_str(_text(self._shown), refresh=False)
 
 
 def _text(numbers: Mapping[str, float]) -> str:

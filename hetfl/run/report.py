@@ -8,8 +8,9 @@ import statistics
 from typing import Any
 
 import matplotlib
-from matplotlib import figure, ticker
+from matplotlib import colors, figure, ticker
 from matplotlib.backends import backend_agg
+import numpy as np
 
 from hetfl.run import logs
 
@@ -22,6 +23,15 @@ _MANY_COLORS = (
   *("#332288", "#CC6677", "#117733", "#DDCC77", "#88CCEE"),
   *("#882255", "#44AA99", "#999933", "#AA4499", "#777777"),
 )
+
+# The columns of a pool's accuracies; the second and third of language models.
+_ACCURACIES = {
+  "test_accuracy": "test %",
+  "test_accuracy_questions": "questions %",
+  "test_accuracy_answers": "answers %",
+  "heldout_accuracy": "held-out %",
+}
+_LEGEND: dict[str, Any] = dict(fontsize=8.5, frameon=False)
 
 
 def curves(
@@ -58,78 +68,46 @@ def curves(
     ValueError: no row has the metric.
   """
   seeds = {label: _of_seeds(rows) for label, rows in runs.items()}
-  pools = list(
-    dict.fromkeys(
-      name.removesuffix("/" + metric)
-      for of_seeds in seeds.values()
-      for rows in of_seeds
-      for row in rows
-      for name in row
-      if name.endswith("/" + metric)
-    )
-  )
-  if not pools:
+  every = [row for of in seeds.values() for rows in of for row in rows]
+  ends = "/" + metric
+  names = dict.fromkeys(n for row in every for n in row if n.endswith(ends))
+  if not names:
     raise ValueError(f"metric={metric!r}: no row of {list(runs)} has it")
-  columns = min(len(pools), 3)
-  lines = -(-len(pools) // columns)
+  columns = min(len(names), 3)
+  lines = -(-len(names) // columns)
   # Long names, as of folders, do not make the panels narrow.
-  names = max(map(len, runs)) + (len(dashed) if published else 0)
-  fig = _figure((4.8 + 0.06 * names) * columns, 0.2 + 3.8 * lines)
+  letters = max(map(len, runs)) + (len(dashed) if published else 0)
+  fig = _figure((4.8 + 0.06 * letters) * columns, 0.2 + 3.8 * lines)
   grid = fig.subplots(lines, columns, sharey=True, squeeze=False)
-  axes = list(grid.flat)
-  for ax in axes[len(pools) :]:
+  for ax in grid.flat[len(names) :]:
     ax.remove()
-  colors = {label: _COLORS[i % len(_COLORS)] for i, label in enumerate(runs)}
-  for pool, ax in zip(pools, axes):
+  of_label = {label: _COLORS[i % len(_COLORS)] for i, label in enumerate(runs)}
+  for name, ax in zip(names, grid.flat):
+    pool = name.removesuffix(ends)
     last = []
     for label, of_seeds in seeds.items():
-      x, y, deviation = _mean_line(of_seeds, f"{pool}/{metric}")
-      if not x:
+      x, y, deviation = _mean_line(of_seeds, name)
+      if not x.size:
         continue
       last.append(f"{label} {y[-1]:.1f}")
+      color = of_label[label]
       if len(of_seeds) > 1:
         last[-1] += f" ± {deviation[-1]:.1f}"
-        below, above = (
-          [m + f * d for m, d in zip(y, deviation)] for f in (-1, 1)
-        )
-        ax.fill_between(x, below, above, color=colors[label], alpha=0.2, lw=0)
-      ax.plot(
-        x,
-        y,
-        color=colors[label],
-        linewidth=1.8,
-        # A single point draws no line.
-        marker="o" if len(x) <= 12 else None,
-        markersize=3.5,
-      )
+        band = y - deviation, y + deviation
+        ax.fill_between(x, *band, color=color, alpha=0.2, lw=0)
+      # A single point draws no line.
+      marker = "o" if len(x) <= 12 else None
+      ax.plot(x, y, color=color, lw=1.8, marker=marker, markersize=3.5)
     for label, value in (published or {}).get(pool, {}).items():
-      ax.axhline(
-        100 * value,
-        color=colors.get(label, "0.35"),
-        linestyle="--",
-        linewidth=1.2,
-      )
+      color = of_label.get(label, "0.35")
+      ax.axhline(100 * value, color=color, linestyle="--", lw=1.2)
       last.append(f"{label}, {dashed} {100 * value:.1f}")
     ax.set_title((titles or {}).get(pool, f"{pool} model"), fontsize=11)
-    ax.set_xlabel(xlabel)
     ax.set_xlim(left=0)
-    _whole(ax)
-    _plain(ax)
-    ax.legend(
-      ax.lines,
-      last,
-      loc="upper left",
-      bbox_to_anchor=(1.01, 1),
-      borderaxespad=0,
-      handlelength=1.2,
-      fontsize=8.5,
-      frameon=False,
-    )
-  for ax in grid[:, 0]:
-    ax.set_ylabel(ylabel)
-  if title:
-    fig.suptitle(title, fontsize=12)
-  _save(fig, path)
+    _dress(ax, xlabel, ylabel if ax in grid[:, 0] else "")
+    beside = dict(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    ax.legend(ax.lines, last, handlelength=1.2, **beside, **_LEGEND)
+  _save(fig, path, title)
 
 
 def dependence(
@@ -154,21 +132,17 @@ def dependence(
     style: dict[str, Any] = dict(color=_COLORS[i % len(_COLORS)], label=label)
     for x, y in pairs:
       if x is None:
-        ax.axhline(100 * y, linestyle=":", linewidth=1.4, **style)
+        ax.axhline(100 * y, linestyle=":", lw=1.4, **style)
     line = sorted((x, 100 * y) for x, y in pairs if x is not None)
     if line:
-      ax.plot(*zip(*line), marker="o", markersize=4, linewidth=1.8, **style)
+      ax.plot(*zip(*line), marker="o", markersize=4, lw=1.8, **style)
+  _dress(ax, axis, "Test accuracy (%)")
   ax.set_xscale("log")
   ticks = sorted({x for of in points.values() for x, _ in of if x is not None})
   ax.set_xticks(ticks, [f"{x:,}" for x in ticks])
   ax.minorticks_off()
-  ax.set_xlabel(axis)
-  ax.set_ylabel("Test accuracy (%)")
-  _plain(ax)
-  ax.legend(fontsize=8.5, frameon=False)
-  if title:
-    ax.set_title(title, fontsize=11)
-  _save(fig, path)
+  ax.legend(**_LEGEND)
+  _save(fig, path, title)
 
 
 def _figure(width: float, height: float) -> figure.Figure:
@@ -178,22 +152,22 @@ def _figure(width: float, height: float) -> figure.Figure:
   return fig
 
 
-def _plain(ax) -> None:
-  """Draws a light grid behind the lines; removes the top and right frame."""
-  ax.grid(True, color="0.9", linewidth=0.8)
+def _dress(ax, xlabel: str, ylabel: str) -> None:
+  """Labels the axes, x in whole numbers, on a light grid without a frame."""
+  ax.set_xlabel(xlabel)
+  ax.set_ylabel(ylabel)
+  whole = ticker.MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True)
+  ax.xaxis.set_major_locator(whole)
+  ax.grid(True, color="0.9", lw=0.8)
   ax.set_axisbelow(True)
   ax.spines[["top", "right"]].set_visible(False)
 
 
-def _whole(ax) -> None:
-  """Puts the x axis's ticks at whole numbers."""
-  steps = [1, 2, 2.5, 5, 10]
-  ax.xaxis.set_major_locator(
-    ticker.MaxNLocator("auto", steps=steps, integer=True)
-  )
-
-
-def _save(fig: figure.Figure, path: str | os.PathLike[str]) -> None:
+def _save(
+  fig: figure.Figure, path: str | os.PathLike[str], title: str | None
+) -> None:
+  if title:
+    fig.suptitle(title, fontsize=12)
   content = io.BytesIO()
   # Without matplotlib's version, equal curves give equal files.
   fig.savefig(content, format="png", metadata={"Software": None})
@@ -233,29 +207,22 @@ def collaboration(
   margin = max(0.12 * last, 0.5)
   for i, (party, label) in enumerate(parties.items()):
     x, y, _ = _mean_line(seeds, f"{party}/test_accuracy")
-    if not x:
+    if not x.size:
       raise ValueError(
         f"metric='test_accuracy': no row has this metric for {party}"
       )
     color = _MANY_COLORS[i % len(_MANY_COLORS)]
-    style: dict[str, Any] = dict(color=color, linewidth=1.4)
+    style: dict[str, Any] = dict(color=color, lw=1.4)
     ax.plot(x, y, label=f"{label} ({y[-1]:.1f})", **style)
     ax.hlines(y[0], x[0] - margin, x[0], linestyle="--", **style)
     if party in bounds:
-      ax.hlines(
-        100 * bounds[party], last, last + margin, linestyle="-.", **style
-      )
+      bound = 100 * bounds[party]
+      ax.hlines(bound, last, last + margin, linestyle="-.", **style)
   ax.set_xlim(-margin, last + margin)
-  ax.set_xlabel(
-    "Round (dashed: transfer learning alone; dash-dotted: pooled data)"
-  )
-  ax.set_ylabel("Test accuracy (%)")
-  _whole(ax)
-  _plain(ax)
-  fig.legend(fontsize=8.5, frameon=False, loc="outside right center")
-  if title:
-    fig.suptitle(title, fontsize=12)
-  _save(fig, path)
+  xlabel = "Round (dashed: transfer learning alone; dash-dotted: pooled data)"
+  _dress(ax, xlabel, "Test accuracy (%)")
+  fig.legend(loc="outside right center", **_LEGEND)
+  _save(fig, path, title)
 
 
 def parties_table(parties: Rows | Sequence[Rows]) -> str:
@@ -321,32 +288,27 @@ def parallel_coordinates(
   scores = [None if i in halved else s for i, s in enumerate(scores)]
   scaled = [None if s is None else 100 * s for s in scores]
   columns = {**axes, label: scaled}
-  shares, ticks = [], []
-  for name, values in columns.items():
-    share, labels = _axis(values, log.get(name, False))
-    shares.append(share)
-    ticks.append(labels)
+  places, marks = zip(
+    *(_axis(values, log.get(name, False)) for name, values in columns.items())
+  )
   fig = _figure(1.5 + 1.25 * len(columns), 4.6)
   ax = fig.subplots()
-  colors = matplotlib.colormaps["viridis"]
+  viridis = matplotlib.colormaps["viridis"]
   apart = {}
   # The best are drawn last, on top of the others.
   ranks = [-math.inf if score is None else score for score in scores]
   for i in sorted(range(len(scores)), key=lambda i: ranks[i]):
-    known = scores[i] is not None
-    line = [p for p in (share[i] for share in shares) if p is not None]
-    (drawn,) = ax.plot(
-      range(len(line)),
-      line,
-      color=colors(line[-1]) if known else "0.6",
-      linestyle="-" if known else "--" if i in halved else ":",
-      linewidth=0.8 + 1.4 * (line[-1] if known else 0),
-      alpha=0.85,
-    )
-    if not known:
+    line = [of_each[i] for of_each in places if of_each[i] is not None]
+    style: dict[str, Any] = dict(color="0.6", linestyle=":", lw=0.8)
+    if scores[i] is not None:
+      style = dict(color=viridis(line[-1]), lw=0.8 + 1.4 * line[-1])
+    elif i in halved:
+      style["linestyle"] = "--"
+    (drawn,) = ax.plot(range(len(line)), line, alpha=0.85, **style)
+    if scores[i] is None:
       apart["halved: stopped early" if i in halved else "diverged"] = drawn
-  for x, labels in enumerate(ticks):
-    ax.axvline(x, color="0.3", linewidth=0.8)
+  for x, labels in enumerate(marks):
+    ax.axvline(x, color="0.3", lw=0.8)
     for y, text in labels:
       ax.text(x + 0.04, y, text, fontsize=7.5, va="center")
   ax.set_xticks(range(len(columns)), list(columns), rotation=20, ha="right")
@@ -355,17 +317,9 @@ def parallel_coordinates(
   ax.set_yticks([])
   ax.spines[:].set_visible(False)
   if apart:
-    fig.legend(
-      apart.values(),
-      apart,
-      loc="outside lower center",
-      ncols=2,
-      fontsize=8.5,
-      frameon=False,
-    )
-  if title:
-    fig.suptitle(title, fontsize=12)
-  _save(fig, path)
+    place: dict[str, Any] = dict(loc="outside lower center", ncols=2)
+    fig.legend(apart.values(), apart, **place, **_LEGEND)
+  _save(fig, path, title)
 
 
 def _axis(
@@ -376,19 +330,15 @@ def _axis(
   A logarithmic axis has 0, from which a search may start, at its lower end.
   """
   given = [v for v in values if v is not None]
-  log = log and any(v > 0 for v in given)
-  move = math.log if log else float
-  back = math.exp if log else float
-  known = [move(v) for v in given if v > 0 or not log] or [0.0]
-  low, high = min(known), max(known)
-  width = (high - low) or 1.0
-  places = [
-    None if v is None else 0.0 if log and v <= 0 else (move(v) - low) / width
-    for v in values
-  ]
-  marks = (0, 0.25, 0.5, 0.75, 1) if high > low else (0,)
+  positive = [v for v in given if v > 0]
+  log = log and bool(positive)
+  ends = (positive if log else given) or [0.0]
+  low, high = min(ends), max(ends)
+  scale = (colors.LogNorm if log else colors.Normalize)(low, high, clip=True)
+  places = [None if v is None else float(scale(v)) for v in values]
+  marks = (0, 0.25, 0.5, 0.75, 1) if low < high else (0,)
   for digits in range(3, 8):  # Enough that no two ticks read the same.
-    texts = [f"{back(low + m * width):.{digits}g}" for m in marks]
+    texts = [f"{scale.inverse(m):.{digits}g}" for m in marks]
     if len(set(texts)) == len(marks):
       break
   if log and min(given) <= 0:
@@ -427,36 +377,30 @@ def table(
     label: [result] if isinstance(result, Mapping) else result
     for label, result in results.items()
   }
-  pools = list(
-    dict.fromkeys(
-      pool for of in seeds.values() for r in of for pool in r.get("pools", {})
-    )
-  )
+  every = [r for of in seeds.values() for r in of]
+  pools = dict.fromkeys(pool for r in every for pool in r.get("pools", {}))
   columns = [["", "algorithm", *seeds]]
+
+  def of_pool(result, pool):
+    return result.get("pools", {}).get(pool, {}) if pool else result
+
+  def add(head, name, title, form, factor=1, pool=None):
+    cells = [
+      cell([of_pool(r, pool).get(name) for r in of], form, factor)
+      for of in seeds.values()
+    ]
+    columns.append([head, title, *cells])
+
   for pool in pools:
-    values = [
-      [r.get("pools", {}).get(pool, {}) for r in of] for of in seeds.values()
-    ]
-    heads = [
-      ("parameters", "parameters", "{:,d}"),
-      ("test_accuracy", "test %", "{:.2f}"),
-    ]
-    heads += [
-      (name, f"{name.removeprefix('test_accuracy_')} %", "{:.2f}")
-      for name in ("test_accuracy_questions", "test_accuracy_answers")
-      if any(name in v for of in values for v in of)
-    ]
-    heads.append(("heldout_accuracy", "held-out %", "{:.2f}"))
-    for i, (name, head, form) in enumerate(heads):
-      factor = 1 if name == "parameters" else 100
-      cells = [cell([v.get(name) for v in of], form, factor) for of in values]
-      columns.append([pool if i == 0 else "", head, *cells])
-  for name, form in (("rounds", "{:,d}"), ("seconds", "{:,.1f}")):
-    cells = [cell([r.get(name) for r in of], form) for of in seeds.values()]
-    columns.append(["", name, *cells])
-  return align(
-    columns if pools else [c[1:] for c in columns], 2 if pools else 1
-  )
+    add(pool, "parameters", "parameters", "{:,d}", pool=pool)
+    for name, title in _ACCURACIES.items():
+      always = title in ("test %", "held-out %")
+      if always or any(name in of_pool(r, pool) for r in every):
+        add("", name, title, "{:.2f}", 100, pool)
+  add("", "rounds", "rounds", "{:,d}")
+  add("", "seconds", "seconds", "{:,.1f}")
+  heads = 2 if pools else 1
+  return align([column[-heads - len(seeds) :] for column in columns], heads)
 
 
 def align(
@@ -494,15 +438,6 @@ def align(
   return "\n".join(lines)
 
 
-def _points(rows: Rows, name: str) -> list[tuple[int, float]]:
-  """Rounds and values in percent of a metric; NaN where it was not finite."""
-  return [
-    (row["round"], math.nan if row[name] is None else 100 * row[name])
-    for row in rows
-    if name in row
-  ]
-
-
 def _of_seeds(rows: Rows | Sequence[Rows]) -> Sequence[Rows]:
   """A list of rows per seed, of length one if the rows of one are given."""
   one = all(isinstance(row, Mapping) for row in rows)
@@ -511,15 +446,19 @@ def _of_seeds(rows: Rows | Sequence[Rows]) -> Sequence[Rows]:
 
 def _mean_line(
   seeds: Sequence[Rows], name: str
-) -> tuple[list[int], list[float], list[float]]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """A metric's rounds, means and deviations over seeds, in percent."""
-  lines = [dict(_points(rows, name)) for rows in seeds]
+  lines = [{r["round"]: r[name] for r in rows if name in r} for rows in seeds]
   rounds = [t for t in lines[0] if all(t in line for line in lines)]
-  values = [[line[t] for line in lines] for t in rounds]
-  means, deviations = (
-    zip(*map(mean_and_deviation, values)) if values else ((), ())
-  )
-  return rounds, list(means), list(deviations)
+  # A value that was not finite is None in the rows.
+  values = [
+    mean_and_deviation(
+      [math.nan if line[t] is None else 100 * line[t] for line in lines]
+    )
+    for t in rounds
+  ]
+  means, deviations = np.array(values).reshape(-1, 2).T
+  return np.array(rounds), means, deviations
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:

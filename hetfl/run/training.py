@@ -6,17 +6,19 @@ metrics since the last evaluation and the last evaluation itself, and a round's
 plan is a pure function of the round.
 """
 
+import collections
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent import futures
 import contextlib
-import dataclasses
 import importlib.metadata
 import json
 import math
+import os
 import pathlib
 import platform
 import signal
 import subprocess
+import threading
 import time
 from typing import Any
 
@@ -24,44 +26,31 @@ from absl import logging
 import jax
 import numpy as np
 
-from hetfl import checks, core, engine, planning
+import hetfl
+from hetfl import checks, core, engine
 from hetfl.run import checkpoint, logs
-from hetfl.run.signals import stop_signals
 
 # Metrics of this many dispatches are fetched at once, after as many more have
 # been dispatched, so that the device need not wait for Python.
 _BATCH = 10
 
 
-@dataclasses.dataclass
-class _Means:
-  """Sums of metrics since the last evaluation, added round after round."""
+class _Sums:
+  """Sums of metrics since the last evaluation.
 
-  totals: dict[str, float] = dataclasses.field(default_factory=dict)
-  counts: dict[str, float] = dataclasses.field(default_factory=dict)
+  Args:
+    totals: by metric, of a checkpoint.
+    counts: the same.
+    stop_on_nonfinite: see `run`.
+  """
 
-  def add(self, metrics: core.Metrics) -> None:
-    for name, (total, count) in metrics.items():
-      # In this order and in float64, however fetches were batched.
-      self.totals[name] = self.totals.get(name, 0.0) + float(total)
-      self.counts[name] = self.counts.get(name, 0.0) + float(count)
-
-  def take(self) -> dict[str, float]:
-    means = core.values(
-      {
-        name: core.Mean(t, self.counts[name])  # type: ignore[arg-type]
-        for name, t in self.totals.items()
-      }
-    )
-    self.totals, self.counts = {}, {}
-    return means
-
-
-class _Fetcher:
-  """Fetches metrics from the device in batches."""
-
-  def __init__(self, means: _Means, stop_on_nonfinite: bool):
-    self._means = means
+  def __init__(
+    self,
+    totals: dict[str, float],
+    counts: dict[str, float],
+    stop_on_nonfinite: bool,
+  ):
+    self.totals, self.counts = totals, counts
     self._stop = stop_on_nonfinite
     self._warned = False
     self._pending: list[tuple[range, core.Metrics]] = []
@@ -84,18 +73,27 @@ class _Fetcher:
 
   def fetch(self, number: int | None = None) -> dict[str, float] | None:
     """Fetches the oldest metrics, by default all; returns the last round's."""
-    number = len(self._pending) if number is None else number
-    batch, self._pending = self._pending[:number], self._pending[number:]
+    batch = self._pending[:number]
+    del self._pending[:number]
     values = None
-    for rounds, several in jax.device_get(batch):
+    for rounds, metrics in jax.device_get(batch):
       for i, round in enumerate(rounds):
-        metrics = several
-        if len(rounds) > 1:
-          metrics = jax.tree.map(lambda a, i=i: a[i], several)
-        values = core.values(metrics)
+        several = len(rounds) > 1
+        one = jax.tree.map(lambda a, i=i: a[i], metrics) if several else metrics
+        values = core.values(one)
         self._check(round, values)
-        self._means.add(metrics)
+        for name, (total, count) in one.items():
+          # In this order and in float64, however fetches were batched.
+          self.totals[name] = self.totals.get(name, 0.0) + float(total)
+          self.counts[name] = self.counts.get(name, 0.0) + float(count)
     return values
+
+  def take(self) -> dict[str, float]:
+    """The means of all rounds since the last call."""
+    self.fetch()
+    sums = {n: (total, self.counts[n]) for n, total in self.totals.items()}
+    self.totals, self.counts = {}, {}
+    return {n: total / count for n, (total, count) in sums.items() if count}
 
   def _check(self, round: int, values: Mapping[str, float]) -> None:
     bad = [
@@ -103,18 +101,16 @@ class _Fetcher:
       for name, value in values.items()
       if name.endswith("loss") and not math.isfinite(value)
     ]
-    if not bad:
-      return
     message = (
       f"round {round}: {', '.join(bad)}: training has diverged, or a label is"
       " out of the model's range of classes, or the plan is for a larger bank"
     )
-    if self._stop:
+    if bad and self._stop:
       raise FloatingPointError(
         f"{message} (stop_on_nonfinite); lower the learning rate, or look"
         " at the last checkpoint"
       )
-    if not self._warned:
+    if bad and not self._warned:
       logging.warning(
         "%s. Continuing; further non-finite losses are not reported.", message
       )
@@ -196,12 +192,8 @@ def run(
       later round than `rounds`.
   """
   checks.counts(
-    rounds=rounds,
-    eval_every=eval_every,
-    checkpoint_every=checkpoint_every,
-    rounds_per_dispatch=rounds_per_dispatch,
+    rounds=rounds, eval_every=eval_every, checkpoint_every=checkpoint_every
   )
-  checks.kind("folder", folder, logs.RunFolder, "RunFolder(path, config)")
   if rounds_per_dispatch > 1 and scanned_step is None:
     raise ValueError(
       f"rounds_per_dispatch={rounds_per_dispatch}: give scanned_step too"
@@ -220,15 +212,23 @@ def run(
   commit = git_commit()  # Of the running code, not of a later checkout.
   checkpoints = checkpoint.Checkpoints(folder.checkpoints, keep)
   with contextlib.ExitStack() as stack:
-    signals = stack.enter_context(stop_signals())
+    caught = stack.enter_context(stop_signals())
     stack.enter_context(folder.at_work())
-    done, state, extra = _begin(algorithm, key, checkpoints, rounds, folder)
-    before = extra.get("seconds", 0.0)
+    done, state, extra = _latest(algorithm, key, checkpoints)
+    if done > rounds:
+      raise ValueError(
+        f"rounds={rounds}: {folder.path} already has a checkpoint of round"
+        f" {done}; use another folder or a larger value of rounds"
+      )
+    if done:
+      logging.info("%s: resuming after round %d.", folder.path, done)
     evaluation = extra.get("evaluation", {})
-    means = _Means(extra.get("totals", {}), extra.get("counts", {}))
-    fetcher = _Fetcher(means, stop_on_nonfinite)
-    metrics_log = stack.enter_context(
-      logs.MetricsLog(folder, after=done, tensorboard=tensorboard)
+    started -= extra.get("seconds", 0.0)
+    sums = _Sums(
+      extra.get("totals", {}), extra.get("counts", {}), stop_on_nonfinite
+    )
+    write = stack.enter_context(
+      logs.metrics_log(folder, after=done, tensorboard=tensorboard)
     )
     progress = stack.enter_context(
       contextlib.closing(logs.Progress(rounds, done))
@@ -237,24 +237,14 @@ def run(
       done + 1, rounds, (eval_every, checkpoint_every), rounds_per_dispatch
     )
     plans = stack.enter_context(contextlib.closing(_ahead(plan_fn, dispatches)))
-
-    def seconds() -> float:
-      return before + time.monotonic() - started
+    seconds = lambda: time.monotonic() - started
 
     def save() -> None:
-      fetcher.fetch()
-      if jax.process_index():
-        return  # The first process's checkpoint serves all.
-      checkpoints.save(
-        done,
-        _local(state),
-        {
-          "seconds": seconds(),
-          "evaluation": evaluation,
-          "totals": means.totals,
-          "counts": means.counts,
-        },
-      )
+      sums.fetch()
+      if jax.process_index() == 0:  # Its checkpoint serves all processes.
+        extra = {"totals": sums.totals, "counts": sums.counts}
+        extra |= {"seconds": seconds(), "evaluation": evaluation}
+        checkpoints.save(done, state, extra)
 
     saved, stop = done, False
     while done < rounds and not stop:
@@ -265,42 +255,47 @@ def run(
       state, metrics = step(state, plan, data)
       state = core.strong(state)
       done = dispatch[-1]
-      last = fetcher.add(dispatch, metrics)
+      last = sums.add(dispatch, metrics)
       if done % eval_every == 0 or done == rounds:
         given = evaluate(state)
         hint = "an Evaluator's list has one for each model"
         checks.kind("what evaluate returns", given, dict, hint)
         evaluation = {n: float(v) for n, v in given.items()}
-        last = fetcher.fetch()
-        row = _row(done, evaluation, means.take(), seconds())
-        metrics_log.write(row)
+        last = sums.fetch()
+        row = _row(done, evaluation, sums.take(), seconds())
+        write(row)
         progress.evaluated(row)
       progress.update(last, len(dispatch))
       if done % checkpoint_every == 0 or done == rounds:
         save()
         saved = done
       if jax.process_count() == 1:
-        stop = bool(signals)
+        stop = bool(caught)
       elif saved == done or done % eval_every == 0:
-        stop = bool(engine.from_first(bool(signals)))
+        stop = bool(engine.from_first(bool(caught)))
     if stop and saved != done:
       save()
 
     if done == rounds:
-      folder.write_result(
-        {
-          **summarize(state, evaluation),
-          "rounds": rounds,
-          "seconds": seconds(),
-          "versions": versions(),
-          "git_commit": commit,
-        }
-      )
+      result = {"rounds": rounds, "seconds": seconds()}
+      result |= {"versions": versions(), "git_commit": commit}
+      folder.write_result({**summarize(state, evaluation), **result})
   if jax.process_count() == 1:
-    stop = bool(signals)  # A signal may have come after the last round.
+    stop = bool(caught)  # A signal may have come after the last round.
   if stop:
     # Another process may have received the signal.
-    _exit(signals[0] if signals else signal.SIGTERM, folder, done, rounds)
+    number = caught[0] if caught else signal.SIGTERM
+    logging.warning(
+      "%s: %s after round %d of %d. %s.",
+      folder.path,
+      signal.Signals(number).name,
+      done,
+      rounds,
+      "Finished"
+      if done == rounds
+      else "Checkpoint saved; run the same command to resume",
+    )
+    raise SystemExit(128 + number)
   return _shared(folder)
 
 
@@ -322,16 +317,14 @@ def final_state(
       gone.
   """
   rounds = _shared(folder)["rounds"]
-  found = _latest(
-    checkpoint.Checkpoints(folder.checkpoints),
-    core.strong(engine.jit(algorithm.init, once=True)(key)),
-  )
-  if found is None or found[0] != rounds:
+  checkpoints = checkpoint.Checkpoints(folder.checkpoints)
+  done, state, _ = _latest(algorithm, key, checkpoints)
+  if done != rounds:
     raise ValueError(
       f"{folder.path}: the run is finished, but its last checkpoint is missing;"
       " delete the folder and run the same command again"
     )
-  return found[1]
+  return state
 
 
 def scanned(step: Callable) -> Callable:
@@ -369,17 +362,15 @@ def versions(*more: str) -> dict[str, str]:
   Returns:
     Version by package; the device's `platform` and `device_kind`.
   """
+  device = jax.devices()[0]
   found = {"python": platform.python_version()}
   for name in ("hetfl", "jax", "jaxlib", "flax", "optax", "numpy", *more):
     try:
       found[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
       found[name] = "not installed"
-  device = jax.devices()[0]
-  return found | {
-    "platform": device.platform,
-    "device_kind": device.device_kind,
-  }
+  found |= {"platform": device.platform, "device_kind": device.device_kind}
+  return found
 
 
 def git_commit() -> str | None:
@@ -404,42 +395,6 @@ def git_commit() -> str | None:
     return None
 
 
-def _begin(
-  algorithm: core.Algorithm,
-  key: Any,
-  checkpoints: checkpoint.Checkpoints,
-  rounds: int,
-  folder: logs.RunFolder,
-) -> tuple[int, Any, dict[str, Any]]:
-  """Rounds done, state and extra: of the newest checkpoint, or initial ones."""
-  state = core.strong(engine.jit(algorithm.init, once=True)(key))
-  found = _latest(checkpoints, state)
-  if found is None:
-    return 0, state, {}
-  if found[0] > rounds:
-    raise ValueError(
-      f"rounds={rounds}: {folder.path} already has a checkpoint of round"
-      f" {found[0]}; use another folder or a larger value of rounds"
-    )
-  logging.info("%s: resuming after round %d.", folder.path, found[0])
-  return found
-
-
-def _exit(number: int, folder: logs.RunFolder, done: int, rounds: int) -> None:
-  """Ends the process after a signal, saying how far the run is."""
-  logging.warning(
-    "%s: %s after round %d of %d. %s.",
-    folder.path,
-    signal.Signals(number).name,
-    done,
-    rounds,
-    "Finished"
-    if done == rounds
-    else "Checkpoint saved; run the same command to resume",
-  )
-  raise SystemExit(128 + number)
-
-
 def _row(
   round: int,
   evaluation: Mapping[str, float],
@@ -457,34 +412,24 @@ def _row(
 
 
 def _latest(
-  checkpoints: checkpoint.Checkpoints, state: Any
-) -> tuple[int, Any, dict[str, Any]] | None:
-  """The first process's newest checkpoint, in all processes."""
-  found = checkpoints.latest(like=state)
-  if jax.process_count() == 1:
-    return found
-  if not engine.from_first(found is not None):
-    return None
-  done, state, extra = found or (0, state, {})
+  algorithm: core.Algorithm, key: Any, checkpoints: checkpoint.Checkpoints
+) -> tuple[int, Any, dict[str, Any]]:
+  """The first process's newest checkpoint, else initial state, in all."""
+  state = core.strong(engine.jit(algorithm.init, once=True)(key))
+  done, state, extra = checkpoints.latest(like=state) or (0, state, {})
+  if jax.process_count() == 1 or not engine.from_first(done):
+    return done, state, extra
   extra = json.loads(engine.bytes_from_first(json.dumps(extra).encode()))
   is_key = lambda a: jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)
-  leaves, tree = jax.tree.flatten(state)
-  done, arrays = engine.from_first(
-    (
-      done,
-      [np.asarray(jax.random.key_data(a) if is_key(a) else a) for a in leaves],
-    )
-  )
-  state = jax.tree.unflatten(
-    tree,
-    [
-      jax.random.wrap_key_data(b, impl=jax.random.key_impl(a))
-      if is_key(a)
-      else jax.numpy.asarray(b)
-      for a, b in zip(leaves, arrays)
-    ],
-  )
-  return int(done), state, extra
+  data = lambda a: np.asarray(jax.random.key_data(a) if is_key(a) else a)
+  done, arrays = engine.from_first((done, jax.tree.map(data, state)))
+
+  def like(a, b):
+    if is_key(a):
+      return jax.random.wrap_key_data(b, impl=jax.random.key_impl(a))
+    return jax.numpy.asarray(b)
+
+  return int(done), jax.tree.map(like, state, arrays), extra
 
 
 def _shared(folder: logs.RunFolder) -> dict[str, Any]:
@@ -503,16 +448,6 @@ def _shared(folder: logs.RunFolder) -> dict[str, Any]:
   result = folder.result()
   assert result is not None  # The first process has a result, so all do.
   return result
-
-
-def _local(state: Any) -> Any:
-  """Replaces arrays that all processes hold with this process's copies."""
-
-  def local(leaf):
-    there = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    return leaf.addressable_data(0) if there else leaf
-
-  return jax.tree.map(local, state)
 
 
 def _dispatches(
@@ -541,19 +476,81 @@ def _ahead(
 
   def plan(rounds):
     plans = [plan_fn(round) for round in rounds]
-    return rounds, (
-      plans[0] if len(plans) == 1 else planning.stack_plans(plans)
-    )
+    several = len(plans) > 1
+    return rounds, hetfl.stack_plans(plans) if several else plans[0]
 
   executor = futures.ThreadPoolExecutor(1, thread_name_prefix="plan")
+  waiting: collections.deque[futures.Future] = collections.deque()
   try:
-    future = None
     for rounds in dispatches:
-      ahead = executor.submit(plan, rounds)
-      if future is not None:
-        yield future.result()
-      future = ahead
-    if future is not None:
-      yield future.result()
+      waiting.append(executor.submit(plan, rounds))
+      if len(waiting) > 1:
+        yield waiting.popleft().result()
+    while waiting:
+      yield waiting.popleft().result()
   finally:
     executor.shutdown(wait=False, cancel_futures=True)
+
+
+def num_bytes(tree: Any) -> int:
+  """The bytes of a pytree's arrays, such as of the variables that are sent.
+
+  >>> num_bytes({'w': np.zeros((3, 2), np.float32), 'mean': np.zeros(2, 'f2')})
+  28
+  """
+  return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+  """Collects stop signals in a list; a second one acts at once."""
+  caught: list[int] = []
+  since = 0.0
+  when = "this round"
+  if jax.process_count() > 1:
+    when = "the next evaluation or checkpoint"
+
+  def handler(number):
+    nonlocal since
+    if caught:
+      # Sent to a group of processes, and handed on by one of them.
+      if number == caught[0] and time.monotonic() - since < 1:
+        return
+      if number == signal.SIGINT:
+        raise KeyboardInterrupt
+      raise SystemExit(128 + number)
+    caught.append(number)
+    since = time.monotonic()
+    name = signal.Signals(number).name
+    # Not by `logging`: the signal may have interrupted a call of it.
+    message = f"{name}: stopping after {when}; send it again to stop at once\n"
+    os.write(2, message.encode())
+
+  with on_signals(handler):
+    yield caught
+
+
+@contextlib.contextmanager
+def on_signals(handler: Callable[[int], None]) -> Iterator[None]:
+  """Makes stop signals call a handler; does nothing outside the main thread.
+
+  Stop signals are SIGINT, SIGTERM, and SIGUSR1, which batch systems send when a
+  job's time is nearly over.
+
+  Args:
+    handler: called with the signal's number.
+
+  Yields:
+    Nothing; the previous handlers are restored afterwards.
+  """
+  before = {}
+  if threading.current_thread() is threading.main_thread():
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+      if number := getattr(signal, name, None):  # Windows has no SIGUSR1.
+        before[number] = signal.signal(number, lambda n, _: handler(n))
+  try:
+    yield
+  finally:
+    for number, old in before.items():
+      # A handler not set from Python reads as None and cannot be restored.
+      signal.signal(number, old or signal.SIG_DFL)

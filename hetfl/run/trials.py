@@ -7,10 +7,13 @@ on CPUs, they are separate runs that keep the threads of one engine busy
 last finite state.
 """
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
+import functools
+import math
 import threading
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,63 @@ from hetfl.engine import jit
 
 PyTree = Any
 Values = dict[str, float]
+
+
+class Dimension(NamedTuple):
+  """One hyper-parameter and its range.
+
+  Attributes:
+    low: the least value.
+    high: the greatest value.
+    log: whether equal ratios, not equal differences, are equally likely.
+
+  >>> Dimension.parse('log:1e-4:0.1')
+  Dimension(low=0.0001, high=0.1, log=True)
+  """
+
+  low: float
+  high: float
+  log: bool = False
+
+  @classmethod
+  def parse(cls, text: str) -> "Dimension":
+    """Reads `log:LOW:HIGH` or `linear:LOW:HIGH`; other text is an error."""
+    scale, *ends = text.split(":")
+    try:
+      low, high = map(float, ends)
+      fine = low < high < math.inf and (low > 0 or scale == "linear")
+    except ValueError:
+      fine = False
+    if not fine or scale not in ("log", "linear"):
+      raise ValueError(
+        f"{text!r}: give log:LOW:HIGH or linear:LOW:HIGH, LOW below HIGH, and"
+        " above 0 on a log scale"
+      )
+    return cls(low, high, scale == "log")
+
+  def at(self, share: float) -> float:
+    """The value at a share of the range, 0 to 1, rounded to six digits.
+
+    The rounding lets a flag file say exactly what was tried.
+
+    >>> Dimension(0.01, 100., log=True).at(0.5)
+    1.0
+    """
+    span = self.high / self.low if self.log else self.high - self.low
+    return self.rounded(
+      self.low * span**share if self.log else self.low + span * share
+    )
+
+  def rounded(self, value: float) -> float:
+    """A value to six digits, but not beyond the ends of the range.
+
+    >>> Dimension(0.1, 0.12345678).rounded(0.12345677)
+    0.12345678
+    """
+    return min(max(float(f"{value:.6g}"), self.low), self.high)
+
+
+Space = Mapping[str, Dimension]
 
 
 class Problem(NamedTuple):
@@ -62,26 +122,27 @@ def all_finite(tree: PyTree) -> jax.Array:
   >>> bool(all_finite({'w': jnp.ones(2), 'b': jnp.array(jnp.nan)}))
   False
   """
-  return jnp.all(
-    jnp.array(
-      [
-        jnp.all(jnp.isfinite(leaf))
-        for leaf in jax.tree.leaves(tree)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-      ]
-    )
+  floats = (
+    leaf
+    for leaf in jax.tree.leaves(tree)
+    if jnp.issubdtype(leaf.dtype, jnp.floating)
   )
+  return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
 
 
-class Runner(Protocol):
+class Runner(abc.ABC):
   """Trains the trials of a block; the runner defines the pytree `states`.
 
-  Attributes:
+  Args:
+    problem: the experiment.
     seeds: each trial is trained with each of them.
   """
 
-  seeds: tuple[int, ...]
+  def __init__(self, problem: Problem, seeds: Sequence[int] = (0,)):
+    self.seeds = tuple(seeds)
+    self._problem = problem
 
+  @abc.abstractmethod
   def start(self, values: Sequence[Values]) -> PyTree:
     """States before the first round.
 
@@ -92,6 +153,7 @@ class Runner(Protocol):
       The states.
     """
 
+  @abc.abstractmethod
   def advance(
     self,
     states: PyTree,
@@ -114,6 +176,18 @@ class Runner(Protocol):
       The states, and `int[N]`: the round up to which each trial was finite.
     """
 
+  @abc.abstractmethod
+  def take(self, states: PyTree, trials: Sequence[int]) -> PyTree:
+    """The states of some of the trials.
+
+    Args:
+      states: the states of N trials.
+      trials: the indices of the trials to take, in their new order.
+
+    Returns:
+      The states.
+    """
+
   def evaluate(
     self, states: PyTree, which: str = "heldout"
   ) -> list[dict[str, float]]:
@@ -126,20 +200,18 @@ class Runner(Protocol):
     Returns:
       For each trial, accuracies by name, in [0, 1].
     """
+    trials = [list(map(core.values, t)) for t in self._sums(states, which)]
+    return [
+      {name: float(np.mean([of[name] for of in trial])) for name in trial[0]}
+      for trial in trials
+    ]
 
-  def take(self, states: PyTree, trials: Sequence[int]) -> PyTree:
-    """The states of some of the trials.
-
-    Args:
-      states: the states of N trials.
-      trials: the indices of the trials to take, in their new order.
-
-    Returns:
-      The states.
-    """
+  @abc.abstractmethod
+  def _sums(self, states: PyTree, which: str) -> list[list[core.Metrics]]:
+    """What `problem.evaluate` returns for each trial and seed."""
 
 
-class SideBySide:
+class SideBySide(Runner):
   """Runs several trials at once, each as a run of its own, on one CPU engine.
 
   A trial's bits do not depend on the trials beside it. While one trial waits
@@ -155,95 +227,62 @@ class SideBySide:
   def __init__(
     self, problem: Problem, seeds: Sequence[int] = (0,), *, at_once: int = 4
   ):
-    self.seeds = tuple(seeds)
-    self._problem = problem
+    super().__init__(problem, seeds)
     self._at_once = at_once
     self._init = jit(
       lambda v, seed: core.strong(problem.init(v, seed)), once=True
     )
     self._finite = jax.jit(all_finite)
-    self._plans: dict[tuple[int, int], PyTree] = {}
-    self._lock = threading.Lock()
 
-  def start(self, values: Sequence[Values]) -> PyTree:
-    """States before the first round; see `Runner`."""
+  def start(self, values):
+    """See `Runner`."""
+    scalars = [{name: np.float32(x) for name, x in v.items()} for v in values]
     return tuple(
       tuple(self._init(v, np.uint32(seed)) for seed in self.seeds)
-      for v in map(_scalars, values)
+      for v in scalars
     )
 
-  def advance(
-    self,
-    states: PyTree,
-    alive: np.ndarray,
-    first: int,
-    last: int,
-    tick: Callable[[float], None] = lambda trials: None,
-  ) -> tuple[PyTree, np.ndarray]:
-    """Runs rounds; see `Runner`."""
-    share = 1 / len(self.seeds)
-    stop = threading.Event()
-    self._plans = {}  # Drops the plans of earlier rounds.
+  def advance(self, states, alive, first, last, tick=lambda trials: None):
+    """See `Runner`."""
+    number = len(self.seeds)
+    plan = functools.cache(self._problem.plan)  # The same for all trials.
+    lock, stop = threading.Lock(), threading.Event()
 
-    def run(state, seed):
-      for round in range(first, last + 1):
+    def run(state, seed, going):
+      for round in range(first, last + 1) if going else ():
         if stop.is_set():
           break
-        plan = self._plan(seed, round)
-        new, _ = self._problem.step(state, plan, self._problem.data)
+        with lock:
+          now = plan(seed, round)
+        new, _ = self._problem.step(state, now, self._problem.data)
         if not self._finite(new):
           return state, round - 1
         state = new
-        tick(share)
+        tick(1 / number)
       return state, last
 
+    runs = zip(
+      (state for trial in states for state in trial),
+      self.seeds * len(states),
+      np.repeat(alive, number),
+    )
     with futures.ThreadPoolExecutor(self._at_once, "trial") as pool:
       try:
-        running = [
-          [
-            pool.submit(run, state, seed) if a else None
-            for state, seed in zip(trial, self.seeds)
-          ]
-          for trial, a in zip(states, alive)
-        ]
-        results = [
-          [
-            future.result() if future else (state, last)
-            for future, state in zip(*pair)
-          ]
-          for pair in zip(running, states)
-        ]
-      except BaseException:
+        states, ended = zip(*pool.map(run, *zip(*runs)))
+      finally:
         stop.set()
-        pool.shutdown(cancel_futures=True)
-        raise
     return (
-      tuple(tuple(state for state, _ in trial) for trial in results),
-      np.array([min(ended for _, ended in trial) for trial in results]),
+      tuple(states[i : i + number] for i in range(0, len(states), number)),
+      np.min(np.reshape(ended, (-1, number)), axis=1),
     )
 
-  def evaluate(
-    self, states: PyTree, which: str = "heldout"
-  ) -> list[dict[str, float]]:
-    """Each trial's accuracies on a set; see `Runner`."""
-    data = self._problem.eval_data[which]
-    return [
-      _seed_mean(
-        [core.values(self._problem.evaluate(state, data)) for state in trial]
-      )
-      for trial in states
-    ]
-
-  def take(self, states: PyTree, trials: Sequence[int]) -> PyTree:
-    """The states of some of the trials; see `Runner`."""
+  def take(self, states, trials):
+    """See `Runner`."""
     return tuple(states[i] for i in trials)
 
-  def _plan(self, seed, round):
-    with self._lock:
-      key = (seed, round)
-      if key not in self._plans:
-        self._plans[key] = self._problem.plan(seed, round)
-      return self._plans[key]
+  def _sums(self, states, which):
+    data = self._problem.eval_data[which]
+    return [[self._problem.evaluate(s, data) for s in of] for of in states]
 
 
 def of_each(fn: Callable[[PyTree], PyTree], trials: PyTree) -> PyTree:
@@ -267,7 +306,7 @@ def of_each(fn: Callable[[PyTree], PyTree], trials: PyTree) -> PyTree:
   return jax.vmap(fn)(trials)
 
 
-class Vmapped:
+class Vmapped(Runner):
   """Runs all trials of a block as one program, split over the devices.
 
   On TPUs a device takes its trials one after another; see `of_each`.
@@ -285,12 +324,14 @@ class Vmapped:
     *,
     devices: Sequence[jax.Device] | None = None,
   ):
-    self.seeds = tuple(seeds)
-    self._problem = problem
+    super().__init__(problem, seeds)
     devices = jax.local_devices()[:1] if devices is None else devices
     self._devices = len(devices)
     mesh = jax.sharding.Mesh(np.array(devices), ("trials",))
-    split, same = (jax.sharding.PartitionSpec(*a) for a in (("trials",), ()))
+    split, same = (
+      jax.sharding.PartitionSpec("trials"),
+      jax.sharding.PartitionSpec(),
+    )
     self._split = jax.sharding.NamedSharding(mesh, split)
     self._init = jit(
       jax.vmap(lambda v, seed: core.strong(problem.init(v, seed)), (0, None)),
@@ -312,34 +353,22 @@ class Vmapped:
     evaluate = lambda states, data: jax.lax.map(
       lambda state: problem.evaluate(state, data), states
     )
-    split_step, split_evaluate = (
-      jax.shard_map(
-        fn, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False
-      )
-      for fn, specs in (
-        (step, (split, split, same, same)),
-        (evaluate, (split, same)),
-      )
+    shard = functools.partial(
+      jax.shard_map, mesh=mesh, out_specs=split, check_vma=False
     )
-    self._step = jit(split_step, (0, 1))
-    self._evaluate = jit(split_evaluate)
+    specs = (split, split, same, same)
+    self._step = jit(shard(step, in_specs=specs), (0, 1))
+    self._evaluate = jit(shard(evaluate, in_specs=(split, same)))
 
-  def start(self, values: Sequence[Values]) -> PyTree:
-    """States before the first round; see `Runner`."""
+  def start(self, values):
+    """See `Runner`."""
     stacked = {
       name: jnp.asarray([v[name] for v in values]) for name in values[0]
     }
     return tuple(self._init(stacked, np.uint32(seed)) for seed in self.seeds)
 
-  def advance(
-    self,
-    states: PyTree,
-    alive: np.ndarray,
-    first: int,
-    last: int,
-    tick: Callable[[float], None] = lambda trials: None,
-  ) -> tuple[PyTree, np.ndarray]:
-    """Runs rounds; see `Runner`."""
+  def advance(self, states, alive, first, last, tick=lambda trials: None):
+    """See `Runner`."""
     share = int(np.sum(alive)) / len(self.seeds)
     states, number = self._padded(states)
     ended = np.where(alive, last, first - 1)
@@ -356,22 +385,19 @@ class Vmapped:
       ended = np.where(alive, np.minimum(ended, done[:number]), last)
     return tuple(results), ended
 
-  def evaluate(
-    self, states: PyTree, which: str = "heldout"
-  ) -> list[dict[str, float]]:
-    """Each trial's accuracies on a set; see `Runner`."""
+  def take(self, states, trials):
+    """See `Runner`."""
+    index = np.asarray(trials)
+    return jax.tree.map(lambda a: a[index], states)
+
+  def _sums(self, states, which):
     states, number = self._padded(states)
     data = self._eval_data[which]
     sums = jax.device_get([self._evaluate(state, data) for state in states])
-    part = lambda i, tree: jax.tree.map(lambda a: a[i], tree)
     return [
-      _seed_mean([core.values(part(i, s)) for s in sums]) for i in range(number)
+      [jax.tree.map(lambda a, i=i: a[i], of_seed) for of_seed in sums]
+      for i in range(number)
     ]
-
-  def take(self, states: PyTree, trials: Sequence[int]) -> PyTree:
-    """The states of some of the trials; see `Runner`."""
-    index = np.asarray(trials)
-    return jax.tree.map(lambda a: a[index], states)
 
   def _guarded(self, state, done, plan, data):
     """A step that keeps the last finite state of a diverged trial.
@@ -390,13 +416,3 @@ class Vmapped:
     if missing:
       states = self.take(states, [*range(number), *[0] * missing])
     return states, number
-
-
-def _scalars(values: Values) -> dict[str, np.float32]:
-  return {name: np.float32(v) for name, v in values.items()}
-
-
-def _seed_mean(results: list[dict[str, float]]) -> dict[str, float]:
-  return {
-    name: float(np.mean([r[name] for r in results])) for name in results[0]
-  }

@@ -7,26 +7,174 @@ and the rows of earlier blocks, and its state is in its checkpoints, so a
 search that was killed resumes with the same trials.
 
 Reference: Lichtarge et al. 2023, appendix F; Jamieson & Talwalkar 2016
-(successive halving).
+(successive halving). The paper's values are proposed by Vizier's default
+algorithm; here by random search or Optuna's TPE.
 """
 
-from collections.abc import Iterator, Sequence
-import contextlib
+from collections.abc import Sequence
 import json
 import os
 import pathlib
 import shutil
 import signal
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from absl import logging
 import numpy as np
 
 from hetfl import checks
-from hetfl.run import checkpoint, logs, proposers, report, signals
+from hetfl.run import checkpoint, logs, report, training
 from hetfl.run import trials as trials_lib
-from hetfl.run.proposers import Row
+from hetfl.run.trials import Space, Values
+
+# The results of a trial; see `search`.
+Row = dict[str, Any]
+
+
+class Proposer(Protocol):
+  """Proposes the values to try next."""
+
+  def propose(
+    self, rows: Sequence[Row], first: int, number: int
+  ) -> list[Values]:
+    """Proposes trials `first` to `first + number - 1`.
+
+    Args:
+      rows: the rows of all trials before `first`, in order.
+      first: the first trial's number.
+      number: how many trials.
+
+    Returns:
+      For each trial, a value for each dimension; the same arguments give the
+      same values.
+    """
+
+
+class RandomSearch:
+  """Seeded random search: trial i's values depend on the seed and i alone.
+
+  Args:
+    space: what to vary.
+    seed: the search's seed.
+
+  >>> rates = trials_lib.Dimension(0.01, 1., log=True)
+  >>> search = RandomSearch({'lr': rates}, seed=0)
+  >>> search.propose([], 0, 2) == (
+  ...     search.propose([], 0, 1) + search.propose([], 1, 1))
+  True
+  """
+
+  def __init__(self, space: Space, seed: int):
+    self._space = dict(sorted(space.items()))
+    self._seed = seed
+
+  def propose(
+    self, rows: Sequence[Row], first: int, number: int
+  ) -> list[Values]:
+    """Proposes trials; see `Proposer`."""
+    del rows
+    trials = range(first, first + number)
+    rngs = [np.random.default_rng([self._seed, trial]) for trial in trials]
+    return [
+      {
+        name: dimension.at(share)
+        for (name, dimension), share in zip(
+          self._space.items(), rng.random(len(self._space))
+        )
+      }
+      for rng in rngs
+    ]
+
+
+class OptunaSearch:
+  """Optuna's TPE sampler; a diverged trial counts as an objective of 0.
+
+  Finished trials are kept in an Optuna journal, for Optuna's own tools. Each
+  block is drawn by a new sampler that has seen all earlier blocks.
+
+  Args:
+    space: what to vary.
+    seed: the search's seed.
+    journal: the journal's file; if it does not fit the rows, it is renamed to
+      `.old` and rebuilt from them.
+
+  Raises:
+    ImportError: Optuna is not installed.
+  """
+
+  def __init__(self, space: Space, seed: int, journal: pathlib.Path):
+    try:
+      import optuna
+    except ImportError as error:
+      raise ImportError(
+        "Optuna is not installed: pip install -e '.[tune]', or"
+        " use RandomSearch (proposer=random)"
+      ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    self._optuna = optuna
+    self._space = dict(sorted(space.items()))
+    self._distributions: dict[str, Any] = {
+      name: optuna.distributions.FloatDistribution(d.low, d.high, log=d.log)
+      for name, d in self._space.items()
+    }
+    self._seed = seed
+    self._journal = journal
+
+  def propose(
+    self, rows: Sequence[Row], first: int, number: int
+  ) -> list[Values]:
+    """Proposes trials; see `Proposer`."""
+    self.record(rows)
+    sampler = self._optuna.samplers.TPESampler(
+      seed=int(np.random.default_rng([self._seed, first]).integers(2**31)),
+      n_startup_trials=max(10, 2 * len(self._space)),
+      constant_liar=True,  # A block is proposed before it has any results.
+    )
+    study = self._optuna.create_study(direction="maximize", sampler=sampler)
+    study.add_trials(map(self._trial, rows))
+    asked = [study.ask(self._distributions).params for _ in range(number)]
+    return list(map(self._rounded, asked))
+
+  def record(self, rows: Sequence[Row]) -> None:
+    """Adds those of the rows of all trials that the journal does not have."""
+    optuna = self._optuna
+
+    def add():
+      backend = optuna.storages.journal.JournalFileBackend(str(self._journal))
+      study = optuna.create_study(
+        storage=optuna.storages.JournalStorage(backend),
+        study_name="hetfl",
+        direction="maximize",
+        load_if_exists=True,
+      )
+      known = [t.user_attrs.get("trial") for t in study.trials]
+      if known != [row["trial"] for row in rows[: len(known)]]:
+        raise ValueError(f"{self._journal} holds other trials")
+      study.add_trials(map(self._trial, rows[len(known) :]))
+
+    try:
+      add()
+    except (ValueError, AssertionError):  # Other trials, or a cut-off line.
+      if self._journal.exists():
+        self._journal.replace(self._journal.with_suffix(".old"))
+      add()
+
+  def _rounded(self, values: Values) -> Values:
+    return {name: d.rounded(values[name]) for name, d in self._space.items()}
+
+  def _trial(self, row: Row):
+    states = self._optuna.trial.TrialState
+    halved = row["status"] == "halved"
+    return self._optuna.create_trial(
+      # A search's start may lie outside the ranges, which Optuna refuses.
+      params=self._rounded(row["values"]),
+      distributions=self._distributions,
+      state=states.PRUNED if halved else states.COMPLETE,
+      value=row["objective"] or 0.0,
+      intermediate_values={int(t): v for t, v in row["rungs"].items()},
+      user_attrs={"trial": row["trial"], "status": row["status"]},
+    )
 
 
 def rungs(rounds: int, halvings: int) -> list[int]:
@@ -49,41 +197,9 @@ def rungs(rounds: int, halvings: int) -> list[int]:
   return sorted(every - {rounds})
 
 
-class TrialLog:
-  """`trials.jsonl`: one row per trial, appended one block at a time.
-
-  Opening it removes a block that was only partly written.
-
-  Args:
-    path: the file.
-  """
-
-  def __init__(self, path: str | os.PathLike[str]):
-    self._path = pathlib.Path(path)
-    rows = logs.read_rows(path)
-    # A row says where its block ends.
-    while rows and rows[-1]["trial"] != rows[-1]["block_end"] - 1:
-      rows.pop()
-    content = b"".join(map(logs.json_line, rows))
-    if rows and self._path.stat().st_size != len(content):
-      logs.write_bytes(path, content)
-    elif not rows:
-      logs.write_bytes(path, b"")
-    self.rows = rows
-
-  def append(self, rows: Sequence[Row]) -> None:
-    """Adds a block's rows; they are on the disk when this returns."""
-    with open(self._path, "ab") as f:
-      f.write(b"".join(map(logs.json_line, rows)))
-      f.flush()
-      os.fsync(f.fileno())
-    # As they will be read back: floats that are not finite are None.
-    self.rows += [json.loads(logs.json_line(row)) for row in rows]
-
-
 def search(
   problem: trials_lib.Problem,
-  proposer: proposers.Proposer,
+  proposer: Proposer,
   runner: trials_lib.Runner,
   *,
   folder: str | os.PathLike[str],
@@ -91,7 +207,7 @@ def search(
   block: int,
   halvings: int = 2,
   checkpoint_every: int = 50,
-  start: trials_lib.Values | None = None,
+  start: Values | None = None,
 ) -> list[Row]:
   """Runs a search, or resumes it.
 
@@ -128,30 +244,52 @@ def search(
     raise ValueError(f"halvings={halvings}: must be at least 0")
   folder = pathlib.Path(folder).absolute()
   folder.mkdir(parents=True, exist_ok=True)
-  log = TrialLog(folder / "trials.jsonl")
-  if log.rows and len(log.rows) < trials and len(log.rows) % block:
+  path = folder / "trials.jsonl"
+  rows = logs.read_rows(path)
+  # A row says where its block ends; one that was only partly written is cut.
+  while rows and rows[-1]["trial"] != rows[-1]["block_end"] - 1:
+    rows.pop()
+  logs.write_rows(path, rows)
+  if rows and len(rows) < trials and len(rows) % block:
     logging.warning(
       "The %d earlier trials are not a multiple of block=%d, so the last"
       " of them were halved in a smaller block than with trials=%d from the"
       " start.",
-      len(log.rows),
+      len(rows),
       block,
       trials,
     )
-  while len(log.rows) < trials:
-    first = len(log.rows)
-    number = min(block, trials - first)
-    values = proposer.propose(log.rows, first, number)
-    work = _Block(problem, runner, folder / "checkpoints", first, values)
-    if start is not None and first == 0:
-      work.begin_with(start)
-    with _ended_by_signals(work):
-      log.append(work.run(rungs(problem.rounds, halvings), checkpoint_every))
-      work.clean()
-    _say(log.rows, first, trials)
+  while len(rows) < trials:
+    first = len(rows)
+    values = proposer.propose(rows, first, min(block, trials - first))
+    own = start if first == 0 else None
+    work = _Block(problem, runner, folder / "checkpoints", first, values, own)
+    try:
+      with training.on_signals(_exit):
+        done = work.run(rungs(problem.rounds, halvings), checkpoint_every)
+        logs.write_rows(path, done, append=True)
+        work.clean()
+    except SystemExit as end:
+      logging.warning(
+        "%s: %s; run the same command to resume after round %d.",
+        work.name,
+        signal.Signals(end.code - 128).name,  # type: ignore[operator]
+        work.saved,
+      )
+      raise
+    rows += logs.to_json(done)  # As they will be read back.
+    logging.info(
+      "%d of %d trials, best %s; of the last %d, in %.1f s, %s.",
+      len(rows),
+      trials,
+      _best(rows),
+      len(done),
+      done[-1]["seconds"],
+      _counts(done, "complete"),
+    )
   if hasattr(proposer, "record"):
-    proposer.record(log.rows)
-  return log.rows
+    proposer.record(rows)
+  return rows
 
 
 def join(searches: Sequence[str | os.PathLike[str]]) -> list[Row]:
@@ -187,56 +325,27 @@ def join(searches: Sequence[str | os.PathLike[str]]) -> list[Row]:
   return rows
 
 
-class _Signal(BaseException):
-  """Carries a signal out of whatever the main thread is doing."""
+def _exit(number: int) -> None:
+  """Ends the process on a signal."""
+  raise SystemExit(128 + number)
 
 
-@contextlib.contextmanager
-def _ended_by_signals(work: "_Block") -> Iterator[None]:
-  """Ends the process on a stop signal; logs where the search will resume."""
-
-  def handler(number):
-    raise _Signal(number)
-
-  with signals.on_signals(handler):
-    try:
-      yield
-    except _Signal as caught:
-      (number,) = caught.args
-      logging.warning(
-        "%s: %s; run the same command to resume after round %d.",
-        work.name,
-        signal.Signals(number).name,
-        work.saved,
-      )
-      raise SystemExit(128 + number) from None
-
-
-def _say(rows, first, trials):
-  done = rows[first:]
-  logging.info(
-    "%d of %d trials; of the last %d, %d complete, %d halved, %d diverged,"
-    " in %.1f s; best %s.",
-    len(rows),
-    trials,
-    len(done),
-    *_counts(done),
-    done[-1]["seconds"],
-    _best(rows),
-  )
-
-
-def _counts(rows):
-  """The numbers of complete (or running), halved and diverged trials."""
+def _counts(rows: Sequence[Row], going: str) -> str:
   status = [row["status"] for row in rows]
-  return [status.count(s) for s in ("complete", "halved", "diverged")]
+  counts = {"complete": going, "halved": "halved", "diverged": "diverged"}
+  return ", ".join(f"{status.count(s)} {word}" for s, word in counts.items())
 
 
-def _best(rows):
+def _best(rows: Sequence[Row]) -> str:
   best = top(rows, 1)
-  return (
-    f"trial {best[0]['trial']}, {best[0]['objective']:.4f}" if best else "none"
-  )
+  if not best:
+    return "none"
+  return f"trial {best[0]['trial']}, {best[0]['objective']:.4f}"
+
+
+def _rank(row: Row) -> tuple[float, int]:
+  """The order of trials, the best first; of equal ones the earlier."""
+  return -row["objective"], row["trial"]
 
 
 class _Block:
@@ -247,42 +356,32 @@ class _Block:
     saved: the round of its last checkpoint.
   """
 
-  def __init__(self, problem, runner, folder, first, values):
+  def __init__(self, problem, runner, folder, first, values, start):
     self.name = f"Trials {first} to {first + len(values) - 1}"
     self.saved = 0
     self._problem = problem
     self._runner = runner
     self._folder = folder
     self._first = first
-    self._values = values
-    self._rows = [
-      {
-        "trial": first + i,
-        "block_end": first + len(values),
-        "values": v,
-        "status": "complete",
-        "round": 0,
-        "objective": None,
-        "heldout": None,
-        "test": None,
-        "rungs": {},
-      }
+    self._rows: list[Row] = [
+      {"trial": first + i, "block_end": first + len(values), "values": v}
+      | {"status": "complete", "round": 0, "objective": None}
+      | {"heldout": None, "test": None, "rungs": {}}
       for i, v in enumerate(values)
     ]
-
-  def begin_with(self, start: trials_lib.Values) -> None:
-    """Gives the first trial these values, and keeps it from being halved."""
-    self._values[0] = start
-    self._rows[0] |= {"values": start, "start": True}
+    if start is not None:
+      self._rows[0] |= {"values": start, "start": True}
 
   def run(self, rungs: list[int], checkpoint_every: int) -> list[Row]:
     """Trains the block and returns its rows."""
     rounds = self._problem.rounds
     started = time.monotonic()
-    done, seconds, members, states = self._restore()
+    done, before, members, states = self._restore()
+    seconds = lambda: before + time.monotonic() - started
     ends = {*rungs, *range(checkpoint_every, rounds, checkpoint_every), rounds}
     for end in sorted(e for e in ends if e > done):
-      alive = np.array([self._rows[i]["status"] == "complete" for i in members])
+      rows = [self._rows[i] for i in members]
+      alive = np.array([row["status"] == "complete" for row in rows])
       if not alive.any():
         break
       with logs.bar(
@@ -294,43 +393,39 @@ class _Block:
         states, ended = self._runner.advance(
           states, alive, done + 1, end, bar.update
         )
-      for i, a, e in zip(members, alive, ended):
-        if a:
-          self._rows[i]["round"] = int(e)
-          if e < end:
-            self._rows[i] |= dict(status="diverged", objective=None)
-            self._rows[i]["heldout"] = None
+      for j in np.flatnonzero(alive):
+        rows[j]["round"] = int(ended[j])
+        if ended[j] < end:
+          rows[j] |= dict(status="diverged", objective=None, heldout=None)
       done = end
       if end in rungs or end == rounds:
-        self._judge(members, states, end, drop=end != rounds)
-        members, states = self._compact(members, states)
+        members, states = self._judge(members, states, end)
       if end != rounds:
-        so_far = seconds + time.monotonic() - started
-        self._save(done, so_far, members, states)
+        self._save(done, seconds(), members, states)
         if end in rungs:
-          self._say(done, so_far)
+          logging.info(
+            "%s: round %d of %d, %.1f s; %s; best %s.",
+            self.name,
+            done,
+            rounds,
+            seconds(),
+            _counts(self._rows, "continue"),
+            _best(self._rows),
+          )
     for row in self._rows:
-      row["seconds"] = seconds + time.monotonic() - started
+      row["seconds"] = seconds()
     return self._rows
 
   def clean(self) -> None:
     """Deletes the block's checkpoints."""
     shutil.rmtree(self._folder, ignore_errors=True)
 
-  def _say(self, done, seconds):
-    logging.info(
-      "%s: round %d of %d, %.1f s; %d continue, %d halved, %d diverged;"
-      " best %s.",
-      self.name,
-      done,
-      self._problem.rounds,
-      seconds,
-      *_counts(self._rows),
-      _best(self._rows),
-    )
+  def _judge(self, members, states, round):
+    """Evaluates the block; drops its worse half, or at the end tests it.
 
-  def _judge(self, members, states, round, drop):
-    """Evaluates the block; drops its worse half if `drop`, else tests it."""
+    Returns the members and states that go on. Trials that have ended are left
+    out once half of the members have; with the start, half of the others.
+    """
     results = self._runner.evaluate(states)
     places = self._alive(members)
     rows = [self._rows[members[j]] for j in places]
@@ -338,23 +433,15 @@ class _Block:
       objective = self._problem.objective(results[j])
       row |= dict(objective=objective, heldout=results[j])
       row["rungs"] |= {str(round): objective}
-    if drop:
+    if round < self._problem.rounds:
       # The start goes on, and the others are halved among themselves.
-      rows = [row for row in rows if not row.get("start")]
-      # Of two equal trials the earlier one survives.
-      rows.sort(key=lambda row: (-row["objective"], row["trial"]))
-      for row in rows[-(-len(rows) // 2) :]:
+      others = sorted((r for r in rows if not r.get("start")), key=_rank)
+      for row in others[-(-len(others) // 2) :]:
         row["status"] = "halved"
     elif rows and "test" in self._problem.eval_data:
       tests = self._runner.evaluate(self._runner.take(states, places), "test")
       for row, test in zip(rows, tests):
         row["test"] = test
-
-  def _compact(self, members, states):
-    """Leaves out trials that have ended, once half of the members have.
-
-    With the start beside them, half of the others.
-    """
     alive = self._alive(members)
     if not alive or len(alive) > len(members) // 2 + 1:
       return members, states
@@ -373,37 +460,37 @@ class _Block:
   def _save(self, done, seconds, members, states):
     store = self._checkpoints(len(members))
     extra = {"rows": self._rows, "members": members, "seconds": seconds}
-    caught = []
-    with signals.on_signals(caught.append):  # Orbax must not be interrupted.
+    caught: list[int] = []
+    with training.on_signals(caught.append):  # Orbax must not be interrupted.
       store.save(done, states, logs.to_json(extra))
     self.saved = done
     if caught:
-      raise _Signal(caught[0])
+      _exit(caught[0])
     for other in self._folder.iterdir():
       if other != store.folder:
         shutil.rmtree(other, ignore_errors=True)
 
   def _restore(self):
     """The newest checkpoint of the block, or its initial states."""
-    start = self._runner.start(self._values)
-    if self._folder.is_dir():
-      # The fewer trials a checkpoint holds, the newer it is.
-      for number in range(1, len(self._values) + 1):
-        store = self._checkpoints(number)
-        if not store.folder.is_dir():
-          continue
-        found = store.latest(self._runner.take(start, range(number)))
-        if found is not None:
-          done, states, extra = found
-          if [r["values"] for r in extra["rows"]] != self._values:
-            break
-          self._rows = extra["rows"]
-          self.saved = done
-          logging.info("%s: resuming after round %d.", self.name, done)
-          return done, extra["seconds"], extra["members"], states
-      # The checkpoints are of another block, such as one that has ended.
-      shutil.rmtree(self._folder)
-    return 0, 0.0, list(range(len(self._values))), start
+    values = [row["values"] for row in self._rows]
+    start = self._runner.start(values)
+    # The fewer trials a checkpoint holds, the newer it is.
+    for number in range(1, len(values) + 1):
+      store = self._checkpoints(number)
+      if not store.folder.is_dir():
+        continue
+      found = store.latest(self._runner.take(start, range(number)))
+      if found is None:
+        continue
+      done, states, extra = found
+      if [row["values"] for row in extra["rows"]] != values:
+        break
+      self._rows, self.saved = extra["rows"], done
+      logging.info("%s: resuming after round %d.", self.name, done)
+      return done, extra["seconds"], extra["members"], states
+    # Other checkpoints are of another block, such as one that has ended.
+    self.clean()
+    return 0, 0.0, list(range(len(values))), start
 
 
 def top(rows: Sequence[Row], k: int) -> list[Row]:
@@ -415,7 +502,7 @@ def top(rows: Sequence[Row], k: int) -> list[Row]:
   [2, 0]
   """
   complete = [row for row in rows if row["status"] == "complete"]
-  return sorted(complete, key=lambda row: (-row["objective"], row["trial"]))[:k]
+  return sorted(complete, key=_rank)[:k]
 
 
 def summary(rows: Sequence[Row], k: int) -> dict[str, Any]:
@@ -453,7 +540,7 @@ def summary(rows: Sequence[Row], k: int) -> dict[str, Any]:
   return counts | means
 
 
-def table(rows: Sequence[Row], space: proposers.Space, k: int = 10) -> str:
+def table(rows: Sequence[Row], space: Space, k: int = 10) -> str:
   """Formats the k best trials, one line each.
 
   Args:
@@ -466,21 +553,18 @@ def table(rows: Sequence[Row], space: proposers.Space, k: int = 10) -> str:
 
   >>> row = dict(trial=3, status='complete', objective=.75,
   ...            heldout={'small': .5, 'large': 1.}, values={'lr': .01})
-  >>> print(table([row], {'lr': proposers.Dimension(0., 1.)}))
+  >>> print(table([row], {'lr': trials_lib.Dimension(0., 1.)}))
   trial  objective %  small %  large %    lr
   -----  -----------  -------  -------  ----
       3        75.00    50.00   100.00  0.01
   """
   best = top(rows, k)
   names = list(best[0]["heldout"]) if best else []
-  lines = [["trial", "objective %", *(f"{n} %" for n in names), *space]]
-  for row in best:
-    numbers = [row["objective"], *(row["heldout"][n] for n in names)]
-    lines.append(
-      [
-        str(row["trial"]),
-        *(f"{100 * n:.2f}" for n in numbers),
-        *(f"{row['values'][name]:.4g}" for name in space),
-      ]
-    )
-  return report.align(list(zip(*lines)), names=0)
+  columns = [["trial", *(str(row["trial"]) for row in best)]]
+  scores = {"objective": [row["objective"] for row in best]}
+  scores |= {name: [row["heldout"][name] for row in best] for name in names}
+  for name, of_each in scores.items():
+    columns.append([f"{name} %", *(f"{100 * x:.2f}" for x in of_each)])
+  for name in space:
+    columns.append([name, *(f"{row['values'][name]:.4g}" for row in best)])
+  return report.align(columns, names=0)
