@@ -437,50 +437,6 @@ def codist_split(
   )
 
 
-def stratified(
-  labels: np.ndarray, *, size: int, seed: int | Sequence[int]
-) -> np.ndarray:
-  """Draws a sample in which labels have the same shares as in all examples.
-
-  Each label gives the integer part of its share of `size`; those with the
-  largest remainders, ties broken at random, give one more.
-
-  Args:
-    labels: `int[N]`, label of each example.
-    size: size of the sample, at most N.
-    seed: integer or integers that fix the result.
-
-  Returns:
-    `int32[size]`, positions in random order.
-
-  Raises:
-    ValueError: the sample would be empty or larger than N, or `labels` is not
-      one number per example.
-
-  >>> labels = np.array([0] * 6 + [1] * 3)
-  >>> np.bincount(labels[stratified(labels, size=6, seed=0)])
-  array([4, 2])
-  """
-  labels = np.asarray(labels)
-  if labels.ndim != 1:
-    raise ValueError(f"labels of shape {labels.shape}: give int[N]")
-  if not 1 <= size <= len(labels):
-    raise ValueError(
-      f"size={size}: there are {len(labels)} examples, want 1 to {len(labels)}"
-    )
-  rng = np.random.default_rng(seed)
-  classes, counts = np.unique(labels, return_counts=True)
-  shares = counts * size / len(labels)
-  take = np.floor(shares).astype(np.int64)
-  ranks = np.lexsort((rng.random(len(classes)), take - shares))
-  take[ranks[: size - take.sum()]] += 1
-  drawn = [
-    rng.permutation(np.flatnonzero(labels == c))[:n]
-    for c, n in zip(classes, take)
-  ]
-  return rng.permutation(np.concatenate(drawn)).astype(np.int32)
-
-
 class _Multinomial:
   """A Dirichlet draw over some outcomes, any of which can be removed."""
 
