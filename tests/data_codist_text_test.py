@@ -251,7 +251,7 @@ def test_stackoverflow_by_domain(tmp_path, monkeypatch, caplog):
   (tmp_path / "c4.txt").write_text("One.\n")
   c4 = dict(distill_data="c4", c4_path=tmp_path / "c4.txt")
   assert [len(p) for p in load(**files_there, **c4).pools] == [30, 20]
-  assert "20 users write mostly questions, not 30" in caplog.text
+  assert "mostly 30 answers and 20 questions, not 30" in caplog.text
   with pytest.raises(DataError, match="no users besides the 100 of the pools"):
     load(**files_there)
   stackoverflow(tmp_path, [["question", "answer", "answer"]] * 40)

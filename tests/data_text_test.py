@@ -228,8 +228,9 @@ def test_a_dump_by_hand(tmp_path):
 
 def test_further_sentences_of_a_client_are_left_out():
   builder = text.CorpusBuilder(max_words=2, max_sentences_per_client=2)
-  builder.add_text("7", 0, "One. Two. Three. Four. Five.")
-  builder.add_text("8", 1, "One")
+  for sentence in ("one .", "two .", "three .", "four .", "five ."):
+    builder.add("7", 0, sentence.split())
+  builder.add("8", 1, ["one"])
   corpus = builder.build()
   assert sentences_of(corpus) == {
     "7": [(0, "one ."), (0, "two .")],
