@@ -1,5 +1,3 @@
-import os
-
 import numpy as np
 import pytest
 
@@ -7,10 +5,6 @@ from hetfl.data import codist_images, DataError, partition, vision
 from hetfl.population import ClientPopulation
 
 load = codist_images.load_codist_images
-REAL = os.environ.get("HETFL_DATA_DIR")
-needs_real_data = pytest.mark.skipif(
-  REAL is None, reason="HETFL_DATA_DIR is unset: no real CIFAR to read"
-)
 
 
 def _check_parts(images):
@@ -180,16 +174,3 @@ def test_tffs_own_clients_are_used_where_they_are(full_size, tmp_path):
   write("train", 4, 5)
   with pytest.raises(DataError, match=r"4 clients of \[5\] images, want 500"):
     load("cifar100", data_dir=tmp_path)
-
-
-@needs_real_data
-def test_real_cifar100():
-  images = load("cifar100", data_dir=REAL)
-  assert _check_parts(images) == 50_000
-  assert [len(p) for p in images.pools] == [315, 47]
-  assert set(images.pools[0].sizes) == {100}
-  assert (len(images.distill.index), len(images.heldout.index)) == (
-    13_500,
-    5_000,
-  )
-  assert images.image_shape == (32, 32, 3)

@@ -1,6 +1,5 @@
 import os
 import sqlite3
-import sys
 
 import numpy as np
 import pytest
@@ -99,9 +98,9 @@ def test_unlike_clients_are_refused():
     )
 
   assert load(np.zeros((1, 3), np.uint8)).sizes.tolist() == [2, 1]
-  with pytest.raises(ValueError, match="'b'.*float32.*'a' is uint8"):
+  with pytest.raises(ValueError, match="uint8.3.*: 'a', 'float32.3.*: 'b'"):
     load(np.zeros((1, 3), np.float32))
-  with pytest.raises(ValueError, match=r"uint8\[4\].*uint8\[3\]"):
+  with pytest.raises(ValueError, match=r"uint8\[3\].*uint8\[4\]"):
     load(np.zeros((1, 4), np.uint8))
   with pytest.raises(ValueError, match="no clients"):
     fedjax_source.to_fedjax(_population().take([]))
@@ -129,7 +128,7 @@ def test_write_is_all_or_nothing(tmp_path):
   assert os.listdir(tmp_path) == ["p.sqlite"]
   fedjax_source.write_sqlite(_population().take([1]), path, overwrite=True)
   assert fedjax_source.read_sqlite(path).ids == ("ann",)
-  with pytest.raises(FileNotFoundError, match="no folder"):
+  with pytest.raises(FileNotFoundError, match="no/"):
     fedjax_source.write_sqlite(_population(), tmp_path / "no" / "p.sqlite")
 
 
@@ -209,7 +208,7 @@ def test_federated_cifar100(tmp_path):
 @pytest.mark.parametrize(
   "changes, what",
   [
-    ({"label": np.full(5, 100)}, "'y' is from 100 to 100"),
+    ({"label": np.full(5, 100)}, "'y' out of 0..99"),
     ({"image": np.zeros((5, 24, 24, 3), np.uint8)}, "images are uint8"),
   ],
 )
@@ -220,15 +219,4 @@ def test_federated_cifar100_refuses_other_data(tmp_path, changes, what):
   path.unlink()
   fedjax_source.write_sqlite(_population(), path)
   message = _error(path, fedjax_source.load_federated_cifar100)
-  assert "not FedJAX's CIFAR-100" in message
-
-
-def test_without_fedjax(monkeypatch, tmp_path):
-  monkeypatch.setitem(sys.modules, "fedjax", None)
-  for call in (
-    lambda: fedjax_source.to_fedjax(_population()),
-    lambda: fedjax_source.write_sqlite(_population(), tmp_path / "a"),
-    lambda: fedjax_source.read_sqlite(tmp_path / "a"),
-  ):
-    with pytest.raises(ImportError, match="pip install fedjax"):
-      call()
+  assert "make it with fedjax.datasets.cifar100" in message

@@ -163,7 +163,7 @@ def test_bad_files_are_named(tmp_path):
   # A pickle is never opened.
   objects = np.array([{}], object)
   refused("npz: cannot be read", images=objects, labels=[0], writers=[0])
-  for writers in (["ann", "ben"], [0.1, 0.2], [0, 2**32]):
+  for writers in (["ann", "ben"], [0.1, 0.2]):
     arrays = dict(images=images, labels=[0, 1], writers=writers)
     refused("letters.npz: has .*'writers'.*want images", **arrays)
   (tmp_path / "letters.npz").write_bytes(b"PK\3\4 not a zip")

@@ -240,7 +240,10 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--num_parties=2", "--weak_parties=3"), "--weak_parties=3: there are 2"),
     (("--public_subset=9999",), "--public_subset=9999: there are 771"),
     (("--examples_per_class=99",), "examples_per_class=99: 5 parties need"),
-    (("--heldout_examples=5000",), "--heldout_examples=5000: there are 871"),
+    (
+      ("--heldout_examples=5000",),
+      "--heldout_examples=5000: must lie between 0 and 870",
+    ),
     (("--digest_loss=l1",), "digest_loss"),
     (("--temperature=2",), "--temperature=2.0: only for --digest_loss=kl"),
     (("--superclasses=code",), "superclasses=code: has no effect in"),

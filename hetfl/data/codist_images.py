@@ -189,7 +189,8 @@ def load_codist_images(
     num_classes, test = images.num_classes, images.test
     alpha = _ALPHA[dataset] if partition_alpha is None else partition_alpha
     name, clients = _clients(images, task.clients, alpha, partition_seed)
-  clients = dataclasses.replace(clients, bank=vision.plain(clients.bank))
+  bank = vision.plain(clients.bank)
+  clients = dataclasses.replace(clients, bank=bank)
   if distill_data == "in_domain":
     distill = clients.take(split.distill).examples()
   else:
@@ -201,11 +202,10 @@ def load_codist_images(
       seed=[Stream.DISTILL_IMAGES, seed],
       name="distill_examples",
     )
-  height, width, channels = clients.bank["x"].shape[1:]
   return CodistImages(
     partition=name,
     num_classes=num_classes,
-    image_shape=(height, width, channels),
+    image_shape=bank["x"].shape[1:],
     pools=(clients.take(split.pool), clients.take(split.high_capacity)),
     distill=distill,
     heldout=clients.take(split.heldout).examples(),
@@ -217,21 +217,18 @@ def _number_of_own(
   own: vision.VisionDataset, path: str | os.PathLike | None, given: int | None
 ) -> int:
   """How many clients a file of one's own images has, or is to have."""
-  if own.clients is None:
-    images = len(own.train["y"])
-    number = min(_NPZ_CLIENTS, images // 10) if given is None else given
-    origin = f"num_clients={number}: for the {images} training images of {path}"
-  elif given is not None:
-    raise ValueError(
-      f"num_clients={given}: {path} has clients of its own; leave it out"
-    )
-  else:
+  images = len(own.train["y"])
+  number = min(_NPZ_CLIENTS, images // 10) if given is None else given
+  if own.clients is not None:
     number = len(np.unique(own.clients))
-    origin = f"{path}: clients_train has {number} clients"
+    if given is not None:
+      raise ValueError(
+        f"num_clients={given}: {path} has clients of its own; leave it out"
+      )
   if number < 3:
     raise ValueError(
-      f"{origin}; want 3 or more, for the pool, for distillation and to be held"
-      " out"
+      f"num_clients={number}, for the {images} training images of {path}: want"
+      " 3 or more, for the pool, for distillation and to be held out"
     )
   return number
 

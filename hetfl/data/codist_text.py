@@ -19,8 +19,8 @@ from hetfl.data.errors import DataError, one_of
 from hetfl.population import Bank, ClientPopulation, Subset
 from hetfl.streams import generator, Stream
 
-# Each pool's clients: their sentences and ids.
-_Pools = list[list[tuple[np.ndarray, str]]]
+# Each pool's clients, by their numbers in the corpus: their sentences.
+_Pools = list[dict[int, np.ndarray]]
 LENGTH = 20  # Positions of a sentence, as in FedJAX's task.
 # Of the small and the large pool.
 _DOMAINS = {text_sources.ANSWER: "answers", text_sources.QUESTION: "questions"}
@@ -178,32 +178,27 @@ def load_codist_text(
     )
   train = parts.train
   if pools == "domain":
-    assignment = _by_domain(dataset, parts)
-    for pool, kind in zip(assignment, _DOMAINS.values()):
-      if dataset == "stackoverflow" and len(pool) < _SO_DOMAIN_CLIENTS:
-        logging.warning(
-          "pools=domain: %d users write mostly %s, not %d as in the paper, and"
-          " all users are read.",
-          len(pool),
-          kind,
-          _SO_DOMAIN_CLIENTS,
-        )
+    held = _by_domain(dataset, parts, max_sentences_per_client)
+    sizes = [f"{len(p)} {name}" for p, name in zip(held, _DOMAINS.values())]
+    if dataset == "stackoverflow" and min(map(len, held)) < _SO_DOMAIN_CLIENTS:
+      logging.warning(
+        "pools=domain: users write mostly %s, not %d of each as in the paper,"
+        " and all users are read.",
+        " and ".join(sizes),
+        _SO_DOMAIN_CLIENTS,
+      )
   else:
-    assignment = _by_capacity(
-      dataset, parts, high_capacity_clients, partition_seed
-    )
-  assignment = [
-    [(m[:max_sentences_per_client], name) for m, name in pool]
-    for pool in assignment
-  ]
-  learnt = np.unique(
-    np.concatenate([m for pool in assignment for m, _ in pool])
-  )
+    most = min(_HIGH_CAPACITY[dataset], len(parts.train_clients))
+    large = high_capacity_clients or most
+    held = _by_capacity(parts, max_sentences_per_client, large, partition_seed)
+  learnt = np.concatenate([m for pool in held for m in pool.values()])
   tokens = text.KINDS[vocabulary](train.counts(learnt), vocabulary_size)
   bank = _bank(tokens, train)
   first, second = (
-    ClientPopulation.from_lists(bank, [m for m, _ in p], [i for _, i in p])
-    for p in assignment
+    ClientPopulation.from_lists(
+      bank, list(pool.values()), [train.ids[k] for k in pool]
+    )
+    for pool in held
   )
   # Of the pools' bank, if they are of the pools' corpus.
   subsets = {
@@ -303,7 +298,8 @@ def _stackoverflow(
   everyone = np.arange(len(train.ids))
   parts = _Parts(train, everyone, {}, _named("train", train))
   if pools == "domain":
-    _by_domain("stackoverflow", parts)  # Fails before other files are read.
+    # Fails before other files are read.
+    _by_domain("stackoverflow", parts, None)
   parts.others["heldout"] = sample("held_out", _SO_SENTENCES)
   parts.others["test"] = sample("test", _SO_SENTENCES)
   if distill_examples is not None:
@@ -319,16 +315,18 @@ def _named(part: str, corpus: text.Corpus) -> dict[str, int]:
   return {f"{part}: {reason}": n for reason, n in corpus.skipped.items()}
 
 
-def _by_domain(dataset: str, parts: _Parts) -> _Pools:
+def _by_domain(
+  dataset: str, parts: _Parts, max_sentences: int | None
+) -> _Pools:
   """Clients by the domain of most of their sentences, with only those."""
   corpus = parts.train
-  assigned: dict[int, list[tuple[np.ndarray, str]]]
-  assigned = {domain: [] for domain in _DOMAINS}
+  assigned: dict[int, dict[int, np.ndarray]]
+  assigned = {domain: {} for domain in _DOMAINS}
   for k in parts.train_clients:
     domains = corpus.domains[corpus.members[k]]
     domain = text_sources.prevailing(domains)
     kept = corpus.members[k][domains == domain]
-    assigned[domain].append((kept, corpus.ids[k]))
+    assigned[domain][k] = kept[:max_sentences]
   for domain, name in _DOMAINS.items():
     if not assigned[domain]:
       raise DataError(
@@ -339,13 +337,12 @@ def _by_domain(dataset: str, parts: _Parts) -> _Pools:
 
 
 def _by_capacity(
-  dataset: str, parts: _Parts, high_capacity: int | None, seed: int
+  parts: _Parts, max_sentences: int | None, high_capacity: int, seed: int
 ) -> _Pools:
   """All clients, and those with high capacity."""
-  corpus = parts.train
-  everyone = [(corpus.members[k], corpus.ids[k]) for k in parts.train_clients]
-  if high_capacity is None:
-    high_capacity = min(_HIGH_CAPACITY[dataset], len(everyone))
+  everyone = {
+    k: parts.train.members[k][:max_sentences] for k in parts.train_clients
+  }
   split = partition.codist_split(
     len(everyone),
     seed=seed,
@@ -353,7 +350,8 @@ def _by_capacity(
     heldout_clients=0,
     high_capacity_clients=high_capacity,
   )
-  return [everyone, [everyone[k] for k in split.high_capacity]]
+  large = parts.train_clients[split.high_capacity]
+  return [everyone, {k: everyone[k] for k in large}]
 
 
 def _bank(vocabulary: text.Vocabulary, corpus: text.Corpus) -> Bank:

@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 
 from hetfl.data import files
-from hetfl.data.errors import DataError
+from hetfl.data.errors import reading
 from hetfl.population import ClientPopulation
 
 _REMEDY = (
   "want a file by FedJAX's SQLiteFederatedDataBuilder, whole; get or write it"
   " again"
 )
-_CIFAR100_REMEDY = "make it with fedjax.datasets.cifar100.load_data()"
 _CIFAR100_FEATURES = {"image": "x", "label": "y", "coarse_label": "coarse"}
 
 
@@ -71,7 +70,6 @@ def to_fedjax(population: ClientPopulation) -> Any:
     clients in sorted order.
 
   Raises:
-    ImportError: FedJAX is not installed.
     ValueError: there are no clients.
 
   >>> population = ClientPopulation.from_lists(
@@ -79,7 +77,8 @@ def to_fedjax(population: ClientPopulation) -> Any:
   >>> to_fedjax(population).get_client(b'ann').all_examples()
   {'y': array([7, 5])}
   """
-  fedjax = _import_fedjax()
+  import fedjax
+
   if not len(population):
     raise ValueError("population: no clients, FedJAX needs at least one")
   return fedjax.InMemoryFederatedData(dict(_clients(population)))
@@ -104,7 +103,6 @@ def write_sqlite(
   Raises:
     FileExistsError: the file exists and `overwrite` is false.
     FileNotFoundError: the folder to write into does not exist.
-    ImportError: FedJAX is not installed.
 
   >>> population = ClientPopulation.from_lists(
   ...     {'y': np.array([5, 6, 7])}, [[2, 0], [1]], ['ann', 'bob'])
@@ -113,15 +111,14 @@ def write_sqlite(
   ...   read_sqlite(os.path.join(folder, 'a.sqlite')).bank
   {'y': array([7, 5, 6])}
   """
-  fedjax = _import_fedjax()
+  import fedjax
+
   path = os.path.expanduser(os.fspath(path))
   if os.path.exists(path) and not overwrite:
     raise FileExistsError(
       f"{path}: already exists: remove it or pass overwrite=True"
     )
   folder = os.path.dirname(path) or "."
-  if not os.path.isdir(folder):
-    raise FileNotFoundError(f"{path}: no folder {folder}: create it first")
   # In a folder of its own, since SQLite may put a journal beside its file.
   with tempfile.TemporaryDirectory(dir=folder, prefix=".sqlite-") as temporary:
     part = os.path.join(temporary, "part.sqlite")
@@ -145,10 +142,8 @@ def read_sqlite(
 
   Raises:
     DataError: the file is missing, not a FedJAX SQLite file, or damaged.
-    ImportError: FedJAX is not installed.
     ValueError: an unknown feature.
   """
-  _import_fedjax()
   from fedjax.core import sqlite_federated_data
 
   with files.open_sqlite(path, _REMEDY) as connection:
@@ -185,28 +180,20 @@ def load_federated_cifar100(path: str | os.PathLike) -> ClientPopulation:
 
   Raises:
     DataError: the file is missing, damaged, or not CIFAR-100.
-    ImportError: FedJAX is not installed.
   """
-  try:
+  with reading(path, "make it with fedjax.datasets.cifar100.load_data()"):
     population = read_sqlite(path, _CIFAR100_FEATURES)
-  except DataError:
-    raise
-  except ValueError as error:
-    raise DataError(
-      f"{path}: not FedJAX's CIFAR-100 ({error}): {_CIFAR100_REMEDY}"
-    ) from error
-  x = np.asarray(population.bank["x"])
-  bank = {"x": x}
-  for name, classes in (("y", 100), ("coarse", 20)):
-    label = np.asarray(population.bank[name])
-    out = label.ndim != 1 or label.min() < 0 or label.max() >= classes
-    if out or x.shape[1:] != (32, 32, 3) or x.dtype != np.uint8:
-      raise DataError(
-        f"{path}: images are {x.dtype}{[*x.shape[1:]]} and label {name!r} is"
-        f" from {label.min()} to {label.max()}, want uint8[32, 32, 3] and 0 to"
-        f" {classes - 1}: {_CIFAR100_REMEDY}"
+    x = np.asarray(population.bank["x"])
+    if x.shape[1:] != (32, 32, 3) or x.dtype != np.uint8:
+      raise ValueError(
+        f"images are {x.dtype}{[*x.shape[1:]]} and not uint8[32, 32, 3]"
       )
-    bank[name] = label.astype(np.int32)
+    bank = {"x": x}
+    for name, classes in (("y", 100), ("coarse", 20)):
+      label = np.asarray(population.bank[name])
+      if label.ndim != 1 or label.min() < 0 or label.max() >= classes:
+        raise ValueError(f"label {name!r} out of 0..{classes - 1}")
+      bank[name] = label.astype(np.int32)
   return dataclasses.replace(population, bank=bank)
 
 
@@ -237,41 +224,23 @@ def _collect(
       held[client_id] = examples
   if not held:
     raise ValueError("federated_data: no clients that have examples")
-  first, like = next(iter(held.items()))
-  names = (
-    features
-    if isinstance(features, Mapping)
-    else {name: name for name in (like if features is None else features)}
-  )
+  if not isinstance(features, Mapping):
+    names = next(iter(held.values())) if features is None else features
+    features = {name: name for name in names}
   bank = {}
-  for name, new in names.items():
-    kind = None
+  for name, new in features.items():
     for client_id, examples in held.items():
       if name not in examples:
         raise ValueError(
-          f"features={list(names)}: client {client_id!r} has {sorted(examples)}"
+          f"features={list(features)}: client {client_id!r} has"
+          f" {sorted(examples)}"
         )
-      array = np.asarray(examples[name])
-      kind = kind or (array.dtype, array.shape[1:])
-      # Joining different types would silently convert them all.
-      if (array.dtype, array.shape[1:]) != kind:
-        raise ValueError(
-          f"client {client_id!r}: feature {name!r} is"
-          f" {array.dtype}{[*array.shape[1:]]}, that of client {first!r} is"
-          f" {kind[0]}{[*kind[1]]}"
-        )
-    bank[new] = np.concatenate([examples[name] for examples in held.values()])
+    arrays = [np.asarray(examples[name]) for examples in held.values()]
+    kinds = {f"{a.dtype}{[*a.shape[1:]]}": k for k, a in zip(held, arrays)}
+    if len(kinds) > 1:  # Joining them would silently convert them all.
+      raise ValueError(f"feature {name!r}: of different kinds, such as {kinds}")
+    bank[new] = np.concatenate(arrays)
   sizes = [len(next(iter(examples.values()))) for examples in held.values()]
   offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
   members = np.arange(offsets[-1], dtype=np.int32)
   return ClientPopulation(bank, members, offsets, tuple(held))
-
-
-def _import_fedjax():
-  try:
-    import fedjax
-  except ImportError as error:
-    raise ImportError(
-      "FedJAX's data sets need the package: pip install fedjax"
-    ) from error
-  return fedjax

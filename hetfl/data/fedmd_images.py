@@ -142,41 +142,40 @@ def load_fedmd_images(
   """
   one_of(ENVIRONMENTS, environment=environment)
   one_of(SUPERCLASSES, superclasses=superclasses)
-  per_class = checks.given(examples_per_class=examples_per_class)
-  checks.counts(num_parties=num_parties, **per_class)
+  wanted = checks.given(examples_per_class=examples_per_class)
+  checks.counts(num_parties=num_parties, **wanted)
   for argument, path in (("npz", npz), ("public_npz", public_npz)):
     check_npz(path, [environment], of="environment", argument=argument)
+  label = "y"
   if npz is not None and public_npz is not None:
     public, private = _own(npz, public_npz)
     classes = tuple(range(private.num_classes))
     min_writer_examples = 1
   elif environment == "digits":
     public, private = _digits()
-    classes = tuple(range(_DIGITS_PUBLIC, 10))
+    classes = tuple(range(public.num_classes, private.num_classes))
   elif environment in ("cifar_iid", "cifar_noniid"):
     public = vision.load("cifar10", data_dir, download)
     private = vision.load("cifar100", data_dir, download)
     classes = _SUBCLASSES
     if environment == "cifar_noniid":
-      classes = SUPERCLASSES[superclasses]
-      private = private._replace(
-        train=_by_superclass(private.train), test=_by_superclass(private.test)
-      )
+      label, classes = "coarse", SUPERCLASSES[superclasses]
   else:
     public = vision.load("mnist", data_dir, download)
     by_writer = environment == "mnist_letters_by_writer"
     private = letters.load_letters(data_dir, writers=by_writer)
     classes = _LETTERS
-  checks.between(
-    0, len(public.train["y"]) - 1, heldout_examples=heldout_examples
-  )
+  most = len(public.train["y"]) - 1
+  checks.between(0, most, heldout_examples=heldout_examples)
   train, test = (
-    _relabelled(bank, classes, public.num_classes)
+    _relabelled(bank, label, classes, public.num_classes)
     for bank in (private.train, private.test)
   )
-  labels = tuple(range(public.num_classes, public.num_classes + len(classes)))
+  num_classes = public.num_classes + len(classes)
   each: dict[str, Any] = dict(
-    classes=labels, num_clients=num_parties, seed=partition_seed
+    classes=range(public.num_classes, num_classes),
+    num_clients=num_parties,
+    seed=partition_seed,
   )
   if environment == "mnist_letters_by_writer" or private.clients is not None:
     if examples_per_class is not None:
@@ -187,12 +186,12 @@ def load_fedmd_images(
     parts = one_writer(
       train["y"], train["writer"], min_examples=min_writer_examples, **each
     )
-  elif "fine" in train:
-    per_class = {"examples_per_class": 20} | per_class
-    parts = one_subclass(train["y"], train["fine"], **per_class, **each)
+  elif environment == "cifar_noniid":
+    each["examples_per_class"] = examples_per_class or 20
+    parts = one_subclass(train["y"], train["fine"], **each)
   else:
-    per_class = {"examples_per_class": 3} | per_class
-    parts = equal_classes(train["y"], **per_class, **each)
+    each["examples_per_class"] = examples_per_class or 3
+    parts = equal_classes(train["y"], **each)
 
   bank = vision.plain(train)
   shared, public_stopping = _split_off(
@@ -213,7 +212,7 @@ def load_fedmd_images(
   )
   return FedMDImages(
     source=private.name,
-    num_classes=public.num_classes + len(classes),
+    num_classes=num_classes,
     image_shape=bank["x"].shape[1:],
     public=shared,
     public_stopping=public_stopping,
@@ -260,7 +259,7 @@ def equal_classes(
   checks.counts(examples_per_class=examples_per_class)
   labels = np.asarray(labels)
   rng = generator(Stream.EQUAL_CLASSES, seed)
-  clients: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+  parts = []
   for c in classes:
     members = np.flatnonzero(labels == c)
     wanted = num_clients * examples_per_class
@@ -271,9 +270,8 @@ def equal_classes(
         f" at most {len(members) // num_clients} per party"
       )
     drawn = rng.permutation(members)[:wanted]
-    for client, part in zip(clients, np.split(drawn, num_clients)):
-      client.append(part)
-  return [np.concatenate(client).astype(np.int32) for client in clients]
+    parts.append(np.split(drawn, num_clients))
+  return [np.concatenate(own).astype(np.int32) for own in zip(*parts)]
 
 
 def one_writer(
@@ -322,9 +320,8 @@ def one_writer(
       f" {min_examples} images (min_writer_examples), and each party needs one;"
       f" give at most {len(able)} parties"
     )
-  chosen = generator(Stream.WRITERS, seed).choice(
-    able, num_clients, replace=False
-  )
+  rng = generator(Stream.WRITERS, seed)
+  chosen = rng.choice(able, num_clients, replace=False)
   return [members[of == writer].astype(np.int32) for writer in chosen]
 
 
@@ -418,16 +415,14 @@ def _own(npz, public_npz) -> tuple[vision.VisionDataset, vision.VisionDataset]:
   return public, private
 
 
-def _by_superclass(bank: Bank) -> Bank:
-  return {"x": bank["x"], "y": bank["coarse"], "fine": bank["y"]}
-
-
-def _relabelled(bank: Bank, classes: Sequence[int], first: int) -> Bank:
+def _relabelled(
+  bank: Bank, label: str, classes: Sequence[int], first: int
+) -> Bank:
   """The examples of some classes, ascending, numbered anew from `first` on."""
-  keep = np.isin(bank["y"], classes)
+  keep = np.isin(bank[label], classes)
   kept = {name: array[keep] for name, array in bank.items()}
-  new = first + np.searchsorted(classes, kept["y"])
-  return {**kept, "y": new.astype(np.int32)}
+  new = first + np.searchsorted(classes, kept[label])
+  return {**kept, "y": new.astype(np.int32), "fine": kept["y"]}
 
 
 def _mean(bank: Bank) -> np.ndarray:

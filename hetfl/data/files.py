@@ -19,20 +19,12 @@ import urllib.request
 import zlib
 
 import numpy as np
-import numpy.typing as npt
 
 from hetfl.data.errors import DataError, reading
 from hetfl.population import ClientPopulation, Subset
 
 _TIMEOUT_SECONDS = 10
-_IDX_TYPES: dict[int, npt.DTypeLike] = {
-  0x08: np.uint8,
-  0x09: np.int8,
-  0x0B: ">i2",
-  0x0C: ">i4",
-  0x0D: ">f4",
-  0x0E: ">f8",
-}
+_IDX_TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 
 
 def record(sets: Iterable[Subset | ClientPopulation | None], **facts) -> bytes:

@@ -121,6 +121,8 @@ def like_mnist(image: np.ndarray) -> np.ndarray:
   >>> np.argwhere(small).min(0), np.argwhere(small).max(0), small.max()
   (array([ 4, 12]), array([23, 16]), np.uint8(255))
   """
+  from scipy import ndimage
+
   rows, columns = (np.flatnonzero(image.any(axis)) for axis in (1, 0))
   if not len(rows):
     return np.zeros((_SIDE, _SIDE), np.uint8)
@@ -131,10 +133,8 @@ def like_mnist(image: np.ndarray) -> np.ndarray:
   small *= 255 / small.max()
   out = np.zeros((_SIDE, _SIDE), np.uint8)
   place = []
-  for axis, size in enumerate(small.shape):
-    mass = small.sum(1 - axis)
-    centre = (mass * (np.arange(size) + 0.5)).sum() / mass.sum()
-    start = round(_SIDE / 2 - centre)
+  for size, centre in zip(small.shape, ndimage.center_of_mass(small)):
+    start = round(_SIDE / 2 - centre - 0.5)
     start = min(max(start, 0), _SIDE - size)
     place.append(slice(start, start + size))
   out[tuple(place)] = np.rint(small)
@@ -223,12 +223,8 @@ def _read_npz(path: str) -> list[Bank]:
   arrays = files.read_npz(path, *names, layout=layout)
   found = {name: f"{a.dtype}{[*a.shape]}" for name, a in arrays.items()}
   images, labels, writers = (arrays.get(n, np.zeros(0)) for n in names)
-  whole = all(
-    a.dtype.kind in "iu" and not np.any(a > np.iinfo(np.int32).max)
-    for a in (labels, writers)
-  )
   pixels = images.ndim == 3 and images.dtype == np.uint8 and len(images)
-  if not (whole and pixels):
+  if not pixels or {labels.dtype.kind, writers.dtype.kind} - {"i", "u"}:
     raise DataError(
       f"{path}: has {found}, want images uint8[N, H, W], labels and writers"
       " int32[N]"

@@ -90,11 +90,6 @@ def pachinko(
     small alpha), a new distribution is drawn over those labels.
   """
   coarse, fine = np.asarray(coarse), np.asarray(fine)
-  if coarse.shape != fine.shape or coarse.ndim != 1:
-    raise ValueError(
-      "coarse, fine: want one label of each per example, got shapes "
-      f"{coarse.shape} and {fine.shape}"
-    )
   checks.positive(alpha=alpha, beta=beta)
   checks.counts(num_clients=num_clients)
   if num_clients * examples_per_client > len(fine):
@@ -179,7 +174,6 @@ def dirichlet(
   """
   labels = np.asarray(labels)
   checks.positive(alpha=alpha)
-  checks.counts(num_clients=num_clients)
   _check_clients(num_clients, len(labels))
   rng = generator(Stream.DIRICHLET, seed)
   concentration = np.full(num_clients, float(alpha))
@@ -288,7 +282,6 @@ def iid(num_examples: int, *, num_clients: int, seed: int) -> list[np.ndarray]:
   >>> [len(c) for c in iid(11, num_clients=3, seed=0)]
   [4, 4, 3]
   """
-  checks.counts(num_clients=num_clients)
   _check_clients(num_clients, num_examples)
   order = generator(Stream.IID, seed).permutation(num_examples)
   return np.array_split(order.astype(np.int32), num_clients)
@@ -406,21 +399,11 @@ def codist_split(
     held out (Table 3); the high capacity pool has 4,700 (Table 4), 3,100 or
     6,300 (Table 1).
   """
-  for name, value in (
-    ("distill_clients", distill_clients),
-    ("heldout_clients", heldout_clients),
-    ("high_capacity_clients", high_capacity_clients),
-  ):
-    if value < 0:
-      raise ValueError(f"{name}={value}: want zero or more")
+  checks.between(0, num_clients - 1, distill_clients=distill_clients)
+  most = num_clients - 1 - distill_clients  # One is left for the pool.
+  checks.between(0, most, heldout_clients=heldout_clients)
   pool_clients = num_clients - distill_clients - heldout_clients
-  if pool_clients < 1:
-    raise ValueError(
-      f"distill_clients={distill_clients}, heldout_clients="
-      f"{heldout_clients}: leave none of the {num_clients} clients for the "
-      "pool"
-    )
-  if high_capacity_clients > pool_clients:
+  if not 0 <= high_capacity_clients <= pool_clients:
     raise ValueError(
       f"high_capacity_clients={high_capacity_clients}: the pool has "
       f"{pool_clients} clients, want 0 to {pool_clients}"
@@ -473,6 +456,7 @@ class _Multinomial:
 
 
 def _check_clients(num_clients: int, num_examples: int):
+  checks.counts(num_clients=num_clients)
   if num_clients > num_examples:
     raise ValueError(
       f"num_clients={num_clients}: more than the {num_examples} examples, "

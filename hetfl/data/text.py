@@ -207,17 +207,6 @@ class CorpusBuilder:
     self._lengths.append(min(len(words), self._max_words))
     self._domains.append(domain)
 
-  def add_text(self, client: str, domain: int, text: str) -> None:
-    """Adds the sentences of a text.
-
-    Args:
-      client: see `add`.
-      domain: see `add`.
-      text: any text; `sentences` and `words` split it.
-    """
-    for sentence in sentences(text):
-      self.add(client, domain, words(sentence))
-
   def build(self) -> Corpus:
     """The corpus, with clients in the order in which they were first added."""
     self._flush()

@@ -151,11 +151,13 @@ def stackexchange(path: str | os.PathLike, *, max_words: int) -> text.Corpus:
       builder.skipped["empty posts"] += 1
     else:
       try:
-        plain = strip_html(body)
+        found = text.sentences(strip_html(body))
       except ValueError:
         builder.skipped["posts whose HTML cannot be read"] += 1
         continue
-      builder.add_text(owner, QUESTION if kind == "1" else ANSWER, plain)
+      for sentence in found:
+        domain = QUESTION if kind == "1" else ANSWER
+        builder.add(owner, domain, text.words(sentence))
   if not len(builder):
     raise DataError(f"{path}: holds no posts with an owner and a body")
   return builder.build()
@@ -310,7 +312,7 @@ def stackoverflow(
         clients_read = max(clients_read, i + 1)
         try:
           client, kinds, sentences = _fedjax_client(connection, number)
-        except sqlite3.Error:
+        except (sqlite3.Error, ImportError):
           raise
         except Exception:  # zlib, msgpack and FedJAX raise many kinds.
           if low == 0:
