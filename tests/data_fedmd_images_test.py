@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from hetfl.data import DataError, fedmd_images, partition, vision
+from hetfl import population
+from hetfl.data import DataError, fedmd_images, vision
 
 REAL = os.environ.get("HETFL_DATA_DIR")
 needs_real_data = pytest.mark.skipif(
@@ -25,14 +26,14 @@ needs_real_data = pytest.mark.skipif(
 def test_stratified_keeps_the_shares(counts, seed, data):
   labels = np.repeat(np.arange(len(counts)), counts)
   size = data.draw(st.integers(1, len(labels)))
-  drawn = partition.stratified(labels, size=size, seed=seed)
+  drawn = population.stratified(labels, size=size, seed=seed)
   assert len(set(drawn.tolist())) == size
   taken = np.bincount(labels[drawn], minlength=len(counts))
   # The whole part of its share, or one more.
   share = np.array(counts) * size / len(labels)
   assert (taken >= np.floor(share)).all() and (taken <= np.ceil(share)).all()
   np.testing.assert_array_equal(
-    drawn, partition.stratified(labels, size=size, seed=seed)
+    drawn, population.stratified(labels, size=size, seed=seed)
   )
 
 
@@ -40,7 +41,7 @@ def test_the_largest_remainders_get_one_more():
   # Of 4 they have shares of 2, 1.2 and 0.8; of 7, of 3.5, 2.1 and 1.4.
   labels = np.repeat(np.arange(3), [5, 3, 2])
   for size, taken in ((4, [2, 1, 1]), (7, [4, 2, 1])):
-    drawn = partition.stratified(labels, size=size, seed=0)
+    drawn = population.stratified(labels, size=size, seed=0)
     assert np.bincount(labels[drawn]).tolist() == taken
 
 

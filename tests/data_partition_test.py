@@ -3,6 +3,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from hetfl import population
 from hetfl.data import partition
 
 
@@ -237,7 +238,7 @@ def test_clients_draw_from_everywhere_and_by_the_seed():
       counts, _ = np.histogram(own, 3, (0, 60))
       assert len(own) in (19, 20, 21) and counts.min() > 1, name
     assert set(way(0)[0].tolist()) != set(way(1)[0].tolist()), name
-  drawn = partition.stratified(zeros, size=20, seed=0)
+  drawn = population.stratified(zeros, size=20, seed=0)
   assert np.histogram(drawn, 3, (0, 60))[0].min() > 1
   assert (np.diff(drawn) < 0).any()
 

@@ -592,7 +592,7 @@ WRONG = {
   "loss: returned a scalar": lambda: mutual_loss(
     jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(()), weight=0.5
   ),
-  "labels of shape (4, 2)": lambda: partition.stratified(
+  "labels of shape (4, 2)": lambda: population.stratified(
     np.zeros((4, 2)), size=2, seed=0
   ),
   "outputs of shapes (8, ": unlike_pools,

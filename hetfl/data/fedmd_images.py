@@ -15,7 +15,7 @@ from hetfl import checks
 from hetfl.data import letters, partition, vision
 from hetfl.data.errors import DataError, one_of
 from hetfl.data.npz import check_npz, image_size, load_npz
-from hetfl.population import Bank, ClientPopulation, Subset
+from hetfl.population import Bank, ClientPopulation, stratified, Subset
 from hetfl.streams import generator, Stream
 
 ENVIRONMENTS = (
@@ -439,7 +439,7 @@ def _split_off(
     return subset, None
   y = np.asarray(subset.bank["y"])[subset.index]
   drawn = np.zeros(len(y), bool)
-  drawn[partition.stratified(y, size=size, seed=seed)] = True
+  drawn[stratified(y, size=size, seed=seed)] = True
   rest, sample = (
     Subset(subset.bank, subset.index[part]) for part in (~drawn, drawn)
   )
