@@ -23,14 +23,14 @@ from hetfl.fml import fml, independent, MutualState
 from hetfl.hyperparameters import with_hyper
 from hetfl.lanes import LanePlan
 from hetfl.models.language import TokenLogits
-from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient, splice
-from hetfl.mutual_planning import group_clients, MutualPlan, plan_mutual
-from hetfl.next_word import (
+from hetfl.models.next_word import (
   next_word_metrics,
   sentence_loss,
   token_divergence,
   token_weights,
 )
+from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient, splice
+from hetfl.mutual_planning import group_clients, MutualPlan, plan_mutual
 from hetfl.party import (
   fit,
   FitPlan,
