@@ -41,10 +41,7 @@ def clients_of(sizes) -> population.ClientPopulation:
 
 @functools.cache
 def pool_of(size: str, conv: str | None = None, dtype: str = "float32") -> Pool:
-  """The peers' model and rates; `conv` defaults to that of the experiments."""
-  if conv is None:
-    forms = {"cpu": "winograd", "tpu": "native"}
-    conv = forms.get(jax.default_backend(), "patches")
+  """The peers' model and rates; `conv` defaults to the backend's."""
   example = jnp.zeros((1, peers.SIDE, peers.SIDE, 3))
   module = CNNS[size](peers.NUM_CLASSES, conv=conv, dtype=dtype)
   return Pool(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, rounds
-from hetfl import core, engine, population
+from hetfl import core, population
 from hetfl.fedmd import fedmd, plan_fedmd
 from hetfl.models import fedmd as models
 from hetfl.party import Party
@@ -40,11 +40,8 @@ def scaled(batch):
 def ours(table: str, width: float, dtype: str = "float32") -> rounds.Setup:
   """Our round."""
   runner = rounds.one_device()
-  conv = "patches" if isinstance(runner, engine.Threads) else "native"
   example = jnp.zeros((1, SIDE, SIDE, 1))
-  named = models.party_models(
-    table, PARTIES, CLASSES, width=width, conv=conv, dtype=dtype
-  )
+  named = models.party_models(table, PARTIES, CLASSES, width=width, dtype=dtype)
   parties = [
     Party(
       f"party{k}",

@@ -41,9 +41,8 @@ def ours_round(
   """Our round; without `mutual`, the clients' own models learn alone."""
   runner = rounds.one_device()
   bank = jax.device_put(synthetic(examples))
-  conv = "native" if jax.default_backend() == "tpu" else "patches"
   model = core.Model.from_flax(
-    nets.net("cnn1", 10, SHAPE, conv=conv, dtype=dtype), jnp.zeros((1, *SHAPE))
+    nets.net("cnn1", 10, SHAPE, dtype=dtype), jnp.zeros((1, *SHAPE))
   )
   client = MutualClient(model, augment.RECIPES["pad32"].train)
   clients = [client] * NUM_CLIENTS

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, rounds
-from hetfl import core, engine, next_word, planning, population
+from hetfl import core, engine, planning, population
 from hetfl.data import codist_text
 from hetfl.fedavg import fedavg
 from hetfl.lanes import LanePlan
-from hetfl.models import language
+from hetfl.models import language, next_word
 from hetfl.pool import Pool
 
 CLIENTS, BATCH, LENGTH, V = 20, 10, 20, 4_004

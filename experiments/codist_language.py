@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import own_models
 
-from hetfl import core, next_word
+from hetfl import core
 from hetfl import engine as engine_lib
 from hetfl.data import codist_text
-from hetfl.models import language
+from hetfl.models import language, next_word
 
 FLAGS = flags.FLAGS
 

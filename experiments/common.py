@@ -19,6 +19,7 @@ import run_flags
 
 from hetfl import engine as engine_lib
 from hetfl.data import npz
+from hetfl.models import kernels
 from hetfl.run import logs
 
 FLAGS = flags.FLAGS
@@ -134,11 +135,7 @@ def filled(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 def default_conv(dataset: str) -> str:
   """The default of --conv for models with layers of many channels."""
-  if jax.default_backend() != "cpu":
-    return "native" if jax.default_backend() == "tpu" else "patches"
-  if dataset == "digits":
-    return "patches"  # Digits train faster than winograd's extra compilation.
-  return "winograd"
+  return kernels.default_conv(small=dataset == "digits")
 
 
 def resolved_flags(

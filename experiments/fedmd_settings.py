@@ -12,6 +12,7 @@ from hetfl import evaluate
 from hetfl.data import fedmd_images
 from hetfl.fedmd import TRANSLATORS
 from hetfl.models import fedmd as models
+from hetfl.models import kernels
 
 FLAGS = flags.FLAGS
 
@@ -327,9 +328,7 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
   speed = {
     # Otherwise a round takes less time than a checkpoint.
     "checkpoint_every": 1 if on_cpu and FLAGS.environment != "digits" else 10,
-    # Kernels have no batch axis here, so TPUs use XLA's own form; on GPUs it
-    # has not been compared.
-    "conv": "patches" if on_cpu else "native",
+    "conv": kernels.default_conv(alone=True),
     "eval_batch_size": evaluate.batch_size_or_default(None),
   }
   return common.resolved_flags(__name__, values, speed, workdir)

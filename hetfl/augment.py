@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hetfl import core
+from hetfl.models import kernels
+from hetfl.models.kernels.convolution import Padding
 
 
 def random_crop(key: jax.Array, x: jax.Array, size: int, pad: int) -> jax.Array:
@@ -37,7 +38,7 @@ def random_crop(key: jax.Array, x: jax.Array, size: int, pad: int) -> jax.Array:
     )
   limits = jnp.array([[n - size + 1 for n in sides]])
   offsets = jax.random.randint(key, (x.shape[0], 2), 0, limits)
-  if jax.default_backend() == "tpu" and x.dtype == jnp.uint8:
+  if kernels.forms().crops == "products" and x.dtype == jnp.uint8:
     return _crop_by_products(x, offsets - pad, size)
   x = jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
 
@@ -51,8 +52,8 @@ def random_crop(key: jax.Array, x: jax.Array, size: int, pad: int) -> jax.Array:
 def _crop_by_products(x, offsets, size):
   """Squares of `uint8[B, H, W, c]`, zero outside of an image.
 
-  TPUs would take slices with different offsets one image at a time. Products
-  with rows of one 1 each are exact: bfloat16 holds all integers up to 256.
+  Products with rows of one 1 each are exact: bfloat16 holds all integers up to
+  256.
   """
 
   def places(offset, length):
@@ -175,22 +176,22 @@ class Recipe:
 
   Attributes:
     size: side of the images that the model sees.
+    mean: mean of each channel, of pixels in [0, 1].
+    deviation: standard deviation of each channel.
     pad: zeros around an image before it is cropped in training.
     flip: whether training images are flipped left and right, and distillation
       images top and bottom too.
     padding: the padding of the network's convolutions.
     pool_after: where the network pools; see `CodistCNN.pool_after`.
-    mean: mean of each channel, of pixels in [0, 1].
-    deviation: standard deviation of each channel.
   """
 
   size: int
-  pad: int
-  flip: bool
-  padding: str
-  pool_after: tuple[int, ...]
   mean: tuple[float, ...]
   deviation: tuple[float, ...]
+  pad: int = 0
+  flip: bool = False
+  padding: Padding = "SAME"
+  pool_after: tuple[int, ...] = (0, 1)
 
   def train(self, key: jax.Array, batch: core.Batch) -> core.Batch:
     """Training images: cropped, flipped if `flip`, normalised.
@@ -272,33 +273,14 @@ class Recipe:
 
 # FedJAX's defaults for CIFAR-100, which are CIFAR-10's statistics; the 24x24
 # crop is from FedJAX's other preprocessing, that of TensorFlow Federated.
-_cifar = functools.partial(
-  Recipe,
-  flip=True,
-  mean=(0.4914, 0.4822, 0.4465),
-  deviation=(0.2023, 0.1994, 0.2010),
-)
+_CIFAR = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 RECIPES = {
-  "crop24": _cifar(size=24, pad=0, padding="SAME", pool_after=(0, 1)),
-  "pad32": _cifar(size=32, pad=4, padding="VALID", pool_after=(1, 2)),
-  "mnist28": Recipe(
-    size=28,
-    pad=0,
-    flip=False,
-    padding="VALID",
-    pool_after=(0, 1),
-    mean=(0.1307,),
-    deviation=(0.3081,),
+  "crop24": Recipe(24, *_CIFAR, flip=True),
+  "pad32": Recipe(
+    32, *_CIFAR, pad=4, flip=True, padding="VALID", pool_after=(1, 2)
   ),
-  "digits8": Recipe(
-    size=8,
-    pad=1,
-    flip=False,
-    padding="SAME",
-    pool_after=(0, 1),
-    mean=(0.305,),
-    deviation=(0.376,),
-  ),
+  "mnist28": Recipe(28, (0.1307,), (0.3081,), padding="VALID"),
+  "digits8": Recipe(8, (0.305,), (0.376,), pad=1),
 }
 
 # Recipes of the images' own size and statistics: see `fitted`.
@@ -343,11 +325,9 @@ def fitted(name: str, x: np.ndarray) -> Recipe:
   deviation = np.where(spread > 0, spread, 1)  # 0: the same everywhere.
   size = min(x.shape[1:3])
   return Recipe(
-    size=size,
+    size,
+    tuple(mean.tolist()),
+    tuple(deviation.tolist()),
     pad=0 if name == "plain" else size // 8,
     flip=name == "crop_flip",
-    padding="SAME",
-    pool_after=(0, 1),
-    mean=tuple(mean.tolist()),
-    deviation=tuple(deviation.tolist()),
   )

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetfl import core, next_word
-from hetfl.models import fedmd, fml, language, layers, vision
+from hetfl import core
+from hetfl.models import fedmd, fml, language, layers, next_word, vision
+from hetfl.models.kernels.products import add_bias, recur
 from tests.runs import error_of, outcome
 
 IMAGES = (64, 16, 16, 3)  # Enough for batch statistics.
@@ -113,7 +114,7 @@ def test_products_are_narrow_and_all_else_is_not(name):
 def test_gradients_of_biases_are_summed_in_float32():
   # In bfloat16 a sum of ones stops at 256.
   y = jnp.zeros((3000, 1), jnp.bfloat16)
-  total = lambda bias: jnp.sum(core.wide(layers.add_bias(y, bias)))
+  total = lambda bias: jnp.sum(core.wide(add_bias(y, bias)))
   assert jax.grad(total)(jnp.ones((1, 1))).item() == 3000
 
 
@@ -166,11 +167,11 @@ def test_an_lstms_cells_are_float32():
   one = gate(30.0, np.arctanh(2.0**-8), 30.0, 30.0)
   gates = jnp.tile(one[None], (steps, 1, 1)).astype(jnp.bfloat16)
   recurrent = jnp.zeros((hidden, 4 * hidden), jnp.bfloat16)
-  h = language.recur(gates, recurrent)
+  h = recur(gates, recurrent)
   assert h.dtype == jnp.bfloat16
   # tanh(400 / 256); a cell of bfloat16 would stop growing at 1.
   np.testing.assert_allclose(h[-1].item(), np.tanh(400 / 256), rtol=0.01)
-  grads = jax.grad(lambda g: jnp.sum(core.wide(language.recur(g, recurrent))))
+  grads = jax.grad(lambda g: jnp.sum(core.wide(recur(g, recurrent))))
   assert grads(gates).dtype == jnp.bfloat16
 
 

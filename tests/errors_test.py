@@ -17,7 +17,6 @@ from hetfl import (
   distill,
   engine,
   evaluate,
-  next_word,
   party,
   planning,
   population,
@@ -35,7 +34,8 @@ from hetfl.fedmd import (
 from hetfl.fml import fml, independent
 from hetfl.hyperparameters import with_hyper
 from hetfl.lanes import pack_lanes
-from hetfl.models import language, layers
+from hetfl.models import language, layers, next_word
+from hetfl.models.kernels import convolution
 from hetfl.mutual import mutual_loss, MutualClient
 from hetfl.mutual_planning import group_clients, plan_mutual
 from hetfl.pool import Pool
@@ -584,7 +584,15 @@ WRONG = {
     )
   ),
   "weights of shape (1,) for outputs at (1, 2) positions": lambda: (
-    next_word.weighted_sum(lambda *args: args, TOKENS, jnp.ones(1), ())
+    next_word.token_divergence(
+      TOKENS,
+      [TOKENS],
+      TOKENS,
+      WORDS,
+      jnp.ones(1),
+      temperatures=[1.0],
+      regularization=0.0,
+    )
   ),
   "not outputs of shape (8,); use 'mae'": lambda: TRANSLATORS["kl"].scores(
     jnp.zeros(8), 1.0
@@ -682,7 +690,7 @@ WRONG = {
   "rate=1.0: must be at least 0 and below 1": lambda: layers.Dropout(1.0).apply(
     {}, jnp.ones(3), True
   ),
-  "a map of 1x4 is too small for 2x2 pooling": lambda: layers.max_pool_2x2(
+  "a map of 1x4 is too small for 2x2 pooling": lambda: convolution.max_pool_2x2(
     jnp.ones((1, 1, 4, 1))
   ),
   "a transform is called with (key, batch) here, but takes (b)": lambda: (
@@ -1071,7 +1079,10 @@ def test_parameters_are_float32_in_x64_mode_too():
   with jax.enable_x64(True):
     for module, x in (
       (layers.Conv(2, (3, 3)), jnp.zeros((1, 8, 8, 1), jnp.float32)),
-      (layers.PooledPlanes(2, (3, 3)), jnp.zeros((1, 8, 8, 1), jnp.float32)),
+      (
+        layers.Conv(2, (3, 3), form="planes", pool=True),
+        jnp.zeros((1, 8, 8, 1), jnp.float32),
+      ),
       (
         language.LSTMLanguageModel(9, 4, 6, 1, chunk=4),
         jnp.zeros((1, 3), jnp.int32),

@@ -7,6 +7,7 @@ import numpy as np
 
 from hetfl import core, engine, planning, population
 from hetfl.models import layers
+from hetfl.models.kernels import ConvForm, convolution
 from hetfl.pool import Pool
 
 CLASSES = 3
@@ -26,13 +27,13 @@ class Mlp(nn.Module):
 class Cnn(nn.Module):
   """The codistillation CNN, tiny."""
 
-  form: layers.ConvForm = "patches"
+  form: ConvForm = "patches"
 
   @nn.compact
   def __call__(self, x):
     for i, features in enumerate((2, 3, 3)):
       x = layers.Conv(features, (3, 3), form=self.form)(x)
-      x = nn.relu(layers.max_pool_2x2(x) if i < 2 else x)
+      x = nn.relu(convolution.max_pool_2x2(x) if i < 2 else x)
     x = x.reshape(x.shape[0], -1)
     for width in (4, 5):
       x = nn.relu(nn.Dense(width)(x))

@@ -14,12 +14,12 @@ from hetfl import (
   distill,
   engine,
   evaluate,
-  next_word,
   planning,
   population,
 )
 from hetfl.fedavg import fedavg
-from hetfl.models import language
+from hetfl.models import language, next_word
+from hetfl.models.kernels import products
 from hetfl.pool import fedavg_server, Pool
 from tests.oracles import codist as codist_oracle
 from tests.oracles import language as oracle
@@ -104,7 +104,7 @@ def test_accelerators_recur_alike(monkeypatch):
   draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
   gates, recurrent, weights = draw(0, 23, 3, 16), draw(1, 4, 16), draw(2, 4)
   outputs = jax.value_and_grad(
-    lambda *args: jnp.sum(language.recur(*args) * weights[None, None]), (0, 1)
+    lambda *args: jnp.sum(products.recur(*args) * weights[None, None]), (0, 1)
   )
   expected = outputs(gates, recurrent)
   # A function of its own each time: JAX remembers what it has traced.

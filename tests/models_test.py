@@ -14,7 +14,9 @@ import pytest
 import hetfl
 from hetfl import augment, core, engine
 from hetfl.data.vision import load_digits
-from hetfl.models import fedmd, fml, layers, vision, winograd
+from hetfl.models import fedmd, fml, kernels, layers, vision
+from hetfl.models.kernels import convolution
+from hetfl.models.kernels.winograd import winograd_conv
 from tests import federation
 from tests.oracles import codist as codist_oracle
 from tests.oracles import fedmd as fedmd_oracle
@@ -55,7 +57,7 @@ def test_dropout_is_in_training_alone():
 
 @pytest.mark.parametrize("channels", [3, 32])  # Few, and enough for any form.
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
-@pytest.mark.parametrize("form", typing.get_args(layers.ConvForm))
+@pytest.mark.parametrize("form", typing.get_args(kernels.ConvForm))
 def test_conv_is_flaxs_conv(form, padding, channels):
   ours = layers.Conv(5, (3, 3), padding, form)
   theirs = nn.Conv(5, (3, 3), padding=padding)
@@ -91,7 +93,7 @@ def test_a_gpus_patches_are_the_others(monkeypatch, padding, strides, batch):
 
   def of_all(x):
     extract = functools.partial(
-      layers.extract_patches,
+      convolution.extract_patches,
       kernel_size=(3, 2),
       padding=padding,
       strides=strides,
@@ -185,14 +187,14 @@ def test_winograd_is_about_as_exact_as_patches(height):
     for j in range(3)
   )
   error = lambda y: np.sqrt(np.mean((np.asarray(y, float) - exact) ** 2))
-  tiled = error(winograd.winograd_conv(x, kernel))
-  patches = layers.extract_patches(x, (3, 3), "SAME")
+  tiled = error(winograd_conv(x, kernel))
+  patches = convolution.extract_patches(x, (3, 3), "SAME")
   direct = error(patches @ kernel.reshape(-1, 64))
   # 0.7 and 1.3 times; with the points 1 and 2 in place of 2/3 and 3/2, 1.9.
   assert tiled < 1.5 * direct, (tiled, direct)
 
 
-@pytest.mark.parametrize("form", typing.get_args(layers.ConvForm))
+@pytest.mark.parametrize("form", typing.get_args(kernels.ConvForm))
 def test_pooling_before_the_bias_is_pooling_after_it(form):
   x = jax.random.normal(jax.random.key(0), (2, 7, 6, 16))
   conv = layers.Conv(5, (3, 3), form=form)
@@ -233,7 +235,7 @@ def test_fmls_networks(name):
     assert core.num_parameters(shapes["params"]) == count
   # All forms are one function of the same parameters.
   x = jax.random.normal(jax.random.key(0), (3, 28, 28, 1))
-  forms = typing.get_args(layers.ConvForm)
+  forms = typing.get_args(kernels.ConvForm)
   nets = [fml.net(name, 10, (28, 28, 1), conv=form) for form in forms]
   variables = nets[0].init(jax.random.key(1), x)
   first, *others = (net.apply(variables, x) for net in nets)
@@ -258,7 +260,7 @@ def test_convolutions_alone_have_no_classes():
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize("size", [(3, 3), (5, 5), (3, 4), (4, 3)])
 def test_pooled_planes_are_flaxs_conv_and_pool(size, padding):
-  ours = layers.PooledPlanes(5, size, padding)
+  ours = layers.Conv(5, size, padding, "planes", pool=True)
   theirs = nn.Conv(5, size, padding=padding)
   x = jax.random.normal(jax.random.key(0), (2, 9, 8, 4))  # One side is odd.
   pooled = lambda v, x: nn.max_pool(theirs.apply(v, x), (2, 2), (2, 2))
@@ -285,18 +287,13 @@ def test_pooled_planes_are_flaxs_conv_and_pool(size, padding):
 
 
 def test_forms_of_convolution_say_what_they_cannot_do():
-  with pytest.raises(ValueError, match="2x4 is too small for a 3x3"):
-    layers.PooledPlanes(5, (3, 3), "VALID").init(
-      jax.random.key(0), jnp.zeros((1, 2, 4, 1))
-    )
   x, kernel = jnp.zeros((0, 4, 4, 2)), jnp.zeros((3, 3, 2, 5))
-  assert winograd.winograd_conv(x, kernel).shape == (0, 4, 4, 5)
-  with pytest.raises(ValueError, match="choose SAME or VALID"):
-    winograd.winograd_conv(x, kernel, "CAUSAL")
-  for form in ("patches", "winograd", "native"):
+  assert winograd_conv(x, kernel).shape == (0, 4, 4, 5)
+  for form in ("patches", "winograd", "native", "planes"):
+    small = jnp.zeros((32, 2, 4, 1) if form == "planes" else (1, 2, 4, 32))
     with pytest.raises(ValueError, match="2x4 are too small for a conv"):
-      layers.Conv(5, (3, 3), "VALID", form).init(
-        jax.random.key(0), jnp.zeros((1, 2, 4, 32))
+      layers.Conv(5, (3, 3), "VALID", form, pool=True).init(
+        jax.random.key(0), small
       )
   # Not taken for another one, which would be silent.
   for options in ({"form": "xla"}, {"padding": "same"}):
@@ -310,12 +307,13 @@ def test_forms_of_convolution_say_what_they_cannot_do():
 @pytest.mark.parametrize("backend", ["cpu", "tpu"])
 @pytest.mark.parametrize("shape", [(2, 6, 8, 3), (1, 5, 7, 2)])
 def test_max_pool_is_flaxs(shape, backend, monkeypatch):
+  ours = convolution.max_pool_2x2
   monkeypatch.setattr(jax, "default_backend", lambda: backend)
   x = jax.random.normal(jax.random.key(0), shape)
   theirs = lambda x: nn.max_pool(x, (2, 2), (2, 2))
-  np.testing.assert_array_equal(layers.max_pool_2x2(x), theirs(x))
+  np.testing.assert_array_equal(ours(x), theirs(x))
   grad = lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
-  np.testing.assert_allclose(grad(layers.max_pool_2x2), grad(theirs), rtol=1e-6)
+  np.testing.assert_allclose(grad(ours), grad(theirs), rtol=1e-6)
 
 
 def image(height, width):
@@ -330,8 +328,6 @@ def test_small_images_are_refused():
     augment.center_crop(x, 32)
   with pytest.raises(ValueError, match="the padded images, 30x30"):
     augment.random_crop(jax.random.key(0), x, 32, 1)
-  with pytest.raises(ValueError, match="28x28 are too small for a conv"):
-    layers.extract_patches(x, (29, 3), "VALID")
 
 
 def test_crops_are_windows_and_reach_every_place():
@@ -437,7 +433,7 @@ def test_pixels_are_normalised_by_the_published_numbers():
   np.testing.assert_allclose(x.std(), digits.deviation[0], atol=5e-3)
 
 
-@pytest.mark.parametrize("form", typing.get_args(layers.ConvForm))
+@pytest.mark.parametrize("form", typing.get_args(kernels.ConvForm))
 @pytest.mark.parametrize(
   "kernel,strides,padding",
   [
@@ -465,7 +461,7 @@ def test_strided_conv_is_flaxs_conv(form, kernel, strides, padding):
 @pytest.mark.parametrize("stride,padding", [(1, "SAME"), (2, "VALID")])
 def test_avg_pool_leaves_padding_out(stride, padding):
   x = jax.random.normal(jax.random.key(0), (2, 7, 6, 3))
-  ours = lambda x: layers.avg_pool_2x2(x, stride)
+  ours = lambda x: convolution.avg_pool_2x2(x, stride)
   theirs = lambda x: nn.avg_pool(
     x, (2, 2), (stride, stride), padding, count_include_pad=False
   )

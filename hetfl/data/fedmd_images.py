@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hetfl import checks
-from hetfl.data import letters, partition, vision
+from hetfl.data import letters, vision
 from hetfl.data.errors import DataError, one_of
 from hetfl.data.npz import check_npz, image_size, load_npz
 from hetfl.population import Bank, ClientPopulation, stratified, Subset

@@ -20,7 +20,7 @@ import numpy as np
 
 from hetfl import checks
 from hetfl.data.errors import DataError, one_of
-from hetfl.next_word import BOS, EOS, PAD
+from hetfl.models.next_word import BOS, EOS, PAD
 
 MAX_WORD = 64  # Characters; longer ones are cut.
 # Lichtarge et al. 2023, appendix G, which has spaces around the apostrophe.

@@ -8,8 +8,9 @@ from flax.traverse_util import flatten_dict
 import jax
 import jax.numpy as jnp
 
-from hetfl import core
-from hetfl.models import layers
+from hetfl import checks, core
+from hetfl.models import kernels, layers
+from hetfl.models.kernels.convolution import avg_pool_2x2, Padding
 
 # Filters of each convolution, and dropout.
 TABLE_1 = (
@@ -45,6 +46,7 @@ SMALL = (
 )
 TABLES = {"table1": TABLE_1, "table2": TABLE_2, "small": SMALL}
 _HIDDEN = 128
+_glorot = nn.initializers.glorot_uniform()
 
 
 class Block(NamedTuple):
@@ -61,7 +63,7 @@ class Block(NamedTuple):
   filters: int
   kernel: int
   stride: int
-  padding: layers.Padding
+  padding: Padding
   pool: int
 
 
@@ -106,7 +108,8 @@ class PartyCNN(nn.Module):
     blocks: the blocks, first to last.
     dropout: share of elements that each block drops in training.
     num_classes: C.
-    conv: form of the convolutions; changes speed only.
+    conv: form of the convolutions, or `None` for that of
+      `kernels.default_conv(alone=True)`; changes speed only.
     momentum: of batch normalisation's running statistics; 0.99 is Keras's.
     dtype: the type of all layers but the head, such as `jnp.bfloat16`; `None`
       for that of images and parameters. Parameters, statistics and logits are
@@ -133,30 +136,30 @@ class PartyCNN(nn.Module):
   blocks: Sequence[Block]
   dropout: float
   num_classes: int
-  conv: layers.ConvForm = "patches"
+  conv: kernels.ConvForm | None = None
   momentum: float = 0.99
   dtype: layers.DType | None = None
 
   @nn.compact
   def __call__(self, x, train: bool = False):
     """Maps images `float[B, H, W, c]` to logits `float[B, C]`."""
+    form = self.conv or kernels.default_conv(alone=True)
     for block in self.blocks:
       x = layers.Conv(
         block.filters,
         (block.kernel, block.kernel),
         block.padding,
-        self.conv,
-        nn.initializers.glorot_uniform(),
+        form,
+        _glorot,
         (block.stride, block.stride),
         dtype=self.dtype,
       )(x)
       x = nn.BatchNorm(
         not train, momentum=self.momentum, epsilon=1e-3, dtype=self.dtype
       )(x)
-      x = nn.relu(x)
-      x = layers.Dropout(self.dropout)(x, train)
+      x = layers.Dropout(self.dropout)(nn.relu(x), train)
       if block.pool:
-        x = layers.avg_pool_2x2(x, block.pool)
+        x = avg_pool_2x2(x, block.pool)
     return _head(self.num_classes)(core.wide(x.reshape(x.shape[0], -1)))
 
 
@@ -178,21 +181,13 @@ class PartyMLP(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps images `float[B, H, W, c]` to logits `float[B, C]`."""
-    x = nn.relu(
-      layers.Dense(self.hidden, nn.initializers.glorot_uniform(), self.dtype)(
-        x.reshape(x.shape[0], -1)
-      )
-    )
+    x = x.reshape(x.shape[0], -1)
+    x = nn.relu(layers.Dense(self.hidden, _glorot, self.dtype)(x))
     return _head(self.num_classes)(core.wide(x))
 
 
 def _head(num_classes):
-  return nn.Dense(
-    num_classes,
-    use_bias=False,
-    kernel_init=nn.initializers.glorot_uniform(),
-    name="head",
-  )
+  return nn.Dense(num_classes, False, kernel_init=_glorot, name="head")
 
 
 def head_penalty(params) -> jax.Array:
@@ -241,7 +236,7 @@ def party_models(
   width: float = 1.0,
   weak_parties: int = 0,
   batch_norm_momentum: float = 0.99,
-  conv: layers.ConvForm = "patches",
+  conv: kernels.ConvForm | None = None,
   dtype: layers.DType | None = None,
 ) -> list[tuple[str, nn.Module]]:
   """The parties' models, by name.
@@ -253,7 +248,7 @@ def party_models(
     width: factor on all numbers of filters, which are rounded and at least 1.
     weak_parties: how many parties, the last ones, are `PartyMLP`s.
     batch_norm_momentum: of the running statistics.
-    conv: form of the convolutions; changes speed only.
+    conv: see `PartyCNN`.
     dtype: see `PartyCNN`.
 
   Returns:
@@ -268,14 +263,9 @@ def party_models(
   """
   if table not in TABLES:
     raise ValueError(f"table={table}: choose from {', '.join(TABLES)}")
-  if num_parties < 1:
-    raise ValueError(f"num_parties={num_parties}: must be at least 1")
-  if not width > 0:
-    raise ValueError(f"width={width}: must be more than zero")
-  if not 0 <= weak_parties <= num_parties:
-    raise ValueError(
-      f"weak_parties={weak_parties}: must lie between 0 and {num_parties}"
-    )
+  checks.counts(num_parties=num_parties)
+  checks.positive(width=width)
+  checks.between(0, num_parties, weak_parties=weak_parties)
   scaled = lambda n: max(1, round(width * n))
   models: list[tuple[str, nn.Module]] = []
   for k in range(num_parties):

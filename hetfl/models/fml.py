@@ -6,12 +6,20 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from hetfl import core
-from hetfl.models import layers
+from hetfl.models import kernels, layers
+from hetfl.models.kernels.convolution import takes_tiles
 
 # PyTorch's default weights: uniform in [-1, 1] / sqrt(fan_in).
 torch_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
-NAMES = ("mlp", "lenet5", "cnn1", "cnn2")
+# By name: filters and side of the convolutions, and widths of dense layers.
+_NETS = {
+  "mlp": ((), 0, (200, 200)),
+  "lenet5": ((6, 16), 5, (120, 84)),
+  "cnn1": ((6, 16), 3, (120,)),
+  "cnn2": ((128, 128, 128), 3, ()),
+}
+NAMES = tuple(_NETS)
 
 
 class Net(nn.Module):
@@ -26,9 +34,10 @@ class Net(nn.Module):
     padding: `SAME` or `VALID`.
     border: number of rows and columns by which each edge of an image is first
       extended, repeating the edge.
-    conv: the form of the convolutions; changes speed only. For images of 16x16
-      or more, `patches`, and `winograd` where no layer takes that form, put the
-      batch axis last.
+    conv: the form of the convolutions, or `None` for that of
+      `kernels.default_conv`; changes speed only. For images of 16x16 or more,
+      `patches`, and `winograd` where no layer takes that form, put the batch
+      axis last.
     dtype: the type of all layers but the last, such as `jnp.bfloat16`; `None`
       for that of images and parameters. Parameters, logits and features are
       float32.
@@ -47,7 +56,7 @@ class Net(nn.Module):
   num_classes: int | None
   padding: layers.Padding = "VALID"
   border: int = 0
-  conv: layers.ConvForm = "patches"
+  conv: kernels.ConvForm | None = None
   dtype: layers.DType | None = None
 
   @nn.compact
@@ -56,35 +65,28 @@ class Net(nn.Module):
     if self.border:
       side = (self.border, self.border)
       x = jnp.pad(x, ((0, 0), side, side, (0, 0)), mode="edge")
-    most = max(self.filters[:-1], default=0)
-    tiled = self.kernel == 3 and most >= layers.MANY_CHANNELS
-    tiled &= layers.is_wide(self.dtype or x.dtype)
-    planes = self.conv == "patches" or (self.conv == "winograd" and not tiled)
-    planes &= min(x.shape[1:3]) >= 16  # Else compile time dominates.
+    small = min(x.shape[1:3]) < 16  # There compile time dominates.
+    form = self.conv or kernels.default_conv(small=small)
+    size, dtype = (self.kernel, self.kernel), self.dtype or x.dtype
+    tiled = form == "winograd" and any(
+      takes_tiles(size, channels, dtype) for channels in self.filters[:-1]
+    )
+    planes = form != "native" and not tiled and not small
     if planes:
       x = x.transpose(3, 1, 2, 0)
-    for i, features in enumerate(self.filters):
-      size, name = (self.kernel, self.kernel), f"Conv_{i}"
+    for features in self.filters:
       # ReLU after pooling: same value and gradient, a quarter of the elements.
-      if planes:
-        x = nn.relu(
-          layers.PooledPlanes(
-            features, size, self.padding, torch_init, self.dtype, name=name
-          )(x)
-        )
-      else:
-        x = nn.relu(
-          layers.Conv(
-            features,
-            size,
-            self.padding,
-            self.conv,
-            torch_init,
-            pool=True,
-            dtype=self.dtype,
-            name=name,
-          )(x)
-        )
+      x = nn.relu(
+        layers.Conv(
+          features,
+          size,
+          self.padding,
+          "planes" if planes else form,
+          torch_init,
+          pool=True,
+          dtype=self.dtype,
+        )(x)
+      )
     if planes:
       x = x.transpose(3, 1, 2, 0)
     x = x.reshape(x.shape[0], -1)
@@ -100,7 +102,7 @@ def net(
   num_classes: int | None,
   image_shape: tuple[int, int, int],
   *,
-  conv: layers.ConvForm = "patches",
+  conv: kernels.ConvForm | None = None,
   dtype: layers.DType | None = None,
 ) -> Net:
   """One of the paper's networks, for images of a data set.
@@ -124,7 +126,7 @@ def net(
     name: 'mlp', 'lenet5', 'cnn1' or 'cnn2'.
     num_classes: C; `None` gives the convolutions alone.
     image_shape: height, width, channels.
-    conv: the form of the convolutions; changes speed only.
+    conv: see `Net`.
     dtype: see `Net`.
 
   Returns:
@@ -143,17 +145,12 @@ def net(
   >>> net('cnn1', 10, (32, 32, 3)).dense
   (120,)
   """
-  if name not in NAMES:
-    raise ValueError(f"model {name!r}: choose from {', '.join(NAMES)}")
+  if name not in _NETS:
+    raise ValueError(f"model {name!r}: choose from {', '.join(_NETS)}")
   if name == "mlp" and num_classes is None:
     raise ValueError("model 'mlp' has no convolutions to share")
   small = min(image_shape[:2]) < 28
-  filters, kernel, dense = {
-    "mlp": ((), 0, (200, 200)),
-    "lenet5": ((6, 16), 5, (120, 84)),
-    "cnn1": ((6, 16), 3, (120,)),
-    "cnn2": ((128, 128, 128), 3, ()),
-  }[name]
+  filters, kernel, dense = _NETS[name]
   if small:
     filters = tuple(min(width, 32) for width in filters)
     dense = (32,) * len(dense)

@@ -6,8 +6,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from hetfl import core
 from hetfl.models import layers
+from hetfl.models.kernels import products
 
 
 @flax.struct.dataclass
@@ -15,8 +15,8 @@ class TokenLogits:
   """Logits of all positions, not yet computed: `features @ kernel + bias`.
 
   With a vocabulary of ten thousand the logits of a batch are far larger than
-  everything else; `hetfl.next_word` computes losses and metrics from them part
-  by part, at the positions that count.
+  everything else; `hetfl.models.next_word` computes losses and metrics from
+  them part by part, at the positions that count.
 
   Features and kernel may be bfloat16; the logits are then float32.
 
@@ -35,7 +35,7 @@ class TokenLogits:
 
   def dense(self) -> jax.Array:
     """The logits themselves, `float[B, T, V]`."""
-    product = layers.wide_product(self.features, self.kernel)
+    product = products.wide_product(self.features, self.kernel)
     return product + self.bias.reshape(1, 1, -1)
 
 
@@ -70,114 +70,22 @@ class LSTM(nn.Module):
   def __call__(self, x):
     """Maps `float[B, T, in]` to `float[B, T, H]`."""
     batch, length, width = x.shape
-    # Haiku has one matrix for x and h, hence one fan-in.
-    scale = (1 + self.hidden / width) ** -0.5
-    kernel = self.param(
-      "kernel",
-      lambda *args: scale * layers.haiku_init(*args),
-      (width, 4 * self.hidden),
-    )
-    scale_h = (1 + width / self.hidden) ** -0.5
-    recurrent = self.param(
-      "recurrent",
-      lambda *args: scale_h * layers.haiku_init(*args),
-      (self.hidden, 4 * self.hidden),
-    )
-    bias = self.param(
-      "bias", nn.initializers.zeros, (4 * self.hidden,), jnp.float32
-    )
+    gates = 4 * self.hidden
+
+    def weights(name, inputs, others):
+      # Haiku has one matrix for x and h, hence one fan-in.
+      scale = (1 + others / inputs) ** -0.5
+      init = lambda *args: scale * layers.haiku_init(*args)
+      return self.param(name, init, (inputs, gates))
+
+    kernel = weights("kernel", width, self.hidden)
+    recurrent = weights("recurrent", self.hidden, width)
+    bias = self.param("bias", nn.initializers.zeros, (gates,), jnp.float32)
     x, kernel, recurrent = promote_dtype(x, kernel, recurrent, dtype=self.dtype)
     # The part that does not depend on h: one product for all time steps.
-    gates = layers.add_bias(x.reshape(-1, width) @ kernel, bias.reshape(1, -1))
-    gates = gates.reshape(batch, length, -1).swapaxes(0, 1)
-    return recur(gates, recurrent).swapaxes(0, 1)
-
-
-def _positions_at_once() -> int:
-  """Positions for each turn of a loop.
-
-  On accelerators a turn costs more than the small products of one position.
-  """
-  return 1 if jax.default_backend() == "cpu" else 20
-
-
-@jax.custom_vjp
-def recur(gates: jax.Array, recurrent: jax.Array) -> jax.Array:
-  """The recurrence of an LSTM; see `LSTM`.
-
-  It has a gradient of its own: that of a `lax.scan` adds up the kernel's
-  gradient step by step; here it is one product over all steps. Reverse mode
-  only.
-
-  Args:
-    gates: `float[T, B, 4 H]`, the inputs' part of the gates `i, g, f, o`.
-    recurrent: `float[H, 4 H]`, of the same type.
-
-  Returns:
-    `float[T, B, H]`, the outputs `h`, of that type too. The cells `c` and all
-    sums are float32 at least.
-
-  >>> import math
-  >>> h = recur(jnp.zeros((1, 1, 4)).at[0, 0, 1].set(9.), jnp.zeros((1, 4)))
-  >>> math.isclose(h[0, 0, 0], 0.5 * math.tanh(0.5), rel_tol=1e-5)
-  True
-  """
-  return _recur_forward(gates, recurrent)[0]
-
-
-def _recur_forward(gates, recurrent):
-  def step(carry, x):
-    h, c = carry
-    sums = core.wide(x) + layers.wide_product(h, recurrent)
-    i, g, f, o = jnp.split(sums, 4, axis=-1)
-    i, g, f, o = nn.sigmoid(i), jnp.tanh(g), nn.sigmoid(f + 1), nn.sigmoid(o)
-    new = f * c + i * g
-    squashed = jnp.tanh(new)
-    h = (o * squashed).astype(gates.dtype)
-    saved = c, jnp.concatenate([i, g, f, o, squashed], axis=-1)
-    return (h, new), (h, *(a.astype(gates.dtype) for a in saved))
-
-  zero = jnp.zeros((gates.shape[1], recurrent.shape[0]), gates.dtype)
-  _, (h, c, acts) = jax.lax.scan(
-    step, (zero, core.wide(zero)), gates, unroll=_positions_at_once()
-  )
-  return h, (h, c, acts, recurrent)
-
-
-def _recur_backward(saved, dh):
-  h, c, acts, recurrent = saved
-
-  def step(carry, x):
-    dh, dc = carry
-    dh_t, c, acts = map(core.wide, x)
-    i, g, f, o, squashed = jnp.split(acts, 5, axis=-1)
-    dh = dh + dh_t
-    dc = dc + dh * o * (1 - squashed**2)
-    dgates = jnp.concatenate(
-      [
-        dc * g * i * (1 - i),
-        dc * i * (1 - g**2),
-        dc * c * f * (1 - f),
-        dh * squashed * o * (1 - o),
-      ],
-      axis=-1,
-    ).astype(h.dtype)
-    return (layers.wide_product(dgates, recurrent.T), dc * f), dgates
-
-  zero = jnp.zeros_like(core.wide(h[0]))
-  _, dgates = jax.lax.scan(
-    step,
-    (zero, zero),
-    (dh, c, acts),
-    reverse=True,
-    unroll=_positions_at_once(),
-  )
-  before = jnp.concatenate([jnp.zeros_like(h[:1]), h[:-1]])
-  rows = lambda a: a.reshape(-1, a.shape[-1])
-  return dgates, rows(before).T @ rows(dgates)
-
-
-recur.defvjp(_recur_forward, _recur_backward)
+    own = products.add_bias(x.reshape(-1, width) @ kernel, bias.reshape(1, -1))
+    own = own.reshape(batch, length, gates).swapaxes(0, 1)
+    return products.recur(own, recurrent).swapaxes(0, 1)
 
 
 class LSTMLanguageModel(nn.Module):
@@ -219,27 +127,16 @@ class LSTMLanguageModel(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps tokens `int[B, T]` to `TokenLogits`."""
-    table = self.param(
-      "embedding",
-      lambda key, *args: jax.random.truncated_normal(key, -2, 2, *args),
-      (self.vocabulary_size, self.embedding),
-      jnp.float32,
-    )
+    size = self.vocabulary_size
+    normal = lambda key, *args: jax.random.truncated_normal(key, -2, 2, *args)
+    table = self.param("embedding", normal, (size, self.embedding), jnp.float32)
     h = jnp.take(table, x, axis=0, mode="clip")
     for _ in range(self.num_layers):
       h = jnp.tanh(LSTM(self.hidden, self.dtype)(h))
       h = layers.Dense(self.embedding, dtype=self.dtype)(h)
-    kernel = self.param(
-      "output_kernel",
-      layers.haiku_init,
-      (self.embedding, self.vocabulary_size),
-    )
-    bias = self.param(
-      "output_bias",
-      nn.initializers.zeros,
-      (self.vocabulary_size,),
-      jnp.float32,
-    )
+    zeros, shape = nn.initializers.zeros, (self.embedding, size)
+    kernel = self.param("output_kernel", layers.haiku_init, shape)
+    bias = self.param("output_bias", zeros, (size,), jnp.float32)
     h, kernel = promote_dtype(h, kernel, dtype=self.dtype)
     return TokenLogits(h, kernel, bias, self.chunk)
 

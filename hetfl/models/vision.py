@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import flax.linen as nn
 
 from hetfl import core
-from hetfl.models import layers
+from hetfl.models import kernels, layers
 
 
 class CodistCNN(nn.Module):
@@ -24,7 +24,8 @@ class CodistCNN(nn.Module):
     num_classes: C.
     padding: `SAME` or `VALID`.
     pool_after: indices of the convolutions that are followed by pooling.
-    conv: the form of the convolutions; changes speed only.
+    conv: the form of the convolutions, or `None` for that of
+      `kernels.default_conv`; changes speed only.
     dropout: share of each dense layer's inputs that is dropped in training.
     dtype: the type of all layers but the last, such as `jnp.bfloat16`; `None`
       for that of images and parameters. Parameters and logits are float32.
@@ -47,13 +48,14 @@ class CodistCNN(nn.Module):
   num_classes: int
   padding: layers.Padding = "SAME"
   pool_after: Sequence[int] = (0, 1)
-  conv: layers.ConvForm = "patches"
+  conv: kernels.ConvForm | None = None
   dropout: float = 0.0
   dtype: layers.DType | None = None
 
   @nn.compact
   def __call__(self, x, train: bool = False):
     """Maps images `float[B, H, W, c]` to logits `float[B, C]`."""
+    form = self.conv or kernels.default_conv(small=min(x.shape[1:3]) < 16)
     for i, features in enumerate(self.filters):
       # ReLU after pooling: same value and gradient, a quarter of the elements.
       x = nn.relu(
@@ -61,7 +63,7 @@ class CodistCNN(nn.Module):
           features,
           (3, 3),
           self.padding,
-          self.conv,
+          form,
           pool=i in self.pool_after,
           dtype=self.dtype,
         )(x)

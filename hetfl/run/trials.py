@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import core
-from hetfl.engine import jit
+from hetfl.engine import bank_format, jit
 
 PyTree = Any
 Values = dict[str, float]
@@ -340,7 +340,7 @@ class Vmapped(Runner):
     # Transferred once, not in each round.
     everywhere = jax.sharding.NamedSharding(mesh, same)
     self._data = jax.tree.map(
-      lambda a: jax.device_put(a, core.bank_format(a, everywhere)),
+      lambda a: jax.device_put(a, bank_format(a, everywhere)),
       problem.data,
     )
     self._eval_data = jax.device_put(problem.eval_data, everywhere)

@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from hetfl import checks, core, distill
-from hetfl.engine import zeros_of
+from hetfl.models.kernels.products import wide_product
 from hetfl.models.language import TokenLogits
-from hetfl.models.layers import wide_product
 
 PAD, BOS, EOS = 0, 1, 2
 PyTree = Any
@@ -62,7 +61,7 @@ def sentence_loss(expected_length: float = 13.3) -> core.Loss:
     mask = batch["mask"]
     scale = mask / (expected_length * jnp.maximum(jnp.sum(mask), 1))
     weights = jnp.where(batch["y"] != PAD, scale.reshape(-1, 1), 0.0)
-    return weighted_sum(_cross_entropy, logits, weights, batch["y"])
+    return _weighted_sum(_cross_entropy, logits, weights, batch["y"])
 
   return loss
 
@@ -141,16 +140,29 @@ def token_divergence(
   views = (*teachers, own)
   for view in (student, *views):
     _check_targets(view, batch)
-  rows = (tuple(view.features for view in views), batch["y"])
-  shared = (
-    tuple((view.kernel, view.bias) for view in views),
-    tuple(temperatures),
-    regularization,
+  rows = tuple(view.features for view in views), batch["y"]
+  heads = tuple((view.kernel, view.bias) for view in views)
+  v = jnp.asarray(label_weight, jnp.float32) if label_weight else None
+  shared = heads, tuple(temperatures), regularization, v
+  return _weighted_sum(_kl, student, weights, rows, shared)
+
+
+def _kl(z, rows, shared):
+  features, y = rows
+  heads, temperatures, regularization, label_weight = shared
+  labels: dict[str, Any] = {}
+  if label_weight is not None:
+    labels["labels"] = distill.label_target(z, {"y": y})
+    labels["label_weight"] = label_weight
+  *teachers, own = [_logits(f, *head) for f, head in zip(features, heads)]
+  target = distill.codist_target(
+    teachers,
+    own,
+    temperatures=temperatures,
+    regularization=regularization,
+    **labels,
   )
-  if not label_weight:
-    return weighted_sum(_kl, student, weights, rows, shared)
-  labelled = (*shared, jnp.asarray(label_weight, jnp.float32))
-  return weighted_sum(_labelled_kl, student, weights, rows, labelled)
+  return distill.kl_divergence(target, z), jax.nn.softmax(z, axis=-1) - target
 
 
 def _logits(features, kernel, bias):
@@ -158,37 +170,7 @@ def _logits(features, kernel, bias):
   return core.wide(wide_product(features, kernel) + bias.reshape(1, -1))
 
 
-def _kl(z, rows, shared):
-  features, _ = rows
-  return _kl_to(_target(features, *shared), z)
-
-
-def _labelled_kl(z, rows, shared):
-  features, y = rows
-  *shared, label_weight = shared
-  labels = distill.label_target(z, {"y": y})
-  target = _target(features, *shared, labels=labels, label_weight=label_weight)
-  return _kl_to(target, z)
-
-
-def _target(features, heads, temperatures, regularization, **labels):
-  *teachers, own = [
-    _logits(f, kernel, bias) for f, (kernel, bias) in zip(features, heads)
-  ]
-  return distill.codist_target(
-    teachers,
-    own,
-    temperatures=temperatures,
-    regularization=regularization,
-    **labels,
-  )
-
-
-def _kl_to(target, z):
-  return distill.kl_divergence(target, z), jax.nn.softmax(z, axis=-1) - target
-
-
-def weighted_sum(
+def _weighted_sum(
   divergence: RowLoss,
   logits: TokenLogits,
   weights: jax.Array,
@@ -204,49 +186,35 @@ def weighted_sum(
     weights: `float[B, T]`.
     rows: a pytree of `[B, T, ...]`, the divergence's arguments per position.
     shared: its arguments that are the same for all positions.
-
-  Returns:
-    A scalar.
-
-  Raises:
-    ValueError: the logits are not `TokenLogits`, or the weights' shape differs.
   """
-  _check_tokens(logits)
   if jnp.shape(weights) != logits.features.shape[:2]:
     raise ValueError(
       f"weights of shape {jnp.shape(weights)} for outputs at"
       f" {logits.features.shape[:2]} positions: give"
       " Distiller(weights=token_weights), float[B, T]"
     )
-  flat = lambda a: a.reshape(-1, *a.shape[2:])
-  features, weights = flat(logits.features), weights.reshape(-1)
-  rows = jax.tree.map(flat, rows)
-  if logits.chunk is None:
-    z = _logits(features, logits.kernel, logits.bias)
-    weights, rows, shared = jax.lax.stop_gradient((weights, rows, shared))
-    return jnp.sum(weights * divergence(z, rows, shared)[0])
-  return _fused(
-    divergence,
-    logits.chunk,
-    features,
-    logits.kernel,
-    logits.bias,
-    weights,
-    rows,
-    shared,
-  )
+  features, weights, rows = _flat((logits.features, weights, rows))
+  head = logits.kernel, logits.bias
+  if logits.chunk is not None:
+    return _fused(
+      divergence, logits.chunk, features, *head, weights, rows, shared
+    )
+  z = _logits(features, *head)
+  weights, rows, shared = jax.lax.stop_gradient((weights, rows, shared))
+  return jnp.sum(weights * divergence(z, rows, shared)[0])
 
 
-def _check_tokens(logits):
+def _flat(tree):
+  """Arrays of all positions in a row, `[B T, ...]`."""
+  return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), tree)
+
+
+def _check_targets(logits, batch):
   if not isinstance(logits, TokenLogits):
     raise ValueError(
       f"a model's outputs are {type(logits).__name__}: next-word losses and"
       " metrics need TokenLogits(features, kernel, bias)"
     )
-
-
-def _check_targets(logits, batch):
-  _check_tokens(logits)
   if jnp.shape(batch["y"]) != logits.features.shape[:2]:
     raise ValueError(
       f"batch['y'] of shape {jnp.shape(batch['y'])} for outputs at"
@@ -267,21 +235,15 @@ def _front(chunk, weights, rows):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused(
-  divergence, chunk, features, kernel, bias, weights, rows, shared
-) -> jax.Array:
-  value, _ = _fused_forward(
-    divergence, chunk, features, kernel, bias, weights, rows, shared
-  )
-  return value
+def _fused(divergence, chunk, *args) -> jax.Array:
+  return _fused_forward(divergence, chunk, *args)[0]
 
 
 def _fused_forward(
   divergence, chunk, features, kernel, bias, weights, rows, shared
 ):
-  order, count, weights, (packed, rows) = _front(
-    chunk, weights, (features, rows)
-  )
+  packed = features, rows
+  order, count, weights, (packed, rows) = _front(chunk, weights, packed)
 
   def body(c, carry):
     total, dpacked, dkernel, dbias = carry
@@ -297,7 +259,7 @@ def _fused_forward(
         dpacked,
         wide_product(narrow, kernel.T).astype(wide),
         c * chunk,
-        0,
+        axis=0,
       ),
       dkernel + wide_product(f.T, narrow),
       dbias + jnp.sum(dz, axis=0),
@@ -358,17 +320,12 @@ def next_word_metrics(
   [1.0, 1.0]
   """
   _check_targets(logits, batch)
-  y = batch["y"]
-  known = token_weights(batch)
-  counted = jnp.where(y != EOS, known, 0.0)
-  domains = {}
+  domain = None
   if "domain" in batch:
-    domains = {
-      name: jnp.where(batch["domain"].reshape(-1, 1) == d, counted, 0.0)
-      for d, name in enumerate(("questions", "answers"))
-    }
+    shape = batch["y"].shape
+    domain = jnp.broadcast_to(batch["domain"].reshape(-1, 1), shape)
 
-  def sums(features, y, known, counted, domains):
+  def sums(known, features, y, domain):
     z = _logits(features, logits.kernel, logits.bias)
     log_q = jax.nn.log_softmax(z, axis=-1)
     nll = _negative_log_likelihood(log_q, y)
@@ -376,29 +333,33 @@ def next_word_metrics(
     # The argmax of NaN is the first entry, which must not count as a hit.
     hit = lambda word: (word == y) & ~jnp.isnan(log_q[:, 0])
     mean = lambda x, w: core.Mean(jnp.sum(x * w), jnp.sum(w))
-    return {
+    counted = jnp.where(y != EOS, known, 0.0)
+    means = {
       "accuracy": mean(hit(word), counted),
       "accuracy_no_eos": mean(hit(jnp.argmax(z, axis=-1)), counted),
       "loss": mean(nll, known),
-    } | {f"accuracy_{name}": mean(hit(word), w) for name, w in domains.items()}
+    }
+    if domain is not None:
+      for d, name in enumerate(("questions", "answers")):
+        theirs = jnp.where(domain == d, counted, 0.0)
+        means[f"accuracy_{name}"] = mean(hit(word), theirs)
+    return means
 
-  flat = lambda a: a.reshape(-1, *a.shape[2:])
-  args = jax.tree.map(flat, (logits.features, y, known, counted, domains))
-  chunk = logits.chunk
+  rows = _flat((logits.features, batch["y"], domain))
+  known, chunk = token_weights(batch).ravel(), logits.chunk
   if chunk is None:
-    return sums(*args)
+    return sums(known, *rows)
   # Positions that do not count are cut off, not computed.
-  _, count, known, (features, y, *masks) = _front(chunk, args[2], args)
-  masks = jax.tree.map(lambda w: jnp.where(known != 0, w, 0.0), masks)
+  _, count, known, rows = _front(chunk, known, rows)
   part = lambda c: jax.tree.map(
-    lambda a: jax.lax.dynamic_slice_in_dim(a, c * chunk, chunk),
-    (features, y, *masks),
+    lambda a: jax.lax.dynamic_slice_in_dim(a, c * chunk, chunk), (known, *rows)
   )
+  none = jax.tree.map(jnp.zeros_like, jax.eval_shape(sums, *part(0)))
   return jax.lax.fori_loop(
     0,
     -(-count // chunk),
     lambda c, total: jax.tree.map(jnp.add, total, sums(*part(c))),
-    zeros_of(sums, *part(0)),
+    none,
   )
 
 
