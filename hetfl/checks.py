@@ -109,7 +109,8 @@ optax.adam, not an optimizer
       )
     try:
       first, second = (
-        jax.tree.leaves(optimizer(rate).init(np.zeros(1))) for rate in (0.0, 1.0)
+        jax.tree.leaves(optimizer(rate).init(np.zeros(1)))
+        for rate in (0.0, 1.0)
       )
     except Exception:  # It needs parameters of some structure: not checked.
       continue

@@ -129,15 +129,11 @@ def mutual_loss(
   [0.1438, 1.0719]
   """
   same_classes(logits, partner)
-  target = tempered_softmax(
-    jax.lax.stop_gradient(partner), temperature
-  )
+  target = tempered_softmax(jax.lax.stop_gradient(partner), temperature)
   # A partner with weight zero may output NaN.
   counts = (weight < 1) | jnp.isfinite(target)
   target = jnp.where(counts, target, 0.0)
-  kl = temperature**2 * kl_divergence(
-    target, core.wide(logits) / temperature
-  )
+  kl = temperature**2 * kl_divergence(target, core.wide(logits) / temperature)
   if kl.shape != jnp.shape(labels_loss):
     raise ValueError(
       f"logits of shape {logits.shape} with losses of shape"

@@ -242,7 +242,9 @@ def gradient(
     return share * jnp.sum(losses * w), (stats, sums)
 
   differentiate = jax.value_and_grad(part_loss, has_aux=True)
-  devices = shard.count if shard and len(batch["mask"]) % shard.count == 0 else 1
+  devices = (
+    shard.count if shard and len(batch["mask"]) % shard.count == 0 else 1
+  )
   parts = num_parts(len(batch["mask"]), microbatch, multiple=devices)
   if parts == 1:
     (value, (stats, sums)), grads = differentiate(

@@ -278,8 +278,7 @@ def init_pools(
     raise ValueError(f"variables: give {len(pools)}, not {len(given)}")
   keys = [jax.random.fold_in(init_key, i) for i in range(len(pools))]
   models = [
-    pool.model.start(k, pool.label, v)
-    for pool, k, v in zip(pools, keys, given)
+    pool.model.start(k, pool.label, v) for pool, k, v in zip(pools, keys, given)
   ]
   values = {"server_lr": [pool.server_lr for pool in pools]}
   if any(pool.prox_mu is not None for pool in pools):

@@ -139,7 +139,9 @@ def fit(
       bank = checks.bank(data, "stopping")
       measured = engine.run(
         *(
-          Work(task, (learner.variables, bank), one_row.index, on * one_row.steps)
+          Work(
+            task, (learner.variables, bank), one_row.index, on * one_row.steps
+          )
           for task, learner, on in zip(measure, learners, active)
         )
       )

@@ -21,7 +21,7 @@ import numpy as np
 
 from hetfl import checks, core, distill, local
 from hetfl.algorithms.fedavg import round_keys
-from hetfl.batches import Batches
+from hetfl.clients import group_clients, put_rows, rows_of_group, take_rows
 from hetfl.engine import Engine, Inline, Task, Work
 from hetfl.models.spliced import fork, joined, parted, splice
 from hetfl.optimizers import by_name, momentum_sgd
@@ -54,7 +54,6 @@ class Client(local.Participant):
   bank: str = "train"
   adaptor: core.Model | None = None
   encoder: core.Model | None = None
-
 
 
 @flax.struct.dataclass
@@ -100,69 +99,6 @@ def _kept(state, client) -> Group:
   )
 
 
-def group_clients(clients: Sequence[Client]) -> tuple[tuple[int, ...], ...]:
-  """The groups of clients with equal fields, as client numbers.
-
-  Args:
-    clients: K clients.
-
-  Returns:
-    The groups, in the order of their first clients.
-
-  >>> a, b = (Client(core.Model(None, f)) for f in (max, min))
-  >>> group_clients([a, b, a])
-  ((0, 2), (1,))
-  """
-  groups: dict[tuple[Any, ...], list[int]] = {}
-  for k, client in enumerate(clients):
-    fields = (f.name for f in dataclasses.fields(client) if f.name != "name")
-    alike = tuple(core.hash_key(getattr(client, name)) for name in fields)
-    groups.setdefault(alike, []).append(k)
-  return tuple(map(tuple, groups.values()))
-
-
-def _rows_of_group(
-  batches: Batches, in_bank: np.ndarray, group: tuple[int, ...]
-) -> tuple[jax.Array, Batches]:
-  """A group's rows in a plan, as many in each round.
-
-  Args:
-    batches: the round's batches, of some clients of a bank.
-    in_bank: `int[K]`, each client's number in its bank's population.
-    group: the group's clients.
-
-  Returns:
-    `int32[N]`, rows of the group's state, and their batches; those of clients
-    that do not take part have no steps and no weight.
-  """
-  xp = np if isinstance(batches.client, np.ndarray) else jnp
-  numbers = in_bank[np.array(group)]
-  matches = xp.asarray(batches.client)[None] == numbers[:, None]
-  takes_part, row = matches.any(axis=1), matches.argmax(axis=1)
-  # Participants first, then other clients to fill up the rows.
-  chosen = xp.argsort(~takes_part, stable=True)[: len(batches.client)]
-  chosen = xp.sort(chosen).astype(np.int32)
-  takes_part, row = takes_part[chosen], row[chosen]
-  return chosen, Batches(
-    batches.index[row],
-    xp.where(takes_part, batches.steps[row], 0),
-    xp.asarray(np.array(group, np.int32))[chosen],
-    xp.where(takes_part, batches.weight[row], 0.0).astype(np.float32),
-  )
-
-
-@jax.jit
-def take_rows(kept: PyTree, rows: jax.Array) -> PyTree:
-  """The rows of clients that take part, of what all clients keep."""
-  return jax.tree.map(lambda a: a[rows], kept)
-
-
-@jax.jit
-def put_rows(kept: PyTree, rows: jax.Array, new: PyTree) -> PyTree:
-  """What all clients keep, with some rows replaced; the inverse."""
-  return jax.tree.map(lambda a, b: a.at[rows].set(b), kept, new)
-
-
 def weighted_mean(memes: core.Variables, weights: jax.Array) -> core.Variables:
   """`global <- sum_k w_k meme_k / sum_k w_k`, over arrays `[K, ...]`."""
   share = weights / jnp.sum(weights)
@@ -206,7 +142,9 @@ def _objective(client, models) -> local.Objective:
       losses = client.loss(logits[name], batch)
       kl = jnp.zeros_like(batch["mask"])
       if len(models) > 1:
-        with checks.noted("if the global model outputs features, give adaptors"):
+        with checks.noted(
+          "if the global model outputs features, give adaptors"
+        ):
           losses, kl = distill.mutual_loss(
             logits[name],
             logits[_PARTNERS[name]],
@@ -446,7 +384,7 @@ def fml(
       batches = local.of_round(plan, client.bank)
       stats = kept.learner.stats, getattr(state.server, "stats", ())
       local.check_full(client.label, batches, stats)
-      rows, batches = _rows_of_group(batches, in_bank, kept.clients)
+      rows, batches = rows_of_group(batches, in_bank, kept.clients)
       some = take_rows(kept, rows) if len(rows) < len(kept.clients) else kept
       shared = (context, key, checks.bank(data, client.bank))
       works.append(Work(update, shared, (some, batches), batches.steps))

@@ -213,9 +213,7 @@ class _Turns:
       first, last = self._cuts[i], self._cuts[i + 1]
       if last > first:
         advance = _program(task, "advance", _advance)
-        carry = advance(
-          shared, one, carry, first, last, size=int(last - first)
-        )
+        carry = advance(shared, one, carry, first, last, size=int(last - first))
       if i + 2 < len(self._cuts):
         pool.submit(self._piece, pool, result, i + 1, carry)
       else:
@@ -264,7 +262,9 @@ def _lane_program(task, total):
       if total:
         body = lambda i, sums: add(sums, one(i))
         return jax.lax.fori_loop(0, count, body, zeros_of(one, 0))
-      put = lambda i, out: jax.tree.map(lambda a, b: a.at[i].set(b), out, one(i))
+      put = lambda i, out: jax.tree.map(
+        lambda a, b: a.at[i].set(b), out, one(i)
+      )
       zeros = jax.tree.map(
         lambda a: jnp.zeros((len(ids), *a.shape), a.dtype),
         jax.eval_shape(one, 0),
