@@ -181,7 +181,7 @@ def alike(what: str, given: Any, wanted: Any) -> None:
 
 
 def array(what: str, outputs: Any) -> None:
-  """Raises a `ValueError` if a model's outputs are no array, as `TokenLogits`."""
+  """Raises a `ValueError` if outputs are no array, such as `TokenLogits`."""
   if not hasattr(outputs, "dtype") and not np.isscalar(outputs):
     raise ValueError(
       f"{what}: outputs must be an array float[..., C], not a"

@@ -31,8 +31,8 @@ def group_clients(
   Returns:
     The groups, in the order of their first clients.
 
-  >>> a, b = (
-  ...     Participant(core.Model(None, f), learning_rate=1.) for f in (max, min))
+  >>> a, b = (Participant(core.Model(None, f), learning_rate=1.)
+  ...         for f in (max, min))
   >>> group_clients([a, b, a])
   ((0, 2), (1,))
   """

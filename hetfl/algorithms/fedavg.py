@@ -273,7 +273,7 @@ def init_pools(
     ValueError: there are not P `Variables`.
   """
   init_key, run_key = jax.random.split(key)
-  given = variables or [None] * len(pools)
+  given = list(variables or [None] * len(pools))
   if len(given) != len(pools):
     raise ValueError(f"variables: give {len(pools)}, not {len(given)}")
   keys = [jax.random.fold_in(init_key, i) for i in range(len(pools))]
@@ -420,7 +420,7 @@ def step_servers(
 def client_losses(
   pools: Sequence[Pool], sent: Sequence[ClientUpdates]
 ) -> core.Metrics:
-  """`NAME/client_loss` of each pool, a mean over its clients' steps, in nats."""
+  """`NAME/client_loss`, a mean over the steps of a pool's clients, in nats."""
   return {
     f"{pool.name}/client_loss": jax.tree.map(jnp.sum, update.loss)
     for pool, update in zip(pools, sent)

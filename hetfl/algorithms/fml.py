@@ -50,7 +50,7 @@ class Client(local.Participant):
   """
 
   learning_rate: float | jax.Array | None = None
-  optimizer: core.Optimizer | None = None
+  optimizer: core.Optimizer | None = None  # type: ignore[assignment]
   bank: str = "train"
   adaptor: core.Model | None = None
   encoder: core.Model | None = None
@@ -92,7 +92,7 @@ def _kept(state, client) -> Group:
   for group in state.clients:
     if client in group.clients and not jnp.ndim(state.key):
       row = group.clients.index(client)
-      return jax.tree.map(lambda a: a[row], group)
+      return jax.tree.map(lambda a, row=row: a[row], group)
   raise ValueError(
     f"client={client}: there is no such client; or the state holds several"
     " trials: use jax.vmap(lambda state: local_model(state, client))(states)"

@@ -94,7 +94,7 @@ class Inline:
       lanes = min(rows, work.at_once or self._max_lanes or rows)
       if lanes == rows:
         return jax.tree.map(lambda a: jnp.sum(a, axis=0), _side_by_side(work))
-      ids, number = np.arange(rows)[None], np.array([rows])
+      ids, number = jnp.arange(rows)[None], jnp.array([rows])
       if lanes > 1:
         steps = jnp.maximum(jnp.asarray(work.steps), 1)
         ids, number = traced_longest_first(steps, lanes)

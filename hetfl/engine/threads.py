@@ -117,7 +117,7 @@ class Threads:
         lane[: len(members)] = members
     else:
       size = -(-rows // (2 * self.num_pieces))  # Equal parts share a program.
-      lanes = np.split(np.arange(rows), np.arange(size, rows, size))
+      lanes = [[*range(i, min(i + size, rows))] for i in range(0, rows, size)]
       ids = np.arange(len(lanes) * size, dtype=np.int32).reshape(-1, size)
     shared_rows = jax.tree.map(jnp.asarray, work.rows)
     program = _lane_program(work.task, work.total)

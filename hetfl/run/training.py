@@ -258,8 +258,11 @@ def run(
       last = sums.add(dispatch, metrics)
       if done % eval_every == 0 or done == rounds:
         given = evaluate(state)
-        hint = "an Evaluator's list has one for each model"
-        checks.kind("what evaluate returns", given, dict, hint)
+        if not isinstance(given, dict):
+          raise ValueError(
+            f"evaluate returned a {type(given).__name__}, not a dict; an"
+            " Evaluator's list has one for each model"
+          )
         evaluation = {n: float(v) for n, v in given.items()}
         last = sums.fetch()
         row = _row(done, evaluation, sums.take(), seconds())
