@@ -195,6 +195,8 @@ class RunFolder:
 
   Attributes:
     path: the folder.
+    checkpoints: the folder of the checkpoints.
+    metrics: the file `metrics.jsonl`.
   """
 
   def __init__(
@@ -228,6 +230,8 @@ class RunFolder:
       ConfigMismatch: the folder is of a run with other values, or of no run.
     """
     self.path = pathlib.Path(workdir).absolute()
+    self.checkpoints = self.path / "checkpoints"
+    self.metrics = self.path / "metrics.jsonl"
     self._named = named
     config, speed = to_json(config), to_json(speed or {})
     file = self.path / "config.json"
@@ -264,16 +268,15 @@ class RunFolder:
         f" config.json). Use another {named}."
       )
     self._config = {"format": _FORMAT, "config": config, "speed": speed}
-    self._flags = flags or flags_text({**config, **speed})
+    flags = flags or flags_text({**config, **speed})
+    self._flags = flags.rstrip("\n") + "\n"
     if not file.exists():
       self.path.mkdir(parents=True, exist_ok=True)
       self._write_config()
 
   def _write_config(self) -> None:
     write_json(self.path / "config.json", self._config)
-    write_bytes(
-      self.path / "config.flags", (self._flags.rstrip("\n") + "\n").encode()
-    )
+    write_bytes(self.path / "config.flags", self._flags.encode())
 
   @contextlib.contextmanager
   def at_work(self) -> Iterator[None]:
@@ -302,16 +305,6 @@ class RunFolder:
       self._write_config()
       yield
 
-  @property
-  def checkpoints(self) -> pathlib.Path:
-    """The folder of the checkpoints."""
-    return self.path / "checkpoints"
-
-  @property
-  def metrics(self) -> pathlib.Path:
-    """`metrics.jsonl`."""
-    return self.path / "metrics.jsonl"
-
   def keep(self, files: Mapping[str, bytes]) -> None:
     """Stores files with the run; in a resumed run they must be the same.
 
@@ -334,12 +327,11 @@ class RunFolder:
 
   def result(self) -> dict[str, Any] | None:
     """The contents of `result.json`; None if it is missing or not JSON."""
+    path = self.path / "result.json"
     try:
-      return json.loads((self.path / "result.json").read_bytes())
-    except FileNotFoundError:
-      return None
+      return json.loads(path.read_bytes()) if path.exists() else None
     except ValueError as e:
-      logging.warning("%s: not valid JSON (%s)", self.path / "result.json", e)
+      logging.warning("%s: not valid JSON (%s)", path, e)
       return None
 
   def write_result(self, result: Mapping[str, Any]) -> None:
