@@ -180,11 +180,9 @@ class Checkpoints:
       except _DamagedError as e:
         damaged.append(f"{self.path(round).name} is damaged ({e})")
     if damaged:
+      use = self.path(found[0]).name if found else "none, from the start"
       logging.warning(
-        "Checkpoints in %s: %s; using %s.",
-        self.folder,
-        ", ".join(damaged),
-        self.path(found[0]).name if found else "none, from the start",
+        f"Checkpoints in {self.folder}: {', '.join(damaged)}; using {use}."
       )
     if found is None:
       return None

@@ -489,11 +489,8 @@ class Progress:
     if self._bar.disable:
       accuracies = {k: v for k, v in numbers.items() if k.endswith("accuracy")}
       logging.info(
-        "round %d of %d, %.1f s: %s",
-        row["round"],
-        self._bar.total,
-        row["seconds"],
-        _text(accuracies or numbers),
+        f"round {row['round']} of {self._bar.total}, {row['seconds']:.1f} s:"
+        f" {_text(accuracies or numbers)}"
       )
 
   def close(self) -> None:
