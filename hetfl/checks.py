@@ -185,10 +185,10 @@ def array(what: str, outputs: Any) -> None:
   if not hasattr(outputs, "dtype") and not np.isscalar(outputs):
     raise ValueError(
       f"{what}: outputs must be an array float[..., C], not a"
-      f" {type(outputs).__name__}. Language models need"
-      " Pool(loss=sentence_loss()), Distiller(divergence=token_divergence,"
-      " weights=token_weights) and Evaluator(measure=next_word_metrics); fml and"
-      " fedmd are for classifiers"
+      f" {type(outputs).__name__}. Language models need Pool(loss="
+      "sentence_loss()), Distiller(divergence=token_divergence, weights="
+      "token_weights) and Evaluator(measure=next_word_metrics), from"
+      " hetfl.models.next_word; fml and fedmd are for classifiers"
     )
 
 

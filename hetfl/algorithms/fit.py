@@ -7,6 +7,7 @@ the released code, github.com/diogenes0319/FedMD_clean.
 
 from collections.abc import Mapping, Sequence
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -244,7 +245,7 @@ def fresh_learners(
   keys = [
     jax.random.fold_in(key, np.uint32(2**31 + k)) for k in range(len(parties))
   ]
-  given = variables or [None] * len(parties)
+  given: list[Any] = list(variables or [None] * len(parties))
   each = zip(parties, keys, given, strict=True)
   variables = [party.model.start(k, party.label, v) for party, k, v in each]
   return [

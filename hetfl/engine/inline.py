@@ -21,7 +21,6 @@ from hetfl.engine.work import (
   stack,
   Task,
   Work,
-  zeros_of,
 )
 
 
@@ -338,10 +337,11 @@ def _in_lanes(work: Work, ids: Any, number: Any) -> PyTree:
   task, shared = work.task, work.shared
   rows, steps = jax.tree.map(jnp.asarray, (work.rows, work.steps))
   ids, number = jnp.asarray(ids), jnp.asarray(number)
+  zeros = task.zeros(*shared, row(rows, 0))
   if len(ids) == 1:
     one = lambda j: task.whole(steps[ids[0, j]], *shared, row(rows, ids[0, j]))
     body = lambda j, sums: add(sums, one(j))
-    return jax.lax.fori_loop(0, number[0], body, zeros_of(one, 0))
+    return jax.lax.fori_loop(0, number[0], body, zeros)
 
   lasts = jnp.maximum(steps, 1) - 1  # Rows without steps take a turn too.
   in_lane = jnp.arange(ids.shape[1]) < number[:, None]
@@ -368,10 +368,9 @@ def _in_lanes(work: Work, ids: Any, number: Any) -> PyTree:
       now, sums = jax.lax.cond(any_of(ends), end, keep, now, sums)
       return jnp.where(ends, j + 1, j), jnp.where(ends, 0, s + 1), now, sums
 
-    one = lambda k: task.whole(0, *shared, row(rows, k))
     start = task.begin(*shared, row(rows, ids[0]))
     carry = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-    carry = (*carry, start, zeros_of(one, 0))
+    carry = (*carry, start, zeros)
     return jax.lax.fori_loop(0, length, body, carry)[-1]
 
   results = jax.vmap(lane)(ids, number)

@@ -24,7 +24,6 @@ from hetfl.engine.work import (
   stack,
   Task,
   Work,
-  zeros_of,
 )
 
 
@@ -258,17 +257,15 @@ def _lane_program(task, total):
       one = lambda i: task.whole(steps[ids[i]], *shared, row(rows, ids[i]))
       if len(ids) == 1:
         result = one(0)
-        return result if total else jax.tree.map(lambda a: a[None], result)
+        return result if total else stack(result)
+      zeros = task.zeros(*shared, row(rows, 0))
       if total:
         body = lambda i, sums: add(sums, one(i))
-        return jax.lax.fori_loop(0, count, body, zeros_of(one, 0))
+        return jax.lax.fori_loop(0, count, body, zeros)
       put = lambda i, out: jax.tree.map(
         lambda a, b: a.at[i].set(b), out, one(i)
       )
-      zeros = jax.tree.map(
-        lambda a: jnp.zeros((len(ids), *a.shape), a.dtype),
-        jax.eval_shape(one, 0),
-      )
+      zeros = jax.tree.map(lambda a: jnp.stack([a] * len(ids)), zeros)
       return jax.lax.fori_loop(0, count, put, zeros)
 
     return lane
