@@ -9,14 +9,9 @@ import jax
 import numpy as np
 import optax
 
-from hetfl import codist, core, distill, engine, party, population
-from hetfl.fedavg import fedavg
-from hetfl.fedmd import fedmd, plan_fedmd
-from hetfl.fml import fml
+import hetfl
+from hetfl import core, distill, engine, population
 from hetfl.models import fedmd as party_models
-from hetfl.mutual import MutualClient
-from hetfl.mutual_planning import group_clients, plan_mutual
-from hetfl.pool import fedavg_server
 from tests import federation
 
 
@@ -25,18 +20,15 @@ class Case(NamedTuple):
 
   Attributes:
     build: (engine, rounds) -> the algorithm.
-    plan: (round, lanes) -> the round's plan.
+    plan: round -> the round's plan.
     data: () -> the banks, on the device.
-    unlike: (state, scale) -> the state of a trial with other hyper-parameters;
-      a scale of 1 gives those of the first trial.
-    lanes: whether the plan has lanes.
+    pooled: whether it is of pools.
   """
 
   build: Callable[[engine.Engine | None, int], core.Algorithm]
-  plan: Callable[[int, int], Any]
+  plan: Callable[[int], Any]
   data: Callable[[], Any]
-  unlike: Callable[[Any, float], Any]
-  lanes: bool = False
+  pooled: bool = False
 
 
 def noisy(key, batch):
@@ -65,25 +57,21 @@ def make_distiller(**settings):
 
 def make_pools(**settings):
   return federation.make_pools(
-    server_optimizer=fedavg_server, server_lr=1.0, **settings
+    server_optimizer=hetfl.fedavg_server, server_lr=1.0, **settings
   )
 
 
-def unlike_pools(state, scale):
-  pools = tuple(
-    pool.replace(hyper=scaled(pool.hyper, scale)) for pool in state.pools
-  )
-  return state.replace(pools=pools, hyper=scaled(state.hyper, scale))
+def unlike(state, scale):
+  """Other rates, penalties and, where there are any, consensus weights."""
+  hyper = scaled(state.hyper, scale)
+  if "consensus_weights" in hyper:
+    weights = state.hyper["consensus_weights"]
+    hyper["consensus_weights"] = weights.at[0].multiply(scale)
+  return state.replace(hyper=hyper)
 
 
 def pooled(build):
-  return Case(
-    build,
-    lambda round, lanes: federation.make_plan(round, num_lanes=lanes),
-    federation.make_data,
-    unlike_pools,
-    lanes=True,
-  )
+  return Case(build, federation.make_plan, federation.make_data, pooled=True)
 
 
 # --- Clients of federated mutual learning -------------------------------------
@@ -103,21 +91,21 @@ DENSE_TRUNK = model(
 )
 HEAD = core.Model.from_flax(nn.Dense(federation.CLASSES), np.zeros((1, 3)))
 MUTUAL = [
-  MutualClient(m, transform=noisy, adaptor=HEAD)
+  hetfl.Client(m, transform=noisy, adaptor=HEAD)
   for m in (MLP, WIDE, MLP, MLP, WIDE)
 ]
 
 
-def mutual_plan(round, lanes):
-  del lanes
+def mutual_plan(round):
   # Batches of four leave a last one that is not full.
-  return plan_mutual(
-    [POPULATION.positions(k) for k in range(len(SIZES))],
-    group_clients(MUTUAL),
+  return hetfl.plan_round(
+    {"train": POPULATION},
     seed=0,
     round=round,
     batch_size=4,
     epochs=2,
+    tail="short",
+    uniform_weights=True,
   )
 
 
@@ -126,7 +114,6 @@ def mutual(build):
     build,
     mutual_plan,
     lambda: {"train": jax.device_put(dict(POPULATION.bank))},
-    lambda state, scale: state.replace(hyper=scaled(state.hyper, scale)),
   )
 
 
@@ -160,11 +147,11 @@ def make_bank(n, seed, shape=(2, 3, 1)):
 
 PUBLIC, PRIVATE = make_bank(24, 0), make_bank(11, 1)
 PARTIES = [
-  party.Party(
-    name=f"party{k}",
-    model=core.Model.from_flax(
+  hetfl.Participant(
+    core.Model.from_flax(
       PartyMlp(width, 0.25), np.zeros((1, *PUBLIC["x"].shape[1:]))
     ),
+    f"party{k}",
     learning_rate=2.0 ** -(6 + k),
     l2=0.125,
     penalty=party_models.head_penalty,
@@ -174,11 +161,18 @@ PARTIES = [
 ]
 
 
-def party_plan(round, lanes):
-  del lanes
-  return plan_fedmd(
+def held_by_parties(bank):
+  """Each party's examples by its name."""
+  return {
+    party.name: population.Subset(bank, index.astype(np.int32))
+    for party, index in zip(PARTIES, EXAMPLES)
+  }
+
+
+def party_plan(round):
+  return hetfl.plan_fedmd(
     population.Subset.whole(PUBLIC),
-    EXAMPLES,
+    held_by_parties(PRIVATE),
     seed=0,
     round=round,
     subset=12,
@@ -190,52 +184,38 @@ def party_plan(round, lanes):
 
 def party_data():
   private = jax.device_put(PRIVATE)
-  return {
-    "public": jax.device_put(PUBLIC),
-    "private": (private,) * len(EXAMPLES),
-  }
+  data = dict.fromkeys([party.name for party in PARTIES], private)
+  return data | {"public": jax.device_put(PUBLIC), "stopping": private}
 
 
-def fit_plan(round, lanes):
-  del lanes
-  return party.plan_fit(EXAMPLES, seed=0, phase=0, round=round, batch_size=3)
-
-
-def fit_data():
-  bank = jax.device_put(PRIVATE)
-  stopping = population.Subset(bank, np.arange(5, dtype=np.int32))
-  return {"train": (bank,) * len(EXAMPLES), "stopping": stopping}
-
-
-def unlike_parties(state, scale):
-  """Rates, penalties and, where there are any, weights of the consensus."""
-  parties = tuple(
-    p.replace(hyper=scaled(p.hyper, scale)) for p in state.parties
+def fit_plan(round):
+  return hetfl.plan_fit(
+    held_by_parties(PRIVATE),
+    population.Subset(PRIVATE, np.arange(5, dtype=np.int32)),
+    seed=0,
+    round=round,
+    batch_size=3,
   )
-  state = state.replace(parties=parties)
-  if not hasattr(state, "hyper"):
-    return state
-  weights = state.hyper["consensus_weights"]
-  weights = weights.at[0].multiply(scale)
-  return state.replace(hyper={**state.hyper, "consensus_weights": weights})
 
 
 CASES = {
   "fedavg": pooled(
-    lambda runner, rounds: fedavg(make_pools(), rounds=rounds, engine=runner)
+    lambda runner, rounds: hetfl.fedavg(
+      make_pools(), rounds=rounds, engine=runner
+    )
   ),
   "periodic": pooled(
-    lambda runner, rounds: codist.periodic_codist(
+    lambda runner, rounds: hetfl.periodic_codist(
       make_pools(), make_distiller(), period=2, rounds=rounds, engine=runner
     )
   ),
   "merged": pooled(
-    lambda runner, rounds: codist.merged_codist(
+    lambda runner, rounds: hetfl.merged_codist(
       make_pools(), make_distiller(), alpha=0.5, rounds=rounds, engine=runner
     )
   ),
   "fml": mutual(
-    lambda runner, rounds: fml(
+    lambda runner, rounds: hetfl.fml(
       MUTUAL,
       global_model=DENSE_TRUNK,
       alpha=0.75,
@@ -245,13 +225,12 @@ CASES = {
     )
   ),
   "fit": Case(
-    lambda runner, rounds: party.fit(PARTIES, patience=2, engine=runner),
+    lambda runner, rounds: hetfl.fit(PARTIES, patience=2, engine=runner),
     fit_plan,
-    fit_data,
-    unlike_parties,
+    party_data,
   ),
   "fedmd": Case(
-    lambda runner, rounds: fedmd(
+    lambda runner, rounds: hetfl.fedmd(
       PARTIES,
       consensus_weights=(3.0, 1.0, 2.0),
       eval_batch_size=5,
@@ -259,7 +238,6 @@ CASES = {
     ),
     party_plan,
     party_data,
-    unlike_parties,
   ),
 }
 
@@ -270,13 +248,13 @@ def initial(name):
   return jax.jit(CASES[name].build(None, 4).init)(jax.random.key(0))
 
 
-def run(name, algorithm, rounds, *, state=None, first=1, lanes=1):
+def run(name, algorithm, rounds, *, state=None, first=1):
   """Runs some rounds; returns the state and the last metrics."""
   case = CASES[name]
   state = initial(name) if state is None else state
   data = case.data()
   for round in range(first, first + rounds):
-    state, metrics = algorithm.step(state, case.plan(round, lanes), data)
+    state, metrics = algorithm.step(state, case.plan(round), data)
   return state, metrics
 
 
