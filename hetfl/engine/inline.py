@@ -344,7 +344,7 @@ def _in_lanes(work: Work, ids: Any, number: Any) -> PyTree:
     return jax.lax.fori_loop(0, number[0], body, zeros)
 
   lasts = jnp.maximum(steps, 1) - 1  # Rows without steps take a turn too.
-  in_lane = jnp.arange(ids.shape[1]) < number[:, None]
+  in_lane = jnp.arange(ids.shape[1])[None] < number[:, None]
   length = jnp.max(jnp.sum(jnp.where(in_lane, lasts[ids] + 1, 0), axis=1))
 
   def lane(ids, number):

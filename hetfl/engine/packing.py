@@ -54,7 +54,7 @@ def traced_longest_first(
     return loads.at[lane].add(lengths[k]), lane
 
   _, lanes = jax.lax.scan(put, jnp.zeros(num_lanes, lengths.dtype), order)
-  mine = lanes == jnp.arange(num_lanes)[:, None]
+  mine = lanes[None] == jnp.arange(num_lanes)[:, None]
   # Each lane's own rows to the front, in their order.
   front = jnp.argsort(~mine, axis=1, stable=True)
   return order[front].astype(jnp.int32), mine.sum(axis=1, dtype=jnp.int32)
