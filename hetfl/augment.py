@@ -31,22 +31,25 @@ def random_crop(key: jax.Array, x: jax.Array, size: int, pad: int) -> jax.Array:
   >>> random_crop(jax.random.key(0), x, 3, 0)[0, :, :, 0].tolist()
   [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
   """
-  sides = tuple(n + 2 * pad for n in x.shape[1:3])
-  if min(sides) < size:
-    raise ValueError(
-      f"size={size}: larger than the padded images, {sides[0]}x{sides[1]}"
-    )
-  limits = jnp.array([[n - size + 1 for n in sides]])
+  limits = 1 + jnp.array([_room(x, size, pad)])
   offsets = jax.random.randint(key, (x.shape[0], 2), 0, limits)
   if kernels.forms().crops == "products" and x.dtype == jnp.uint8:
     return _crop_by_products(x, offsets - pad, size)
   x = jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
-
-  def crop(image, offset):
-    start = (offset[0], offset[1], 0)
-    return jax.lax.dynamic_slice(image, start, (size, size, image.shape[-1]))
-
+  square = size, size, x.shape[-1]
+  crop = lambda image, at: jax.lax.dynamic_slice(image, (*at, 0), square)
   return jax.vmap(crop)(x, offsets)
+
+
+def _room(x, size, pad=0):
+  """How many pixels of padded images a square leaves, down and across."""
+  height, width = (n + 2 * pad for n in x.shape[1:3])
+  if min(height, width) < size:
+    padded = f", padded by {pad}" if pad else ""
+    raise ValueError(
+      f"size={size}: larger than the images, {height}x{width}{padded}"
+    )
+  return height - size, width - size
 
 
 def _crop_by_products(x, offsets, size):
@@ -84,11 +87,7 @@ def center_crop(x: jax.Array, size: int) -> jax.Array:
   >>> center_crop(jnp.arange(16).reshape(1, 4, 4, 1), 2).ravel()
   Array([ 5,  6,  9, 10], dtype=int32)
   """
-  if min(x.shape[1:3]) < size:
-    raise ValueError(
-      f"size={size}: larger than the images, {x.shape[1]}x{x.shape[2]}"
-    )
-  top, left = (x.shape[1] - size) // 2, (x.shape[2] - size) // 2
+  top, left = (room // 2 for room in _room(x, size))
   return x[:, top : top + size, left : left + size]
 
 
@@ -131,10 +130,9 @@ def normalize(
   >>> normalize(jnp.array([[0], [255]], jnp.uint8), (0.5,), (0.25,)).tolist()
   [[-2.0], [2.0]]
   """
-  _check_pixels(x)
   shape = (1,) * (x.ndim - 1) + (-1,)
   channels = lambda values: jnp.asarray(values, jnp.float32).reshape(shape)
-  return (x.astype(jnp.float32) / 255 - channels(mean)) / channels(deviation)
+  return (_shares(x) - channels(mean)) / channels(deviation)
 
 
 def center(batch: core.Batch, mean: jax.Array | np.ndarray) -> core.Batch:
@@ -156,9 +154,14 @@ def center(batch: core.Batch, mean: jax.Array | np.ndarray) -> core.Batch:
   >>> center({'x': x}, jnp.full((1, 1, 1), 0.25))['x'].item()
   0.75
   """
-  _check_pixels(batch["x"])
-  x = batch["x"].astype(jnp.float32) / 255
-  return {**batch, "x": x - jnp.asarray(mean, jnp.float32)[None]}
+  mean = jnp.asarray(mean, jnp.float32)[None]
+  return {**batch, "x": _shares(batch["x"]) - mean}
+
+
+def _shares(x):
+  """Pixels as numbers in [0, 1]."""
+  _check_pixels(x)
+  return x.astype(jnp.float32) / 255
 
 
 def _check_pixels(x):

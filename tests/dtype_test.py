@@ -8,7 +8,7 @@ import pytest
 
 from hetfl import core
 from hetfl.models import fedmd, fml, language, layers, next_word, vision
-from hetfl.models.kernels.products import add_bias, recur
+from hetfl.models.kernels.products import recur
 from tests.runs import error_of, outcome
 
 IMAGES = (64, 16, 16, 3)  # Enough for batch statistics.
@@ -109,25 +109,6 @@ def test_products_are_narrow_and_all_else_is_not(name):
   )
   assert len(of_float32) == (0 if name in ("trunk", "lstm") else 3)
   assert len(types) > 3 or name == "trunk"
-
-
-def test_gradients_of_biases_are_summed_in_float32():
-  # In bfloat16 a sum of ones stops at 256.
-  y = jnp.zeros((3000, 1), jnp.bfloat16)
-  total = lambda bias: jnp.sum(core.wide(add_bias(y, bias)))
-  assert jax.grad(total)(jnp.ones((1, 1))).item() == 3000
-
-
-def test_winograd_is_not_for_bfloat16():
-  x = jax.random.normal(jax.random.key(0), (2, 8, 8, 16))
-  winograd, patches = (
-    layers.Conv(4, (3, 3), form=form, dtype=jnp.bfloat16)
-    for form in ("winograd", "patches")
-  )
-  variables = winograd.init(jax.random.key(1), x)
-  np.testing.assert_array_equal(
-    winograd.apply(variables, x), patches.apply(variables, x)
-  )
 
 
 @pytest.mark.parametrize("chunk", [None, 5])

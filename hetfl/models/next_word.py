@@ -150,17 +150,17 @@ def token_divergence(
 def _kl(z, rows, shared):
   features, y = rows
   heads, temperatures, regularization, label_weight = shared
-  labels: dict[str, Any] = {}
+  labels = None
   if label_weight is not None:
-    labels["labels"] = distill.label_target(z, {"y": y})
-    labels["label_weight"] = label_weight
+    labels = distill.label_target(z, {"y": y})
   *teachers, own = [_logits(f, *head) for f, head in zip(features, heads)]
   target = distill.codist_target(
     teachers,
     own,
+    labels,
     temperatures=temperatures,
     regularization=regularization,
-    **labels,
+    label_weight=label_weight,
   )
   return distill.kl_divergence(target, z), jax.nn.softmax(z, axis=-1) - target
 
@@ -253,17 +253,12 @@ def _fused_forward(
     losses, dz = divergence(z, jax.tree.map(part, rows), shared)
     dz = w[:, None] * dz
     narrow = dz.astype(jnp.result_type(f, kernel))
-    return (
-      total + jnp.sum(w * losses),
-      jax.lax.dynamic_update_slice_in_dim(
-        dpacked,
-        wide_product(narrow, kernel.T).astype(wide),
-        c * chunk,
-        axis=0,
-      ),
-      dkernel + wide_product(f.T, narrow),
-      dbias + jnp.sum(dz, axis=0),
-    )
+    total += jnp.sum(w * losses)
+    df = wide_product(narrow, kernel.T).astype(wide)
+    put = jax.lax.dynamic_update_slice_in_dim
+    dpacked = put(dpacked, df, c * chunk, axis=0)
+    dkernel += wide_product(f.T, narrow)
+    return total, dpacked, dkernel, dbias + jnp.sum(dz, axis=0)
 
   # Sums are float32 at least; gradients have their parameters' types.
   wide = jnp.result_type(features, kernel, bias, weights)

@@ -1,6 +1,7 @@
 """Winograd's form of a 3x3 convolution."""
 
 import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -63,18 +64,13 @@ def winograd_conv(
   kernels = [
     _apply(across.kernel, rows) for rows in _apply(down.kernel, kernel)
   ]
-  products = [
-    [
-      (d.reshape(-1, channels) @ g).reshape(batch, *tiles, features)
-      for d, g in zip(*places)
-    ]
-    for places in zip(inputs, kernels)
-  ]
-  columns = [_apply(down.outputs, places) for places in zip(*products)]
-  y = jnp.stack(
-    [jnp.stack(_apply(across.outputs, row), axis=3) for row in zip(*columns)],
-    axis=2,
+  product = lambda d, g: (d.reshape(-1, channels) @ g).reshape(
+    batch, *tiles, features
   )
+  products = [list(map(product, *places)) for places in zip(inputs, kernels)]
+  columns = [_apply(down.outputs, places) for places in zip(*products)]
+  rows = [jnp.stack(_apply(across.outputs, row), 3) for row in zip(*columns)]
+  y = jnp.stack(rows, axis=2)
   y = y.reshape(batch, tile[0] * tiles[0], tile[1] * tiles[1], features)
   return y[:, :height, :width]
 
@@ -126,15 +122,10 @@ def _down(height: int) -> int:
 def _overlapping(x, axis, m):
   """For each place in tiles of m + 2 entries, all tiles' entries there."""
   n, shape = x.shape[axis] // m - 1, x.shape
+  x = x.reshape(*shape[:axis], n + 1, m, *shape[axis + 1 :])
   # By `split`, whose gradient joins the places in one operation.
-  places = [
-    place.squeeze(axis + 1)
-    for place in jax.lax.split(
-      x.reshape(*shape[:axis], n + 1, m, *shape[axis + 1 :]),
-      (1,) * m,
-      axis + 1,
-    )
-  ]
+  places = jax.lax.split(x, (1,) * m, axis + 1)
+  places = [place.squeeze(axis + 1) for place in places]
   first = lambda a: jax.lax.slice_in_dim(a, 0, n, axis=axis)
   second = lambda a: jax.lax.slice_in_dim(a, 1, n + 1, axis=axis)
   return [*map(first, places), *map(second, places[:2])]
@@ -142,8 +133,5 @@ def _overlapping(x, axis, m):
 
 def _apply(matrix, arrays):
   """A matrix times a vector of arrays: a sum for each row, skipping zeros."""
-  sums = []
-  for row in matrix:
-    first, *rest = (float(c) * a for c, a in zip(row, arrays) if c)
-    sums.append(sum(rest, first))
-  return sums
+  terms = lambda row: [float(c) * a for c, a in zip(row, arrays) if c]
+  return [functools.reduce(operator.add, terms(row)) for row in matrix]
