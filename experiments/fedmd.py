@@ -504,7 +504,7 @@ def main() -> None:
   common.refuse(
     "not for FedMD, whose rounds are long", "autotune", "rounds_per_dispatch"
   )
-  common.warn_of_idle_threads()
+  common.warn_of_idle_engine()
   stopping = f"--stopping_set={FLAGS.stopping_set}"
   if FLAGS.stopping_set != "heldout":
     common.warn_of_idle(f"{stopping} takes none", "heldout_examples")

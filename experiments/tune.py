@@ -255,7 +255,7 @@ def main() -> None:
       FLAGS[flag].value = dimension.high
       off.add(flag)
   vmap = choose_batching()
-  common.warn_of_idle_threads()
+  common.warn_of_idle_engine()
   dataset = shown(FLAGS.dataset).replace(",", "-")
   workdir = common.default_workdir("tune", FLAGS.experiment, dataset, algorithm)
   config, speed = module.configuration(algorithm, workdir)
