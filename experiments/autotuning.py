@@ -47,7 +47,10 @@ def measure(
     return speed
   experiment = experiment_class(config, speed)
   algorithm = experiment.algorithm(config, speed)
-  lanes, on_cpu = experiment.lanes(config, speed), jax.default_backend() == "cpu"
+  lanes, on_cpu = (
+    experiment.lanes(config, speed),
+    jax.default_backend() == "cpu",
+  )
   candidates = {
     "microbatch": [16, 32, 64, 0] if on_cpu else [0, 32],
     "conv": ["patches"] if on_cpu else ["patches", "native"],

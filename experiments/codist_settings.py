@@ -10,7 +10,7 @@ import numpy as np
 import own_models
 import run_flags
 
-from hetfl.algorithms.fedavg import (
+from hetfl.optimizers import (
   fedadam_server,
   fedavg_server,
   fedavgm_server,

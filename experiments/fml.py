@@ -53,7 +53,8 @@ from hetfl import (
 )
 from hetfl.data import files, fml_images
 from hetfl.models import fml as nets
-from hetfl.mutual import momentum_sgd, splice
+from hetfl.models.spliced import splice
+from hetfl.optimizers import momentum_sgd
 from hetfl.run import logs, training
 from hetfl.streams import generator, Stream
 
@@ -242,7 +243,8 @@ class Experiment:
 
   def plan(self, config: dict, round: int) -> Plan:
     """A round's plan, alike for all algorithms; a pure function of `round`."""
-    sampled, several = config["clients_per_round"], len(self.populations) > 1
+    sampled, number = config["clients_per_round"], len(self.populations)
+    several = number > 1
     plan = plan_round(
       named(config, self.populations),
       seed=config["seed"],
@@ -256,7 +258,7 @@ class Experiment:
     if several and sampled:
       # Drawn from the clients of all data sets; the others have no steps, so
       # that plans have the same structure in all rounds.
-      rng = generator(Stream.CLIENTS, config["seed"], 0, round, len(self.populations))
+      rng = generator(Stream.CLIENTS, config["seed"], 0, round, number)
       drawn = rng.permutation(len(self.clients)) < sampled
       for name, batches in plan.batches.items():
         active, drawn = np.split(drawn, [len(batches.client)])

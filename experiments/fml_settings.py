@@ -261,7 +261,8 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   sampled = FLAGS.clients_per_round or 1
   if sampled > values["num_clients"]:
     raise common.UsageError(
-      f"--clients_per_round={sampled}: there are {values['num_clients']} clients"
+      f"--clients_per_round={sampled}: there are"
+      f" {values['num_clients']} clients"
     )
   if several and FLAGS.partition is None:
     values["partition"] = "iid"  # Clients of one data set share it evenly.

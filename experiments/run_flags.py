@@ -131,9 +131,9 @@ def define_run_flags() -> None:
     "lanes",
     None,
     "Number of lanes that a round's clients are packed into, on all devices"
-    " together; by default one per client or, for codist, the fewest that hardly"
-    " lengthen a round. Has no effect with --engine=threads, where each thread"
-    " trains one client at a time. Not for FedMD. Changes speed only.",
+    " together; by default one per client or, for codist, the fewest that"
+    " hardly lengthen a round. Has no effect with --engine=threads, where each"
+    " thread trains one client at a time. Not for FedMD. Changes speed only.",
     lower_bound=1,
   )
   flags.DEFINE_integer(

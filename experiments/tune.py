@@ -176,9 +176,7 @@ def make_problem(
   return trials.Problem(
     init=init,
     step=algorithm.step if vmap else experiment.engine.compile(algorithm.step),
-    plan=lambda seed, round: experiment.plan(
-      config | {"seed": seed}, speed, round
-    ),
+    plan=lambda seed, round: experiment.plan(config | {"seed": seed}, round),
     data=experiment.device_data(config),
     evaluate=evaluate if vmap else experiment.engine.compile(evaluate),
     eval_data=eval_data,
