@@ -8,7 +8,7 @@ from absl import flags
 import common
 import jax
 
-from hetfl import stack_plans
+from hetfl import stack_plans, Threads
 from hetfl.run import autotune as autotune_lib
 from hetfl.run import training
 
@@ -47,28 +47,25 @@ def measure(
     return speed
   experiment = experiment_class(config, speed)
   algorithm = experiment.algorithm(config, speed)
-  lanes, on_cpu = (
-    experiment.lanes(config, speed),
-    jax.default_backend() == "cpu",
-  )
+  speed = speed | {"lanes": experiment.lanes(config, speed)}
+  on_cpu = jax.default_backend() == "cpu"
+  lanes = speed["lanes"] or 0  # CPU threads have none.
   candidates = {
+    "lanes": [lanes, -(-lanes // 2), 2 * lanes],
     "microbatch": [16, 32, 64, 0] if on_cpu else [0, 32],
     "conv": ["patches"] if on_cpu else ["patches", "native"],
     "rounds_per_dispatch": [1, 8],
   }
+  if not on_cpu:
+    candidates["lanes"].append(-(-lanes // 4))
   often = 0 < every <= min(config["rounds"], _OFTEN)
   # With dropout or models of the user's the microbatch changes the result.
   if not often or "microbatch" in config:
     del candidates["microbatch"]
-  if common.on_threads():
+  if isinstance(experiment.engine, Threads):
     candidates["rounds_per_dispatch"] = [1]
-  else:
-    speed = speed | {"lanes": lanes}
-    clients = max(config["clients_per_round"])  # Those of the larger sample.
-    numbers = [lanes, -(-lanes // 2), 2 * lanes]
-    numbers += [] if on_cpu else [-(-lanes // 4)]
-    tried = {"lanes": [n for n in numbers if n <= clients]}
-    candidates = tried | candidates
+  clients = max(config["clients_per_round"])  # Those of the larger sample.
+  candidates["lanes"] = [n for n in candidates["lanes"] if n <= clients]
   candidates = {
     name: [speed[name], *(v for v in values if v != speed[name])]
     for name, values in candidates.items()
