@@ -8,8 +8,7 @@ from absl import flags
 import common
 import jax
 
-from hetfl import engine as engine_lib
-from hetfl import planning
+from hetfl import stack_plans, Threads
 from hetfl.run import autotune as autotune_lib
 from hetfl.run import training
 
@@ -49,7 +48,8 @@ def measure(
   experiment = experiment_class(config, speed)
   algorithm = experiment.algorithm(config, speed)
   speed = speed | {"lanes": experiment.lanes(config, speed)}
-  lanes, on_cpu = speed["lanes"], jax.default_backend() == "cpu"
+  on_cpu = jax.default_backend() == "cpu"
+  lanes = speed["lanes"] or 0  # CPU threads have none.
   candidates = {
     "lanes": [lanes, -(-lanes // 2), 2 * lanes],
     "microbatch": [16, 32, 64, 0] if on_cpu else [0, 32],
@@ -62,7 +62,7 @@ def measure(
   # With dropout or models of the user's the microbatch changes the result.
   if not often or "microbatch" in config:
     del candidates["microbatch"]
-  if isinstance(experiment.engine, engine_lib.Threads):
+  if isinstance(experiment.engine, Threads):
     candidates["rounds_per_dispatch"] = [1]
   clients = max(config["clients_per_round"])  # Those of the larger sample.
   candidates["lanes"] = [n for n in candidates["lanes"] if n <= clients]
@@ -83,8 +83,8 @@ def measure(
     step = one.engine.compile(step)
 
     def seconds_from(first: int) -> float:
-      plans = [one.plan(config, tried, first + i) for i in range(number)]
-      plan = plans[0] if number == 1 else planning.stack_plans(plans)
+      plans = [one.plan(config, first + i) for i in range(number)]
+      plan = plans[0] if number == 1 else stack_plans(plans)
       data = one.device_data(config)
       return autotune_lib.seconds_of(step, algorithm.init, plan, data) / number
 
@@ -96,7 +96,7 @@ def measure(
     more = seconds_from(every - rest + 1)
     return usual + (more - usual) * rest / every
 
-  plan = experiment.plan(config, speed, 1)
+  plan = experiment.plan(config, 1)
   key = autotune_lib.key_of(algorithm, plan, experiment.device_data(config))
   key += f", {type(experiment.engine).__name__} {experiment.engine.num_pieces}"
   measured = ("bank", "conv", "lanes", "microbatch", "rounds_per_dispatch")

@@ -34,10 +34,23 @@ import numpy as np
 import optax
 import own_models
 
-from hetfl import codist, core, distill, evaluate, planning, population
+from hetfl import (
+  core,
+  Distiller,
+  Evaluator,
+  fedavg,
+  localize,
+  merged_codist,
+  periodic_codist,
+  Plan,
+  plan_round,
+  Pool,
+  put_banks,
+  Subset,
+)
+from hetfl.batches import in_order, number_of_steps
 from hetfl.data import files
-from hetfl.fedavg import fedavg
-from hetfl.pool import Pool
+from hetfl.engine.packing import enough_lanes
 from hetfl.run import logs, report, training
 
 FLAGS = flags.FLAGS
@@ -51,6 +64,9 @@ class Experiment:
     self.task = TASKS[config["dataset"]].Task(config, speed, self.engine)
     self.data, self.models = self.task.data, self.task.models
     self._pools, self._banks, self._lanes = {}, {}, {}
+    # Whose examples a plan's batches are.
+    self.sets = dict(zip(POOLS, self.data.pools))
+    self.sets["distill"] = self.data.distill
     sampled = config["clients_per_round"]
     most = ",".join(str(len(clients)) for clients in self.data.pools)
     for pool, clients, number in zip(POOLS, self.data.pools, sampled):
@@ -65,16 +81,14 @@ class Experiment:
     sets = {"test": self.data.test, "heldout": self.data.heldout}
     if speed["bank"] == "round":
       sets = {name: subset.alone() for name, subset in sets.items()}
-      banks = population.put_banks(*sets.values())
+      banks = put_banks(*sets.values())
     else:
-      *banks, distill = population.put_banks(
-        *sets.values(), *self.data.pools, self.data.distill
-      )
-      self._banks = {"pools": tuple(banks[2:]), "distill": distill}
-    self.evaluator = evaluate.Evaluator(
+      banks = put_banks(*sets.values(), *self.sets.values())
+      self._banks = dict(zip(self.sets, banks[len(sets) :]))
+    self.evaluator = Evaluator(
       self.models,
       {
-        name: population.Subset(bank, subset.index)
+        name: Subset(bank, subset.index)
         for bank, (name, subset) in zip(banks, sets.items())
       },
       engine=self.engine,
@@ -94,11 +108,11 @@ class Experiment:
         )
       self._pools[rates] = [
         Pool(
-          name=name,
-          model=model,
-          client_lr=config["client_lr"][i],
+          model,
+          name,
+          learning_rate=config["client_lr"][i],
           server_lr=config["server_lr"][i],
-          client_optimizer=client_optimizer,
+          optimizer=client_optimizer,
           server_optimizer=SERVERS[config["server_optimizer"]],
           prox_mu=config["prox_mu"] or None,
           **self.task.pool_options,
@@ -125,10 +139,11 @@ class Experiment:
   def algorithm(self, config: dict, speed: dict) -> core.Algorithm:
     """Builds one of the three algorithms."""
     pools = self.pools(config)
-    options = dict(rounds=config["rounds"], engine=self.engine)
+    engine = common.run_engine(self.lanes(config, speed))
+    options = dict(rounds=config["rounds"], engine=engine)
     if config["algorithm"] == "fedavg":
       return fedavg(pools, **options)
-    distiller = distill.Distiller(
+    distiller = Distiller(
       learning_rate=config["distill_lr"],
       final_share=config["distill_lr_decay"],
       temperature=config["teacher_temperature"],
@@ -139,23 +154,17 @@ class Experiment:
       **self.task.distiller_options(config),
     )
     if config["algorithm"] == "periodic":
-      return codist.periodic_codist(
-        pools, distiller, period=config["codist_period"], **options
-      )
+      period = config["codist_period"]
+      return periodic_codist(pools, distiller, period=period, **options)
     alpha = config["merge_alpha"]
     if isinstance(alpha, list):
       alpha = common.linear(alpha, config["rounds"])
-    return codist.merged_codist(
-      pools,
-      distiller,
-      alpha=alpha,
-      every=config["merge_every"],
-      **options,
-    )
+    every = config["merge_every"]
+    return merged_codist(pools, distiller, alpha=alpha, every=every, **options)
 
-  def lanes(self, config: dict, speed: dict) -> int:
+  def lanes(self, config: dict, speed: dict) -> int | None:
     """The number of lanes in the flags, or else enough for both pools."""
-    if speed["lanes"]:
+    if speed["lanes"] or common.on_threads():
       return speed["lanes"]
     share = {
       "batch_size": config["client_batch_size"],
@@ -164,18 +173,18 @@ class Experiment:
     key = (config["clients_per_round"], *share.values())
     if key not in self._lanes:
       self._lanes[key] = max(
-        planning.enough_lanes(clients, clients_per_round=number, **share)
+        enough_lanes(number_of_steps(clients.sizes, **share), number)
         for clients, number in zip(self.data.pools, key[0])
       )
     return self._lanes[key]
 
-  def plan(self, config: dict, speed: dict, round: int) -> planning.RoundPlan:
+  def plan(self, config: dict, round: int) -> Plan:
     """The plan of a round; a pure function of the round."""
     every = exchange_every(config)
     due = every and round % every == 0
-    shape = (config["distill_steps"], config["distill_batch_size"])
-    plan = planning.plan_round(
-      self.data.pools,
+    steps, batch_size = config["distill_steps"], config["distill_batch_size"]
+    plan = plan_round(
+      dict(zip(POOLS, self.data.pools)),
       self.data.distill if due else None,
       seed=config["seed"],
       round=round,
@@ -183,24 +192,23 @@ class Experiment:
       batch_size=config["client_batch_size"],
       epochs=config["client_epochs"],
       uniform_weights=config["client_weights"] == "uniform",
-      num_lanes=self.lanes(config, speed),
-      distill_steps=shape[0],
-      distill_batch_size=shape[1],
+      distill_steps=steps,
+      distill_batch_size=batch_size,
     )
     if every and not due:  # Plans have the same structure in all rounds.
-      plan = plan._replace(distill=np.full(shape, -1, np.int32))
+      nothing = np.full(steps * batch_size, -1, np.int32)
+      plan.batches["distill"] = in_order(nothing, batch_size)
     return plan
 
-  def localized(self, config: dict, speed: dict, round: int):
+  def localized(self, config: dict, round: int):
     """The plan of a round and the examples that it needs."""
-    plan = self.plan(config, speed, round)
-    work = planning.localize(plan, self.data.pools, self.data.distill)
+    work = localize(self.plan(config, round), self.sets)
     # Over several processes the engine places them, as it does the plan.
     return work if jax.process_count() > 1 else jax.device_put(work)
 
   def evaluate(self, state) -> dict[str, float]:
     """Accuracy and loss of each pool on the test and the held-out set."""
-    results = self.evaluator([pool.variables for pool in state.pools])
+    results = self.evaluator([pool.variables for pool in state.server])
     return {
       f"{pool}/{name}": value
       for pool, result in zip(POOLS, results)
@@ -210,12 +218,12 @@ class Experiment:
   def summarize(self, config: dict, state, evaluation) -> dict:
     """What `result.json` says of a finished run."""
     pools, every = {}, exchange_every(config)
-    for pool, pool_state, clients, number in zip(
-      POOLS, state.pools, self.data.pools, config["clients_per_round"]
+    for pool, learner, clients, number in zip(
+      POOLS, state.server, self.data.pools, config["clients_per_round"]
     ):
-      sent = training.num_bytes(pool_state.variables)
+      sent = training.num_bytes(learner.variables)
       pools[pool] = {
-        "parameters": core.num_parameters(pool_state.params),
+        "parameters": core.num_parameters(learner.params),
         "clients": len(clients),
         "examples": int(clients.sizes.sum()),
         **{
@@ -274,7 +282,7 @@ def train(
     )
   return launch.train(
     algorithm,
-    functools.partial(plan, config, speed),
+    functools.partial(plan, config),
     experiment.device_data(config),
     experiment.evaluate,
     config=config,

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import own_models
 import run_flags
 
-from hetfl import augment, evaluate
+from hetfl import augment
 from hetfl.data import codist_images
+from hetfl.engine import batch_size_or_default
 from hetfl.models import vision
 
 FLAGS = flags.FLAGS
@@ -130,7 +131,7 @@ def speed() -> dict:
   on_cpu = jax.default_backend() == "cpu"
   defaults = {
     "conv": common.default_conv(FLAGS.dataset),
-    "eval_batch_size": evaluate.batch_size_or_default(None),
+    "eval_batch_size": batch_size_or_default(None),
     "microbatch": 16 if on_cpu else 0,
   }
   if FLAGS.dataset == "digits":  # A checkpoint takes as long as two rounds.

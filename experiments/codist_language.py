@@ -181,11 +181,6 @@ def in_chunks(model: core.Model, chunk: int | None) -> core.Model:
   return model._replace(apply=apply)
 
 
-def _transform(key, batch):
-  del key
-  return _split(batch)
-
-
 class Task:
   """Data, models and transforms of one data set; see `codist_images.Task`."""
 
@@ -234,9 +229,7 @@ class Task:
       if own_models.is_own(name):
         model = in_chunks(model, chunk)
       self.models.append(model)
-    self.pool_options = dict(
-      transform=_transform, loss=next_word.sentence_loss()
-    )
+    self.pool_options = dict(transform=_split, loss=next_word.sentence_loss())
     self.evaluator_options = dict(
       transform=_split, measure=next_word.next_word_metrics
     )
@@ -247,7 +240,7 @@ class Task:
     """Arguments of a `Distiller` besides rates and those of the target."""
     del config
     return dict(
-      transform=_transform,
+      transform=_split,
       weights=next_word.token_weights,
       divergence=next_word.token_divergence,
     )

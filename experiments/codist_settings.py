@@ -10,8 +10,7 @@ import numpy as np
 import own_models
 import run_flags
 
-from hetfl import engine as engine_lib
-from hetfl.pool import (
+from hetfl.optimizers import (
   fedadam_server,
   fedavg_server,
   fedavgm_server,
@@ -310,9 +309,6 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
   speed = {"checkpoint_every": values["eval_every"]} | task.speed()
   if own:
     speed["microbatch"] = 0
-  if isinstance(common.run_engine(), engine_lib.Threads):
-    lanes = common.run_engine().num_lanes(max(values["clients_per_round"]))
-    speed["lanes"] = lanes  # Else the number depends on the clients' sizes.
   values["algorithm"] = algorithm
   config, speed = common.resolved_flags(__name__, values, speed, workdir)
   if exchange_every(config) > config["rounds"]:

@@ -79,8 +79,15 @@ def _shown(value: Any) -> str:
   return "" if value is None else str(value)
 
 
-def run_engine() -> engine_lib.Engine:
-  """The engine that the flags ask for, one per process.
+def run_engine(lanes: int | None = None) -> engine_lib.Engine:
+  """The engine that the flags ask for, the same for the same arguments.
+
+  Args:
+    lanes: how many clients train side by side, on all devices together; `None`
+      for all of a round. CPU threads take as many as they are.
+
+  Returns:
+    The engine.
 
   Raises:
     UsageError: if flags ask for what the engine cannot do.
@@ -90,9 +97,13 @@ def run_engine() -> engine_lib.Engine:
       f"--engine={FLAGS.engine}: {jax.process_count()} processes need"
       " --engine=mesh, the default"
     )
-  engine = _engine(FLAGS.engine, FLAGS.threads)
-  if not isinstance(engine, engine_lib.Threads):
-    return engine
+  kind = FLAGS.engine
+  if kind == "auto":
+    on_cpu = jax.default_backend() == "cpu" and jax.process_count() == 1
+    several = "mesh" if jax.device_count() > 1 else "inline"
+    kind = "threads" if on_cpu else several
+  if kind != "threads":
+    return _inline(jax.device_count() if kind == "mesh" else None, lanes)
   if FLAGS.cpu_devices:
     raise UsageError(
       f"--cpu_devices={FLAGS.cpu_devices}: CPU threads use one device; add"
@@ -104,25 +115,28 @@ def run_engine() -> engine_lib.Engine:
       f"--rounds_per_dispatch={rounds}: CPU threads run each round's programs"
       " one by one; use --engine=inline or mesh, or leave it out"
     )
-  return engine
+  return _threads(FLAGS.threads)
+
+
+_threads = functools.cache(engine_lib.Threads)
 
 
 @functools.cache
-def _engine(kind: str, threads: int | None) -> engine_lib.Engine:
-  if kind == "threads":
-    return engine_lib.Threads(threads)
-  if kind == "mesh":
-    return engine_lib.Inline(
-      jax.make_mesh((jax.device_count(),), (engine_lib.AXIS,))
-    )
-  if kind == "inline":
-    return engine_lib.Inline()
-  return engine_lib.default_engine(threads)
+def _inline(devices: int | None, lanes: int | None) -> engine_lib.Inline:
+  mesh = devices and jax.make_mesh((devices,), (engine_lib.AXIS,))
+  each = lanes and -(-lanes // (devices or 1))
+  return engine_lib.Inline(mesh, max_lanes=each)
+
+
+def on_threads() -> bool:
+  """Whether the engine is CPU threads."""
+  return isinstance(run_engine(), engine_lib.Threads)
 
 
 def forget_engine() -> None:
-  """Drops the engine, and with it all programs that it compiled."""
-  _engine.cache_clear()
+  """Drops the engines, and with them all programs that they compiled."""
+  _threads.cache_clear()
+  _inline.cache_clear()
 
 
 def filled(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +189,7 @@ def resolved_flags(
     for n, v in given.items()
     if n in run_flags.SPEED_FLAGS
   }
-  if isinstance(run_engine(), engine_lib.Threads):
+  if on_threads():
     chosen["rounds_per_dispatch"] = 1  # Even if another engine ran it before.
   return result, chosen
 
@@ -394,9 +408,11 @@ def warn_of_idle(reason: str, *names: str) -> None:
     logging.warning("--%s has no effect: %s.", name, reason)
 
 
-def warn_of_idle_threads() -> None:
-  """Warns of `--threads` where the engine is not `Threads`."""
-  if not isinstance(run_engine(), engine_lib.Threads):
+def warn_of_idle_engine() -> None:
+  """Warns of the flags of other engines than the one that runs."""
+  if on_threads():
+    warn_of_idle("CPU threads take one client each", "lanes")
+  else:
     warn_of_idle("the engine is not threads", "threads")
 
 

@@ -16,6 +16,7 @@ the run's folder.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import functools
 import pathlib
 import statistics
@@ -28,11 +29,21 @@ import jax
 import launch
 import own_models
 
-from hetfl import augment, core, evaluate, population
+from hetfl import (
+  augment,
+  core,
+  Evaluator,
+  fedmd,
+  fit,
+  Learner,
+  Plan,
+  plan_fedmd,
+  plan_fit,
+  put_banks,
+  Subset,
+)
 from hetfl.data import fedmd_images, files
 from hetfl.engine import from_first, jit
-from hetfl.fedmd import fedmd, FedMDPlan, plan_fedmd
-from hetfl.party import fit, FitPlan, plan_fit, Trained
 from hetfl.run import logs, report, training
 
 FLAGS = flags.FLAGS
@@ -59,14 +70,20 @@ class Experiment:
     )
     self.config, self.speed = config, speed
     self.engine = common.run_engine()
-    self.model_names, self.parties = make_parties(
-      config, speed, self.data.num_classes, self.data.image_shape
-    )
-    self.transforms = {
-      "public": functools.partial(augment.center, mean=self.data.public_mean),
-      "private": functools.partial(augment.center, mean=self.data.private_mean),
-    }
     data = self.data
+    self.transforms = {
+      "public": functools.partial(augment.center, mean=data.public_mean),
+      "private": functools.partial(augment.center, mean=data.private_mean),
+    }
+    self.model_names, self.parties = make_parties(
+      config,
+      speed,
+      data.num_classes,
+      data.image_shape,
+      self.transforms["private"],
+    )
+    self.names = [party.name for party in self.parties]
+    self.held = dict(zip(self.names, data.private.subsets()))
     sets = {
       "public": data.public,
       "private": data.private.examples(),
@@ -76,10 +93,10 @@ class Experiment:
       "private_stopping": data.private_stopping,
     }
     given = {name: s for name, s in sets.items() if s is not None}
-    for name, bank in zip(given, population.put_banks(*given.values())):
-      sets[name] = population.Subset(bank, given[name].index)
+    for name, bank in zip(given, put_banks(*given.values())):
+      sets[name] = Subset(bank, given[name].index)
     kinds = ("public", "private")
-    self.train = {of: sets[of] for of in kinds}
+    self.banks = {of: sets[of].bank for of in kinds}
     test = {of: sets[f"{of}_test"] for of in kinds}
     self.stopping = {
       "heldout": {of: sets[f"{of}_stopping"] for of in kinds},
@@ -87,7 +104,7 @@ class Experiment:
       "none": dict.fromkeys(kinds),
     }[config["stopping_set"]]
     self.evaluators = {
-      of: evaluate.Evaluator(
+      of: Evaluator(
         [party.model for party in self.parties],
         {"test": test[of]},
         transform=self.transforms[of],
@@ -124,32 +141,30 @@ class Experiment:
 
   def fit_algorithm(self, phase: str) -> core.Algorithm:
     """The training of one phase before the collaboration."""
-    of = "public" if phase == "public" else "private"
-    flags_of = "public" if phase == "public" else "transfer"
+    transform = self.transforms[data_of(phase)]
+    flags_of = flags_prefix(phase)
     return fit(
-      self.parties,
-      transform=self.transforms[of],
+      [dataclasses.replace(p, transform=transform) for p in self.parties],
       patience=self.config[f"{flags_of}_patience"],
       min_delta=self.config[f"{flags_of}_min_delta"],
       eval_batch_size=self.speed["eval_batch_size"],
       engine=self.engine,
     )
 
-  def fit_plan(self, phase: str, round: int) -> FitPlan:
+  def fit_plan(self, phase: str, round: int) -> Plan:
     """An epoch's plan; a pure function of the epoch."""
-    if phase == "public":
-      examples = [self.data.public.index] * len(self.parties)
-    elif phase == "transfer":
-      examples = self.data.private
-    else:
-      examples = [self.data.private.members] * len(self.parties)
-    flags_of = "public" if phase == "public" else "transfer"
+    examples = {
+      "public": dict.fromkeys(self.names, self.data.public),
+      "transfer": self.held,
+      "pooled": dict.fromkeys(self.names, self.data.private.examples()),
+    }
     return plan_fit(
-      examples,
+      examples[phase],
+      self.stopping[data_of(phase)],
       seed=self.config["seed"],
       phase=settings.PHASES.index(phase),
       round=round,
-      batch_size=self.config[f"{flags_of}_batch_size"],
+      batch_size=self.config[f"{flags_prefix(phase)}_batch_size"],
     )
 
   def phase_folder(self, phase: str, workdir: pathlib.Path) -> logs.RunFolder:
@@ -202,7 +217,7 @@ class Experiment:
     phase: str,
     workdir: pathlib.Path,
     variables: Sequence[core.Variables] | None = None,
-  ) -> tuple[list[Trained], dict]:
+  ) -> tuple[list[Learner], dict]:
     """Runs or resumes a phase before the collaboration, or reads its result.
 
     Args:
@@ -213,39 +228,41 @@ class Experiment:
     Returns:
       Each trained party, and the phase's result.
     """
-    of = "public" if phase == "public" else "private"
+    of = data_of(phase)
     folder = self.phase_folder(phase, workdir)
     start = (self.key(settings.PHASES.index(phase)), variables)
     algorithm = self.compiled(self.fit_algorithm(phase))
-    bank = self.train[of].bank
+    data = dict.fromkeys(self.names, self.banks[of])
+    if self.stopping[of] is not None:
+      data["stopping"] = self.stopping[of].bank
     logging.info("Phase %s, in %s", phase, folder.path)
 
     def watch(state):
       values = {}
-      for party, learner in zip(self.parties, state.parties):
-        values[f"{party.name}/epochs"] = learner.epochs
+      for name, progress in zip(self.names, state.clients):
+        values[f"{name}/epochs"] = progress.epochs
         if self.stopping[of] is not None:
-          values[f"{party.name}/stopping_accuracy"] = learner.accuracy
+          values[f"{name}/stopping_accuracy"] = progress.accuracy
       return jax.device_get(values)
 
     def summarize(state, evaluation):
       del evaluation
-      trained = [learner.trained.variables for learner in state.parties]
+      trained = [progress.learner.variables for progress in state.clients]
       return {
         "phase": phase,
         "environment": self.config["environment"],
         "seed": self.config["seed"],
         "parties": [
           {
-            "name": party.name,
+            "name": name,
             "model": model,
-            "epochs": int(learner.epochs),
+            "epochs": int(progress.epochs),
             **result,
           }
-          for party, model, learner, result in zip(
-            self.parties,
+          for name, model, progress, result in zip(
+            self.names,
             self.model_names,
-            state.parties,
+            state.clients,
             self.evaluators[of](trained),
           )
         ],
@@ -255,7 +272,7 @@ class Experiment:
       algorithm,
       start,
       functools.partial(self.fit_plan, phase),
-      {"train": (bank,) * len(self.parties), "stopping": self.stopping[of]},
+      data,
       watch,
       rounds=self.config[f"{phase}_epochs"],
       summarize=summarize,
@@ -263,7 +280,7 @@ class Experiment:
       **self.options(folder),
     )
     state = training.final_state(algorithm, start, folder)
-    return [learner.trained for learner in state.parties], result
+    return [progress.learner for progress in state.clients], result
 
   def algorithm(self) -> core.Algorithm:
     """The collaboration."""
@@ -273,12 +290,11 @@ class Experiment:
       consensus_weights=self.config["consensus_weights"],
       temperature=self.config["temperature"],
       public_transform=self.transforms["public"],
-      private_transform=self.transforms["private"],
       eval_batch_size=self.speed["eval_batch_size"],
       engine=self.engine,
     )
 
-  def plan(self, round: int) -> FedMDPlan:
+  def plan(self, round: int) -> Plan:
     """A round's plan; a pure function of the round."""
     if self.config["public_subset"] > len(self.data.public.index):
       raise common.UsageError(
@@ -287,7 +303,7 @@ class Experiment:
       )
     return plan_fedmd(
       self.data.public,
-      self.data.private,
+      self.held,
       seed=self.config["seed"],
       round=round,
       subset=self.config["public_subset"],
@@ -300,11 +316,11 @@ class Experiment:
   def evaluate(self, state) -> dict[str, float]:
     """Each party's accuracy and loss on the private task's test images."""
     results = self.evaluators["private"](
-      [party.variables for party in state.parties]
+      [learner.variables for learner in state.clients]
     )
     return {
-      f"{party.name}/{name}": value
-      for party, result in zip(self.parties, results)
+      f"{party}/{name}": value
+      for party, result in zip(self.names, results)
       for name, value in result.items()
     }
 
@@ -315,20 +331,20 @@ class Experiment:
     config = self.config
     before = {phase: result["parties"] for phase, result in phases.items()}
     parties, sent = [], 0
-    for k, (party, model) in enumerate(zip(self.parties, self.model_names)):
-      variables = state.parties[k].variables
+    for k, (party, model) in enumerate(zip(self.names, self.model_names)):
+      variables = state.clients[k].variables
       sizes = bytes_per_round(
         config["public_subset"], self.data.num_classes, variables
       )
       sent += sizes["sent"] + sizes["received"]
       entry = {
-        "name": party.name,
+        "name": party,
         "model": model,
         "parameters": core.num_parameters(variables.params),
         "examples": int(self.data.private.sizes[k]),
         "public_accuracy": before["public"][k]["test_accuracy"],
         "transfer_accuracy": before["transfer"][k]["test_accuracy"],
-        "final_accuracy": evaluation[f"{party.name}/test_accuracy"],
+        "final_accuracy": evaluation[f"{party}/test_accuracy"],
         "pooled_accuracy": before["pooled"][k]["test_accuracy"],
       }
       entry |= {
@@ -367,7 +383,7 @@ class Experiment:
     }
 
   def collaborate(
-    self, folder: logs.RunFolder, trained: list[Trained], phases: dict
+    self, folder: logs.RunFolder, trained: list[Learner], phases: dict
   ) -> dict:
     """Runs or resumes the collaboration."""
     algorithm = self.compiled(self.algorithm())
@@ -388,10 +404,8 @@ class Experiment:
       algorithm,
       start,
       self.plan,
-      {
-        "public": self.train["public"].bank,
-        "private": (self.train["private"].bank,) * len(self.parties),
-      },
+      dict.fromkeys(self.names, self.banks["private"])
+      | {"public": self.banks["public"]},
       self.evaluate,
       rounds=self.config["rounds"],
       summarize=functools.partial(self.summarize, folder, phases),
@@ -405,6 +419,16 @@ class Experiment:
       results=[result],
     )
     return result
+
+
+def data_of(phase: str) -> str:
+  """The data of a phase before the collaboration: public or private."""
+  return "public" if phase == "public" else "private"
+
+
+def flags_prefix(phase: str) -> str:
+  """How the flags of a phase's training begin; pooled has transfer's."""
+  return "public" if phase == "public" else "transfer"
 
 
 def bytes_per_round(
@@ -504,7 +528,7 @@ def main() -> None:
   common.refuse(
     "not for FedMD, whose rounds are long", "autotune", "rounds_per_dispatch"
   )
-  common.warn_of_idle_threads()
+  common.warn_of_idle_engine()
   stopping = f"--stopping_set={FLAGS.stopping_set}"
   if FLAGS.stopping_set != "heldout":
     common.warn_of_idle(f"{stopping} takes none", "heldout_examples")

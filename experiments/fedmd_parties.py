@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import own_models
 
-from hetfl import core
+from hetfl import core, keras_adam, Participant
 from hetfl.models import fedmd as models
-from hetfl.party import Party
 
 
 def make_parties(
@@ -19,7 +18,8 @@ def make_parties(
   speed: dict,
   num_classes: int,
   image_shape: tuple[int, int, int],
-) -> tuple[list[str], list[Party]]:
+  transform: core.Preparation,
+) -> tuple[list[str], list[Participant]]:
   """Makes a run's parties.
 
   Args:
@@ -27,6 +27,7 @@ def make_parties(
     speed: the flags that change the speed only.
     num_classes: C, of public and private classes together.
     image_shape: height, width, channels.
+    transform: prepares their private images.
 
   Returns:
     The names of the parties' models, and the parties.
@@ -75,10 +76,12 @@ def make_parties(
         name,
       )
     parties.append(
-      Party(
-        name=f"party{k}",
-        model=model,
+      Participant(
+        model,
+        f"party{k}",
         learning_rate=config["learning_rate"],
+        transform=transform,
+        optimizer=keras_adam,
         l2=config["l2"],
         penalty=models.head_penalty if decays else None,
       )

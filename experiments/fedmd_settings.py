@@ -8,9 +8,9 @@ import jax
 import own_models
 import run_flags
 
-from hetfl import evaluate
+from hetfl.algorithms.fedmd import TRANSLATORS
 from hetfl.data import fedmd_images
-from hetfl.fedmd import TRANSLATORS
+from hetfl.engine import batch_size_or_default
 from hetfl.models import fedmd as models
 from hetfl.models import kernels
 
@@ -329,7 +329,7 @@ def configuration(workdir: pathlib.Path) -> tuple[dict, dict]:
     # Otherwise a round takes less time than a checkpoint.
     "checkpoint_every": 1 if on_cpu and FLAGS.environment != "digits" else 10,
     "conv": kernels.default_conv(alone=True),
-    "eval_batch_size": evaluate.batch_size_or_default(None),
+    "eval_batch_size": batch_size_or_default(None),
   }
   return common.resolved_flags(__name__, values, speed, workdir)
 

@@ -11,6 +11,7 @@ Put the flag file first: flags after it override it, and it overrides flags
 before it.
 """
 
+import dataclasses
 import functools
 
 from absl import flags
@@ -32,15 +33,30 @@ import launch
 import numpy as np
 import own_models
 
-from hetfl import augment, core, evaluate, planning, population
+from hetfl import (
+  augment,
+  Client,
+  ClientPopulation,
+  core,
+  Evaluator,
+  fedavg,
+  fedavg_server,
+  fml,
+  independent,
+  local_model,
+  meme_model,
+  Plan,
+  plan_round,
+  Pool,
+  put_banks,
+  Subset,
+)
 from hetfl.data import files, fml_images
-from hetfl.fedavg import fedavg
-from hetfl.fml import fml, independent
 from hetfl.models import fml as nets
-from hetfl.mutual import momentum_sgd, MutualClient, splice
-from hetfl.mutual_planning import as_lanes, group_clients, plan_mutual
-from hetfl.pool import fedavg_server, Pool
+from hetfl.models.spliced import splice
+from hetfl.optimizers import momentum_sgd
 from hetfl.run import logs, training
+from hetfl.streams import generator, Stream
 
 FLAGS = flags.FLAGS
 _RECIPES = {
@@ -122,9 +138,9 @@ class Experiment:
     )
     self.train_transform = self.recipe.train
     if not config["augment"]:
-      self.train_transform = lambda key, batch: self.recipe.evaluate(batch)
+      self.train_transform = self.recipe.evaluate
     self.clients = [
-      MutualClient(
+      Client(
         model=model(name, classes[held.dataset]),
         transform=self.train_transform,
         bank=held.dataset,
@@ -143,31 +159,35 @@ class Experiment:
       sets["test"] = next(iter(self.data.test.values()))
       if config["heldout_examples"]:
         everywhere = np.concatenate([c.heldout.index for c in held])
-        sets["heldout"] = population.Subset(held[0].heldout.bank, everywhere)
-    banks = population.put_banks(*(c.train for c in held), *sets.values())
-    self.banks = {c.dataset: bank for c, bank in zip(held, banks)}
+        sets["heldout"] = Subset(held[0].heldout.bank, everywhere)
+    self.populations = {}
+    for dataset in classes:
+      own = [c.train for c in held if c.dataset == dataset]
+      self.populations[dataset] = ClientPopulation.from_lists(
+        own[0].bank, [subset.index for subset in own]
+      )
+    banks = put_banks(*self.populations.values(), *sets.values())
+    self.banks = dict(zip(self.populations, banks))
     names = [
       {f"client{k}", f"client{k}_heldout"} & sets.keys()
       for k in range(len(self.clients))
     ]
     options = dict(
       sets={
-        name: population.Subset(bank, subset.index)
-        for (name, subset), bank in zip(sets.items(), banks[len(held) :])
+        name: Subset(bank, subset.index)
+        for (name, subset), bank in zip(sets.items(), banks[len(classes) :])
       },
       transform=self.recipe.evaluate,
       engine=self.engine,
       batch_size=speed["eval_batch_size"],
     )
-    self.local_evaluator = evaluate.Evaluator(
+    self.local_evaluator = Evaluator(
       [c.model for c in self.clients], only=names, **options
     )
     if trunk:
-      self.meme_evaluator = evaluate.Evaluator(
-        self.memes, only=names, **options
-      )
+      self.meme_evaluator = Evaluator(self.memes, only=names, **options)
     else:
-      self.global_evaluator = evaluate.Evaluator([self.global_model], **options)
+      self.global_evaluator = Evaluator([self.global_model], **options)
 
   @functools.cached_property
   def files(self) -> dict[str, bytes]:
@@ -182,17 +202,20 @@ class Experiment:
       weight_decay=config["weight_decay"],
       clip_norm=config["clip_norm"],
     )
+    engine = common.run_engine(speed["lanes"])
     options = dict(
-      learning_rate=config["learning_rate"],
-      optimizer=optimizer,
-      microbatch=(config | speed)["microbatch"] or None,
-      engine=self.engine,
+      learning_rate=config["learning_rate"], optimizer=optimizer, engine=engine
     )
+    microbatch = (config | speed)["microbatch"] or None
+    clients = [
+      dataclasses.replace(client, microbatch=microbatch)
+      for client in self.clients
+    ]
     if config["algorithm"] == "independent":
-      return independent(self.clients, **options)
+      return independent(clients, **options)
     if config["algorithm"] == "fml":
       return fml(
-        self.clients,
+        clients,
         global_model=self.global_model,
         alpha=common.linear(config["alpha"], config["rounds"]),
         beta=common.linear(config["beta"], config["rounds"]),
@@ -203,40 +226,47 @@ class Experiment:
       )
     # A server step of rate 1 takes the mean of the clients' models.
     pool = Pool(
-      name="global",
-      model=self.global_model,
-      client_lr=config["learning_rate"],
+      self.global_model,
+      "global",
+      learning_rate=config["learning_rate"],
       server_lr=1.0,
       transform=self.train_transform,
-      client_optimizer=optimizer,
+      optimizer=optimizer,
       server_optimizer=fedavg_server,
       prox_mu=config["prox_mu"] if config["algorithm"] == "fedprox" else None,
     )
-    return fedavg([pool], rounds=None, engine=self.engine)
+    return fedavg([pool], rounds=None, engine=engine)
 
   def device_data(self, config: dict) -> dict:
     """The banks, as the algorithm takes them."""
-    if config["algorithm"] in ("fml", "independent"):
-      return self.banks
-    return {"pools": tuple(self.banks.values())}
+    return named(config, self.banks)
 
-  def plan(self, config: dict, speed: dict, round: int):
+  def plan(self, config: dict, round: int) -> Plan:
     """A round's plan, alike for all algorithms; a pure function of `round`."""
-    plan = plan_mutual(
-      [held.train.index for held in self.data.clients],
-      group_clients(self.clients),
+    sampled, number = config["clients_per_round"], len(self.populations)
+    several = number > 1
+    plan = plan_round(
+      named(config, self.populations),
       seed=config["seed"],
       round=round,
       batch_size=config["batch_size"],
       epochs=config["local_epochs"],
       uniform_weights=config["merge_weights"] != "examples",
-      clients_per_round=config["clients_per_round"],
-      full_batches=config["full_batches"],
+      clients_per_round=None if several else sampled,
+      tail="repeat" if config["full_batches"] else "short",
     )
-    if config["algorithm"] in ("fml", "independent"):
-      return plan
-    lanes = as_lanes(plan, num_lanes=speed["lanes"])
-    return planning.RoundPlan(np.int32(round), (lanes,), None)
+    if several and sampled:
+      # Drawn from the clients of all data sets; the others have no steps, so
+      # that plans have the same structure in all rounds.
+      rng = generator(Stream.CLIENTS, config["seed"], 0, round, number)
+      drawn = rng.permutation(len(self.clients)) < sampled
+      for name, batches in plan.batches.items():
+        active, drawn = np.split(drawn, [len(batches.client)])
+        plan.batches[name] = batches._replace(
+          steps=np.where(active, batches.steps, 0),
+          weight=np.where(active, batches.weight, 0),
+        )
+    return plan
 
   def evaluate(self, config: dict, state) -> dict[str, float]:
     """Accuracies and losses of the global model and of the clients' products.
@@ -258,7 +288,7 @@ class Experiment:
 
     server = self.server(config, state)
     if config["algorithm"] in ("fml", "independent"):
-      locals_ = [state.local(k) for k in clients]
+      locals_ = [local_model(state, k) for k in clients]
       for k, values in zip(clients, self.local_evaluator(locals_)):
         add(k, values, "")
     if server is not None and self.clients[0].adaptor is None:
@@ -269,7 +299,7 @@ class Experiment:
       for k in clients:
         add(k, values, prefix)
     elif server is not None:
-      memes = [state.meme(k) for k in clients]
+      memes = [meme_model(state, k) for k in clients]
       for k, values in zip(clients, self.meme_evaluator(memes)):
         add(k, values, prefix)
     for kind in kinds:
@@ -281,7 +311,7 @@ class Experiment:
   def server(self, config: dict, state) -> core.Variables | None:
     """The global model's variables; `None` if there is none."""
     if config["algorithm"] in ("fedavg", "fedprox"):
-      return state.pools[0].variables
+      return state.server[0].variables
     return state.server
 
   def summarize(
@@ -342,6 +372,13 @@ class Experiment:
     }
 
 
+def named(config: dict, of_datasets: dict) -> dict:
+  """Banks or populations by the names by which the algorithm takes them."""
+  if config["algorithm"] in ("fml", "independent"):
+    return of_datasets
+  return dict(zip(["global"], of_datasets.values()))
+
+
 def train(
   experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
 ) -> dict:
@@ -349,7 +386,7 @@ def train(
   folder.keep(experiment.files | own_models.sources(models_of(config)))
   return launch.train(
     experiment.algorithm(config, speed),
-    functools.partial(experiment.plan, config, speed),
+    functools.partial(experiment.plan, config),
     experiment.device_data(config),
     functools.partial(experiment.evaluate, config),
     config=config,

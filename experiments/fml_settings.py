@@ -22,10 +22,10 @@ _MUTUAL = (
 )
 # Flags that an algorithm ignores.
 UNUSED = {
-  "fml": ("lanes", "prox_mu"),
+  "fml": ("prox_mu",),
   "fedavg": (*_MUTUAL, "client_models", "microbatch", "prox_mu"),
   "fedprox": (*_MUTUAL, "client_models", "microbatch"),
-  "independent": (*_MUTUAL, "lanes", "merge_weights", "prox_mu"),
+  "independent": (*_MUTUAL, "merge_weights", "prox_mu"),
 }
 TRUNKS = ("lenet5_conv", "cnn1_conv", "cnn2_conv")
 
@@ -258,7 +258,12 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
       "--clients_start=global: none of --client_models is the"
       f" --global_model={values['global_model']}"
     )
-  taking_part = FLAGS.clients_per_round or values["num_clients"]
+  sampled = FLAGS.clients_per_round or 1
+  if sampled > values["num_clients"]:
+    raise common.UsageError(
+      f"--clients_per_round={sampled}: there are"
+      f" {values['num_clients']} clients"
+    )
   if several and FLAGS.partition is None:
     values["partition"] = "iid"  # Clients of one data set share it evenly.
   if values["partition"] == "dirichlet":
@@ -307,7 +312,6 @@ def configuration(algorithm: str, workdir: pathlib.Path) -> tuple[dict, dict]:
     "checkpoint_every": 10,
     "conv": common.default_conv(datasets[0]),
     "eval_batch_size": 50 if on_cpu else 2000,
-    "lanes": common.run_engine().num_lanes(taking_part),
     "microbatch": 16 if on_cpu and not dense and not own else 0,
   }
   values["algorithm"] = algorithm

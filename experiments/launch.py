@@ -55,7 +55,7 @@ def side_by_side(
       `speed`.
     build: `(config, speed) ->` the experiment, which all runs share that agree
       in `_made_of`; it has `algorithm(config, speed)` and
-      `plan(config, speed, round)`.
+      `plan(config, round)`.
     train: `(experiment, config, speed, folder) ->` the result.
     draw: `(rows, config=, folder=, experiment=)`, draws the curves; `rows` has
       the rows of each seed, by algorithm.
@@ -74,7 +74,7 @@ def side_by_side(
     f"--algorithm={','.join(names)} ignores it",
     *set.intersection(*(set(unused[name]) for name in names)),
   )
-  common.warn_of_idle_threads()
+  common.warn_of_idle_engine()
   several = len(names) > 1
   workdir = common.default_workdir(
     *label, *names, *["seeds"] * bool(FLAGS.seeds)
@@ -90,7 +90,7 @@ def side_by_side(
   for run in runs[: len(names)]:
     experiment = experiment_of(run)
     experiment.algorithm(run.config, run.speed)
-    experiment.plan(run.config, run.speed, 1)
+    experiment.plan(run.config, 1)
   for place in places.values() if several else ():
     allowed = re.compile("|".join(algorithms))
     common.only_holds(place, allowed, "algorithms", "ALGORITHM")

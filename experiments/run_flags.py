@@ -130,10 +130,10 @@ def define_run_flags() -> None:
   flags.DEFINE_integer(
     "lanes",
     None,
-    "Number of lanes that a round's clients are packed into; by default two per"
-    " thread with --engine=threads, else one per client or, for codist, the"
-    " fewest that hardly lengthen a round. Not for FedMD, nor for fml's"
-    " algorithms fml and independent. Changes speed only.",
+    "Number of lanes that a round's clients are packed into, on all devices"
+    " together; by default one per client or, for codist, the fewest that"
+    " hardly lengthen a round. Has no effect with --engine=threads, where each"
+    " thread trains one client at a time. Not for FedMD. Changes speed only.",
     lower_bound=1,
   )
   flags.DEFINE_integer(

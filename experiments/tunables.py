@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import common
 
-from hetfl import core
-from hetfl.hyperparameters import with_hyper
+from hetfl import core, local_model, with_hyper
 
 PyTree = Any
 
@@ -42,6 +41,7 @@ class Tunable(NamedTuple):
 
 def _place_codist(state: PyTree, flag: str, value: Any) -> PyTree:
   name = {
+    "client_lr": "learning_rate",
     "distill_lr_decay": "final_share",
     "teacher_temperature": "temperature",
     "student_regularization": "regularization",
@@ -83,7 +83,7 @@ def codist_accuracies(experiment, config):
   names, evaluator = EXPERIMENTS["codist"].models, experiment.evaluator
 
   def evaluate(state, data):
-    sums = evaluator.sums([pool.variables for pool in state.pools], data)
+    sums = evaluator.sums([pool.variables for pool in state.server], data)
     return dict(zip(names, _accuracy_of_each(sums)))
 
   data = {which: evaluator.data(which) for which in ("heldout", "test")}
@@ -91,8 +91,6 @@ def codist_accuracies(experiment, config):
 
 
 def _place_fml(state: PyTree, flag: str, value: Any) -> PyTree:
-  if flag == "learning_rate" and hasattr(state, "pools"):
-    flag = "client_lr"  # FedAvg's and FedProx's name for it.
   return with_hyper(state, **{flag: value})
 
 
@@ -126,7 +124,7 @@ def fml_accuracies(experiment, config):
       (means["global"],) = _accuracy_of_each(sums)
     if "clients" in data:
       sums = experiment.local_evaluator.sums(
-        [state.local(k) for k in range(number)], data["clients"]
+        [local_model(state, k) for k in range(number)], data["clients"]
       )
       each = [mean.total / mean.count for mean in _accuracy_of_each(sums)]
       means["clients"] = core.Mean(sum(each), float(number))

@@ -176,9 +176,7 @@ def make_problem(
   return trials.Problem(
     init=init,
     step=algorithm.step if vmap else experiment.engine.compile(algorithm.step),
-    plan=lambda seed, round: experiment.plan(
-      config | {"seed": seed}, speed, round
-    ),
+    plan=lambda seed, round: experiment.plan(config | {"seed": seed}, round),
     data=experiment.device_data(config),
     evaluate=evaluate if vmap else experiment.engine.compile(evaluate),
     eval_data=eval_data,
@@ -255,7 +253,7 @@ def main() -> None:
       FLAGS[flag].value = dimension.high
       off.add(flag)
   vmap = choose_batching()
-  common.warn_of_idle_threads()
+  common.warn_of_idle_engine()
   dataset = shown(FLAGS.dataset).replace(",", "-")
   workdir = common.default_workdir("tune", FLAGS.experiment, dataset, algorithm)
   config, speed = module.configuration(algorithm, workdir)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetfl import core, engine
+from hetfl import core, engine, Plan
 from hetfl.run import autotune
 from tests.runs import ROOT
 
@@ -107,7 +107,7 @@ class Periodic:
   engine = engine.Threads(1)
   lanes = lambda self, config, speed: speed["lanes"]
   device_data = lambda self, config: ()
-  plan = lambda self, config, speed, round: np.int32(round)
+  plan = lambda self, config, round: Plan(np.int32(round), {})
 
   def __init__(self, config, speed):
     del config, speed
@@ -136,7 +136,7 @@ def test_a_rounds_time_is_the_mean_over_a_period(
     return {}
 
   def seconds_of(step, init, plan, data):
-    due = np.atleast_1d(plan) % every == 0
+    due = np.atleast_1d(plan.round) % every == 0
     return float(np.sum(np.where(due, 11.0, 1.0)))
 
   monkeypatch.setattr(autotuning.autotune_lib, "choose", choose)

@@ -508,7 +508,7 @@ def _run_python_of(path):
 def test_the_readme_examples_run():
   names = _run_python_of("README.md")
   # The first example learns, of ten classes.
-  for result in names["evaluate"]([p.variables for p in names["state"].pools]):
+  for result in names["evaluate"]([p.variables for p in names["state"].server]):
     assert result["test_accuracy"] > 0.5
   # The second example's: two rounds of each of three trials.
   assert names["metrics"]["large/client_loss"].value.shape == (3, 2)
