@@ -1,5 +1,6 @@
 """Federated Mutual Learning against its oracle, and its limits."""
 
+import dataclasses
 import functools
 
 from absl import logging
@@ -11,14 +12,24 @@ import numpy as np
 import optax
 import pytest
 
-from hetfl import core, engine, planning
-from hetfl.fedavg import fedavg
-from hetfl.fml import fml, independent
+from hetfl import (
+  Client,
+  core,
+  engine,
+  fedavg,
+  fedavg_server,
+  fml,
+  independent,
+  local_model,
+  meme_model,
+  plan_round,
+  Pool,
+  Subset,
+)
+from hetfl.algorithms.fml import group_clients
 from hetfl.models import fml as nets
 from hetfl.models import layers
-from hetfl.mutual import momentum_sgd, mutual_loss, MutualClient
-from hetfl.mutual_planning import as_lanes, group_clients, plan_mutual
-from hetfl.pool import fedavg_server, Pool
+from hetfl.mutual import momentum_sgd, mutual_loss
 from tests import federation
 from tests.algorithms import (
   CNN,
@@ -54,25 +65,21 @@ class Stage(nn.Module):
     return x.reshape(len(x), -1) if self.index else x
 
 
+def clients_with(models=(MLP, WIDE, MLP, MLP, WIDE), **settings):
+  return [Client(m, **settings) for m in models]
+
+
 FIRST = model(Stage(0))
 MIDDLE = core.Model.from_flax(Stage(1), np.zeros((1, 2, 2, 2)))
-ALIKE = [MutualClient(MLP)] * 5
-UNLIKE = [MutualClient(m) for m in (MLP, WIDE, MLP, MLP, WIDE)]
-SPLICED = [c._replace(adaptor=HEAD) for c in UNLIKE]
-ENCODED = [c._replace(encoder=TRUNK) for c in UNLIKE]
-BETWEEN = [c._replace(adaptor=HEAD, encoder=FIRST) for c in UNLIKE]
+ALIKE, UNLIKE = clients_with([MLP] * 5), clients_with()
+ENCODED = clients_with(encoder=TRUNK)
 
 
-def held():
-  return [POPULATION.positions(k) for k in range(len(SIZES))]
-
-
-def make_plan(round, clients=UNLIKE, **settings):
+def make_plan(round, held=POPULATION, **settings):
   # Batches of four leave a last one that is not full.
-  return plan_mutual(
-    held(),
-    group_clients(clients),
-    **{**dict(seed=0, round=round, batch_size=4, epochs=2), **settings},
+  defaults = dict(batch_size=4, epochs=2, tail="short", uniform_weights=True)
+  return plan_round(
+    {"train": held}, seed=0, round=round, **{**defaults, **settings}
   )
 
 
@@ -100,10 +107,12 @@ def build(clients=UNLIKE, runner=None, jit=True, **settings):
 CASES = {
   "alike": dict(clients=ALIKE, global_model=MLP),
   "unlike": dict(clients=UNLIKE, global_model=CNN),
-  "microbatch": dict(clients=UNLIKE, microbatch=2),
-  "first part": dict(clients=SPLICED, global_model=TRUNK),
+  "microbatch": dict(clients=clients_with(microbatch=2)),
+  "first part": dict(clients=clients_with(adaptor=HEAD), global_model=TRUNK),
   "last part": dict(clients=ENCODED, global_model=HEAD),
-  "middle": dict(clients=BETWEEN, global_model=MIDDLE),
+  "middle": dict(
+    clients=clients_with(adaptor=HEAD, encoder=FIRST), global_model=MIDDLE
+  ),
   "tempered": dict(clients=UNLIKE, temperature=2.0),
   "sequential": dict(clients=UNLIKE, sequential=True),
 }
@@ -115,7 +124,7 @@ def plain(params):
 
 def own_layers(state, client):
   """The layers of a client's meme that are not the global model's."""
-  parts = dict(state.meme(client).params)
+  parts = dict(meme_model(state, client).params)
   if parts.pop("trunk", None) is None:
     return {}
   return {n: p for part in parts.values() for n, p in layered(part).items()}
@@ -140,7 +149,7 @@ def test_rounds_are_the_oracles(name):
     server = layered(state.server.params)
     theirs = []
     for k in range(len(clients)):
-      local = plain(state.local(k).params)
+      local = plain(local_model(state, k).params)
       zeros = codist.tree_map(np.zeros_like, local)
       theirs.append(oracle.Client(local, zeros, (), own_layers(state, k)))
     settings = oracle.Settings(
@@ -151,27 +160,29 @@ def test_rounds_are_the_oracles(name):
       sequential=case.get("sequential", False),
     )
     for round in range(1, ROUNDS + 1):
-      plan = make_plan(round, clients, uniform_weights=not weighted)
+      plan = make_plan(round, uniform_weights=not weighted)
       state, metrics = algorithm.step(state, plan, make_data())
-      for group in plan.groups:
-        for k, index, steps in zip(group.client, group.index, group.steps):
-          theirs[k].batches = [
-            (
-              POPULATION.bank["x"][i[i >= 0]].astype(np.float64),
-              POPULATION.bank["y"][i[i >= 0]],
-            )
-            for i in index[:steps]
-          ]
-          theirs[k].weight = SIZES[k] if weighted else 1.0
+      held = plan.batches["train"]
+      for k, client in enumerate(theirs):
+        client.batches = [
+          (
+            POPULATION.bank["x"][i[i >= 0]].astype(np.float64),
+            POPULATION.bank["y"][i[i >= 0]],
+          )
+          for i in held.index[k, : held.steps[k]]
+        ]
+        client.weight = SIZES[k] if weighted else 1.0
       server, theirs = oracle.fml_round(server, theirs, settings)
       tolerance = dict(rtol=1e-6, atol=1e-8)
       assert_close(layered(state.server.params), server, **tolerance)
       for k, client in enumerate(theirs):
-        assert_close(plain(state.local(k).params), client.local, **tolerance)
+        assert_close(
+          plain(local_model(state, k).params), client.local, **tolerance
+        )
         assert_close(own_layers(state, k), client.own, **tolerance)
       # The local model's momentum persists.
-      for group in state.groups:
-        trace = optax.tree.get(group.opt_state, "trace")
+      for group in state.clients:
+        trace = optax.tree.get(group.learner.opt_state, "trace")
         for row, k in enumerate(group.clients):
           ours = jax.tree.map(lambda a, row=row: np.asarray(a[row]), trace)
           assert_close(ours, theirs[k].velocity, **tolerance)
@@ -218,55 +229,47 @@ def test_clipping_comes_before_weight_decay():
 
 
 def test_with_beta_one_the_global_model_is_fedavgs():
-  """Another program, other plans, the same keys: FedAvg's own."""
-  clients = [c._replace(transform=noisy) for c in UNLIKE]
+  """Another program, the same plans and keys: FedAvg's own."""
+  clients = clients_with(transform=noisy)
   state, _ = run(build(clients, beta=1.0))
   pool = Pool(
-    name="global",
-    model=MLP,
-    client_lr=0.125,
+    MLP,
+    "train",
+    learning_rate=0.125,
     server_lr=1.0,
     transform=noisy,
-    client_optimizer=momentum_sgd,
+    optimizer=momentum_sgd,
     server_optimizer=fedavg_server,
   )
   algorithm = fedavg([pool], rounds=None)
-  expected = algorithm.init(jax.random.key(0))
-  for round in range(1, ROUNDS + 1):
-    lanes = as_lanes(make_plan(round, clients), num_lanes=2)
-    plan = planning.RoundPlan(np.int32(round), (lanes,), None)
-    expected, _ = jax.jit(algorithm.step)(
-      expected, plan, {"pools": (make_data()["train"],)}
-    )
-  assert_close(state.server.params, expected.pools[0].params)
+  expected, _ = run(algorithm._replace(step=jax.jit(algorithm.step)))
+  assert_close(state.server.params, expected.server[0].params)
   # And it is not FedAvg's otherwise.
   other, _ = run(build(clients, beta=0.5))
   with pytest.raises(AssertionError):
-    assert_close(other.server.params, expected.pools[0].params)
+    assert_close(other.server.params, expected.server[0].params)
 
 
 def test_with_alpha_one_clients_learn_alone():
-  clients = [c._replace(transform=noisy) for c in UNLIKE]
+  clients = clients_with(transform=noisy)
   mutual, _ = run(build(clients, alpha=1.0))
   alone = independent(clients, learning_rate=0.125)
   alone = alone._replace(step=jax.jit(alone.step))
   state, metrics = run(alone)
   assert state.server is None
   assert set(metrics) == {"local_loss", "local_kl"}
-  assert_close(mutual.groups, state.groups)
+  assert_close(mutual.clients, state.clients)
   other, _ = run(build(clients, alpha=0.5))
   with pytest.raises(AssertionError):
-    assert_close(other.groups, state.groups)
+    assert_close(other.clients, state.clients)
 
 
 class Recording(engine.Inline):
   """Remembers the results of the clients' programs."""
 
-  def run(self, *jobs):
-    results = super().run(*jobs)
-    if isinstance(jobs[0], engine.Each):
-      self.results = results
-    return results
+  def run(self, *works):
+    self.results = super().run(*works)
+    return self.results
 
 
 def test_no_example_reaches_another_client_in_a_round():
@@ -284,9 +287,9 @@ def test_no_example_reaches_another_client_in_a_round():
       {
         k: (
           jax.tree.map(lambda a, row=row: np.asarray(a[row]), memes),
-          after.local(k),
+          local_model(after, k),
         )
-        for group, (_, memes, _) in zip(after.groups, runner.results)
+        for group, (_, memes, _) in zip(after.clients, runner.results)
         for row, k in enumerate(group.clients)
       }
     )
@@ -300,9 +303,9 @@ def test_no_example_reaches_another_client_in_a_round():
 
 
 def test_clients_start_unlike_and_persist():
-  state = build(ALIKE, global_model=MLP).init(jax.random.key(0))
-  first = [np.asarray(jax.tree.leaves(state.local(k))[1]) for k in range(5)]
-  first.append(np.asarray(jax.tree.leaves(state.server)[1]))
+  state = build(ALIKE).init(jax.random.key(0))
+  models = [local_model(state, k) for k in range(5)] + [state.server]
+  first = [np.asarray(jax.tree.leaves(m)[1]) for m in models]
   for i in range(6):
     for j in range(i):
       assert not np.allclose(first[i], first[j])
@@ -337,46 +340,34 @@ def test_schedules_are_functions_of_the_round():
 
 
 def test_plans_are_epochs():
-  plan = make_plan(2, epochs=3)
-  for group in plan.groups:
-    for k, index, steps in zip(group.client, group.index, group.steps):
-      assert steps == 3 * -(-SIZES[k] // 4)
-      assert (index[steps:] == -1).all()
-      for epoch in np.split(index[:steps], 3):
-        np.testing.assert_array_equal(
-          np.sort(epoch[epoch >= 0]), np.sort(POPULATION.positions(k))
-        )
-  # A client's order depends on nothing but seed, round and the client.
-  alone = make_plan(2, ALIKE, epochs=3).groups[0]
-  np.testing.assert_array_equal(
-    alone.index[1][: alone.steps[1]],
-    plan.groups[1].index[0][: plan.groups[1].steps[0]],
-  )
-  assert (make_plan(3).groups[0].index != make_plan(2).groups[0].index).any()
-
-
-def test_no_two_passes_have_one_order():
-  held, orders = [np.arange(20), np.arange(20, 40)], []
-  for seed, t in ((0, 1), (0, 2), (1, 1)):
-    share = dict(seed=seed, round=t, batch_size=20, epochs=2)
-    orders += [*plan_mutual(held, [(0, 1)], **share).groups[0].index % 20]
-  assert len(np.unique(np.concatenate(orders), axis=0)) == 3 * 2 * 2
+  batches = make_plan(2, epochs=3).batches["train"]
+  few = make_plan(2, POPULATION.take([0, 1]), epochs=3).batches["train"]
+  for k, (index, steps) in enumerate(zip(batches.index, batches.steps)):
+    assert steps == 3 * -(-SIZES[k] // 4)
+    assert (index[steps:] == -1).all()
+    for epoch in np.split(index[:steps], 3):
+      np.testing.assert_array_equal(
+        np.sort(epoch[epoch >= 0]), np.sort(POPULATION.positions(k))
+      )
+    # A client's order depends on nothing but seed, round and the client.
+    if k in few.client:
+      np.testing.assert_array_equal(few.index[k], index)
+  other = make_plan(3, epochs=3).batches["train"]
+  assert (other.index != batches.index).any()
 
 
 @pytest.mark.parametrize("microbatch,parts", [(None, 1), (1, 2)])
 def test_no_draw_is_made_twice(microbatch, parts):
   """Not by the two models, in two steps of some parts, or in two rounds."""
   recorder = federation.recorder(2 * 2 * parts)
-  client = MutualClient(recorder, transform=noisy)
-  algorithm = fml([client], global_model=recorder, microbatch=microbatch)
+  client = Client(recorder, transform=noisy, microbatch=microbatch)
+  algorithm = fml([client], global_model=recorder)
   state = algorithm.init(jax.random.key(0))
+  bank = federation.recorders_bank(4)
   for t in (1, 2):
-    plan = plan_mutual(
-      [np.arange(4)], [(0,)], seed=0, round=t, batch_size=2, epochs=1
-    )
-    bank = federation.recorders_bank(4)
+    plan = make_plan(t, Subset.whole(bank), batch_size=2, epochs=1)
     state, _ = algorithm.step(state, plan, {"train": bank})
-  local, server = state.local(0).stats, state.server.stats
+  local, server = local_model(state, 0).stats, state.server.stats
   draws = np.array([local["draws"], server["draws"]])
   assert draws.all() and len(np.unique(draws)) == draws.size
   # Both see the same images; no key serves both for these and in a model.
@@ -391,10 +382,10 @@ def test_clients_may_start_from_the_global_model():
     build(from_global=f, jit=False).init(jax.random.key(0))
     for f in (False, True)
   )
-  chex.assert_trees_all_equal(own.server, same.server)
+  assert_equal(own.server, same.server)
   for k, client in enumerate(UNLIKE):
-    start = same.server if client.model == MLP else own.local(k)
-    chex.assert_trees_all_equal(same.local(k), start)
+    start = same.server if client.model == MLP else local_model(own, k)
+    assert_equal(local_model(same, k), start)
   with pytest.raises(ValueError, match="from_global=True: no client's model"):
     build(from_global=True, global_model=CNN)
 
@@ -407,39 +398,136 @@ def test_who_does_not_take_part_keeps_its_model(clients, runner):
   state = algorithm.init(jax.random.key(0))
   seen = set()
   for t in range(1, 6):
-    settings = dict(clients=clients, uniform_weights=False)
-    plan = make_plan(t, clients_per_round=2, **settings)
-    everyone = make_plan(t, **settings)
-    steps = {k: n for g in plan.groups for k, n in zip(g.client, g.steps)}
-    active = {int(k) for k, n in steps.items() if n}
+    plan = make_plan(t, clients_per_round=2, uniform_weights=False)
+    everyone = make_plan(t, uniform_weights=False)
+    active = set(plan.batches["train"].client.tolist())
     assert len(active) == 2
-    assert all(len(group.row) == 2 for group in plan.groups)
     seen |= active
     after, metrics = algorithm.step(state, plan, make_data())
     for k in range(len(clients)):
-      before, now = state.local(k).params, after.local(k).params
+      before, now = (local_model(s, k).params for s in (state, after))
       moved = [
         (a != b).any() for a, b in zip(*map(jax.tree.leaves, (before, now)))
       ]
       assert any(moved) == (k in active)
     # The same as if all took part and the others' memes had no weight.
-    silent = everyone.replace(
-      groups=tuple(
-        group._replace(
-          weight=np.where([k in active for k in group.client], group.weight, 0)
-        )
-        for group in everyone.groups
-      )
-    )
+    held = everyone.batches["train"]
+    heard = np.isin(held.client, [*active]) * held.weight
+    silent = everyone._replace(batches={"train": held._replace(weight=heard)})
     heard, _ = algorithm.step(state, silent, make_data())
     assert_close(after.server, heard.server)
     for k in active:
-      assert_close(after.local(k), heard.local(k))
+      assert_close(local_model(after, k), local_model(heard, k))
     assert metrics["local_loss"].count == 2 * sum(SIZES[k] for k in active)
-    lanes = as_lanes(plan, num_lanes=2)
-    assert set(lanes.client[lanes.weight > 0].tolist()) == active
     state = after
   assert len(seen) > 2
+
+
+@pytest.mark.parametrize("runner", [None, engine.Threads(2)])
+def test_clients_of_two_banks_are_numbered_in_each(runner):
+  """The same as with all of their examples in one bank."""
+  names = ("mnist", "cifar", "mnist", "mnist", "cifar")
+  clients = [dataclasses.replace(c, bank=b) for c, b in zip(UNLIKE, names)]
+  algorithm = build(clients, runner=runner, jit=runner is None)
+  held = {
+    name: POPULATION.take([k for k in range(5) if names[k] == name])
+    for name in ("cifar", "mnist")
+  }
+  # Each bank has examples of its own in another order.
+  flipped = {n: a[::-1] for n, a in POPULATION.bank.items()}
+  last = len(flipped["y"]) - 1
+  held["cifar"] = type(POPULATION).from_lists(
+    flipped, [last - POPULATION.positions(k) for k in (1, 4)]
+  )
+  plan = plan_round(
+    held, seed=0, round=1, batch_size=9, tail="short", uniform_weights=True
+  )
+  data = {name: jax.device_put(dict(of.bank)) for name, of in held.items()}
+  state, _ = algorithm.step(algorithm.init(jax.random.key(0)), plan, data)
+  expected, _ = run(build(), 1, batch_size=9, epochs=1)  # One full gradient.
+  assert_close(state.server, expected.server)
+  for k in range(5):
+    assert_close(local_model(state, k), local_model(expected, k))
+
+
+def test_a_merge_of_ones_own():
+  """A mean over clients is the default; a median is not."""
+
+  def mean(memes, weights):
+    share = weights / weights.sum()
+    return jax.tree.map(lambda a: jnp.tensordot(share, a, 1), memes)
+
+  median = lambda memes, _: jax.tree.map(lambda a: jnp.median(a, 0), memes)
+  settings = dict(uniform_weights=False)
+  usual, ours, other = (
+    run(build(merge=merge), 1, **settings)[0].server
+    for merge in (None, mean, median)
+  )
+  assert_close(usual, ours)
+  with pytest.raises(AssertionError):
+    assert_close(usual, other)
+  with pytest.raises(ValueError, match="merge: gives"):
+    run(build(merge=lambda memes, weights: memes), 1)
+
+
+def test_clients_may_have_rates_and_optimizers_of_their_own():
+  """Two clients' models stand still; the third's learns as before."""
+  still = [dict(optimizer=lambda rate: optax.sgd(0 * rate))]
+  still.append(dict(learning_rate=0.0))
+  mixed = build([Client(MLP, **settings) for settings in (*still, {})])
+  held = POPULATION.take([0, 1, 2])
+  start = mixed.init(jax.random.key(0))
+  after, _ = run(mixed, 1, held=held)
+  usual, _ = run(build(ALIKE[:3]), 1, held=held)
+  for k in (0, 1):
+    assert_close(local_model(after, k), local_model(start, k))
+    with pytest.raises(AssertionError):
+      assert_close(local_model(usual, k), local_model(start, k))
+  # In a first round a client's two models hear of nobody else.
+  assert_close(local_model(after, 2), local_model(usual, 2))
+
+
+def test_equal_clients_form_a_group():
+  """Of models made one by one, and of transforms without a hash."""
+
+  class Layers(nn.Module):
+    widths: list[int]  # not hashable
+
+    @nn.compact
+    def __call__(self, x):
+      return nn.Sequential([nn.Dense(width) for width in self.widths])(x)
+
+  make = lambda *widths, shape=(1, 2): core.Model.from_flax(
+    Layers(list(widths)), jnp.ones(shape)
+  )
+  models = [make(*widths) for widths in ((4, 3), (3,), (4, 3), (3,))]
+  assert group_clients(clients_with(models)) == ((0, 2), (1, 3))
+  assert make(3) != make(3, shape=(1, 5))
+
+  class Shifted(nn.Module):
+    by: jax.Array  # equality gives no single truth value
+
+    @nn.compact
+    def __call__(self, x):
+      return nn.Dense(3)(x) + self.by
+
+  one, other = (
+    core.Model.from_flax(Shifted(jnp.ones(3)), jnp.ones((1, 2))) for _ in "ab"
+  )
+  assert one == one and one != other
+
+  @dataclasses.dataclass
+  class Scale:
+    factor: float
+
+    def __call__(self, key, batch):
+      return {**batch, "x": self.factor * batch["x"]}
+
+  a, b = (
+    Client(MLP, name=n, transform=Scale(f)) for n, f in (("a", 1), ("b", 2))
+  )
+  named = dataclasses.replace(a, name="c")
+  assert group_clients([a, b, named]) == ((0, 2), (1,))
 
 
 def test_mutual_learning_switched_off_is_said(caplog):
@@ -456,13 +544,13 @@ def test_mutual_learning_switched_off_is_said(caplog):
   "clients,global_model,note",
   [
     (ENCODED, MIDDLE, "in the trunk of a spliced model"),
-    (UNLIKE, HEAD, "a client's meme, given inputs x of shape (4, 4, 4, 2)"),
+    (UNLIKE, HEAD, "a client: meme: its model, given inputs x of shape (4, 4"),
     (UNLIKE, FIRST, "give the client an adaptor"),
   ],
 )
 def test_parts_that_do_not_fit_are_named(clients, global_model, note):
   with pytest.raises(Exception) as error:
-    run(build(clients, global_model=global_model), clients=clients)
+    run(build(clients, global_model=global_model))
   assert any(note in each for each in error.value.__notes__)
 
 
@@ -472,22 +560,20 @@ def test_what_is_out_of_range_is_refused():
     ("beta", -0.1),
     ("learning_rate", -0.1),
     ("temperature", 0.0),
-    ("microbatch", 0),
   ):
     with pytest.raises(ValueError, match=f"{name}={value}"):
       build(**{name: value})
   with pytest.raises(ValueError, match="clients: give at least one"):
     build([])
-  for jit in (False, True):
-    with pytest.raises(ValueError, match="the plan groups clients as"):
-      run(build(jit=jit), clients=ALIKE)
-  with pytest.raises(ValueError, match="clients_per_round=9: there are 5"):
-    make_plan(1, clients_per_round=9)
   with pytest.raises(ValueError, match="client=7"):
-    build().init(jax.random.key(0)).local(7)
-  states = jax.vmap(build().init)(jax.random.split(jax.random.key(0), 3))
+    local_model(build().init(jax.random.key(0)), 7)
+
+
+def test_models_of_several_trials_are_taken_by_vmap():
+  keys = jax.random.split(jax.random.key(0), 3)
+  states = jax.vmap(build().init)(keys)
   with pytest.raises(ValueError, match="the state holds several trials"):
-    states.local(0)
-  one = build().init(jax.random.split(jax.random.key(0), 3)[2]).local(1)
-  ours = jax.vmap(lambda state: state.local(1))(states)
+    local_model(states, 0)
+  ours = jax.vmap(lambda state: local_model(state, 1))(states)
+  one = local_model(build().init(keys[2]), 1)
   assert_close(one, jax.tree.map(lambda a: a[2], ours))
