@@ -3,13 +3,11 @@
 from hetfl.algorithms.codist import merged_codist, periodic_codist
 from hetfl.algorithms.fedavg import (
   client_updates,
-  fedadam_server,
   fedavg,
-  fedavg_server,
   Pool,
 )
 from hetfl.algorithms.fedmd import fedmd, plan_fedmd
-from hetfl.algorithms.fit import fit, keras_adam, plan_fit
+from hetfl.algorithms.fit import fit, plan_fit
 from hetfl.algorithms.fml import (
   Client,
   fml,
@@ -31,6 +29,7 @@ from hetfl.distill import Distiller
 from hetfl.engine import default_engine, Inline, Threads
 from hetfl.evaluate import ClientEvaluator, Evaluator
 from hetfl.local import Learner, Participant
+from hetfl.optimizers import fedadam_server, fedavg_server, keras_adam
 from hetfl.population import ClientPopulation, put_banks, Subset
 
 __version__ = "0.1.0"

@@ -338,13 +338,9 @@ def plan_round(
   round: int,
   clients_per_round: int | Sequence[int] | None = None,
   batch_size: int | Sequence[int],
-  epochs: int = 1,
-  max_steps: int | None = None,
-  tail: Tail = "wrap",
-  uniform_weights: bool = False,
-  phase: int = 0,
   distill_steps: int = 1,
   distill_batch_size: int = 128,
+  **options: Any,
 ) -> Plan:
   """Plans a round.
 
@@ -357,13 +353,10 @@ def plan_round(
     round: the number of the round, from 1.
     clients_per_round: see `plan_clients`; one number, or one for each pool.
     batch_size: see `plan_clients`; one number, or one for each pool.
-    epochs: see `order`.
-    max_steps: see `order`.
-    tail: see `order`.
-    uniform_weights: see `plan_clients`.
-    phase: see `plan_clients`.
     distill_steps: see `plan_distillation`.
     distill_batch_size: see `plan_distillation`.
+    **options: `epochs`, `max_steps`, `tail`, `uniform_weights`, `phase`: see
+      `plan_clients`.
 
   Returns:
     The plan, a pure function of its arguments: batches by the names of
@@ -404,13 +397,9 @@ def plan_round(
       seed=seed,
       round=round,
       pool=pool,
-      phase=phase,
       clients_per_round=number,
       batch_size=size,
-      epochs=epochs,
-      max_steps=max_steps,
-      tail=tail,
-      uniform_weights=uniform_weights,
+      **options,
     )
     for pool, ((name, held), number, size) in enumerate(each)
   }

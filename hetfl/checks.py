@@ -109,7 +109,8 @@ optax.adam, not an optimizer
       )
     try:
       first, second = (
-        jax.tree.leaves(optimizer(rate).init(np.zeros(1))) for rate in (0.0, 1.0)
+        jax.tree.leaves(optimizer(rate).init(np.zeros(1)))
+        for rate in (0.0, 1.0)
       )
     except Exception:  # It needs parameters of some structure: not checked.
       continue
@@ -180,14 +181,14 @@ def alike(what: str, given: Any, wanted: Any) -> None:
 
 
 def array(what: str, outputs: Any) -> None:
-  """Raises a `ValueError` if a model's outputs are no array, as `TokenLogits`."""
+  """Raises a `ValueError` if outputs are no array, such as `TokenLogits`."""
   if not hasattr(outputs, "dtype") and not np.isscalar(outputs):
     raise ValueError(
       f"{what}: outputs must be an array float[..., C], not a"
-      f" {type(outputs).__name__}. Language models need"
-      " Pool(loss=sentence_loss()), Distiller(divergence=token_divergence,"
-      " weights=token_weights) and Evaluator(measure=next_word_metrics); fml and"
-      " fedmd are for classifiers"
+      f" {type(outputs).__name__}. Language models need Pool(loss="
+      "sentence_loss()), Distiller(divergence=token_divergence, weights="
+      "token_weights) and Evaluator(measure=next_word_metrics), from"
+      " hetfl.models.next_word; fml and fedmd are for classifiers"
     )
 
 

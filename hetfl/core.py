@@ -102,8 +102,7 @@ class Algorithm(NamedTuple):
   step: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, Metrics]]
 
 
-@flax.struct.dataclass
-class State:
+class State(flax.struct.PyTreeNode):
   """The state of an algorithm.
 
   Attributes:

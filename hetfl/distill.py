@@ -96,6 +96,53 @@ other need the same classes
     )
 
 
+def mutual_loss(
+  logits: jax.Array,
+  partner: jax.Array,
+  labels_loss: jax.Array,
+  *,
+  weight: float | jax.Array,
+  temperature: float | jax.Array = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+  """`w CE + (1 - w) KL(p_partner || p)`, one of equation 5's two losses.
+
+  Args:
+    logits: `float[B, C]`, of the model that learns.
+    partner: `float[B, C]`, the partner's logits; no gradient flows to them.
+    labels_loss: `float[B]`, the model's loss on the labels, CE.
+    weight: alpha for the local model, beta for the meme.
+    temperature: T, of both softmaxes; the divergence is then multiplied by
+      T^2 as in Hinton et al. 2015. Equation 5 has none; equation 3 has one, of
+      the teacher only.
+
+  Returns:
+    Two `float[B]`: the loss, and the divergence in it, summed over classes.
+
+  Raises:
+    ValueError: the arrays have other shapes.
+
+  Reference: Shen et al. 2020, equation 5.
+
+  >>> logits, partner = jnp.log(jnp.array([[[.75, .25]], [[.5, .5]]]))
+  >>> loss, kl = mutual_loss(logits, partner, jnp.array([2.]), weight=0.5)
+  >>> [round(float(x[0]), 4) for x in (kl, loss)]  # log(4 / 3) / 2, + 2 / 2
+  [0.1438, 1.0719]
+  """
+  same_classes(logits, partner)
+  target = tempered_softmax(jax.lax.stop_gradient(partner), temperature)
+  # A partner with weight zero may output NaN.
+  counts = (weight < 1) | jnp.isfinite(target)
+  target = jnp.where(counts, target, 0.0)
+  kl = temperature**2 * kl_divergence(target, core.wide(logits) / temperature)
+  if kl.shape != jnp.shape(labels_loss):
+    raise ValueError(
+      f"logits of shape {logits.shape} with losses of shape"
+      f" {jnp.shape(labels_loss)}: mutual learning needs logits float[B, C] and"
+      " one loss for each example, float[B]"
+    )
+  return weight * labels_loss + (1 - weight) * kl, kl
+
+
 def codist_target(
   teachers: Sequence[jax.Array],
   student: jax.Array,

@@ -322,7 +322,9 @@ def measure_task(
 
   def of_batch(variables, bank, index):
     batch = core.prepare(transform, core.gather(bank, index))
-    with checks.noted(f"a model, given inputs {jax.tree.map(jnp.shape, batch)}"):
+    with checks.noted(
+      f"a model, given inputs {jax.tree.map(jnp.shape, batch)}"
+    ):
       outputs = model.predict(variables, batch["x"])
     sums = measure(outputs, batch)
     pairs = isinstance(sums, Mapping) and all(

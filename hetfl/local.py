@@ -53,7 +53,7 @@ class Participant:
   model: core.Model
   name: str = ""
   _: dataclasses.KW_ONLY
-  learning_rate: float | jax.Array
+  learning_rate: float | jax.Array | None
   loss: core.Loss = core.cross_entropy
   transform: core.Transform | core.Preparation | None = None
   optimizer: core.Optimizer = optax.sgd
@@ -136,7 +136,8 @@ class Learner(NamedTuple):
     cls, variables: core.Variables, optimizer: core.Optimizer
   ) -> "Learner":
     """A model with a new optimizer, whose state does not depend on the rate."""
-    return cls(variables, optimizer(0.0).init(variables.params))
+    opt_state = optimizer(jnp.zeros(())).init(variables.params)
+    return cls(variables, opt_state)
 
   def adopt(self, owner: str, given: "Learner") -> "Learner":
     """Copies another learner, since states may be donated, if it is alike.
@@ -242,7 +243,9 @@ def gradient(
     return share * jnp.sum(losses * w), (stats, sums)
 
   differentiate = jax.value_and_grad(part_loss, has_aux=True)
-  devices = shard.count if shard and len(batch["mask"]) % shard.count == 0 else 1
+  devices = (
+    shard.count if shard and len(batch["mask"]) % shard.count == 0 else 1
+  )
   parts = num_parts(len(batch["mask"]), microbatch, multiple=devices)
   if parts == 1:
     (value, (stats, sums)), grads = differentiate(

@@ -69,18 +69,25 @@ and Model.from_nnx make one of a Flax module
     arguments = ("variables", "x", "key", "train")
     checks.takes(f"{owner}: apply", given.apply, *arguments)
 
-  def start(self, key: jax.Array) -> Variables:
-    """Calls `init`, and checks that it returns `Variables`.
+  def start(
+    self,
+    key: jax.Array,
+    owner: str = "a model",
+    given: Variables | None = None,
+  ) -> Variables:
+    """Calls `init`, or copies given variables if they have the same shapes.
 
     Args:
       key: a random key.
+      owner: the model's owner, or its name, for error messages.
+      given: the parameters and statistics to continue from; `None` for new.
 
     Returns:
-      A new model's parameters and statistics: copies, since states may be
+      The model's parameters and statistics: copies, since states may be
       donated, and `init` may return arrays that it keeps.
 
     Raises:
-      ValueError: `init` returns something else.
+      ValueError: `init` returns something else, or `given` has other shapes.
 
     >>> Model(lambda key: {'w': jnp.zeros(3)}, None).start(jax.random.key(0))
     Traceback (most recent call last):
@@ -88,39 +95,25 @@ and Model.from_nnx make one of a Flax module
     ValueError: a model's init returned a dict: it must return \
 Variables(params, stats); without mutable collections, stats are {}
     """
-    variables = self.init(key)
-    if not isinstance(variables, Variables):
-      raise ValueError(
-        f"a model's init returned a {type(variables).__name__}: it must return"
-        " Variables(params, stats); without mutable collections, stats are {}"
-      )
-    return jax.tree.map(jnp.copy, variables)
 
-  def adopt(self, owner: str, variables: Variables) -> Variables:
-    """Copies variables to continue from, if they have the model's shapes.
+    def new(key):
+      variables = self.init(key)
+      if not isinstance(variables, Variables):
+        raise ValueError(
+          f"a model's init returned a {type(variables).__name__}: it must"
+          " return Variables(params, stats); without mutable collections, stats"
+          " are {}"
+        )
+      return variables
 
-    Args:
-      owner: the model's owner, or its name, for error messages.
-      variables: the parameters and statistics.
-
-    Returns:
-      Copies, since states may be donated.
-
-    Raises:
-      ValueError: their shapes differ from those that `init` returns.
-
-    >>> model = Model(lambda key: Variables(jnp.zeros(3), {}), None)
-    >>> model.adopt('global_model', Variables(jnp.zeros(2), {}))
-    Traceback (most recent call last):
-      ...
-    ValueError: global_model: gives {'.params': (2,)}, expected {'.params': (3,)}
-    """
+    if given is None:
+      return jax.tree.map(jnp.copy, new(key))
     try:
-      wanted = jax.eval_shape(self.start, jax.random.key(0))
+      wanted = jax.eval_shape(new, key)
     except jax.errors.JAXTypeError:  # An init that cannot be traced.
-      wanted = variables
-    checks.alike(owner, variables, wanted)
-    return jax.tree.map(jnp.copy, variables)
+      wanted = given
+    checks.alike(owner, given, wanted)
+    return jax.tree.map(jnp.copy, given)
 
   def outputs(
     self,

@@ -87,8 +87,8 @@ def _integers(positions: Any, name: str) -> np.ndarray:
   if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
     hint = "; give np.flatnonzero of a mask" if array.dtype == bool else ""
     raise ValueError(
-      f"{name}: positions must be integers, int[n], not {array.dtype} of shape"
-      f" {array.shape}{hint}"
+      f"{name}: positions must be integers, int[n], not {array.dtype}"
+      f" {list(array.shape)}{hint}"
     )
   if len(array) and not 0 <= array.min() <= array.max() < 2**31:
     raise ValueError(
@@ -115,8 +115,8 @@ def positions_in(bank: AnyBank, positions: Any, name: str) -> np.ndarray:
   >>> positions_in({'x': np.zeros(3)}, [True, False, True], 'index')
   Traceback (most recent call last):
     ...
-  ValueError: index: positions must be integers, int[n], not bool of shape (3,); \
-give np.flatnonzero of a mask
+  ValueError: index: positions must be integers, int[n], not bool [3]; give \
+np.flatnonzero of a mask
   """
   array, n = _integers(positions, name), checks.num_examples(bank)
   if len(array) and array.max() >= n:

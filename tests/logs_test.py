@@ -77,34 +77,23 @@ def test_another_run_is_refused_and_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "rounds, lengthens, why",
+  "rounds, lengthens, named, why",
   [
-    (20, False, "here 20. It cannot be extended: schedules over all"),
-    (20, True, "here 20. 7 is not a multiple of eval_every=5. Use"),
-    (
-      5,
-      True,
-      "here 5. It is a run of 7 rounds, which cannot be shortened. Use",
-    ),
+    (20, False, "--workdir", "schedules over all .*, would differ. Use"),
+    (20, False, "workdir", r"would differ. \(Without .* lengthens=True.\) Use"),
+    (20, True, "--workdir", "here 20. 7 is not a multiple of eval_every=5."),
+    (5, True, "--workdir", "is a run of 7 rounds, which cannot be shortened."),
   ],
 )
-def test_why_a_run_does_not_get_other_rounds(tmp_path, rounds, lengthens, why):
+def test_why_a_run_does_not_get_other_rounds(
+  tmp_path, rounds, lengthens, named, why
+):
   config = {"rounds": 7, "eval_every": 5}
   logs.RunFolder(tmp_path, config)
-  other = config | {"rounds": rounds}
-  with pytest.raises(logs.ConfigMismatch, match=why):
-    logs.RunFolder(tmp_path, other, lengthens=lengthens)
-  with pytest.raises(logs.ConfigMismatch, match=f"here {rounds}; .* 6. Use"):
-    logs.RunFolder(tmp_path, other | {"eval_every": 6}, lengthens=lengthens)
-
-
-def test_a_command_does_not_name_arguments_of_the_library(tmp_path):
-  logs.RunFolder(tmp_path, {"rounds": 7})
-  for named, hint in (("workdir", True), ("--workdir", False)):
-    with pytest.raises(logs.ConfigMismatch) as e:
-      logs.RunFolder(tmp_path, {"rounds": 8}, named=named)
-    assert ("lengthens=True" in str(e.value)) == hint
-    assert f"decay, would differ. {'(' if hint else 'Use'}" in str(e.value)
+  for more, message in (({}, why), ({"eval_every": 6}, "here 6. Use")):
+    with pytest.raises(logs.ConfigMismatch, match=message):
+      other = config | {"rounds": rounds} | more
+      logs.RunFolder(tmp_path, other, named=named, lengthens=lengthens)
 
 
 def test_other_data_are_refused_and_left_alone(tmp_path):

@@ -105,11 +105,18 @@ def test_parallel_coordinates_draw_halved_trials_apart(figures):
   assert not figures[1].legends
 
 
-def test_marks_of_a_narrow_axis_differ():
-  marks = report._axis([21.9, 22.2], False)[1]
-  assert [text for _, text in marks] == (
-    ["21.9", "21.97", "22.05", "22.12", "22.2"]
-  )
+def test_parallel_coordinates_on_a_log_scale(figures):
+  axes = {"lr": [0.1, 0.01, 1.0, 0.0], "few": [21.9, 22.2, 22.0, 22.0]}
+  log = {"lr": True}
+  report.parallel_coordinates(axes, [0.1, 0.2, 0.3, 0.4], "", log=log)
+  (ax,) = figures[0].axes
+  # By hand: 0.1 is halfway from 0.01 to 1, and 0, of a start, at the end.
+  places = [line.get_ydata()[0] for line in ax.lines[:4]]
+  assert places == pytest.approx([0.5, 0, 1, 0])
+  marks = [text.get_text() for text in ax.texts]
+  assert marks[:5] == ["0, 0.01", "0.0316", "0.1", "0.316", "1"]
+  # Marks of a narrow axis differ.
+  assert marks[5:10] == ["21.9", "21.97", "22.05", "22.12", "22.2"]
 
 
 def test_curves_without_the_metric_are_an_error(tmp_path):

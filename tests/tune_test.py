@@ -17,7 +17,7 @@ import pytest
 from hetfl import codist, core, distill, engine, planning, population
 from hetfl import evaluate as evaluate_lib
 from hetfl.pool import fedavg_server
-from hetfl.run import checkpoint, report, trials, tune
+from hetfl.run import checkpoint, trials, tune
 from tests import federation, runs
 
 ROUNDS = 3
@@ -505,24 +505,6 @@ def test_optuna_takes_a_start_outside_the_ranges(tmp_path):
   proposer = tune.OptunaSearch(space, 0, tmp_path / "journal")
   proposed = proposer.propose([row], 1, 3)
   assert all(1 <= values["rate"] <= 100 for values in proposed)
-
-
-def test_parallel_coordinates(tmp_path):
-  report.parallel_coordinates(
-    {"lr": [0.1, 0.01, 1.0], "alpha": [0.5, 0.5, 0.5]},
-    [0.25, 0.5, None],
-    tmp_path / "p.png",
-    log={"lr": True, "alpha": False},
-  )
-  assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-  # By hand: 0.1 is halfway from 0.01 to 1 on a log scale.
-  places, marks = report._axis([0.1, 0.01, 1.0], True)
-  assert places == pytest.approx([0.5, 0, 1])
-  assert [text for _, text in marks] == ["0.01", "0.0316", "0.1", "0.316", "1"]
-  # The 0 of a start, and a start alone.
-  places, marks = report._axis([0.0, 0.01, None, 1.0], True)
-  assert places == [0, 0, None, 1] and marks[0] == (0, "0, 0.01")
-  assert report._axis([0.0], True) == ([0], [(0, "0")])
 
 
 QUICK = ("--algorithm=fedavg", "--rounds=4", "--eval_every=4")

@@ -331,7 +331,10 @@ def merged_codist(
     # Line 3: aggregate client gradients, in parallel with the distillation.
     train = client_works(pools, state, plan, data)
     results = engine.run(*distil, *train)
-    (students, losses), sent = zip(*results[: len(pools)]), results[len(pools) :]
+    (students, losses), sent = (
+      zip(*results[: len(pools)]),
+      results[len(pools) :],
+    )
     gradients = [pool.combine(s) for pool, s in zip(pools, sent)]
     # Line 7.
     deltas = [

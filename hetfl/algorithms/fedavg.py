@@ -19,16 +19,9 @@ import optax
 from hetfl import checks, core, local
 from hetfl.batches import Batches, Plan
 from hetfl.engine import Engine, Inline, Task, Work
+from hetfl.optimizers import fedadam_server
 
 PyTree = Any
-
-# Server optimizers: `learning rate -> optax optimizer`, which takes the
-# clients' mean delta as its gradient (Reddi et al. 2021, algorithm 2; optax's
-# Adam and Yogi correct their moments' bias, which that algorithm does not).
-fedavg_server = optax.sgd
-fedavgm_server = functools.partial(optax.sgd, momentum=0.9)
-fedadam_server = functools.partial(optax.adam, b1=0.9, b2=0.999, eps=1e-5)
-fedyogi_server = functools.partial(optax.yogi, b1=0.9, b2=0.999, eps=1e-3)
 
 
 class ClientUpdates(NamedTuple):
@@ -280,15 +273,13 @@ def init_pools(
     ValueError: there are not P `Variables`.
   """
   init_key, run_key = jax.random.split(key)
-  if variables is None:
-    keys = [jax.random.fold_in(init_key, i) for i in range(len(pools))]
-    variables = [pool.model.start(k) for pool, k in zip(pools, keys)]
-  elif len(variables) != len(pools):
-    raise ValueError(f"variables: give {len(pools)}, not {len(variables)}")
-  else:
-    variables = [
-      pool.model.adopt(pool.label, v) for pool, v in zip(pools, variables)
-    ]
+  given: list[Any] = list(variables or [None] * len(pools))
+  if len(given) != len(pools):
+    raise ValueError(f"variables: give {len(pools)}, not {len(given)}")
+  keys = [jax.random.fold_in(init_key, i) for i in range(len(pools))]
+  models = [
+    pool.model.start(k, pool.label, v) for pool, k, v in zip(pools, keys, given)
+  ]
   values = {"server_lr": [pool.server_lr for pool in pools]}
   if any(pool.prox_mu is not None for pool in pools):
     values["prox_mu"] = [pool.prox_mu or 0.0 for pool in pools]
@@ -297,7 +288,7 @@ def init_pools(
     local.hyper_of(pools) | core.hyper(len(pools), **values) | hyper,
     server=tuple(
       local.Learner.start(v, pool.server_optimizer)
-      for pool, v in zip(pools, variables)
+      for pool, v in zip(pools, models)
     ),
   )
 
@@ -429,7 +420,7 @@ def step_servers(
 def client_losses(
   pools: Sequence[Pool], sent: Sequence[ClientUpdates]
 ) -> core.Metrics:
-  """`NAME/client_loss` of each pool, a mean over its clients' steps, in nats."""
+  """`NAME/client_loss`, a mean over the steps of a pool's clients, in nats."""
   return {
     f"{pool.name}/client_loss": jax.tree.map(jnp.sum, update.loss)
     for pool, update in zip(pools, sent)
@@ -474,7 +465,7 @@ def fedavg(
   With one client, one image of class 0 and logits (0, 0), the client moves to
   (1/2, -1/2), and so does the server, at a learning rate of 1.
 
-  >>> from hetfl import ClientPopulation, plan_round
+  >>> from hetfl import ClientPopulation, fedavg_server, plan_round
   >>> model = core.Model(
   ...     lambda key: core.Variables(jnp.zeros((1, 2)), {}),
   ...     lambda v, x, key, train: (x @ v.params, v.stats))

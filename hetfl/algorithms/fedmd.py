@@ -332,7 +332,7 @@ def _scores_task(party, translator, transform) -> Task:
 
 
 def _digest_task(party, translator, transform) -> Task:
-  """A party's training towards the consensus, with a bank `_distribute` made."""
+  """A party's training towards the consensus, on what `_distribute` made."""
 
   def prepare(context, key, bank, index, s):
     del context, s
@@ -411,7 +411,7 @@ def plan_fedmd(
       f"subset={subset}: exceeds the {len(public.index)} public examples"
     )
   positions = positions_in(public.bank, public.index, "public")
-  draw, labels = [Stream.PUBLIC_SUBSET, seed, round], public.bank.get("y")
+  draw, labels = (Stream.PUBLIC_SUBSET, seed, round), public.bank.get("y")
   if labels is not None and np.ndim(labels) == 1:
     drawn = stratified(np.asarray(labels)[positions], size=subset, seed=draw)
   else:

@@ -7,21 +7,17 @@ the released code, github.com/diogenes0319/FedMD_clean.
 
 from collections.abc import Mapping, Sequence
 import functools
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from hetfl import checks, core, evaluate, local
 from hetfl.batches import in_order, Plan, plan_clients
 from hetfl.engine import batch_size_or_default, Engine, Inline, Work
 from hetfl.population import check_kind, positions_in, Subset
-
-# Keras's defaults, which the released code trains with. Departure: optax's Adam
-# adds epsilon after the bias correction, Keras's before it.
-keras_adam = functools.partial(optax.adam, b1=0.9, b2=0.999, eps=1e-7)
 
 
 @flax.struct.dataclass
@@ -144,7 +140,9 @@ def fit(
       bank = checks.bank(data, "stopping")
       measured = engine.run(
         *(
-          Work(task, (learner.variables, bank), one_row.index, on * one_row.steps)
+          Work(
+            task, (learner.variables, bank), one_row.index, on * one_row.steps
+          )
           for task, learner, on in zip(measure, learners, active)
         )
       )
@@ -244,16 +242,12 @@ def fresh_learners(
   Returns:
     P learners.
   """
-  if variables is None:
-    variables = [
-      party.model.start(jax.random.fold_in(key, np.uint32(2**31 + k)))
-      for k, party in enumerate(parties)
-    ]
-  else:
-    variables = [
-      party.model.adopt(party.label, v)
-      for party, v in zip(parties, variables, strict=True)
-    ]
+  keys = [
+    jax.random.fold_in(key, np.uint32(2**31 + k)) for k in range(len(parties))
+  ]
+  given: list[Any] = list(variables or [None] * len(parties))
+  each = zip(parties, keys, given, strict=True)
+  variables = [party.model.start(k, party.label, v) for party, k, v in each]
   return [
     local.Learner.start(v, party.optimizer)
     for party, v in zip(parties, variables)

@@ -11,21 +11,24 @@ equation 5.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
-from absl import logging
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import checks, core, local, mutual
+from hetfl import checks, core, distill, local
 from hetfl.algorithms.fedavg import round_keys
-from hetfl.batches import Batches
+from hetfl.clients import group_clients, put_rows, rows_of_group, take_rows
 from hetfl.engine import Engine, Inline, Task, Work
-from hetfl.mutual import momentum_sgd
+from hetfl.models.spliced import fork, joined, parted, splice
+from hetfl.optimizers import by_name, momentum_sgd
 
 PyTree = Any
+_PARTNERS = {"local": "meme", "meme": "local"}
+_WEIGHTS = {"local": "alpha", "meme": "beta"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,26 +41,19 @@ class Client(local.Participant):
 
   Attributes:
     bank: the name of the bank that holds its examples.
-    adaptor: a model from the global model's outputs to logits, for a global
-      model whose outputs are features; it stays with the client.
-    encoder: a model from inputs to the global model's inputs, for a global
-      model that takes features; it stays with the client. With both, the global
-      model is the middle of the meme.
+    adaptor: a model from the global model's outputs, if these are features, to
+      logits; it stays with the client, as does the encoder.
+    encoder: a model from inputs to the global model's inputs. With both, the
+      global model is the middle of the meme.
     learning_rate: its local model's; `None` for `fml`'s.
     optimizer: its local model's; `None` for `fml`'s.
   """
 
   learning_rate: float | jax.Array | None = None
-  optimizer: core.Optimizer | None = None
+  optimizer: core.Optimizer | None = None  # type: ignore[assignment]
   bank: str = "train"
   adaptor: core.Model | None = None
   encoder: core.Model | None = None
-
-  def __post_init__(self):
-    super().__post_init__()
-    for part in ("adaptor", "encoder"):
-      if (model := getattr(self, part)) is not None:
-        core.Model.check(f"{self.label}'s {part}", model)
 
 
 @flax.struct.dataclass
@@ -83,145 +79,116 @@ def local_model(state: core.State, client: int) -> core.Variables:
 
 
 def meme_model(state: core.State, client: int) -> core.Variables:
-  """The variables of the meme model that a client would fork now.
+  """The variables of the meme that a client would fork now.
 
-  Args:
-    state: the state of `fml`.
-    client: the client's number.
-
-  Returns:
-    The global model's variables, with the client's adaptor and encoder if it
-    has them: variables of the model
-    `hetfl.splice(global_model, adaptor, encoder=encoder)`.
-
-  Raises:
-    ValueError: there is no such client, or the state holds several trials.
+  They are of the model `splice(global_model, adaptor, encoder=encoder)`.
   """
   kept = _kept(state, client)
-  return mutual.fork(state.server, kept.adaptor, kept.encoder)
+  return fork(state.server, kept.adaptor, kept.encoder)
 
 
 def _kept(state, client) -> Group:
-  if jnp.ndim(state.key):
-    raise ValueError(
-      "the state holds several trials: use"
-      " jax.vmap(lambda state: local_model(state, client))(states)"
-    )
+  """What a client keeps, from a state of one trial."""
   for group in state.clients:
-    if client in group.clients:
+    if client in group.clients and not jnp.ndim(state.key):
       row = group.clients.index(client)
-      return jax.tree.map(lambda a: a[row], group)
-  raise ValueError(f"client={client}: there is no such client")
-
-
-def group_clients(clients: Sequence[Client]) -> tuple[tuple[int, ...], ...]:
-  """The groups of clients with equal fields, as client numbers.
-
-  Args:
-    clients: K clients.
-
-  Returns:
-    The groups, in the order of their first clients.
-
-  >>> a, b = (Client(core.Model(None, f)) for f in (max, min))
-  >>> group_clients([a, b, a])
-  ((0, 2), (1,))
-  """
-  groups: dict[tuple[Any, ...], list[int]] = {}
-  for k, client in enumerate(clients):
-    fields = (f.name for f in dataclasses.fields(client) if f.name != "name")
-    alike = tuple(core.hash_key(getattr(client, name)) for name in fields)
-    groups.setdefault(alike, []).append(k)
-  return tuple(map(tuple, groups.values()))
-
-
-def _rows_of_group(
-  batches: Batches, numbers: np.ndarray, group: tuple[int, ...]
-) -> tuple[jax.Array, Batches]:
-  """A group's rows in a plan, as many in each round.
-
-  Args:
-    batches: the round's batches, of some clients of a bank.
-    numbers: the group's clients by their numbers in the bank's population.
-    group: the same by their numbers among all clients.
-
-  Returns:
-    `int32[N]`, rows of the group's state, and their batches; those of clients
-    that do not take part have no steps and no weight.
-  """
-  xp = np if isinstance(batches.client, np.ndarray) else jnp
-  matches = xp.asarray(batches.client)[None] == numbers[:, None]
-  takes_part, row = matches.any(axis=1), matches.argmax(axis=1)
-  if len(batches.client) < len(group):
-    # Participants first, then other clients to fill up the rows.
-    chosen = xp.argsort(~takes_part, stable=True)[: len(batches.client)]
-    chosen = xp.sort(chosen).astype(np.int32)
-  else:
-    chosen = np.arange(len(group), dtype=np.int32)
-  takes_part, row = takes_part[chosen], row[chosen]
-  return chosen, Batches(
-    batches.index[row],
-    xp.where(takes_part, batches.steps[row], 0),
-    xp.asarray(np.asarray(group, np.int32))[chosen],
-    xp.where(takes_part, batches.weight[row], 0.0).astype(np.float32),
+      return jax.tree.map(lambda a, row=row: a[row], group)
+  raise ValueError(
+    f"client={client}: there is no such client; or the state holds several"
+    " trials: use jax.vmap(lambda state: local_model(state, client))(states)"
   )
 
 
-@jax.jit
-def take_rows(kept: PyTree, rows: jax.Array) -> PyTree:
-  """The rows of clients that take part, of what all clients keep."""
-  return jax.tree.map(lambda a: a[rows], kept)
+def weighted_mean(memes: core.Variables, weights: jax.Array) -> core.Variables:
+  """`global <- sum_k w_k meme_k / sum_k w_k`, over arrays `[K, ...]`."""
+  share = weights / jnp.sum(weights)
+  highest = jax.lax.Precision.HIGHEST
+  return jax.tree.map(
+    lambda a: jnp.tensordot(share, a, 1, precision=highest), memes
+  )
 
 
-@jax.jit
-def put_rows(kept: PyTree, rows: jax.Array, new: PyTree) -> PyTree:
-  """What all clients keep, with some rows replaced; the inverse."""
-  return jax.tree.map(lambda a, b: a.at[rows].set(b), kept, new)
+@functools.partial(jax.jit, static_argnums=0)
+def _merge(merge, memes, weights):
+  """Line 7: the new global model, of the types of the memes."""
+  each = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *memes)
+  one = jax.tree.map(lambda a: a[0], each)
+  merged = merge(each, jnp.concatenate(weights))
+  checks.alike("merge", merged, one)
+  return jax.tree.map(lambda x, a: core.as_type(x, a.dtype), merged, one)
 
 
-@jax.jit
-def _merge(memes, weights):
-  """`global <- sum_k w_k meme_k / sum_k w_k` over the groups' clients."""
-  total = sum(jnp.sum(w) for w in weights)
+def _objective(client, models) -> local.Objective:
+  """Equation 5's losses, added up: each partner is held fixed.
 
-  def mean(*leaves):
-    parts = [
-      jnp.tensordot(w, leaf, 1, precision=jax.lax.Precision.HIGHEST)
-      for w, leaf in zip(weights, leaves)
-    ]
-    return core.as_type(sum(parts) / total, leaves[0].dtype)
+  The gradient of the sum then holds each model's own. The variables are those
+  of the models that learn, by name; `of["fixed"]` are those of one that does
+  not learn now.
+  """
 
-  return jax.tree.map(mean, *memes)
+  def objective(variables, batch, key, of):
+    learns = parted(variables)
+    # The meme's draws are those of a FedAvg client's model; 2**31 differs from
+    # everything that `splice` folds in.
+    keys = {"local": jax.random.fold_in(key, np.uint32(2**31)), "meme": key}
+    logits, stats = {}, {}
+    for name, model in models.items():
+      own = learns[name] if name in learns else of["fixed"]
+      logits[name], stats[name] = local.outputs_of(
+        f"{client.label}: {name}", model, own, batch, keys[name]
+      )
+    total, measured = 0.0, {}
+    for name in learns:
+      losses = client.loss(logits[name], batch)
+      kl = jnp.zeros_like(batch["mask"])
+      if len(models) > 1:
+        with checks.noted(
+          "if the global model outputs features, give adaptors"
+        ):
+          losses, kl = distill.mutual_loss(
+            logits[name],
+            logits[_PARTNERS[name]],
+            losses,
+            weight=of[_WEIGHTS[name]],
+            temperature=of["temperature"],
+          )
+      total += losses
+      measured |= {f"{name}_loss": losses, f"{name}_kl": kl}
+    return total, {name: stats[name] for name in learns}, measured
+
+  return objective
 
 
-def _merge_by(merge):
-  """The program of a merge of the user's; see `fml`."""
-  checks.takes("merge", merge, "memes", "weights")
+def _in_turn(step):
+  """The local model first; the meme then learns from the updated one."""
 
-  @jax.jit
-  def merged(memes, weights):
-    join = lambda *leaves: jnp.concatenate(leaves)
-    each = jax.tree.map(join, *memes)
-    result = merge(each, join(*weights))
-    one = jax.tree.map(lambda a: a[0], each)
-    checks.alike("merge", result, one)
-    return jax.tree.map(lambda x, a: core.as_type(x, a.dtype), result, one)
+  def turns(learner, batch, key, of):
+    parts, states = parted(learner.variables), dict(learner.opt_state)
+    metrics = {}
+    for name in tuple(parts):
+      fixed = parts.get(_PARTNERS[name])
+      one = local.Learner(joined({name: parts[name]}), {name: states[name]})
+      one, means = step(one, batch, key, {**of, "fixed": fixed})
+      parts |= parted(one.variables)
+      states |= one.opt_state
+      metrics |= means
+    return local.Learner(joined(parts), states), metrics
 
-  return merged
+  return turns
 
 
 def _client_update(client, global_model, optimizer, sequential) -> Task:
   """ClientUpdate of algorithm 1; without a global model, learning alone."""
   models = {"local": client.model}
   if global_model is not None:
-    models["meme"] = mutual.splice(
+    models["meme"] = splice(
       global_model, client.adaptor, encoder=client.encoder
     )
 
   def optimizers(of):
     rate = of["learning_rate"]
     own = rate if client.learning_rate is None else client.learning_rate
-    return mutual.each_by_its_own(
+    return by_name(
       {"local": (client.optimizer or optimizer)(own), "meme": optimizer(rate)}
     )
 
@@ -229,29 +196,27 @@ def _client_update(client, global_model, optimizer, sequential) -> Task:
     variables = {"local": kept.learner.variables}
     states = {"local": kept.learner.opt_state}
     if global_model is not None:  # Line 3: fork, with a new optimizer.
-      variables["meme"] = mutual.fork(of["server"], kept.adaptor, kept.encoder)
+      variables["meme"] = fork(of["server"], kept.adaptor, kept.encoder)
       meme = {"meme": variables["meme"].params}
       states |= optimizers(of).init(meme)
-    return local.Learner(mutual.joined(variables), states)
+    return local.Learner(joined(variables), states)
 
   def end(of, kept, learner, metrics, batches, key):
     del of, batches, key
-    parts = mutual.parted(learner.variables)
+    parts = parted(learner.variables)
     meme, states = parts.get("meme"), learner.opt_state
     if client.adaptor is not None or client.encoder is not None:
       if meme is not None:  # Only the trunk is sent.
-        spliced = mutual.parted(meme)
+        spliced = parted(meme)
         meme, kept = spliced.pop("trunk"), kept.replace(**spliced)
     kept = kept.replace(learner=local.Learner(parts["local"], states["local"]))
     return kept, meme, metrics
 
+  step = local.descend(
+    _objective(client, models), optimizers, microbatch=client.microbatch
+  )
   return local.training(  # Lines 4 and 5.
-    mutual.mutual_step(
-      mutual.mutual_objective(models, client.loss, client.label),
-      optimizers,
-      sequential=sequential,
-      microbatch=client.microbatch,
-    ),
+    _in_turn(step) if sequential else step,
     begin,
     end,
     transform=client.transform,
@@ -259,122 +224,10 @@ def _client_update(client, global_model, optimizer, sequential) -> Task:
   )
 
 
-def _build(
-  clients,
-  global_model,
-  hyper,
-  engine,
-  *,
-  optimizer,
-  merge=None,
-  sequential=False,
-  from_global=False,
-) -> core.Algorithm:
-  """Algorithm 1; without a global model, clients that learn alone."""
-  if not all(isinstance(client, Client) for client in clients) or not clients:
-    raise ValueError(f"clients: give at least one Client, not {clients}")
-  if from_global and all(c.model != global_model for c in clients):
-    raise ValueError("from_global=True: no client's model equals global_model")
-  engine = engine or Inline()
-  highest = {"alpha": 1.0, "beta": 1.0}
-  for name, value in hyper.items():
-    low = 1e-6 if name == "temperature" else 0  # T is a divisor.
-    high = highest.get(name, np.inf)
-    core.check_schedule(name, value, 1, low=low, high=high)
-  checks.optimizers(optimizer=optimizer)
-  merge = _merge if merge is None else _merge_by(merge)
-  groups = group_clients(clients)
-  first = [clients[group[0]] for group in groups]
-  banks = [client.bank for client in clients]
-  in_bank = [banks[:k].count(bank) for k, bank in enumerate(banks)]
-  updates = [
-    _client_update(client, global_model, optimizer, sequential)
-    for client in first
-  ]
-
-  def init(key, server=None):  # Line 2; line 2 of ClientUpdate.
-    init_key, run_key = jax.random.split(key)
-    keys = lambda offset, group: jnp.stack(
-      [jax.random.fold_in(init_key, offset + k) for k in group]
-    )
-    if global_model is not None:
-      if server is None:
-        # The key that FedAvg gives its only pool.
-        server = global_model.start(jax.random.fold_in(init_key, 0))
-      else:
-        server = global_model.adopt("server", server)
-
-    def group_state(group, client):
-      variables = jax.vmap(client.model.start)(keys(1, group))
-      if from_global and client.model == global_model:
-        variables = jax.tree.map(lambda a: jnp.stack([a] * len(group)), server)
-      own = client.optimizer or optimizer
-      start = lambda variables: local.Learner.start(variables, own)
-      parts = [
-        jax.vmap(part.start)(keys(1 + i * len(clients), group))
-        if part is not None and global_model is not None
-        else None
-        for i, part in enumerate((client.adaptor, client.encoder), 1)
-      ]
-      return Group(jax.vmap(start)(variables), *parts, group)
-
-    values = {name: x for name, x in hyper.items() if not callable(x)}
-    return core.State(
-      run_key,
-      core.hyper(**values),
-      server=server,
-      clients=tuple(map(group_state, groups, first)),
-    )
-
-  def step(state, plan, data):
-    if (given := tuple(group.clients for group in state.clients)) != groups:
-      raise ValueError(
-        f"the state groups clients as {given}, but the algorithm as {groups}"
-      )
-    key, *_ = round_keys(state.key, plan.round, 1)
-    context = {"server": state.server} | {
-      name: core.scheduled(
-        name, x, state, plan.round, high=highest.get(name, np.inf)
-      )
-      for name, x in hyper.items()
-    }
-    works, chosen = [], []
-    for group, client, kept, update in zip(
-      groups, first, state.clients, updates
-    ):
-      held = local.of_round(plan, client.bank)
-      stats = kept.learner.stats, getattr(state.server, "stats", ())
-      local.check_full(client.label, held, stats)
-      numbers = np.array([in_bank[k] for k in group], np.int32)
-      rows, batches = _rows_of_group(held, numbers, group)
-      if len(rows) < len(group):
-        kept = take_rows(kept, rows)
-      shared = (context, key, checks.bank(data, client.bank))
-      works.append(Work(update, shared, (kept, batches), batches.steps))
-      chosen.append((rows, batches.weight))
-    kept, memes, means = zip(*engine.run(*works))  # Lines 4 to 6.
-    kept = tuple(
-      put_rows(old, rows, new) if len(rows) < len(old.clients) else new
-      for old, (rows, _), new in zip(state.clients, chosen, kept)
-    )
-    server = state.server
-    if global_model is not None:  # Line 7: merge.
-      server = merge(memes, tuple(weight for _, weight in chosen))
-    metrics = {
-      name: sum(
-        (jax.tree.map(jnp.sum, of[name]) for of in means), core.Mean.zero()
-      )
-      for name in means[0]
-    }
-    return state.replace(server=server, clients=kept), metrics
-
-  return core.Algorithm(init, step)
-
-
 def fml(
   clients: Sequence[Client],
   *,
-  global_model: core.Model,
+  global_model: core.Model | None,
   alpha: float | jax.Array | core.Schedule = 0.5,
   beta: float | jax.Array | core.Schedule = 0.5,
   learning_rate: float | jax.Array | core.Schedule = 0.01,
@@ -382,7 +235,7 @@ def fml(
   temperature: float | jax.Array | core.Schedule = 1.0,
   sequential: bool = False,
   from_global: bool = False,
-  merge: Callable[[core.Variables, jax.Array], core.Variables] | None = None,
+  merge: Callable[[core.Variables, jax.Array], core.Variables] = weighted_mean,
   engine: Engine | None = None,
 ) -> core.Algorithm:
   """Federated Mutual Learning.
@@ -400,28 +253,26 @@ def fml(
 
   Args:
     clients: K clients; the plan says which of them take part in a round.
-    global_model: the global model. If its outputs are features and not
-      logits, every client needs an adaptor; if its inputs are features, every
-      client needs an encoder.
+    global_model: the global model; `None` for clients that learn alone. If its
+      outputs are features and not logits, every client needs an adaptor; if its
+      inputs are features, every client needs an encoder.
     alpha: weight of the labels in the local models' loss, in [0, 1]: a value,
       which trials may vary, or a schedule `round -> alpha`.
     beta: the same for the memes. The paper finds a falling alpha and a rising
       beta best (section 6).
-    learning_rate: of the memes' optimizers, and of clients without a rate of
-      their own; a value or a schedule.
-    optimizer: `learning rate -> optax optimizer`, of memes, and of clients
-      without an optimizer of their own.
+    learning_rate: of memes, and of clients without a rate of their own; a value
+      or a schedule.
+    optimizer: `learning rate -> optax optimizer`, likewise.
     temperature: T of the divergences, which are then multiplied by T^2; a
       value or a schedule. Equation 5 has none.
     sequential: whether the local model is updated first and the meme learns
       from the updated one, as in deep mutual learning (Zhang et al. 2018). The
       paper does not say; its code updates both at once.
     from_global: whether clients whose local model is the global model start
-      from its weights ("the same model provided by server", section 4.2),
-      and not from an initialisation of their own.
+      from its weights ("the same model provided by server", section 4.2).
     merge: `(memes, weights) -> global`, such as a median: `memes` are
       `Variables` of arrays `[K, ...]`, `weights` `float32[K]`, 0 for clients
-      that do not take part. `None` for the weighted mean.
+      that do not take part.
     engine: where the work runs; `Inline()` by default. With `Threads()` the
       step dispatches programs itself and must not be traced.
 
@@ -451,12 +302,11 @@ def fml(
   ...     lambda key: core.Variables(jnp.array([w]), {}),
   ...     lambda v, x, key, train: (x @ v.params, v.stats))
   >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
-  >>> clients = [Client(linear(0., 0.))]
   >>> from hetfl import ClientPopulation, plan_round
   >>> held = ClientPopulation.from_lists(bank, [[0]])
   >>> plan = plan_round({'train': held}, seed=0, round=1, batch_size=1)
-  >>> algorithm = fml(clients, global_model=linear(jnp.log(3.), 0.),
-  ...                 learning_rate=1.)
+  >>> algorithm = fml([Client(linear(0., 0.))],
+  ...                 global_model=linear(jnp.log(3.), 0.), learning_rate=1.)
   >>> state, metrics = algorithm.step(
   ...     algorithm.init(jax.random.key(0)), plan, {'train': bank})
   >>> local_model(state, 0).params.round(3).tolist()  # (1/2 + 1/4) / 2
@@ -466,75 +316,109 @@ def fml(
   >>> float(metrics['local_kl'].value)  # 3/4 log 3/2 + 1/4 log 1/2
   0.130...
   """
-  core.Model.check("global_model", global_model)
-  for name, value, effect in (
-    ("alpha", alpha, "the clients' models learn nothing from the memes"),
-    ("beta", beta, "the global model is FedAvg's"),
-  ):
-    if isinstance(value, float | int) and value == 1:
-      logging.warning("%s=1 switches mutual learning off: %s.", name, effect)
-  return _build(
-    clients,
-    global_model,
-    {
-      "alpha": alpha,
-      "beta": beta,
-      "learning_rate": learning_rate,
-      "temperature": temperature,
-    },
-    engine,
-    optimizer=optimizer,
-    sequential=sequential,
-    from_global=from_global,
-    merge=merge,
-  )
+  if not all(isinstance(client, Client) for client in clients) or not clients:
+    raise ValueError(f"clients: give at least one Client, not {clients}")
+  if from_global and all(c.model != global_model for c in clients):
+    raise ValueError("from_global=True: no client's model equals global_model")
+  hyper = {"learning_rate": learning_rate}
+  if global_model is not None:
+    core.Model.check("global_model", global_model)
+    hyper |= {"alpha": alpha, "beta": beta, "temperature": temperature}
+  highest = {"alpha": 1.0, "beta": 1.0}
+  for name, value in hyper.items():
+    low = 1e-6 if name == "temperature" else 0  # T is a divisor.
+    high = highest.get(name, np.inf)
+    core.check_schedule(name, value, 1, low=low, high=high)
+  checks.optimizers(optimizer=optimizer)
+  checks.takes("merge", merge, "memes", "weights")
+  engine = engine or Inline()
+  groups = group_clients(clients)
+  first = [clients[group[0]] for group in groups]
+  banks = [client.bank for client in clients]
+  in_bank = np.array([banks[:k].count(b) for k, b in enumerate(banks)])
+  updates = [
+    _client_update(client, global_model, optimizer, sequential)
+    for client in first
+  ]
+
+  def init(key, server=None):  # Line 2; line 2 of ClientUpdate.
+    init_key, run_key = jax.random.split(key)
+    if global_model is not None:
+      # The key that FedAvg gives its only pool.
+      server_key = jax.random.fold_in(init_key, 0)
+      server = global_model.start(server_key, "server", server)
+
+    def start_all(model, group, part=0):
+      offset = 1 + part * len(clients)
+      keys = [jax.random.fold_in(init_key, offset + k) for k in group]
+      return jax.vmap(model.start)(jnp.stack(keys))
+
+    def group_state(group, client):
+      variables = start_all(client.model, group)
+      if from_global and client.model == global_model:
+        variables = jax.tree.map(lambda a: jnp.stack([a] * len(group)), server)
+      own = client.optimizer or optimizer
+      start = jax.vmap(lambda variables: local.Learner.start(variables, own))
+      parts = [
+        part if part is None else start_all(part, group, i)
+        for i, part in enumerate((client.adaptor, client.encoder), 1)
+      ]
+      return Group(start(variables), *parts, group)
+
+    values = {name: x for name, x in hyper.items() if not callable(x)}
+    groups_state = tuple(map(group_state, groups, first))
+    return core.State(run_key, core.hyper(**values), server, groups_state)
+
+  def step(state, plan, data):
+    if (given := tuple(group.clients for group in state.clients)) != groups:
+      raise ValueError(f"the state groups clients as {given}, not {groups}")
+    key, *_ = round_keys(state.key, plan.round, 1)
+    context = {"server": state.server} | {
+      name: core.scheduled(
+        name, x, state, plan.round, high=highest.get(name, np.inf)
+      )
+      for name, x in hyper.items()
+    }
+    works, taking_part = [], []
+    for kept, client, update in zip(state.clients, first, updates):
+      batches = local.of_round(plan, client.bank)
+      stats = kept.learner.stats, getattr(state.server, "stats", ())
+      local.check_full(client.label, batches, stats)
+      rows, batches = rows_of_group(batches, in_bank, kept.clients)
+      some = take_rows(kept, rows) if len(rows) < len(kept.clients) else kept
+      shared = (context, key, checks.bank(data, client.bank))
+      works.append(Work(update, shared, (some, batches), batches.steps))
+      taking_part.append((rows, batches.weight))
+    kept, memes, means = zip(*engine.run(*works))  # Lines 4 to 6.
+    kept = tuple(
+      put_rows(old, rows, new) if len(rows) < len(old.clients) else new
+      for old, (rows, _), new in zip(state.clients, taking_part, kept)
+    )
+    server = state.server
+    if global_model is not None:  # Line 7.
+      server = _merge(merge, memes, [weight for _, weight in taking_part])
+    total = lambda *of_groups: sum(map(jnp.sum, of_groups))
+    return state.replace(server=server, clients=kept), jax.tree.map(
+      total, *means
+    )
+
+  return core.Algorithm(init, step)
 
 
-def independent(
-  clients: Sequence[Client],
-  *,
-  learning_rate: float | jax.Array | core.Schedule = 0.01,
-  optimizer: core.Optimizer = momentum_sgd,
-  engine: Engine | None = None,
-) -> core.Algorithm:
-  """Clients that learn alone, each on its own examples, without a server.
+def independent(clients: Sequence[Client], **options: Any) -> core.Algorithm:
+  """Clients that learn alone: `fml` without a global model.
 
-  The clients' models equal the local models of `fml` with alpha = 1: batches
-  and random draws are the same, and optimizers persist.
+  Their models equal the local models of `fml` with alpha = 1: batches and
+  random draws are the same, and optimizers persist.
 
   Args:
     clients: see `fml`; adaptors and encoders are not used.
-    learning_rate: see `fml`.
-    optimizer: see `fml`.
-    engine: see `fml`.
+    **options: `learning_rate`, `optimizer`, `engine`; see `fml`.
 
   Returns:
     The algorithm. Its state's `server` is `None`; its metrics are
     `local_loss`, the loss on the labels, and `local_kl`, which is 0.
 
-  Raises:
-    ValueError: if a value is out of its range. A schedule that leaves its
-      range in a later round gives NaN in that round.
-
   Reference: Shen et al. 2020, figures 5 and 6 ("independently training").
-
-  >>> linear = lambda *w: core.Model(
-  ...     lambda key: core.Variables(jnp.array([w]), {}),
-  ...     lambda v, x, key, train: (x @ v.params, v.stats))
-  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
-  >>> from hetfl import ClientPopulation, plan_round
-  >>> held = ClientPopulation.from_lists(bank, [[0]])
-  >>> plan = plan_round({'train': held}, seed=0, round=1, batch_size=1)
-  >>> algorithm = independent([Client(linear(0., 0.))], learning_rate=1.)
-  >>> state, _ = algorithm.step(
-  ...     algorithm.init(jax.random.key(0)), plan, {'train': bank})
-  >>> local_model(state, 0).params.round(3).tolist()
-  [[0.5, -0.5]]
   """
-  return _build(
-    clients,
-    None,
-    {"learning_rate": learning_rate},
-    engine,
-    optimizer=optimizer,
-  )
+  return fml(clients, global_model=None, **options)

@@ -21,7 +21,6 @@ from hetfl.engine.work import (
   stack,
   Task,
   Work,
-  zeros_of,
 )
 
 
@@ -92,24 +91,14 @@ class Inline:
       return _masked(task, work.steps, most_of(work.steps), work)(work.rows)
     if work.total:
       lanes = min(rows, work.at_once or self._max_lanes or rows)
-      if lanes == rows > 1:
+      if lanes == rows:
         return jax.tree.map(lambda a: jnp.sum(a, axis=0), _side_by_side(work))
-      ids, number = np.arange(rows)[None], np.array([rows])
+      ids, number = jnp.arange(rows)[None], jnp.array([rows])
       if lanes > 1:
         steps = jnp.maximum(jnp.asarray(work.steps), 1)
         ids, number = traced_longest_first(steps, lanes)
       return _in_lanes(work, ids, number)
-    at_once = work.at_once or self._max_lanes or rows
-    if at_once >= rows:
-      return _side_by_side(work)
-    one = lambda args: task.whole(args[1], *work.shared, args[0])
-    together = lambda args: _side_by_side(
-      work._replace(rows=args[0], steps=args[1])
-    )
-    args = (jax.tree.map(jnp.asarray, work.rows), jnp.asarray(work.steps))
-    if at_once == 1:
-      return jax.lax.map(one, args)
-    return _map_parts(together, args, at_once)
+    return _side_by_side(work, work.at_once or self._max_lanes)
 
   def _split(self, work: Work) -> PyTree:
     """A work whose rows, or steps, the devices share."""
@@ -327,12 +316,14 @@ def _masked(task: Task, steps, most, work: Work) -> Callable[[PyTree], PyTree]:
   return lambda one: masked.whole(most, *work.shared, one)
 
 
-def _side_by_side(work: Work) -> PyTree:
-  """The results of all rows, in one loop as long as the longest row's."""
+def _side_by_side(work: Work, at_once: int | None = None) -> PyTree:
+  """The results of all rows, some at once, in loops as long as the longest."""
   most = most_of(work.steps)
-  rows, steps = jax.tree.map(jnp.asarray, (work.rows, work.steps))
-  one = lambda one, n: _masked(work.task, n, most, work)(one)
-  return jax.vmap(one)(rows, steps)
+  args = jax.tree.map(jnp.asarray, (work.rows, work.steps))
+  one = lambda args: _masked(work.task, args[1], most, work)(args[0])
+  if at_once is None or at_once >= len(work.steps):
+    return jax.vmap(one)(args)
+  return jax.lax.map(one, args, batch_size=None if at_once == 1 else at_once)
 
 
 def _in_lanes(work: Work, ids: Any, number: Any) -> PyTree:
@@ -346,10 +337,11 @@ def _in_lanes(work: Work, ids: Any, number: Any) -> PyTree:
   task, shared = work.task, work.shared
   rows, steps = jax.tree.map(jnp.asarray, (work.rows, work.steps))
   ids, number = jnp.asarray(ids), jnp.asarray(number)
+  zeros = task.zeros(*shared, row(rows, 0))
   if len(ids) == 1:
     one = lambda j: task.whole(steps[ids[0, j]], *shared, row(rows, ids[0, j]))
     body = lambda j, sums: add(sums, one(j))
-    return jax.lax.fori_loop(0, number[0], body, zeros_of(one, 0))
+    return jax.lax.fori_loop(0, number[0], body, zeros)
 
   lasts = jnp.maximum(steps, 1) - 1  # Rows without steps take a turn too.
   in_lane = jnp.arange(ids.shape[1]) < number[:, None]
@@ -361,9 +353,7 @@ def _in_lanes(work: Work, ids: Any, number: Any) -> PyTree:
       k = ids[j]
       one = row(rows, k)
       new = task.step(*shared, one, now, s)
-      now = jax.tree.map(
-        lambda a, b: _select(s < steps[k], a, b), new, now
-      )
+      now = jax.tree.map(lambda a, b: _select(s < steps[k], a, b), new, now)
       ends = (s == lasts[k]) & (j < number)
 
       def end(now, sums):
@@ -378,28 +368,13 @@ def _in_lanes(work: Work, ids: Any, number: Any) -> PyTree:
       now, sums = jax.lax.cond(any_of(ends), end, keep, now, sums)
       return jnp.where(ends, j + 1, j), jnp.where(ends, 0, s + 1), now, sums
 
-    one = lambda k: task.whole(0, *shared, row(rows, k))
     start = task.begin(*shared, row(rows, ids[0]))
     carry = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-    carry = (*carry, start, zeros_of(one, 0))
+    carry = (*carry, start, zeros)
     return jax.lax.fori_loop(0, length, body, carry)[-1]
 
   results = jax.vmap(lane)(ids, number)
   return jax.tree.map(lambda a: jnp.sum(a, axis=0), results)
-
-
-def _map_parts(fn: Callable, args: PyTree, size: int) -> PyTree:
-  """`fn` of parts of the rows, `size` at a time, one part after another."""
-  rows = len(jax.tree.leaves(args)[0])
-  whole = rows - rows % size
-  parts = jax.tree.map(lambda a: a[:whole].reshape(-1, size, *a.shape[1:]), args)
-  flat = lambda a: a.reshape(-1, *a.shape[2:])
-  results = jax.tree.map(flat, jax.lax.map(fn, parts))
-  if whole == rows:
-    return results
-  rest = fn(row(args, np.s_[whole:]))
-  join = lambda *leaves: jnp.concatenate(leaves)
-  return jax.tree.map(join, results, rest)
 
 
 def most_of(steps: Any) -> Any:

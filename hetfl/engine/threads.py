@@ -24,7 +24,6 @@ from hetfl.engine.work import (
   stack,
   Task,
   Work,
-  zeros_of,
 )
 
 
@@ -117,7 +116,7 @@ class Threads:
         lane[: len(members)] = members
     else:
       size = -(-rows // (2 * self.num_pieces))  # Equal parts share a program.
-      lanes = np.split(np.arange(rows), np.arange(size, rows, size))
+      lanes = [[*range(i, min(i + size, rows))] for i in range(0, rows, size)]
       ids = np.arange(len(lanes) * size, dtype=np.int32).reshape(-1, size)
     shared_rows = jax.tree.map(jnp.asarray, work.rows)
     program = _lane_program(work.task, work.total)
@@ -213,9 +212,7 @@ class _Turns:
       first, last = self._cuts[i], self._cuts[i + 1]
       if last > first:
         advance = _program(task, "advance", _advance)
-        carry = advance(
-          shared, one, carry, first, last, size=int(last - first)
-        )
+        carry = advance(shared, one, carry, first, last, size=int(last - first))
       if i + 2 < len(self._cuts):
         pool.submit(self._piece, pool, result, i + 1, carry)
       else:
@@ -260,15 +257,15 @@ def _lane_program(task, total):
       one = lambda i: task.whole(steps[ids[i]], *shared, row(rows, ids[i]))
       if len(ids) == 1:
         result = one(0)
-        return result if total else jax.tree.map(lambda a: a[None], result)
+        return result if total else stack(result)
+      zeros = task.zeros(*shared, row(rows, 0))
       if total:
         body = lambda i, sums: add(sums, one(i))
-        return jax.lax.fori_loop(0, count, body, zeros_of(one, 0))
-      put = lambda i, out: jax.tree.map(lambda a, b: a.at[i].set(b), out, one(i))
-      zeros = jax.tree.map(
-        lambda a: jnp.zeros((len(ids), *a.shape), a.dtype),
-        jax.eval_shape(one, 0),
+        return jax.lax.fori_loop(0, count, body, zeros)
+      put = lambda i, out: jax.tree.map(
+        lambda a, b: a.at[i].set(b), out, one(i)
       )
+      zeros = jax.tree.map(lambda a: jnp.stack([a] * len(ids)), zeros)
       return jax.lax.fori_loop(0, count, put, zeros)
 
     return lane

@@ -59,6 +59,10 @@ class Task:
     task.is_function = True
     return task
 
+  def zeros(self, *args: PyTree) -> PyTree:
+    """Zeros like the result; no step is traced, which may take a second."""
+    return zeros_of(lambda *args: self.end(*args, self.begin(*args)), *args)
+
   def whole(self, steps: jax.Array | int, *args: PyTree) -> PyTree:
     """Runs the steps of a row.
 

@@ -42,11 +42,6 @@ def cache_folder() -> pathlib.Path:
     raise OSError(f"{error} Set XDG_CACHE_HOME.") from error
 
 
-def cache_file() -> pathlib.Path:
-  """The file of choices: `autotune.json` in the cache folder."""
-  return cache_folder() / "autotune.json"
-
-
 def processor() -> str:
   """A hash of the kind of CPU: programs for one may not run on another."""
   description = platform.processor() + platform.machine()
@@ -128,7 +123,8 @@ def choose(
     candidates: name -> values; the first is kept if no other is faster by a
       twentieth.
     key: what the choice is for; see `key_of`.
-    cache: the file that keeps choices; by default `cache_file()`.
+    cache: the file that keeps choices; by default `autotune.json` in the cache
+      folder.
 
   Returns:
     A value for each name.
@@ -141,7 +137,7 @@ def choose(
   >>> choose(None, {'lanes': [1, 2, 3]}, key='here', cache=cache)
   {'lanes': 3}
   """
-  cache = pathlib.Path(cache or cache_file())
+  cache = pathlib.Path(cache or cache_folder() / "autotune.json")
   choice = _remembered(cache).get(key)
   if isinstance(choice, dict) and all(
     choice.get(name) in values for name, values in candidates.items()

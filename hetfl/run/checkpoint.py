@@ -110,8 +110,11 @@ class Checkpoints:
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(state)
     specs = [_spec(path, leaf) for path, leaf in flat]
-    leaves = jax.device_get([_local(leaf) for _, leaf in flat])
-    arrays = list(map(np.asarray, leaves))
+    data = [
+      jax.random.key_data(leaf) if spec.key else leaf
+      for spec, (_, leaf) in zip(specs, flat)
+    ]
+    arrays = list(map(np.asarray, jax.device_get(data)))
     self.folder.mkdir(parents=True, exist_ok=True)
     for path in self.folder.glob(f"*{_PART}"):  # of interrupted saves
       shutil.rmtree(path, ignore_errors=True)
@@ -177,11 +180,9 @@ class Checkpoints:
       except _DamagedError as e:
         damaged.append(f"{self.path(round).name} is damaged ({e})")
     if damaged:
+      use = self.path(found[0]).name if found else "none, from the start"
       logging.warning(
-        "Checkpoints in %s: %s; using %s.",
-        self.folder,
-        ", ".join(damaged),
-        self.path(found[0]).name if found else "none, from the start",
+        f"Checkpoints in {self.folder}: {', '.join(damaged)}; using {use}."
       )
     if found is None:
       return None
@@ -216,14 +217,11 @@ class Checkpoints:
     for file, digest in sorted(manifest["files"].items()):
       if files.get(file) != digest:
         raise _DamagedError(f"{file} is not what was written")
-    specs = [
-      _Leaf(name, dtype, tuple(shape), key)
-      for name, dtype, shape, key in (e["spec"] for e in manifest["leaves"])
-    ]
-    arrays = [
-      np.zeros(entry["shape"], jnp.dtype(entry["dtype"]))
-      for entry in manifest["leaves"]
-    ]
+    specs, arrays = [], []
+    for leaf in manifest["leaves"]:
+      name, dtype, shape, key = leaf["spec"]
+      specs.append(_Leaf(name, dtype, tuple(shape), key))
+      arrays.append(np.zeros(leaf["shape"], jnp.dtype(leaf["dtype"])))
     if stored := _stored(specs, arrays):
       try:
         with _orbax() as orbax:
@@ -237,13 +235,11 @@ class Checkpoints:
           f" ({type(e).__name__}: {e}): free memory, or use the versions of"
           " Orbax and hetfl that wrote it"
         ) from e
-    leaves = [
-      (spec, stored.get(_name(i, spec), array))
-      for i, (spec, array) in enumerate(zip(specs, arrays))
-    ]
-    if _digest([array for _, array in leaves]) != manifest["sha256"]:
+    for i, spec in enumerate(specs):
+      arrays[i] = stored.get(_name(i, spec), arrays[i])
+    if _digest(arrays) != manifest["sha256"]:
       raise _DamagedError("its arrays are not what was written")
-    return leaves, manifest["extra"]
+    return list(zip(specs, arrays)), manifest["extra"]
 
   def _unflatten(
     self, round: int, like: Any, leaves: list[tuple[_Leaf, np.ndarray]]
@@ -289,16 +285,6 @@ def _like(leaf: Any, key: str | None, array: np.ndarray) -> Any:
   # A copy: the state may be donated, NumPy's memory must not be.
   copy = jnp.array(array, copy=True)
   return jax.random.wrap_key_data(copy, impl=key) if key else copy
-
-
-def _local(leaf: Any) -> Any:
-  """A leaf's data, of an array that all processes hold this one's copy."""
-  if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-    leaf = leaf.addressable_data(0)
-  is_key = jax.dtypes.issubdtype(
-    getattr(leaf, "dtype", float), jax.dtypes.prng_key
-  )
-  return jax.random.key_data(leaf) if is_key else leaf
 
 
 def _spec(path: tuple[Any, ...], leaf: Any) -> _Leaf:

@@ -110,9 +110,6 @@ def flags_text(values: Mapping[str, Any]) -> str:
   Returns:
     The text.
 
-  Raises:
-    ValueError: a value has several lines.
-
   >>> print(flags_text({'lr': 0.1, 'pools': ['a', 'b'], 'bf16': False}))
   --lr=0.1
   --pools=a,b
@@ -120,15 +117,12 @@ def flags_text(values: Mapping[str, Any]) -> str:
   """
   lines = []
   for name, value in values.items():
-    if value is None:
-      continue
     if isinstance(value, bool):
       value = str(value).lower()
     elif isinstance(value, list | tuple):
-      value = ",".join(str(v) for v in value)
-    if "\n" in str(value):
-      raise ValueError(f"--{name}={value!r}: a flag file takes one line each")
-    lines.append(f"--{name}={value}")
+      value = ",".join(map(str, value))
+    if value is not None:
+      lines.append(f"--{name}={value}")
   return "\n".join(lines)
 
 
@@ -201,6 +195,8 @@ class RunFolder:
 
   Attributes:
     path: the folder.
+    checkpoints: the folder of the checkpoints.
+    metrics: the file `metrics.jsonl`.
   """
 
   def __init__(
@@ -234,6 +230,8 @@ class RunFolder:
       ConfigMismatch: the folder is of a run with other values, or of no run.
     """
     self.path = pathlib.Path(workdir).absolute()
+    self.checkpoints = self.path / "checkpoints"
+    self.metrics = self.path / "metrics.jsonl"
     self._named = named
     config, speed = to_json(config), to_json(speed or {})
     file = self.path / "config.json"
@@ -270,16 +268,15 @@ class RunFolder:
         f" config.json). Use another {named}."
       )
     self._config = {"format": _FORMAT, "config": config, "speed": speed}
-    self._flags = flags or flags_text({**config, **speed})
+    flags = flags or flags_text({**config, **speed})
+    self._flags = flags.rstrip("\n") + "\n"
     if not file.exists():
       self.path.mkdir(parents=True, exist_ok=True)
       self._write_config()
 
   def _write_config(self) -> None:
     write_json(self.path / "config.json", self._config)
-    write_bytes(
-      self.path / "config.flags", (self._flags.rstrip("\n") + "\n").encode()
-    )
+    write_bytes(self.path / "config.flags", self._flags.encode())
 
   @contextlib.contextmanager
   def at_work(self) -> Iterator[None]:
@@ -308,16 +305,6 @@ class RunFolder:
       self._write_config()
       yield
 
-  @property
-  def checkpoints(self) -> pathlib.Path:
-    """The folder of the checkpoints."""
-    return self.path / "checkpoints"
-
-  @property
-  def metrics(self) -> pathlib.Path:
-    """`metrics.jsonl`."""
-    return self.path / "metrics.jsonl"
-
   def keep(self, files: Mapping[str, bytes]) -> None:
     """Stores files with the run; in a resumed run they must be the same.
 
@@ -340,12 +327,11 @@ class RunFolder:
 
   def result(self) -> dict[str, Any] | None:
     """The contents of `result.json`; None if it is missing or not JSON."""
+    path = self.path / "result.json"
     try:
-      return json.loads((self.path / "result.json").read_bytes())
-    except FileNotFoundError:
-      return None
+      return json.loads(path.read_bytes()) if path.exists() else None
     except ValueError as e:
-      logging.warning("%s: not valid JSON (%s)", self.path / "result.json", e)
+      logging.warning("%s: not valid JSON (%s)", path, e)
       return None
 
   def write_result(self, result: Mapping[str, Any]) -> None:
@@ -363,7 +349,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     One dict per row; floats that were not finite are None.
 
   Raises:
-    ValueError: a line before the last is not a JSON object.
+    ValueError: a line before the last is not JSON.
   """
   try:
     lines = pathlib.Path(path).read_bytes().split(b"\n")
@@ -372,10 +358,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   rows = []
   for i, line in enumerate(lines[:-1]):  # the last is empty or half a line
     try:
-      row = json.loads(line)
-      if not isinstance(row, dict):
-        raise ValueError("not an object")
-      rows.append(row)
+      rows.append(json.loads(line))
     except ValueError as e:
       if any(lines[i + 1 :]):
         raise ValueError(f"{path}, line {i + 1}: not a row of metrics") from e
@@ -506,11 +489,8 @@ class Progress:
     if self._bar.disable:
       accuracies = {k: v for k, v in numbers.items() if k.endswith("accuracy")}
       logging.info(
-        "round %d of %d, %.1f s: %s",
-        row["round"],
-        self._bar.total,
-        row["seconds"],
-        _text(accuracies or numbers),
+        f"round {row['round']} of {self._bar.total}, {row['seconds']:.1f} s:"
+        f" {_text(accuracies or numbers)}"
       )
 
   def close(self) -> None:

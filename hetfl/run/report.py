@@ -450,34 +450,29 @@ def _mean_line(
   """A metric's rounds, means and deviations over seeds, in percent."""
   lines = [{r["round"]: r[name] for r in rows if name in r} for rows in seeds]
   rounds = [t for t in lines[0] if all(t in line for line in lines)]
-  # A value that was not finite is None in the rows.
-  values = [
-    mean_and_deviation(
-      [math.nan if line[t] is None else 100 * line[t] for line in lines]
-    )
-    for t in rounds
-  ]
-  means, deviations = np.array(values).reshape(-1, 2).T
+  # A value that was not finite is None in the rows, and NaN here.
+  values = np.array([[line[t] for t in rounds] for line in lines], float)
+  means, deviations = mean_and_deviation(100 * values)
   return np.array(rounds), means, deviations
 
 
-def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+def mean_and_deviation(values: Any) -> tuple[Any, Any]:
   """The mean and the sample standard deviation, which is 0 for one number.
 
   Args:
-    values: n numbers, at least one.
+    values: `[n, ...]`, n numbers or arrays, at least one.
 
   Returns:
     The mean and the deviation, whose sum of squares is divided by n - 1.
 
-  >>> mean_and_deviation([1.0, 2.0, 3.0])
+  >>> mean, deviation = mean_and_deviation([1.0, 2.0, 3.0])
+  >>> float(mean), float(deviation)
   (2.0, 1.0)
   """
+  mean = np.mean(values, axis=0)
   if len(values) == 1:
-    return values[0], 0.0
-  mean = statistics.fmean(values)
-  squares = sum((value - mean) ** 2 for value in values)  # NaN is no error.
-  return mean, math.sqrt(squares / (len(values) - 1))
+    return mean, np.zeros_like(mean)
+  return mean, np.std(values, axis=0, ddof=1)
 
 
 def cell(

@@ -89,11 +89,10 @@ class _Sums:
     return values
 
   def take(self) -> dict[str, float]:
-    """The means of all rounds since the last call."""
-    self.fetch()
-    sums = {n: (total, self.counts[n]) for n, total in self.totals.items()}
+    """The means of the rounds that were fetched since the last call."""
+    totals, counts = self.totals, self.counts
     self.totals, self.counts = {}, {}
-    return {n: total / count for n, (total, count) in sums.items() if count}
+    return {n: total / counts[n] for n, total in totals.items() if counts[n]}
 
   def _check(self, round: int, values: Mapping[str, float]) -> None:
     bad = [
@@ -198,13 +197,11 @@ def run(
     raise ValueError(
       f"rounds_per_dispatch={rounds_per_dispatch}: give scanned_step too"
     )
-  stored = folder.result()
-  finished = stored is not None and stored.get("rounds") == rounds
+  finished = (folder.result() or {}).get("rounds") == rounds
   if engine.from_first(finished):
     logging.info(
-      "%s: the run is finished; this is its result.json. For another run,"
-      " use another folder.",
-      folder.path,
+      f"{folder.path}: the run is finished; this is its result.json. For"
+      " another run, use another folder."
     )
     return _shared(folder)
 
@@ -246,7 +243,7 @@ def run(
         extra |= {"seconds": seconds(), "evaluation": evaluation}
         checkpoints.save(done, state, extra)
 
-    saved, stop = done, False
+    saved = stop = False
     while done < rounds and not stop:
       dispatch, plan = next(plans)
       step = algorithm.step
@@ -256,26 +253,28 @@ def run(
       state = core.strong(state)
       done = dispatch[-1]
       last = sums.add(dispatch, metrics)
-      if done % eval_every == 0 or done == rounds:
+      evaluated = done % eval_every == 0 or done == rounds
+      if evaluated:
         given = evaluate(state)
-        hint = "an Evaluator's list has one for each model"
-        checks.kind("what evaluate returns", given, dict, hint)
+        if not isinstance(given, dict):
+          raise ValueError(
+            f"evaluate returned a {type(given).__name__}, not a dict; an"
+            " Evaluator's list has one for each model"
+          )
         evaluation = {n: float(v) for n, v in given.items()}
-        last = sums.fetch()
+        last = sums.fetch() or last
         row = _row(done, evaluation, sums.take(), seconds())
         write(row)
         progress.evaluated(row)
       progress.update(last, len(dispatch))
-      if done % checkpoint_every == 0 or done == rounds:
+      saved = done % checkpoint_every == 0 or done == rounds
+      if saved:
         save()
-        saved = done
-      if jax.process_count() == 1:
-        stop = bool(caught)
-      elif saved == done or done % eval_every == 0:
+      # Several processes stop where they wait for each other anyway.
+      if jax.process_count() == 1 or saved or evaluated:
         stop = bool(engine.from_first(bool(caught)))
-    if stop and saved != done:
+    if stop and not saved:
       save()
-
     if done == rounds:
       result = {"rounds": rounds, "seconds": seconds()}
       result |= {"versions": versions(), "git_commit": commit}
@@ -285,15 +284,10 @@ def run(
   if stop:
     # Another process may have received the signal.
     number = caught[0] if caught else signal.SIGTERM
+    so_far = "Checkpoint saved; run the same command to resume"
     logging.warning(
-      "%s: %s after round %d of %d. %s.",
-      folder.path,
-      signal.Signals(number).name,
-      done,
-      rounds,
-      "Finished"
-      if done == rounds
-      else "Checkpoint saved; run the same command to resume",
+      f"{folder.path}: {signal.Signals(number).name} after round {done} of"
+      f" {rounds}. {'Finished' if done == rounds else so_far}."
     )
     raise SystemExit(128 + number)
   return _shared(folder)
@@ -401,13 +395,13 @@ def _row(
   means: Mapping[str, float],
   seconds: float,
 ) -> dict[str, Any]:
-  clash = (evaluation.keys() | {"round", "seconds"}) & means.keys()
-  clash |= {"round", "seconds"} & evaluation.keys()
-  if clash:
-    raise ValueError(
-      f"evaluate, step: metric name {sorted(clash)[0]!r} is used by both, or is"
-      " reserved (round, seconds)"
-    )
+  names = ["round", *evaluation, *means, "seconds"]
+  for name in names:
+    if names.count(name) > 1:
+      raise ValueError(
+        f"evaluate, step: metric name {name!r} is used by both, or is reserved"
+        " (round, seconds)"
+      )
   return {"round": round, **evaluation, **means, "seconds": seconds}
 
 
@@ -416,7 +410,9 @@ def _latest(
 ) -> tuple[int, Any, dict[str, Any]]:
   """The first process's newest checkpoint, else initial state, in all."""
   state = core.strong(engine.jit(algorithm.init, once=True)(key))
-  done, state, extra = checkpoints.latest(like=state) or (0, state, {})
+  first = jax.process_index() == 0  # The other folders do not count.
+  found = checkpoints.latest(like=state) if first else None
+  done, state, extra = found or (0, state, {})
   if jax.process_count() == 1 or not engine.from_first(done):
     return done, state, extra
   extra = json.loads(engine.bytes_from_first(json.dumps(extra).encode()))

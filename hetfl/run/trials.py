@@ -328,10 +328,7 @@ class Vmapped(Runner):
     devices = jax.local_devices()[:1] if devices is None else devices
     self._devices = len(devices)
     mesh = jax.sharding.Mesh(np.array(devices), ("trials",))
-    split, same = (
-      jax.sharding.PartitionSpec("trials"),
-      jax.sharding.PartitionSpec(),
-    )
+    split, same = jax.P("trials"), jax.P()
     self._split = jax.sharding.NamedSharding(mesh, split)
     self._init = jit(
       jax.vmap(lambda v, seed: core.strong(problem.init(v, seed)), (0, None)),
@@ -412,7 +409,6 @@ class Vmapped(Runner):
   def _padded(self, states):
     """Pads trials to a multiple of the devices; returns the old number too."""
     number = len(jax.tree.leaves(states)[0])
-    missing = -number % self._devices
-    if missing:
+    if missing := -number % self._devices:
       states = self.take(states, [*range(number), *[0] * missing])
     return states, number

@@ -240,8 +240,6 @@ def search(
     ValueError: a number is out of its range.
   """
   checks.counts(trials=trials, block=block, checkpoint_every=checkpoint_every)
-  if halvings < 0:
-    raise ValueError(f"halvings={halvings}: must be at least 0")
   folder = pathlib.Path(folder).absolute()
   folder.mkdir(parents=True, exist_ok=True)
   path = folder / "trials.jsonl"
@@ -252,12 +250,9 @@ def search(
   logs.write_rows(path, rows)
   if rows and len(rows) < trials and len(rows) % block:
     logging.warning(
-      "The %d earlier trials are not a multiple of block=%d, so the last"
-      " of them were halved in a smaller block than with trials=%d from the"
-      " start.",
-      len(rows),
-      block,
-      trials,
+      f"The {len(rows)} earlier trials are not a multiple of block={block}, so"
+      " the last of them were halved in a smaller block than with"
+      f" trials={trials} from the start."
     )
   while len(rows) < trials:
     first = len(rows)
@@ -270,22 +265,17 @@ def search(
         logs.write_rows(path, done, append=True)
         work.clean()
     except SystemExit as end:
+      name = signal.Signals(end.code - 128).name  # type: ignore[operator]
       logging.warning(
-        "%s: %s; run the same command to resume after round %d.",
-        work.name,
-        signal.Signals(end.code - 128).name,  # type: ignore[operator]
-        work.saved,
+        f"{work.name}: {name}; run the same command to resume after round"
+        f" {work.saved}."
       )
       raise
     rows += logs.to_json(done)  # As they will be read back.
     logging.info(
-      "%d of %d trials, best %s; of the last %d, in %.1f s, %s.",
-      len(rows),
-      trials,
-      _best(rows),
-      len(done),
-      done[-1]["seconds"],
-      _counts(done, "complete"),
+      f"{len(rows)} of {trials} trials, best {_best(rows)}; of the last"
+      f" {len(done)}, in {done[-1]['seconds']:.1f} s,"
+      f" {_counts(done, 'complete')}."
     )
   if hasattr(proposer, "record"):
     proposer.record(rows)
@@ -404,13 +394,8 @@ class _Block:
         self._save(done, seconds(), members, states)
         if end in rungs:
           logging.info(
-            "%s: round %d of %d, %.1f s; %s; best %s.",
-            self.name,
-            done,
-            rounds,
-            seconds(),
-            _counts(self._rows, "continue"),
-            _best(self._rows),
+            f"{self.name}: round {done} of {rounds}, {seconds():.1f} s;"
+            f" {_counts(self._rows, 'continue')}; best {_best(self._rows)}."
           )
     for row in self._rows:
       row["seconds"] = seconds()
