@@ -7,16 +7,16 @@ the clients, `nn.Conv`'s convolutions, one program.
 
 import functools
 
+from hetfl.codist import merged_codist, periodic_codist
+from hetfl.fedavg import fedavg
+from hetfl.pool import Pool
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, rounds
 from hetfl import augment, core, distill, engine, planning, population
-from hetfl.codist import merged_codist, periodic_codist
-from hetfl.fedavg import fedavg
 from hetfl.models import vision
-from hetfl.pool import Pool
 
 CNNS = {"small": vision.small_cnn, "large": vision.large_cnn}
 EQUAL = [peers.EXAMPLES] * peers.NUM_CLIENTS

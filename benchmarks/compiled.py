@@ -46,6 +46,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # As a script, not with -m.
   sys.path.insert(0, str(ROOT))
 
+from hetfl.fedavg import fedavg  # noqa: E402
+
 from benchmarks import (  # noqa: E402
   codist,
   compare,
@@ -57,7 +59,6 @@ from benchmarks import (  # noqa: E402
   rounds,
 )
 from hetfl import core, engine  # noqa: E402
-from hetfl.fedavg import fedavg  # noqa: E402
 from hetfl.run import logs, trials  # noqa: E402
 
 TRIALS = 64

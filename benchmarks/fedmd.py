@@ -7,15 +7,15 @@ in batches of 5. Images are 28 x 28 x 1, with sixteen outputs.
 
 import functools
 
+from hetfl.fedmd import fedmd, plan_fedmd
+from hetfl.party import Party
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, rounds
 from hetfl import core, population
-from hetfl.fedmd import fedmd, plan_fedmd
 from hetfl.models import fedmd as models
-from hetfl.party import Party
 
 PARTIES, CLASSES, SIDE = 10, 16, 28
 PUBLIC, PRIVATE = 5000, 18

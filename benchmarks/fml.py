@@ -7,16 +7,16 @@ of 128, SGD with momentum and weight decay, random crops and flips.
 
 import functools
 
+from hetfl.fml import fml, independent
+from hetfl.mutual import MutualClient
+from hetfl.mutual_planning import group_clients, plan_mutual
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, rounds
 from hetfl import augment, core, engine
-from hetfl.fml import fml, independent
 from hetfl.models import fml as nets
-from hetfl.mutual import MutualClient
-from hetfl.mutual_planning import group_clients, plan_mutual
 
 NUM_CLIENTS = 5
 BATCH_SIZE = 128

@@ -14,6 +14,9 @@ clients with random words and similar, lognormal sizes.
 
 import functools
 
+from hetfl.fedavg import fedavg
+from hetfl.lanes import LanePlan
+from hetfl.pool import Pool
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +24,7 @@ import numpy as np
 from benchmarks import peers, rounds
 from hetfl import core, engine, planning, population
 from hetfl.data import codist_text
-from hetfl.fedavg import fedavg
-from hetfl.lanes import LanePlan
 from hetfl.models import language, next_word
-from hetfl.pool import Pool
 
 CLIENTS, BATCH, LENGTH, V = 20, 10, 20, 4_004
 CLIENT_LR, SERVER_LR = 0.3, 0.01

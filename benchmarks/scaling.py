@@ -30,6 +30,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # As a script, not with -m.
   sys.path.insert(0, str(ROOT))
 
+from hetfl.fedavg import fedavg  # noqa: E402
+
 from benchmarks import codist as images  # noqa: E402
 from hetfl import (  # noqa: E402
   checks,
@@ -39,7 +41,6 @@ from hetfl import (  # noqa: E402
   planning,
   population,
 )
-from hetfl.fedavg import fedavg  # noqa: E402
 from hetfl.run import logs  # noqa: E402
 from hetfl.run import trials as trials_lib  # noqa: E402
 

@@ -10,12 +10,12 @@ on.
 """
 
 import flax.linen as nn
+from hetfl.client import local_sgd
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import hetfl
-from hetfl.client import local_sgd
 from hetfl.core import gather
 from hetfl.data.vision import load_digits
 from hetfl.evaluate import classification

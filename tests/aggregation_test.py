@@ -3,6 +3,10 @@
 import functools
 
 import chex
+from hetfl.fedavg import fedavg
+from hetfl.hyperparameters import with_hyper
+from hetfl.lanes import LanePlan, OneClientLanes
+from hetfl.pool import client_updates, fedavg_server, Pool
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +15,6 @@ import pytest
 
 import hetfl
 from hetfl import codist, core, engine, planning, population
-from hetfl.fedavg import fedavg
-from hetfl.hyperparameters import with_hyper
-from hetfl.lanes import LanePlan, OneClientLanes
-from hetfl.pool import client_updates, fedavg_server, Pool
 from tests import federation
 
 

@@ -3,13 +3,6 @@
 import functools
 
 import chex
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-import pytest
-
-from hetfl import codist, core, engine, evaluate, party, planning, population
 from hetfl.fedavg import fedavg
 from hetfl.fedmd import absolute_error, fedmd, Translator
 from hetfl.fml import fml, independent
@@ -17,6 +10,13 @@ from hetfl.hyperparameters import with_hyper
 from hetfl.mutual import MutualClient
 from hetfl.mutual_planning import plan_mutual
 from hetfl.pool import fedavg_server, Pool
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hetfl import codist, core, engine, evaluate, party, planning, population
 from tests import algorithms, federation
 from tests.algorithms import CASES
 

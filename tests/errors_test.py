@@ -4,6 +4,21 @@ import dataclasses
 
 import chex
 import flax.linen as nn
+from hetfl.fedavg import fedavg
+from hetfl.fedmd import (
+  absolute_error,
+  consensus,
+  fedmd,
+  plan_fedmd,
+  squared_error,
+  TRANSLATORS,
+)
+from hetfl.fml import fml, independent
+from hetfl.hyperparameters import with_hyper
+from hetfl.lanes import pack_lanes
+from hetfl.mutual import mutual_loss, MutualClient
+from hetfl.mutual_planning import group_clients, plan_mutual
+from hetfl.pool import Pool
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,24 +36,8 @@ from hetfl import (
   planning,
   population,
 )
-from hetfl.data import partition
-from hetfl.fedavg import fedavg
-from hetfl.fedmd import (
-  absolute_error,
-  consensus,
-  fedmd,
-  plan_fedmd,
-  squared_error,
-  TRANSLATORS,
-)
-from hetfl.fml import fml, independent
-from hetfl.hyperparameters import with_hyper
-from hetfl.lanes import pack_lanes
 from hetfl.models import language, layers, next_word
 from hetfl.models.kernels import convolution
-from hetfl.mutual import mutual_loss, MutualClient
-from hetfl.mutual_planning import group_clients, plan_mutual
-from hetfl.pool import Pool
 from hetfl.run import trials
 from tests import algorithms, federation
 from tests.algorithms import CASES, make_distiller

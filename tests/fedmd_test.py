@@ -5,13 +5,6 @@ import functools
 
 import chex
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-import pytest
-
-from hetfl import core, engine, population
 from hetfl.fedmd import (
   consensus,
   fedmd,
@@ -21,8 +14,15 @@ from hetfl.fedmd import (
   squared_error,
   TRANSLATORS,
 )
-from hetfl.models import fedmd as models
 from hetfl.party import fit, keras_adam, Party, plan_fit, shuffled_epochs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hetfl import core, engine, population
+from hetfl.models import fedmd as models
 from tests import algorithms, federation
 from tests.algorithms import PARTY_CLASSES, PartyMlp
 from tests.oracles import codist as codist_oracle

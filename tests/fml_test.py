@@ -6,6 +6,7 @@ import functools
 from absl import logging
 import chex
 import flax.linen as nn
+from hetfl.mutual import momentum_sgd, mutual_loss
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +30,6 @@ from hetfl import (
 from hetfl.algorithms.fml import group_clients
 from hetfl.models import fml as nets
 from hetfl.models import layers
-from hetfl.mutual import momentum_sgd, mutual_loss
 from tests import federation
 from tests.algorithms import (
   CNN,

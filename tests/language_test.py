@@ -2,6 +2,8 @@
 
 import chex
 import flax.linen as nn
+from hetfl.fedavg import fedavg
+from hetfl.pool import fedavg_server, Pool
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +19,8 @@ from hetfl import (
   planning,
   population,
 )
-from hetfl.fedavg import fedavg
 from hetfl.models import language, next_word
 from hetfl.models.kernels import products
-from hetfl.pool import fedavg_server, Pool
 from tests.oracles import codist as codist_oracle
 from tests.oracles import language as oracle
 

@@ -1,12 +1,5 @@
 """Rounds of the algorithms against NumPy float64 oracles."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-import pytest
-
-from hetfl import codist, core, distill
 from hetfl.fedavg import fedavg
 from hetfl.lanes import LanePlan
 from hetfl.pool import (
@@ -15,6 +8,13 @@ from hetfl.pool import (
   fedavgm_server,
   fedyogi_server,
 )
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hetfl import codist, core, distill
 from tests import federation
 from tests.oracles import codist as oracle
 

@@ -9,6 +9,7 @@ import sys
 import time
 import types
 
+from hetfl.pool import fedavg_server
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,6 @@ import pytest
 
 from hetfl import codist, core, distill, engine, planning, population
 from hetfl import evaluate as evaluate_lib
-from hetfl.pool import fedavg_server
 from hetfl.run import checkpoint, trials, tune
 from tests import federation, runs
 
