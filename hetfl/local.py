@@ -226,7 +226,7 @@ def gradient(
   (6.0, 3.0, 3.0)
   """
   count = jnp.sum(weights(batch))
-  share = 1 / jnp.where(count > 0, count, 1)
+  divisor = jnp.where(count > 0, count, 1)
 
   def part_loss(params, stats, key, part):
     w = weights(part)
@@ -240,7 +240,7 @@ def gradient(
       )
     losses = jnp.broadcast_to(losses, w.shape)
     sums = {name: jnp.sum(x * w) for name, x in measured.items()}
-    return share * jnp.sum(losses * w), (stats, sums)
+    return jnp.sum(losses * w) / divisor, (stats, sums)
 
   differentiate = jax.value_and_grad(part_loss, has_aux=True)
   devices = (

