@@ -14,6 +14,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from absl import logging
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -324,6 +325,12 @@ def fml(
   if global_model is not None:
     core.Model.check("global_model", global_model)
     hyper |= {"alpha": alpha, "beta": beta, "temperature": temperature}
+    for name, value, effect in (
+      ("alpha", alpha, "the clients' models learn nothing from the memes"),
+      ("beta", beta, "the global model is FedAvg's"),
+    ):
+      if isinstance(value, float | int) and value == 1:
+        logging.warning("%s=1 switches mutual learning off: %s.", name, effect)
   highest = {"alpha": 1.0, "beta": 1.0}
   for name, value in hyper.items():
     low = 1e-6 if name == "temperature" else 0  # T is a divisor.
