@@ -9,14 +9,26 @@ import jax
 import numpy as np
 import optax
 
-from hetfl import codist, core, distill, engine, party, population
-from hetfl.fedavg import fedavg
-from hetfl.fedmd import fedmd, plan_fedmd
-from hetfl.fml import fml
+from hetfl import (
+  Algorithm,
+  Client,
+  core,
+  Distiller,
+  fedavg,
+  fedavg_server,
+  fedmd,
+  fit,
+  fml,
+  merged_codist,
+  Participant,
+  periodic_codist,
+  plan_fedmd,
+  plan_fit,
+  plan_round,
+  Subset,
+)
+from hetfl.engine import Engine
 from hetfl.models import fedmd as party_models
-from hetfl.mutual import MutualClient
-from hetfl.mutual_planning import group_clients, plan_mutual
-from hetfl.pool import fedavg_server
 from tests import federation
 
 
@@ -25,27 +37,22 @@ class Case(NamedTuple):
 
   Attributes:
     build: (engine, rounds) -> the algorithm.
-    plan: (round, lanes) -> the round's plan.
+    plan: round -> the round's plan.
     data: () -> the banks, on the device.
-    unlike: (state, scale) -> the state of a trial with other hyper-parameters;
-      a scale of 1 gives those of the first trial.
-    lanes: whether the plan has lanes.
+    unlike: names of hyper-parameters in which trials may differ.
+    pooled: whether its state is of pools.
   """
 
-  build: Callable[[engine.Engine | None, int], core.Algorithm]
-  plan: Callable[[int, int], Any]
+  build: Callable[[Engine | None, int], Algorithm]
+  plan: Callable[[int], Any]
   data: Callable[[], Any]
-  unlike: Callable[[Any, float], Any]
-  lanes: bool = False
+  unlike: tuple[str, ...]
+  pooled: bool = False
 
 
 def noisy(key, batch):
   """A transform that shows which key, and which batch, it was given."""
   return {**batch, "x": batch["x"] + jax.random.uniform(key, batch["x"].shape)}
-
-
-def scaled(tree, scale):
-  return jax.tree.map(lambda x: x * scale, tree)
 
 
 # --- Pools --------------------------------------------------------------------
@@ -60,7 +67,7 @@ def make_distiller(**settings):
     mixup_beta=2,
     transform=noisy,
   )
-  return distill.Distiller(**{**defaults, **settings})
+  return Distiller(**{**defaults, **settings})
 
 
 def make_pools(**settings):
@@ -69,20 +76,13 @@ def make_pools(**settings):
   )
 
 
-def unlike_pools(state, scale):
-  pools = tuple(
-    pool.replace(hyper=scaled(pool.hyper, scale)) for pool in state.pools
-  )
-  return state.replace(pools=pools, hyper=scaled(state.hyper, scale))
-
-
 def pooled(build):
   return Case(
     build,
-    lambda round, lanes: federation.make_plan(round, num_lanes=lanes),
+    federation.make_plan,
     federation.make_data,
-    unlike_pools,
-    lanes=True,
+    ("learning_rate", "server_lr", "distill_lr", "alpha"),
+    pooled=True,
   )
 
 
@@ -103,37 +103,27 @@ DENSE_TRUNK = model(
 )
 HEAD = core.Model.from_flax(nn.Dense(federation.CLASSES), np.zeros((1, 3)))
 MUTUAL = [
-  MutualClient(m, transform=noisy, adaptor=HEAD)
-  for m in (MLP, WIDE, MLP, MLP, WIDE)
+  Client(m, transform=noisy, adaptor=HEAD) for m in (MLP, WIDE, MLP, MLP, WIDE)
 ]
 
 
-def mutual_plan(round, lanes):
-  del lanes
+def mutual_plan(round):
   # Batches of four leave a last one that is not full.
-  return plan_mutual(
-    [POPULATION.positions(k) for k in range(len(SIZES))],
-    group_clients(MUTUAL),
+  return plan_round(
+    {"train": POPULATION},
     seed=0,
     round=round,
     batch_size=4,
     epochs=2,
-  )
-
-
-def mutual(build):
-  return Case(
-    build,
-    mutual_plan,
-    lambda: {"train": jax.device_put(dict(POPULATION.bank))},
-    lambda state, scale: state.replace(hyper=scaled(state.hyper, scale)),
+    tail="short",
+    uniform_weights=True,
   )
 
 
 # --- Parties ------------------------------------------------------------------
 
 PARTY_CLASSES = 4
-EXAMPLES = (np.arange(4), np.arange(4, 11), np.arange(2, 9))
+NAMES = ("party0", "party1", "party2")
 
 
 class PartyMlp(nn.Module):
@@ -159,25 +149,30 @@ def make_bank(n, seed, shape=(2, 3, 1)):
 
 
 PUBLIC, PRIVATE = make_bank(24, 0), make_bank(11, 1)
+EXAMPLES = {
+  name: Subset(PRIVATE, index)
+  for name, index in zip(
+    NAMES, (np.arange(4), np.arange(4, 11), np.arange(2, 9))
+  )
+}
 PARTIES = [
-  party.Party(
-    name=f"party{k}",
-    model=core.Model.from_flax(
+  Participant(
+    core.Model.from_flax(
       PartyMlp(width, 0.25), np.zeros((1, *PUBLIC["x"].shape[1:]))
     ),
+    name,
     learning_rate=2.0 ** -(6 + k),
     l2=0.125,
     penalty=party_models.head_penalty,
     optimizer=optax.sgd,
   )
-  for k, width in enumerate((3, 5, 4))
+  for k, (name, width) in enumerate(zip(NAMES, (3, 5, 4)))
 ]
 
 
-def party_plan(round, lanes):
-  del lanes
+def party_plan(round):
   return plan_fedmd(
-    population.Subset.whole(PUBLIC),
+    Subset.whole(PUBLIC),
     EXAMPLES,
     seed=0,
     round=round,
@@ -190,34 +185,16 @@ def party_plan(round, lanes):
 
 def party_data():
   private = jax.device_put(PRIVATE)
-  return {
-    "public": jax.device_put(PUBLIC),
-    "private": (private,) * len(EXAMPLES),
-  }
+  return {"public": jax.device_put(PUBLIC)} | dict.fromkeys(NAMES, private)
 
 
-def fit_plan(round, lanes):
-  del lanes
-  return party.plan_fit(EXAMPLES, seed=0, phase=0, round=round, batch_size=3)
+def fit_plan(round):
+  stopping = Subset(PRIVATE, np.arange(5, dtype=np.int32))
+  return plan_fit(EXAMPLES, stopping, seed=0, round=round, batch_size=3)
 
 
 def fit_data():
-  bank = jax.device_put(PRIVATE)
-  stopping = population.Subset(bank, np.arange(5, dtype=np.int32))
-  return {"train": (bank,) * len(EXAMPLES), "stopping": stopping}
-
-
-def unlike_parties(state, scale):
-  """Rates, penalties and, where there are any, weights of the consensus."""
-  parties = tuple(
-    p.replace(hyper=scaled(p.hyper, scale)) for p in state.parties
-  )
-  state = state.replace(parties=parties)
-  if not hasattr(state, "hyper"):
-    return state
-  weights = state.hyper["consensus_weights"]
-  weights = weights.at[0].multiply(scale)
-  return state.replace(hyper={**state.hyper, "consensus_weights": weights})
+  return dict.fromkeys((*NAMES, "stopping"), jax.device_put(PRIVATE))
 
 
 CASES = {
@@ -225,16 +202,16 @@ CASES = {
     lambda runner, rounds: fedavg(make_pools(), rounds=rounds, engine=runner)
   ),
   "periodic": pooled(
-    lambda runner, rounds: codist.periodic_codist(
+    lambda runner, rounds: periodic_codist(
       make_pools(), make_distiller(), period=2, rounds=rounds, engine=runner
     )
   ),
   "merged": pooled(
-    lambda runner, rounds: codist.merged_codist(
+    lambda runner, rounds: merged_codist(
       make_pools(), make_distiller(), alpha=0.5, rounds=rounds, engine=runner
     )
   ),
-  "fml": mutual(
+  "fml": Case(
     lambda runner, rounds: fml(
       MUTUAL,
       global_model=DENSE_TRUNK,
@@ -242,13 +219,16 @@ CASES = {
       beta=0.25,
       learning_rate=0.125,
       engine=runner,
-    )
+    ),
+    mutual_plan,
+    lambda: {"train": jax.device_put(dict(POPULATION.bank))},
+    ("alpha", "beta", "learning_rate", "temperature"),
   ),
   "fit": Case(
-    lambda runner, rounds: party.fit(PARTIES, patience=2, engine=runner),
+    lambda runner, rounds: fit(PARTIES, patience=2, engine=runner),
     fit_plan,
     fit_data,
-    unlike_parties,
+    ("learning_rate", "l2"),
   ),
   "fedmd": Case(
     lambda runner, rounds: fedmd(
@@ -259,9 +239,22 @@ CASES = {
     ),
     party_plan,
     party_data,
-    unlike_parties,
+    ("learning_rate", "l2", "consensus_weights"),
   ),
 }
+
+
+def unlike(name, state, scale):
+  """The state of a trial with other hyper-parameters; as it is at scale 1."""
+  values = {}
+  for key in set(CASES[name].unlike) & set(state.hyper):
+    value = state.hyper[key]
+    # Of weights only the ratios matter.
+    if key == "consensus_weights":
+      values[key] = value.at[0].multiply(scale)
+    else:
+      values[key] = value * scale
+  return core.with_hyper(state, **values)
 
 
 @functools.cache
@@ -270,13 +263,13 @@ def initial(name):
   return jax.jit(CASES[name].build(None, 4).init)(jax.random.key(0))
 
 
-def run(name, algorithm, rounds, *, state=None, first=1, lanes=1):
+def run(name, algorithm, rounds, *, state=None, first=1):
   """Runs some rounds; returns the state and the last metrics."""
   case = CASES[name]
   state = initial(name) if state is None else state
   data = case.data()
   for round in range(first, first + rounds):
-    state, metrics = algorithm.step(state, case.plan(round, lanes), data)
+    state, metrics = algorithm.step(state, case.plan(round), data)
   return state, metrics
 
 

@@ -5,10 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import core, engine, planning, population
+from hetfl import ClientPopulation, core, engine, plan_round, Pool
 from hetfl.models import layers
 from hetfl.models.kernels import ConvForm, convolution
-from hetfl.pool import Pool
 
 CLASSES = 3
 
@@ -53,7 +52,7 @@ def make_population(sizes=(3, 7, 4, 9, 5, 12, 2, 6, 8), seed=0):
     "y": rng.integers(0, CLASSES, n).astype(np.int32),
   }
   cuts = np.split(rng.permutation(n), np.cumsum(sizes)[:-1])
-  return population.ClientPopulation.from_lists(bank, cuts)
+  return ClientPopulation.from_lists(bank, cuts)
 
 
 POPULATION = make_population()
@@ -61,60 +60,52 @@ POPULATION = make_population()
 
 def make_pools(num_pools=2, **settings):
   """Pools of different models with different rates."""
-  defaults = dict(client_lr=0.125, server_lr=0.0625)
+  defaults = dict(learning_rate=0.125, server_lr=0.0625)
   return [
     Pool(
-      name=f"pool{i}",
-      model=core.Model.from_flax(MODELS[i], jnp.zeros(EXAMPLE.shape)),
+      core.Model.from_flax(MODELS[i], jnp.zeros(EXAMPLE.shape)),
+      f"pool{i}",
       **{**defaults, **settings},
     )
     for i in range(num_pools)
   ]
 
 
-def make_plan(round, *, num_pools=2, num_lanes=1, distill=True, **settings):
+def make_plan(round, *, num_pools=2, distill=True, **settings):
   """A round of four clients a pool, and three distillation steps."""
   defaults = dict(clients_per_round=4, batch_size=3)
-  return planning.RoundPlan(
-    np.int32(round),
-    tuple(
-      planning.plan_clients(
-        POPULATION,
-        seed=0,
-        round=round,
-        pool=pool,
-        num_lanes=num_lanes,
-        **{**defaults, **settings},
-      )
-      for pool in range(num_pools)
-    ),
-    planning.plan_distillation(
-      POPULATION.examples(), seed=0, round=round, steps=3, batch_size=8
-    )
-    if distill
-    else None,
+  return plan_round(
+    {f"pool{i}": POPULATION for i in range(num_pools)},
+    POPULATION.examples() if distill else None,
+    seed=0,
+    round=round,
+    distill_steps=3,
+    distill_batch_size=8,
+    **{**defaults, **settings},
   )
 
 
 def make_data(num_pools=2):
   """The banks on the device."""
   bank = jax.device_put(dict(POPULATION.bank))
-  return {"pools": (bank,) * num_pools, "distill": bank}
+  return dict.fromkeys(
+    [f"pool{i}" for i in range(num_pools)] + ["distill"], bank
+  )
 
 
 def run(algorithm, rounds, *, state=None, first=1, data=None, **settings):
   """Runs some rounds and returns the state and the last metrics."""
   state = state or jax.jit(algorithm.init)(jax.random.key(0))
-  data = data or make_data(len(state.pools))
+  data = data or make_data(len(state.server))
   for round in range(first, first + rounds):
-    plan = make_plan(round, num_pools=len(state.pools), **settings)
+    plan = make_plan(round, num_pools=len(state.server), **settings)
     state, metrics = algorithm.step(state, plan, data)
   return state, metrics
 
 
 def params(state):
   """The pools' parameters."""
-  return [pool.params for pool in state.pools]
+  return [pool.params for pool in state.server]
 
 
 def recorder(length):
