@@ -6,15 +6,20 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import hetfl
-from hetfl import codist, core, engine, planning, population
-from hetfl.fedavg import fedavg
-from hetfl.hyperparameters import with_hyper
-from hetfl.lanes import LanePlan, OneClientLanes
-from hetfl.pool import client_updates, fedavg_server, Pool
+from hetfl import (
+  client_updates,
+  core,
+  engine,
+  fedavg,
+  fedavg_server,
+  merged_codist,
+  plan_round,
+  Pool,
+  with_hyper,
+)
 from tests import federation
 
 
@@ -50,33 +55,38 @@ def federation_of_three(**settings):
     "x": jnp.array([[1.0], [2.0], [2.0], [3.0]]),
     "y": jnp.array([0, 0, 0, 1]),
   }
-  clients = population.ClientPopulation.from_lists(bank, [[0], [1, 2], [3]])
+  clients = hetfl.ClientPopulation.from_lists(bank, [[0], [1, 2], [3]])
   plan = functools.partial(
-    planning.plan_round,
-    [clients],
+    plan_round,
+    {"a": clients},
     seed=0,
     round=1,
     clients_per_round=3,
     batch_size=2,
   )
   pool = Pool(
-    "a", line_of_two(), 1.0, 1.0, server_optimizer=fedavg_server, **settings
+    line_of_two(),
+    "a",
+    learning_rate=1.0,
+    server_lr=1.0,
+    server_optimizer=fedavg_server,
+    **settings,
   )
-  return pool, plan, {"pools": (bank,)}
+  return pool, plan, {"a": bank}
 
 
 @pytest.mark.parametrize("name", engines())
-@pytest.mark.parametrize("build", [fedavg, codist.merged_codist])
+@pytest.mark.parametrize("build", [fedavg, merged_codist])
 def test_the_weighted_mean_is_fedavgs(name, build):
   runner, states, losses = engines()[name], [], []
   more = {}
-  if build is codist.merged_codist:
+  if build is merged_codist:
     more = dict(distiller=hetfl.Distiller(), alpha=0.5)
   for aggregate in (None, mean):
     pools = federation.make_pools(aggregate=aggregate)
     algorithm = build(pools, rounds=9, engine=runner, **more)
     algorithm = algorithm._replace(step=runner.compile(algorithm.step))
-    state, metrics = federation.run(algorithm, 2, num_lanes=4)
+    state, metrics = federation.run(algorithm, 2)
     states.append(federation.params(state))
     losses.append(core.values(metrics))
   chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-6)
@@ -92,7 +102,7 @@ def test_a_median_by_hand():
     pool, plan, data = federation_of_three(aggregate=aggregate)
     algorithm = fedavg([pool], rounds=None)
     state = algorithm.init(jax.random.key(0))
-    (after,) = algorithm.step(state, plan(), data)[0].pools
+    (after,) = algorithm.step(state, plan(), data)[0].server
     np.testing.assert_allclose(after.params, [[moved, -moved]], rtol=1e-6)
     # Statistics stay the mean: (1 * 1 + 2 * 2 + 1 * 3) / 4.
     assert float(after.stats["mean"]) == 2.0
@@ -105,40 +115,27 @@ def test_each_update_is_that_of_its_client_alone(name):
   )
   algorithm = fedavg(pools, rounds=None)
   state, data = algorithm.init(jax.random.key(0)), federation.make_data()
-  plan = federation.make_plan(1, num_lanes=4)
+  plan = federation.make_plan(1)
   of_pools = client_updates(pools, state, plan, data, engine=engines()[name])
   for i, updates in enumerate(of_pools):
-    lanes = plan.pools[i]
-    np.testing.assert_array_equal(updates.client, lanes.client[:, 0])
-    np.testing.assert_array_equal(updates.weight, lanes.weight.max(axis=1))
+    rows = plan.batches[f"pool{i}"]
+    np.testing.assert_array_equal(updates.client, rows.client)
+    np.testing.assert_array_equal(updates.weight, rows.weight)
     for k in range(4):
-      alone = jax.tree.map(lambda a, k=k: a[k : k + 1], lanes)
-      both = planning.RoundPlan(plan.round, (alone, alone), None)
+      alone = jax.tree.map(lambda a, k=k: a[k : k + 1], rows)
+      both = plan._replace(batches={"pool0": alone, "pool1": alone})
       after, metrics = algorithm.step(state, both, data)
       mine = jax.tree.map(
-        lambda w, d, k=k: w - d[k], state.pools[i].params, updates.delta
+        lambda w, d, k=k: w - d[k], state.server[i].params, updates.delta
       )
       chex.assert_trees_all_close(
-        mine, after.pools[i].params, rtol=1e-5, atol=1e-6
+        mine, after.server[i].params, rtol=1e-5, atol=1e-6
       )
       np.testing.assert_allclose(
         updates.loss.value[k],
         metrics[f"pool{i}/client_loss"].value,
         rtol=1e-5,
       )
-
-
-def test_a_lane_of_two_clients_is_refused_or_shows():
-  pool, plan, data = federation_of_three(aggregate=median)
-  algorithm = fedavg([pool], rounds=None)
-  state = algorithm.init(jax.random.key(0))
-  for lanes in (2, 4):  # Two clients in one, and none in another.
-    with pytest.raises(
-      ValueError, match="'a': the plan's lanes hold .* plan w"
-    ):
-      algorithm.step(state, plan(num_lanes=lanes), data)
-    traced, _ = jax.jit(algorithm.step)(state, plan(num_lanes=lanes), data)
-    assert np.isnan(traced.pools[0].params).all()
 
 
 def test_what_is_no_aggregate_is_refused():
@@ -155,13 +152,13 @@ def test_trials_may_have_a_median():
   pool, plan, data = federation_of_three(aggregate=median)
   algorithm = fedavg([pool], rounds=None)
   start = lambda rate: with_hyper(
-    algorithm.init(jax.random.key(0)), client_lr=rate
+    algorithm.init(jax.random.key(0)), learning_rate=rate
   )
   states = jax.vmap(start)(jnp.array([0.5, 1.0]))
   step = jax.jit(jax.vmap(algorithm.step, (0, None, None)))
   states, _ = step(states, plan(), data)
   np.testing.assert_allclose(
-    states.pools[0].params[:, 0, 0], [0.25, 0.5], rtol=1e-6
+    states.server[0].params[:, 0, 0], [0.25, 0.5], rtol=1e-6
   )
 
 
@@ -174,14 +171,12 @@ def test_memes_may_be_merged_in_another_way(runner):
   )
   bank = {"x": jnp.array([[1.0], [1.0], [4.0]]), "y": jnp.zeros(3, int)}
   clients = [
-    hetfl.MutualClient(linear),
-    hetfl.MutualClient(linear._replace(init=lambda key: linear.init(key))),
-    hetfl.MutualClient(linear),
+    hetfl.Client(linear),
+    hetfl.Client(linear._replace(init=lambda key: linear.init(key))),
+    hetfl.Client(linear),
   ]
-  held = [[0], [1], [2]]
-  plan = hetfl.plan_mutual(
-    held, clients, seed=0, round=1, batch_size=1, epochs=1
-  )
+  held = hetfl.ClientPopulation.from_lists(bank, [[0], [1], [2]])
+  plan = plan_round({"train": held}, seed=0, round=1, batch_size=1)
   # From (0, 0): beta / 2 x up, of rate 1; the partner says the same, kl 0.
   for merge, expected in (
     (None, 0.25 * (1 + 1 + 4) / 3),
@@ -203,38 +198,3 @@ def test_memes_may_be_merged_in_another_way(runner):
   short = hetfl.fml(clients, global_model=linear, merge=lambda m, w: m)
   with pytest.raises(ValueError, match=r"merge: .* \(3, 1, 2\), expected"):
     short.step(short.init(jax.random.key(0)), plan, {"train": bank})
-
-
-def noisy(key, delta):
-  leaves, structure = jax.tree.flatten(delta)
-  keys = jax.random.split(key, len(leaves))
-  draws = [d + jax.random.normal(k, d.shape) for k, d in zip(keys, leaves)]
-  return structure.unflatten(draws)
-
-
-@pytest.mark.parametrize("runner", ("inline", "threads", "padded mesh"))
-def test_lanes_of_one_client_are_lanes(runner):
-  """Clients of 1 to 4 steps, a stateful optimizer, noise in what is sent."""
-  pools = federation.make_pools(
-    client_optimizer=lambda rate: optax.sgd(rate, momentum=0.5),
-    delta_transform=noisy,
-  )
-  algorithm = fedavg(pools, rounds=3, engine=engines()[runner])
-  state, data = algorithm.init(jax.random.key(0)), federation.make_data()
-  plan = federation.make_plan(1, num_lanes=5)
-  assert all(isinstance(lanes, OneClientLanes) for lanes in plan.pools)
-  assert len(set(plan.pools[0].steps.tolist())) > 2  # And one lane is empty.
-  usual = plan._replace(pools=tuple(LanePlan(*lanes) for lanes in plan.pools))
-  pools_of = lambda plan: algorithm.step(state, plan, data)[0].pools
-  chex.assert_trees_all_close(
-    pools_of(plan),
-    pools_of(usual),
-    rtol=1e-5,
-    atol=1e-6,
-  )
-  packed = federation.make_plan(1, num_lanes=2)
-  assert not isinstance(packed.pools[0], OneClientLanes)
-  few, many = planning.stack_plans([plan, plan]), planning.stack_plans([usual])
-  assert isinstance(few.pools[0], OneClientLanes)
-  mixed = planning.stack_plans([plan, usual])
-  chex.assert_trees_all_equal_structs(mixed, many)

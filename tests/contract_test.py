@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import weakref
 
 import chex
 import flax.linen as nn
@@ -12,9 +14,21 @@ import optax
 import pytest
 import scipy.special
 
-from hetfl import codist, core, engine, planning, population
-from hetfl.fedavg import fedavg
-from hetfl.pool import fedadam_server, fedavg_server, Pool, round_keys
+from hetfl import (
+  ClientPopulation,
+  core,
+  engine,
+  fedadam_server,
+  fedavg,
+  fedavg_server,
+  localize,
+  merged_codist,
+  periodic_codist,
+  plan_round,
+  Pool,
+  stack_plans,
+)
+from hetfl.algorithms.fedavg import round_keys
 from tests import federation
 from tests.algorithms import (
   arrays,
@@ -23,6 +37,7 @@ from tests.algorithms import (
   make_distiller,
   noisy,
   run,
+  unlike,
 )
 
 ROUNDS = 4
@@ -45,50 +60,59 @@ def build(name, runner=None, rounds=ROUNDS):
 
 every_algorithm = pytest.mark.parametrize("name", CASES)
 those_with_pools = pytest.mark.parametrize(
-  "name", [name for name, case in CASES.items() if case.lanes]
+  "name", [name for name, case in CASES.items() if case.pooled]
 )
 
 
 @pytest.fixture(scope="module")
 def reference():
-  """Each algorithm's state after all rounds: one lane, one program."""
+  """Each algorithm's state after all rounds, in one program."""
   return functools.cache(lambda name: run(name, build(name), ROUNDS))
 
 
 RUNNERS = {
-  "lanes3": (lambda: engine.Inline(max_lanes=2), 3),
-  "lanes20": (lambda: None, 20),  # More than there are clients.
-  "mesh4": (lambda: engine.Inline(federation.mesh(4)), 4),
-  "mesh8": (
-    lambda: engine.Inline(federation.mesh(8)),
-    1,
-  ),  # More than clients, parties.
-  "threads1": (lambda: engine.Threads(2), 1),
-  "threads4": (lambda: engine.Threads(2), 4),
+  "lanes2": lambda: engine.Inline(max_lanes=2),
+  "lanes3": lambda: engine.Inline(max_lanes=3),
+  "mesh4": lambda: engine.Inline(federation.mesh(4)),
+  # Two lanes on each of three devices, which share nothing equally.
+  "mesh3": lambda: engine.Inline(federation.mesh(3), max_lanes=2),
+  "mesh8": lambda: engine.Inline(federation.mesh(8)),
+  "threads": lambda: engine.Threads(2),
 }
 
 
-@pytest.mark.parametrize(
-  "name,kind",
-  [
-    (name, kind)
-    for name, case in CASES.items()
-    for kind in RUNNERS
-    if kind != ("mesh8" if case.lanes else "lanes20")  # Nothing new there.
-  ],
-)
+@every_algorithm
+@pytest.mark.parametrize("kind", RUNNERS)
 def test_lanes_devices_and_threads(reference, name, kind):
-  runner, lanes = RUNNERS[kind]
-  state, metrics = run(name, build(name, runner()), ROUNDS, lanes=lanes)
+  state, metrics = run(name, build(name, RUNNERS[kind]()), ROUNDS)
   expected, expected_metrics = reference(name)
   assert_close(arrays(state), arrays(expected))
   assert_close(metrics, expected_metrics)
 
 
 @every_algorithm
+@pytest.mark.parametrize("threads", [False, True])
+def test_programs_are_freed_with_their_algorithm(name, threads):
+  runner = engine.Threads(2) if threads else engine.Inline()
+  made, run_works = [], runner.run
+
+  def watched(*works):
+    made.extend(weakref.ref(work.task) for work in works)
+    return run_works(*works)
+
+  runner.run = watched
+  algorithm = build(name, runner)
+  run(name, algorithm, 1)
+  assert made
+  del algorithm
+  gc.collect()
+  assert not any(task() for task in made)
+
+
+@every_algorithm
 def test_threads_give_the_same_bits_every_time(name):
   runner = engine.Threads(3)
-  states = [run(name, build(name, runner), 2, lanes=4)[0] for _ in range(2)]
+  states = [run(name, build(name, runner), 2)[0] for _ in range(2)]
   assert_equal(*map(arrays, states))
 
 
@@ -98,7 +122,7 @@ def test_a_plan_for_larger_banks_shows(name, runner):
   """Its loss is NaN; it does not train on other examples instead."""
   algorithm, case = build(name, runner), CASES[name]
   data = jax.tree.map(lambda a: a[:1], case.data())
-  _, metrics = algorithm.step(initial(name), case.plan(1, 2), data)
+  _, metrics = algorithm.step(initial(name), case.plan(1), data)
   losses = [m.value for n, m in metrics.items() if n.endswith("loss")]
   assert losses and np.isnan(losses).all()
 
@@ -107,7 +131,7 @@ def test_a_plan_for_larger_banks_shows(name, runner):
 def test_ten_rounds_in_one_dispatch(name):
   case = CASES[name]
   algorithm = case.build(None, 10)
-  plans = planning.stack_plans([case.plan(t, 1) for t in range(1, 11)])
+  plans = stack_plans([case.plan(t) for t in range(1, 11)])
   data = case.data()
   state, metrics = jax.jit(
     lambda state: jax.lax.scan(
@@ -122,13 +146,12 @@ def test_ten_rounds_in_one_dispatch(name):
 @those_with_pools
 def test_a_rounds_own_banks_are_enough(reference, name):
   algorithm, state = build(name), initial(name)
-  clients = [federation.POPULATION] * 2
+  names = ("pool0", "pool1", "distill")
+  sets = dict.fromkeys(names, federation.POPULATION)
   for round in range(1, ROUNDS + 1):
-    plan, data = planning.localize(
-      federation.make_plan(round), clients, federation.POPULATION.examples()
-    )
+    plan, data = localize(federation.make_plan(round), sets)
     # Both pools and the distillation share one bank, and still do.
-    assert data["pools"][0] is data["distill"]
+    assert data["pool0"] is data["distill"]
     assert len(data["distill"]["y"]) in (32, 64)
     state, metrics = algorithm.step(state, plan, data)
   expected, expected_metrics = reference(name)
@@ -141,7 +164,7 @@ def test_trials_are_a_batch_axis(name):
   trials, rounds = 4, 2
   case = CASES[name]
   algorithm, state = case.build(None, ROUNDS), initial(name)
-  states = [case.unlike(state, 1 - 0.2 * i) for i in range(trials)]
+  states = [unlike(name, state, 1 - 0.2 * i) for i in range(trials)]
   # Keys cannot be stacked by jnp.stack in all versions.
   stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(arrays, states)).replace(
     key=jnp.broadcast_to(state.key, (trials,))
@@ -183,7 +206,7 @@ def test_a_state_may_be_given_up(name):
 def test_a_plan_may_lie_on_the_device(name):
   case = CASES[name]
   algorithm = build(name, engine.Threads(2))
-  plan = case.plan(1, 2)
+  plan = case.plan(1)
   there, _ = algorithm.step(initial(name), jax.device_put(plan), case.data())
   here, _ = algorithm.step(initial(name), plan, case.data())
   chex.assert_trees_all_equal(arrays(there), arrays(here))
@@ -192,12 +215,12 @@ def test_a_plan_may_lie_on_the_device(name):
 def test_what_an_init_is_given_stays():
   """Donating a state does not delete the arrays that `init` was given."""
   alpha, key = jnp.array(0.5), jax.random.key(0)
-  merged = codist.merged_codist(
+  merged = merged_codist(
     federation.make_pools(), make_distiller(), alpha=alpha, rounds=None
   )
   fitted = CASES["fit"].build(None, ROUNDS)
-  variables = [p.trained.variables for p in fitted.init(key).parties]
-  trained = [p.trained for p in fitted.init(key).parties]
+  trained = [p.learner for p in fitted.init(key).clients]
+  variables = [learner.variables for learner in trained]
   fedmd = CASES["fedmd"].build(None, ROUNDS)
   give_up = jax.jit(
     lambda state: jax.tree.map(jnp.copy, state), donate_argnums=0
@@ -219,7 +242,7 @@ def test_accelerators_can_lower_it(name, backend, platforms, monkeypatch):
   case = CASES[name]
   step = jax.jit(case.build(None, ROUNDS).step)
   exported = jax.export.export(step, platforms=platforms)(
-    initial(name), case.plan(1, 2), case.data()
+    initial(name), case.plan(1), case.data()
   )
   assert exported.platforms == platforms
 
@@ -233,10 +256,10 @@ def test_threads_compile_nothing_later(name):
   compiled = lambda: sum("backend_compile" in event for event in events)
   algorithm = build(name, engine.Threads(2), rounds=20)
   # By then every program has run: exchanges, parties that stop.
-  state, _ = run(name, algorithm, 8, lanes=4)
+  state, _ = run(name, algorithm, 8)
   before = compiled()
   assert before > 0
-  run(name, algorithm, 6, state=state, first=9, lanes=4)
+  run(name, algorithm, 6, state=state, first=9)
   assert compiled() == before
 
 
@@ -245,25 +268,23 @@ def as_fedavg(pools, runner):
   options = dict(rounds=ROUNDS, engine=runner)
   distiller = make_distiller()
   return {
-    "merged": codist.merged_codist(pools, distiller, alpha=1.0, **options),
-    "scheduled": codist.merged_codist(
+    "merged": merged_codist(pools, distiller, alpha=1.0, **options),
+    "scheduled": merged_codist(
       pools, distiller, alpha=lambda t: jnp.ones(()), **options
     ),
-    "seldom": codist.merged_codist(
+    "seldom": merged_codist(
       pools, distiller, alpha=0.5, every=ROUNDS + 1, **options
     ),
-    "periodic": codist.periodic_codist(
-      pools, distiller, period=ROUNDS + 1, **options
-    ),
+    "periodic": periodic_codist(pools, distiller, period=ROUNDS + 1, **options),
   }
 
 
 def test_without_an_exchange_it_is_fedavg_bit_for_bit():
   pools, runner = federation.make_pools(), engine.Threads(2)
   plain = fedavg(pools, rounds=ROUNDS, engine=runner)
-  expected, _ = federation.run(plain, ROUNDS, num_lanes=3)
+  expected, _ = federation.run(plain, ROUNDS)
   for name, algorithm in as_fedavg(pools, runner).items():
-    state, metrics = federation.run(algorithm, ROUNDS, num_lanes=3)
+    state, metrics = federation.run(algorithm, ROUNDS)
     assert_equal(federation.params(state), federation.params(expected))
     assert metrics["pool0/distill_loss"].count == 0, name
 
@@ -287,9 +308,9 @@ def test_every_other_round_is_a_schedule():
   states = [
     federation.run(algorithm, ROUNDS)[0]
     for algorithm in (
-      codist.merged_codist(*pair, alpha=schedule, **options),
-      codist.merged_codist(*pair, alpha=0.5, every=2, **options),
-      codist.merged_codist(*pair, alpha=0.5, **options),
+      merged_codist(*pair, alpha=schedule, **options),
+      merged_codist(*pair, alpha=0.5, every=2, **options),
+      merged_codist(*pair, alpha=0.5, **options),
     )
   ]
   scheduled, every_other, always = map(federation.params, states)
@@ -312,7 +333,7 @@ def test_one_client_with_all_data_is_centralised_sgd():
   n = 8
   everything = federation.make_population((n,))
   (pool,) = federation.make_pools(
-    1, server_optimizer=fedavg_server, server_lr=1.0, client_lr=0.1
+    1, server_optimizer=fedavg_server, server_lr=1.0, learning_rate=0.1
   )
   algorithm = fedavg([pool], rounds=10**9)
   state = algorithm.init(jax.random.key(0))
@@ -320,32 +341,27 @@ def test_one_client_with_all_data_is_centralised_sgd():
 
   def loss(params):
     logits, _ = pool.model.apply(
-      state.pools[0].variables._replace(params=params), bank["x"], None, True
+      state.server[0].variables._replace(params=params), bank["x"], None, True
     )
     return pool.loss(logits, bank).mean()
 
-  expected = state.pools[0].params
+  expected = state.server[0].params
   for round in range(1, 4):
-    lanes = planning.plan_clients(
-      everything, seed=0, round=round, clients_per_round=1, batch_size=n
-    )
-    plan = planning.RoundPlan(np.int32(round), (lanes,), None)
-    state, _ = algorithm.step(state, plan, {"pools": (bank,)})
+    plan = plan_round({"pool0": everything}, seed=0, round=round, batch_size=n)
+    state, _ = algorithm.step(state, plan, {"pool0": bank})
     grads = jax.grad(loss)(expected)
     expected = jax.tree.map(lambda w, g: w - 0.1 * g, expected, grads)
-  assert_close(state.pools[0].params, expected)
+  assert_close(state.server[0].params, expected)
 
 
 def test_periodic_resets_the_servers_moments():
   pools = federation.make_pools(server_optimizer=fedadam_server)
-  algorithm = codist.periodic_codist(
-    pools, make_distiller(), period=2, rounds=ROUNDS
-  )
+  algorithm = periodic_codist(pools, make_distiller(), period=2, rounds=ROUNDS)
   counts = []
   state = algorithm.init(jax.random.key(0))
   for round in (1, 2, 3):
     state, _ = federation.run(jitted(algorithm), 1, state=state, first=round)
-    counts.append(int(optax.tree.get(state.pools[0].opt_state, "count")))
+    counts.append(int(optax.tree.get(state.server[0].opt_state, "count")))
   assert counts == [1, 0, 1]
 
 
@@ -367,21 +383,23 @@ def test_two_devices_are_two_halves_of_a_batch_to_batch_normalisation():
   ]
 
   def after_a_round(period, microbatch=None, runner=None):
-    algorithm = codist.periodic_codist(
+    algorithm = periodic_codist(
       pools,
       make_distiller(transform=None, mixup_beta=None, microbatch=microbatch),
       period=period,
       rounds=ROUNDS,
       engine=runner,
     )
-    return federation.run(jitted(algorithm), 1)[0].pools
+    return federation.run(jitted(algorithm), 1)[0].server
 
   halves = after_a_round(1, microbatch=4)
   shared = after_a_round(1, runner=engine.Inline(federation.mesh(2)))
   assert_close([p.params for p in shared], [p.params for p in halves])
 
   x = federation.POPULATION.bank["x"].reshape(-1, 32).astype(np.float64)
-  batches = x[federation.make_plan(1).distill].reshape(3, 2, 4, 32)
+  batches = x[federation.make_plan(1).batches["distill"].index[0]].reshape(
+    3, 2, 4, 32
+  )
   before = after_a_round(2)  # No exchange yet.
   for pool, start in zip(shared, before):
     mean, var = (start.stats["batch_stats"]["BatchNorm_0"][n] for n in _STATS)
@@ -401,7 +419,7 @@ def test_teachers_and_students_see_the_same_images(threads):
     return {**batch, "x": batch["x"] + noise}
 
   def loss_of(regularization):
-    algorithm = codist.merged_codist(
+    algorithm = merged_codist(
       federation.make_pools(),
       make_distiller(
         learning_rate=0.0,
@@ -425,9 +443,9 @@ def recorded(build):
   """Random draws and inputs of two pools in two rounds, a client of 2 steps."""
   pools = [
     Pool(
-      name,
       federation.recorder(20),
-      client_lr=0.125,
+      name,
+      learning_rate=0.125,
       server_lr=1.0,
       transform=noisy,
       server_optimizer=fedavg_server,
@@ -438,11 +456,11 @@ def recorded(build):
     pools, make_distiller(microbatch=1, mixup_beta=None), rounds=2
   )
   bank = federation.recorders_bank(4)
-  clients = population.ClientPopulation.from_lists(bank, [np.arange(4)])
+  clients = ClientPopulation.from_lists(bank, [np.arange(4)])
   start = state = algorithm.init(jax.random.key(0))
   for round in (1, 2):
-    plan = planning.plan_round(
-      [clients] * 2,
+    plan = plan_round(
+      {"a": clients, "b": clients},
       clients.examples(),
       seed=0,
       round=round,
@@ -451,17 +469,16 @@ def recorded(build):
       distill_steps=3,
       distill_batch_size=2,
     )
-    state, _ = algorithm.step(
-      state, plan, {"pools": (bank, bank), "distill": bank}
-    )
-  assert (start.pools[0].params != start.pools[1].params).any()
-  stats = [pool.stats for pool in state.pools]
+    data = dict.fromkeys(("a", "b", "distill"), bank)
+    state, _ = algorithm.step(state, plan, data)
+  assert (start.server[0].params != start.server[1].params).any()
+  stats = [pool.stats for pool in state.server]
   return [np.array([s[name] for s in stats]) for name in ("draws", "seen")]
 
 
 def test_no_draw_is_made_twice():
   """Two steps of a client and three of a student, each of two parts."""
-  draws, seen = recorded(functools.partial(codist.periodic_codist, period=1))
+  draws, seen = recorded(functools.partial(periodic_codist, period=1))
   assert (draws > 0).sum(axis=1).tolist() == [16, 16]
   assert len(np.unique(draws[draws > 0])) == 32
   # No key is used both for an image, which is 1 before, and in the model.
@@ -476,21 +493,25 @@ def test_no_draw_is_made_twice():
 
 def test_statistics_are_the_clients_weighted_mean():
   pool = Pool(
-    "a", federation.recorder(1), 0.125, 1.0, server_optimizer=fedavg_server
+    federation.recorder(1),
+    "a",
+    learning_rate=0.125,
+    server_lr=1.0,
+    server_optimizer=fedavg_server,
   )
   bank = {"x": jnp.array([[1.0], [5], [5], [5]]), "y": jnp.zeros(4, jnp.int32)}
-  clients = population.ClientPopulation.from_lists(bank, [[0], [1, 2, 3]])
-  plan = planning.plan_round(
-    [clients], seed=0, round=1, clients_per_round=2, batch_size=1
+  clients = ClientPopulation.from_lists(bank, [[0], [1, 2, 3]])
+  plan = plan_round(
+    {"a": clients}, seed=0, round=1, clients_per_round=2, batch_size=1
   )
   algorithm = fedavg([pool], rounds=None)
   state = algorithm.init(jax.random.key(0))
-  state, _ = algorithm.step(state, plan, {"pools": (bank,)})
-  assert state.pools[0].stats["seen"] == (1 * 1 + 3 * 5) / 4
+  state, _ = algorithm.step(state, plan, {"a": bank})
+  assert state.server[0].stats["seen"] == (1 * 1 + 3 * 5) / 4
 
 
 def test_merging_keeps_the_clients_statistics():
-  draws, _ = recorded(functools.partial(codist.merged_codist, alpha=0.5))
+  draws, _ = recorded(functools.partial(merged_codist, alpha=0.5))
   # Two steps in each of two rounds; the students' are dropped.
   assert (draws > 0).sum(axis=1).tolist() == [4, 4]
   assert len(np.unique(draws[draws > 0])) == 8
@@ -501,15 +522,15 @@ def test_labels_in_distillation_are_mixed_as_the_images_are():
     learning_rate=0.0, label_weight=1.0, regularization=0.0
   )
   pools = federation.make_pools()
-  algorithm = codist.merged_codist(pools, distiller, alpha=0.5, rounds=1)
+  algorithm = merged_codist(pools, distiller, alpha=0.5, rounds=1)
   state = algorithm.init(jax.random.key(0))
   plan, data = federation.make_plan(1), federation.make_data()
   _, metrics = jax.jit(algorithm.step)(state, plan, data)
   *_, key = round_keys(state.key, plan.round, 2)
   y, expected = np.asarray(data["distill"]["y"]), []
-  for s, index in enumerate(plan.distill):
-    batch = distiller.batch(key, data["distill"], s, index)
-    logits = pools[1].model.predict(state.pools[1].variables, batch["x"])
+  for s, index in enumerate(plan.batches["distill"].index[0]):
+    batch = distiller.batch(key, data["distill"], index, step=s)
+    logits = pools[1].model.predict(state.server[1].variables, batch["x"])
     onehot, w = np.eye(logits.shape[-1])[y[index]], batch["mixup"][:, None]
     mixed = w * onehot + (1 - w) * np.roll(onehot, -1, axis=0)
     kl = scipy.special.rel_entr(mixed, jax.nn.softmax(logits)).sum(axis=1)

@@ -6,15 +6,18 @@ import numpy as np
 import optax
 import pytest
 
-from hetfl import codist, core, distill
-from hetfl.fedavg import fedavg
-from hetfl.lanes import LanePlan
-from hetfl.pool import (
+from hetfl import (
+  Distiller,
+  engine,
   fedadam_server,
+  fedavg,
   fedavg_server,
-  fedavgm_server,
-  fedyogi_server,
+  Learner,
+  local,
+  merged_codist,
+  periodic_codist,
 )
+from hetfl.algorithms.fedavg import fedavgm_server, fedyogi_server
 from tests import federation
 from tests.oracles import codist as oracle
 
@@ -41,9 +44,11 @@ def start(algorithm, pools, server):
   """A float64 state, and the oracle's pools from the same parameters."""
   state = algorithm.init(jax.random.key(3))
   state = state.replace(
-    pools=tuple(
-      pool.reset_server(s.replace(params=double(s.params)))
-      for pool, s in zip(pools, state.pools)
+    server=tuple(
+      Learner.start(
+        s.variables._replace(params=double(s.params)), pool.server_optimizer
+      )
+      for pool, s in zip(pools, state.server)
     )
   )
   return state, [
@@ -51,25 +56,23 @@ def start(algorithm, pools, server):
       jax.tree.map(np.asarray, s.params),
       server,
       server_lr=None,
-      client_lr=float(s.hyper["client_lr"]),
-      prox=float(s.hyper.get("prox_mu", 0.0)),
+      client_lr=float(pool.learning_rate),
+      prox=float(pool.prox_mu or 0.0),
     )
-    for s in state.pools
+    for pool, s in zip(pools, state.server)
   ]
 
 
-def clients_of(lanes: LanePlan):
+def clients_of(plan, pool):
   """The oracle's view of a plan: each client's batches and weight."""
-  bank = federation.POPULATION.bank
-  clients = {}
-  for lane in range(len(lanes.steps)):
-    for s in range(lanes.steps[lane]):
-      k, index = lanes.client[lane, s], lanes.index[lane, s]
-      batches, _ = clients.setdefault(k, ([], None))
-      batches.append((bank["x"][index].astype(np.float64), bank["y"][index]))
-      if lanes.weight[lane, s]:
-        clients[k] = (batches, float(lanes.weight[lane, s]))
-  return [oracle.Client(*c) for c in clients.values()]
+  bank, rows = federation.POPULATION.bank, plan.batches[f"pool{pool}"]
+  return [
+    oracle.Client(
+      [(bank["x"][i].astype(np.float64), bank["y"][i]) for i in index[:steps]],
+      float(weight),
+    )
+    for index, steps, weight in zip(rows.index, rows.steps, rows.weight)
+  ]
 
 
 def decayed(pools, round, server_lr, distiller_settings=()):
@@ -85,7 +88,7 @@ def decayed(pools, round, server_lr, distiller_settings=()):
 
 
 def check(state, pools):
-  for ours, theirs in zip(state.pools, pools):
+  for ours, theirs in zip(state.server, pools):
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8),
       ours.params,
@@ -102,15 +105,15 @@ def test_fedavg(server, mu):
   state, expected = start(algorithm, pools, theirs)
   step = jax.jit(algorithm.step)
   for round in range(1, ROUNDS + 1):
-    plan = federation.make_plan(round, num_lanes=2)
+    plan = federation.make_plan(round)
     state, metrics = step(state, plan, federation.make_data())
     decayed(expected, round, 0.0625)
     expected = [
-      oracle.fedavg_round(pool, clients_of(lanes))
-      for pool, lanes in zip(expected, plan.pools)
+      oracle.fedavg_round(pool, clients_of(plan, i))
+      for i, pool in enumerate(expected)
     ]
     check(state, expected)
-  assert metrics["pool0/client_loss"].count == plan.pools[0].steps.sum()
+  assert metrics["pool0/client_loss"].count == plan.batches["pool0"].steps.sum()
 
 
 def codist_case(num_pools, microbatch):
@@ -120,7 +123,7 @@ def codist_case(num_pools, microbatch):
     regularization=[0.125, 0.25, 0.0][:num_pools],
     final_share=[0.25, 0.5, 0.125][:num_pools],
   )
-  distiller = distill.Distiller(
+  distiller = Distiller(
     learning_rate=settings["distill_lr"],
     final_share=settings["final_share"],
     temperature=settings["temperature"],
@@ -133,15 +136,13 @@ def codist_case(num_pools, microbatch):
 
 def distill_batches(plan, num_pools):
   x = federation.POPULATION.bank["x"].astype(np.float64)
-  return [[x[index] for index in plan.distill]] * num_pools
+  return [[x[index] for index in plan.batches["distill"].index[0]]] * num_pools
 
 
 @pytest.mark.parametrize("num_pools,microbatch", [(2, None), (3, 2)])
 def test_periodic_codist(num_pools, microbatch):
   settings, distiller, pools = codist_case(num_pools, microbatch)
-  algorithm = codist.periodic_codist(
-    pools, distiller, period=PERIOD, rounds=ROUNDS
-  )
+  algorithm = periodic_codist(pools, distiller, period=PERIOD, rounds=ROUNDS)
   state, expected = start(algorithm, pools, oracle.Adam())
   step = jax.jit(algorithm.step)
   for round in range(1, ROUNDS + 1):
@@ -150,7 +151,7 @@ def test_periodic_codist(num_pools, microbatch):
     decayed(expected, round, 0.0625, settings)
     expected = oracle.periodic_codist_round(
       expected,
-      [clients_of(lanes) for lanes in plan.pools],
+      [clients_of(plan, i) for i in range(num_pools)],
       round,
       PERIOD,
       distill_batches(plan, num_pools),
@@ -163,7 +164,7 @@ def test_periodic_codist(num_pools, microbatch):
 @pytest.mark.parametrize("num_pools,microbatch", [(2, 4), (3, None)])
 def test_merged_codist(num_pools, microbatch):
   settings, distiller, pools = codist_case(num_pools, microbatch)
-  algorithm = codist.merged_codist(pools, distiller, alpha=0.75, rounds=ROUNDS)
+  algorithm = merged_codist(pools, distiller, alpha=0.75, rounds=ROUNDS)
   state, expected = start(algorithm, pools, oracle.Adam())
   step = jax.jit(algorithm.step)
   for round in range(1, ROUNDS + 1):
@@ -172,47 +173,44 @@ def test_merged_codist(num_pools, microbatch):
     decayed(expected, round, 0.0625, settings)
     expected = oracle.merged_codist_round(
       expected,
-      [clients_of(lanes) for lanes in plan.pools],
+      [clients_of(plan, i) for i in range(num_pools)],
       0.75,
       distill_batches(plan, num_pools),
     )
     check(state, expected)
 
 
-def test_teachers_may_see_several_batches_at_once(monkeypatch):
+@pytest.mark.parametrize("at_once", [1, 2, 8])
+def test_teachers_may_see_several_batches_at_once(at_once):
+  """Two, and a rest of one; or more than there are."""
   model = federation.make_pools()[1].model
-  distiller = distill.Distiller(
+  distiller = Distiller(
     transform=lambda key, batch: {
       **batch,
       "x": batch["x"] + jax.random.normal(key, batch["x"].shape),
     },
   )
-  arguments = (
+  work = distiller.look(
+    distiller.view(model),
     model.init(jax.random.key(0)),
     jax.random.key(1),
     dict(federation.POPULATION.bank),
-    (np.arange(5), np.arange(20).reshape(5, 4)),
+    federation.make_plan(1).batches["distill"],
+    True,
   )
-  logits = []
-  for at_once in (1, 2, 8):  # Two and a rest of one; more than there are.
-    monkeypatch.setattr(distill, "_batches_at_once", lambda _, n=at_once: n)
-    predict = distiller.predictor(model)
-    logits.append(jax.jit(predict)(*arguments))
-    # Batch by batch, or not.
-    text = str(jax.make_jaxpr(predict)(*arguments))
-    assert ("length=5" in text) == (at_once == 1)
-  assert logits[0].shape == (5, 4, federation.CLASSES)
-  for several in logits[1:]:
-    np.testing.assert_allclose(several, logits[0], rtol=1e-5, atol=1e-6)
+  (several,) = engine.Inline().run(work._replace(at_once=at_once))
+  (each,) = engine.Threads(1).run(work)
+  assert each.shape == (3, 8, federation.CLASSES)
+  np.testing.assert_allclose(several, each, rtol=1e-5, atol=1e-6)
 
 
 def test_a_batch_without_divisors_is_warned_of(monkeypatch):
   said = []
   monkeypatch.setattr(
-    core.logging, "log_first_n", lambda *args: said.append(args[1] % args[3:])
+    local.logging, "log_first_n", lambda *args: said.append(args[1] % args[3:])
   )
-  assert core.num_parts(37, 16) == 37
+  assert local.num_parts(37, 16) == 37
   assert "A batch of 37 is cut into 37 parts of 1" in said.pop()
   for batch_size, at_most in ((128, 16), (8, 16), (37, None), (37, 37)):
-    core.num_parts(batch_size, at_most)
+    local.num_parts(batch_size, at_most)
   assert not said
