@@ -184,8 +184,8 @@ def in_order(
   >>> in_order(np.array([4, 8, 6]), 2).index.tolist()
   [[[4, 8], [6, -1]]]
   """
-  size = min(batch_size, len(index))
-  steps = -(-len(index) // (size * rows))
+  size = max(1, min(batch_size, len(index)))
+  steps = max(1, -(-len(index) // (size * rows)))
   missing = rows * steps * size - len(index)
   xp = np if isinstance(index, np.ndarray) else jnp
   padded = xp.pad(index, (0, missing), constant_values=-1).astype(np.int32)

@@ -5,23 +5,26 @@ import functools
 
 import chex
 import flax.linen as nn
-from hetfl.fedmd import (
-  consensus,
-  fedmd,
-  learn_program,
-  plan_fedmd,
-  scores_program,
-  squared_error,
-  TRANSLATORS,
-)
-from hetfl.party import fit, keras_adam, Party, plan_fit, shuffled_epochs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from hetfl import core, engine, population
+from hetfl import (
+  core,
+  engine,
+  fedmd,
+  fit,
+  keras_adam,
+  Learner,
+  Participant,
+  plan_fedmd,
+  plan_fit,
+  plan_round,
+  Subset,
+)
+from hetfl.algorithms.fedmd import consensus, squared_error
 from hetfl.models import fedmd as models
 from tests import algorithms, federation
 from tests.algorithms import PARTY_CLASSES, PartyMlp
@@ -57,10 +60,11 @@ def make_parties(dropout=0.0, cnn=False):
       for filters in FILTERS
     ]
   return [
-    Party(
+    Participant(
       name=f"party{k}",
       model=core.Model.from_flax(module, jnp.zeros((1, *SHAPE))),
       learning_rate=2.0 ** -(6 + k),
+      transform=transform,
       l2=0.125,
       penalty=models.head_penalty,
       # A bias before batch normalisation has no gradient but rounding's,
@@ -81,13 +85,16 @@ def make_bank(n, seed):
 
 PUBLIC = make_bank(24, 0)
 PRIVATE = make_bank(11, 1)
-EXAMPLES = (np.arange(4), np.arange(4, 11))
+HELD = {
+  "party0": Subset(PRIVATE, np.arange(4)),
+  "party1": Subset(PRIVATE, np.arange(4, 11)),
+}
 
 
 def make_plan(round):
   return plan_fedmd(
-    population.Subset.whole(PUBLIC),
-    EXAMPLES,
+    Subset.whole(PUBLIC),
+    HELD,
     seed=0,
     round=round,
     subset=12,
@@ -97,22 +104,18 @@ def make_plan(round):
   )
 
 
-def make_data(private=None):
-  bank = jax.device_put(PRIVATE)
-  return {
-    "public": jax.device_put(PUBLIC),
-    "private": private or (bank,) * len(EXAMPLES),
-  }
+def make_data(**private):
+  banks = jax.device_put({"public": PUBLIC} | dict.fromkeys(HELD, PRIVATE))
+  return banks | private
 
 
 def build(parties=None, runner=None, **settings):
   return fedmd(
     parties or make_parties(),
     public_transform=transform,
-    private_transform=transform,
-    eval_batch_size=5,
     engine=runner,
-    **{"consensus_weights": WEIGHTS, "temperature": 2.0, **settings},
+    **dict(consensus_weights=WEIGHTS, temperature=2.0, eval_batch_size=5)
+    | settings,
   )
 
 
@@ -130,7 +133,7 @@ def jitted(algorithm):
 
 
 def params(state):
-  return [party.variables.params for party in state.parties]
+  return [learner.params for learner in state.clients]
 
 
 def oracle_blocks(filters):
@@ -174,6 +177,16 @@ def check(variables, expected):
       assert_close(dict(a), dict(b), rtol=1e-6, atol=1e-8)
 
 
+def subset_of(plan):
+  return plan.batches["public"].index[0, 0]
+
+
+def batches_of(plan, name):
+  """For each row of the plan its batches."""
+  index, steps, *_ = plan.batches[name]
+  return [row[:n] for row, n in zip(index, steps)]
+
+
 def images(bank, index):
   """Images as the models see them, in float64."""
   return bank["x"][index].astype(np.float64) / 4
@@ -185,7 +198,7 @@ def test_rounds_are_the_oracles(loss):
   with float64() as double:
     algorithm = build(parties, digest_loss=loss)
     state = double(algorithm.init(jax.random.key(3)))
-    expected = oracle_parties(parties, [p.variables for p in state.parties])
+    expected = oracle_parties(parties, [p.variables for p in state.clients])
     step, scores = jax.jit(algorithm.step), TRANSLATIONS[loss][0]
     # Two rounds: in the second one both optimizers go on.
     for round in (1, 2):
@@ -194,16 +207,17 @@ def test_rounds_are_the_oracles(loss):
       expected = oracle.round(
         expected,
         WEIGHTS,
-        images(PUBLIC, plan.subset),
-        plan.digest,
+        images(PUBLIC, subset_of(plan)),
+        batches_of(plan, "digest"),
         [
-          [(images(PRIVATE, index), PRIVATE["y"][index]) for index in batches]
-          for batches in plan.revisit
+          [(images(PRIVATE, i), PRIVATE["y"][i]) for i in index]
+          for name in HELD
+          for index in batches_of(plan, name)
         ],
         scores=scores,
         loss=TRANSLATIONS[loss][1],
       )
-      check([p.variables for p in state.parties], expected)
+      check([p.variables for p in state.clients], expected)
     assert metrics["party1/digest_loss"].count == 3  # ceil(12 / 5)
     assert metrics["party1/revisit_loss"].count == 6  # 2 ceil(7 / 3)
 
@@ -211,27 +225,27 @@ def test_rounds_are_the_oracles(loss):
 def test_fit_is_the_oracles():
   parties = make_parties(cnn=True)
   with float64() as double:
-    algorithm = fit(parties, transform=transform)
+    algorithm = fit(parties)
     state = double(algorithm.init(jax.random.key(3)))
     expected = oracle_parties(
-      parties, [p.trained.variables for p in state.parties]
+      parties, [p.learner.variables for p in state.clients]
     )
-    bank = double(jax.device_put(PRIVATE))
-    data = {"train": (bank,) * 2, "stopping": None}
+    data = double(make_data())
     values = [None] * 2
     for round in (1, 2):
-      plan = plan_fit(EXAMPLES, seed=0, phase=0, round=round, batch_size=3)
+      plan = plan_fit(HELD, seed=0, round=round, batch_size=3)
       state, metrics = jax.jit(algorithm.step)(state, plan, data)
-      for k, (batches, steps) in enumerate(zip(plan.batches, plan.steps)):
+      for k, name in enumerate(HELD):
+        (batches,) = batches_of(plan, name)
         party, party_state, values[k] = oracle.train(
           expected[k],
           expected[k].revisit,
-          [(images(PRIVATE, i), PRIVATE["y"][i]) for i in batches[:steps]],
+          [(images(PRIVATE, i), PRIVATE["y"][i]) for i in batches],
           lambda y, z: codist_oracle.cross_entropy(z, y),
         )
         party.revisit = party_state
         expected[k] = party
-    check([p.trained.variables for p in state.parties], expected)
+    check([p.learner.variables for p in state.clients], expected)
     # The loss in the records is without the penalty.
     total, count = metrics["party1/loss"]
     np.testing.assert_allclose(total / count, np.mean(values[1]), rtol=1e-6)
@@ -268,73 +282,33 @@ def test_the_oracles_gradients():
 
 def uploads(variables, plan):
   """What each party sends."""
+  x = PUBLIC["x"][subset_of(plan)] / 4
   return [
-    np.asarray(
-      party.model.apply(v, PUBLIC["x"][plan.subset] / 4, None, False)[0]
-    )
+    np.asarray(party.model.predict(v, x))
     for party, v in zip(make_parties(), variables)
   ]
 
 
-def poisoned(k):
-  """The parties' banks, of which one has other images and labels."""
-  other = {"x": PRIVATE["x"][::-1] * 3, "y": (PRIVATE["y"] + 1) % CLASSES}
-  banks = [jax.device_put(PRIVATE)] * len(EXAMPLES)
-  banks[k] = jax.device_put(other)
-  return tuple(banks)
-
-
 def test_a_partys_data_never_reaches_another():
   parties, runner = make_parties(), engine.Threads(2)
-  transfer = fit(parties, transform=transform, engine=runner)
+  transfer = fit(parties, engine=runner)
   algorithm = build(parties, runner, consensus_weights=(0.0, 1.0))
+  other = {"x": PRIVATE["x"][::-1] * 3, "y": (PRIVATE["y"] + 1) % CLASSES}
   sent, ends = [], []
-  for banks in (None, poisoned(0)):
-    banks = banks or (jax.device_put(PRIVATE),) * len(EXAMPLES)
+  for data in (make_data(), make_data(party0=jax.device_put(other))):
     state = transfer.init(jax.random.key(0))
-    plan = plan_fit(EXAMPLES, seed=0, phase=1, round=1, batch_size=4)
-    state, _ = transfer.step(state, plan, {"train": banks, "stopping": None})
-    trained = [learner.trained for learner in state.parties]
+    plan = plan_fit(HELD, seed=0, phase=1, round=1, batch_size=4)
+    state, _ = transfer.step(state, plan, data)
+    trained = [progress.learner for progress in state.clients]
     sent.append(uploads([t.variables for t in trained], make_plan(1)))
     state = algorithm.init(jax.random.key(0), trained)
-    state, _ = run(algorithm, 2, state=state, data=make_data(banks))
+    state, _ = run(algorithm, 2, state=state, data=data)
     ends.append(params(state))
   # Round 1: the poisoned party says something else, the others the same bits.
   assert not np.allclose(sent[0][0], sent[1][0])
   assert_equal(sent[0][1:], sent[1][1:])
   # Its consensus weight is zero, so it does not affect the others at all.
   assert_equal(ends[0][1:], ends[1][1:])
-
-
-def test_one_hot_weights_are_learning_from_that_party():
-  parties = make_parties()
-  algorithm = jitted(build(parties))
-  plan, data = make_plan(1), make_data()
-  start = algorithm.init(jax.random.key(0))
-  sent = uploads([p.variables for p in start.parties], plan)
-  key = jax.random.fold_in(start.key, 1)
-  learn = [
-    jax.jit(learn_program(party, TRANSLATORS["mae"], transform, transform))
-    for party in parties
-  ]
-  for teacher in range(2):
-    hyper = {**start.hyper, "consensus_weights": jnp.eye(2)[teacher]}
-    state, _ = algorithm.step(start.replace(hyper=hyper), plan, data)
-    for k in range(2):
-      alone, *_ = learn[k](
-        start.parties[k],
-        1.0,
-        jax.random.fold_in(key, k),
-        data["public"],
-        sent[teacher],
-        plan.subset,
-        plan.digest[k],
-        data["private"][k],
-        plan.revisit[k],
-      )
-      assert_close(state.parties[k].variables, alone.variables)
-  # Hand-worked: (3 * 1 + 1 * 5) / 4.
-  assert consensus([1.0, 5.0], jnp.array([3.0, 1.0])) == 2
 
 
 @pytest.mark.parametrize("others", [5.0, np.nan])
@@ -360,32 +334,34 @@ def test_the_consensus_is_made_before_anybody_moves():
   forward = jitted(build(parties, consensus_weights=None))
   start = forward.init(jax.random.key(0))
   trained = [
-    party.start(p.variables) for party, p in zip(parties, start.parties)
+    Learner.start(of.variables, party.optimizer)
+    for party, of in zip(parties, start.clients)
   ]
   backward = jitted(build(parties[::-1], consensus_weights=None))
   plan, data = make_plan(1), make_data()
-  mirrored = plan._replace(digest=plan.digest[::-1], revisit=plan.revisit[::-1])
+  rows = jax.tree.map(lambda a: a[::-1], plan.batches["digest"])
+  mirrored = plan._replace(batches={**plan.batches, "digest": rows})
   a, _ = forward.step(forward.init(start.key, trained), plan, data)
   b, _ = backward.step(backward.init(start.key, trained[::-1]), mirrored, data)
   assert_close(params(a), params(b)[::-1])
 
 
 def test_batch_statistics_and_dropout_are_for_training_only():
+  """What parties send is drawn by nobody, and no image sees another."""
   parties = make_parties(dropout=0.5)
-  algorithm = jitted(build(parties))
-  start = algorithm.init(jax.random.key(0))
-  before = start.parties[0].variables.stats["batch_stats"]["BatchNorm_0"]
-  state, _ = run(algorithm, 1, state=start)
-  after = state.parties[0].variables.stats["batch_stats"]["BatchNorm_0"]
-  assert not np.allclose(before["mean"], after["mean"])
-  program = scores_program(parties[0], TRANSLATORS["mae"], transform, 5)
-  variables, subset = state.parties[0].variables, make_plan(1).subset
-  bank = jax.device_put(PUBLIC)
-  whole = program(variables, 1.0, bank, subset)
-  # Inference: no draw, and no example sees another.
-  np.testing.assert_allclose(
-    program(variables, 1.0, bank, subset[3:4])[0], whole[3], rtol=1e-5
+  start = build(parties).init(jax.random.key(0))
+  state, _ = run(jitted(build(parties)), 1, state=start)
+  before, after = (
+    s.clients[0].variables.stats["batch_stats"]["BatchNorm_0"]["mean"]
+    for s in (start, state)
   )
+  assert not np.allclose(before, after)
+  # Images of a batch would share statistics and one draw of dropout.
+  ends = [
+    run(jitted(build(parties, eval_batch_size=n)), 1, state=start)[1]
+    for n in (1, 5, 12)
+  ]
+  assert_close(*ends)
 
 
 # --- Early stopping and plans ----------------------------------------------
@@ -403,31 +379,29 @@ class _Table(nn.Module):
 def test_early_stopping_is_kerass():
   # The table answers the class that it was last trained on; of the stopping
   # set two thirds are of class 0. Accuracies: 2/3, 1/3, 1/3, 2/3, 2/3.
-  party = Party(
-    "table",
+  party = Participant(
     core.Model.from_flax(_Table(), jnp.zeros((1, 2))),
+    "table",
     learning_rate=10.0,
-    optimizer=optax.sgd,
   )
   algorithm = jitted(fit([party], patience=2, min_delta=0.1))
   state = algorithm.init(jax.random.key(0))
   x = jnp.zeros((3, 2))
-  stopping = population.Subset(
-    {"x": x, "y": jnp.array([0, 0, 1])}, np.arange(3, dtype=np.int32)
-  )
+  stopping = Subset.whole({"x": x, "y": jnp.array([0, 0, 1])})
   seen = []
   for round, label in enumerate((0, 1, 1, 0, 0), 1):
-    bank = {"x": x, "y": jnp.full((3,), label)}
-    plan = plan_fit([np.arange(3)], seed=0, phase=0, round=round, batch_size=3)
-    state, metrics = algorithm.step(
-      state, plan, {"train": (bank,), "stopping": stopping}
+    held = Subset.whole({"x": x, "y": jnp.full((3,), label)})
+    plan = plan_fit(
+      {"table": held}, stopping, seed=0, round=round, batch_size=3
     )
-    (learner,) = state.parties
+    data = {"table": held.bank, "stopping": stopping.bank}
+    state, metrics = algorithm.step(state, plan, data)
+    (progress,) = state.clients
     seen.append(
       (
-        round_to_thirds(learner.accuracy),
-        int(learner.wait),
-        int(learner.epochs),
+        round_to_thirds(progress.accuracy),
+        int(progress.wait),
+        int(progress.epochs),
         float(metrics["table/loss"].count),
       )
     )
@@ -453,44 +427,46 @@ def test_progress_is_more_than_min_delta_above_the_best(
   min_delta, correct, expected, last
 ):
   """A model that always says class 0 once its image is negated."""
-  party = Party("a", federation.line(-1.0, 0.0), learning_rate=0.0)
-  algorithm = jitted(
-    fit(
-      [party],
-      transform=lambda batch: {**batch, "x": -batch["x"]},
-      patience=2,
-      min_delta=min_delta,
-    )
+  party = Participant(
+    federation.line(-1.0, 0.0),
+    "a",
+    learning_rate=0.0,
+    transform=lambda batch: {**batch, "x": -batch["x"]},
   )
+  algorithm = jitted(fit([party], patience=2, min_delta=min_delta))
   state = algorithm.init(jax.random.key(0))
   x, seen = jnp.ones((10, 1)), []
   for round, right in enumerate(correct, 1):
     y = (jnp.arange(10) >= right).astype(jnp.int32)
-    data = {
-      "train": ({"x": x, "y": y},),
-      "stopping": population.Subset({"x": x, "y": y}, np.arange(10)),
-    }
-    plan = plan_fit([[0]], seed=0, phase=0, round=round, batch_size=1)
-    state, _ = algorithm.step(state, plan, data)
-    (learner,) = state.parties
-    seen.append((int(learner.wait), int(learner.epochs)))
+    bank = {"x": x, "y": y}
+    plan = plan_fit(
+      {"a": Subset(bank, [0])},
+      Subset.whole(bank),
+      seed=0,
+      round=round,
+      batch_size=1,
+    )
+    state, _ = algorithm.step(state, plan, {"a": bank, "stopping": bank})
+    (progress,) = state.clients
+    seen.append((int(progress.wait), int(progress.epochs)))
   assert seen == expected
-  assert float(learner.accuracy) == pytest.approx(last)
+  assert float(progress.accuracy) == pytest.approx(last)
 
 
 def test_public_and_private_examples_are_prepared_each_in_its_way():
+  times = lambda n: lambda batch: {**batch, "x": n * batch["x"]}
   parties = [
-    Party(name, federation.line(w, 0.0), learning_rate=1.0, optimizer=optax.sgd)
+    Participant(
+      federation.line(w, 0.0), name, learning_rate=1.0, transform=times(3)
+    )
     for name, w in (("a", 0.0), ("b", 2.0))
   ]
-  times = lambda n: lambda batch: {**batch, "x": n * batch["x"]}
-  algorithm = fedmd(
-    parties, public_transform=times(2), private_transform=times(3)
-  )
+  algorithm = fedmd(parties, public_transform=times(2))
   bank = {"x": jnp.ones((1, 1)), "y": jnp.zeros(1, jnp.int32)}
+  image = Subset.whole(bank)
   plan = plan_fedmd(
-    population.Subset.whole(bank),
-    [[0], [0]],
+    image,
+    {"a": image, "b": image},
     seed=0,
     round=1,
     subset=1,
@@ -499,7 +475,7 @@ def test_public_and_private_examples_are_prepared_each_in_its_way():
   _, metrics = algorithm.step(
     algorithm.init(jax.random.key(0)),
     plan,
-    {"public": bank, "private": (bank, bank)},
+    {"public": bank, "a": bank, "b": bank},
   )
   for name in "ab":
     # They say 0 and 4, agree on 2, and go to weights of 1 +- sign 2 / 2 = 1.
@@ -510,39 +486,41 @@ def test_public_and_private_examples_are_prepared_each_in_its_way():
 
 
 def test_revisit_goes_on_with_the_optimizer_of_transfer_learning():
-  party = Party("a", federation.line(0.0, 0.0))
+  party = Participant(
+    federation.line(0.0, 0.0), "a", learning_rate=1e-3, optimizer=keras_adam
+  )
   bank = {"x": jnp.ones((4, 1)), "y": jnp.zeros(4, jnp.int32)}
   transfer, algorithm = fit([party]), fedmd([party])
   state = transfer.init(jax.random.key(0))
-  plan = plan_fit([np.arange(4)], seed=0, phase=0, round=1, batch_size=1)
-  state, _ = transfer.step(state, plan, {"train": (bank,)})
-  trained = [learner.trained for learner in state.parties]
-  (start,) = algorithm.init(jax.random.key(0), trained).parties
-  assert_equal(start.revisit_opt_state, trained[0].opt_state)
-  assert optax.tree.get(start.revisit_opt_state, "count") == 4
-  assert_equal(
-    start.digest_opt_state, party.start(trained[0].variables).opt_state
-  )
+  plan = plan_fit({"a": Subset.whole(bank)}, seed=0, round=1, batch_size=1)
+  state, _ = transfer.step(state, plan, {"a": bank})
+  trained = [progress.learner for progress in state.clients]
+  (start,) = algorithm.init(jax.random.key(0), trained).clients
+  assert_equal(start.opt_state["revisit"], trained[0].opt_state)
+  assert optax.tree.get(start.opt_state["revisit"], "count") == 4
+  new = Learner.start(trained[0].variables, keras_adam)
+  assert_equal(start.opt_state["digest"], new.opt_state)
 
 
 def test_no_draw_is_made_twice():
   """Not by two parties, in two phases, in two steps, or in two rounds."""
   model = federation.recorder(12)
-  parties = [Party(name, model, learning_rate=0.125) for name in "ab"]
+  parties = [Participant(model, name, learning_rate=0.125) for name in "ab"]
   bank = federation.recorders_bank(2)
-  private, data = [[0, 1]] * 2, (bank,) * 2
+  held = dict.fromkeys("ab", Subset.whole(bank))
+  data = dict.fromkeys(("public", *held), bank)
   transfer, algorithm = fit(parties), fedmd(parties)
   state = transfer.init(jax.random.key(0))
   for t in (1, 2):
-    plan = plan_fit(private, seed=0, phase=0, round=t, batch_size=1)
-    state, _ = transfer.step(state, plan, {"train": data})
+    plan = plan_fit(held, seed=0, round=t, batch_size=1)
+    state, _ = transfer.step(state, plan, data)
   state = algorithm.init(
-    jax.random.key(1), [learner.trained for learner in state.parties]
+    jax.random.key(1), [progress.learner for progress in state.clients]
   )
   for t in (1, 2):
     plan = plan_fedmd(
-      population.Subset.whole(bank),
-      private,
+      Subset.whole(bank),
+      held,
       seed=0,
       round=t,
       subset=2,
@@ -550,8 +528,8 @@ def test_no_draw_is_made_twice():
       revisit_batch_size=1,
       revisit_epochs=1,
     )
-    state, _ = algorithm.step(state, plan, {"public": bank, "private": data})
-  draws = [p.variables.stats["draws"] for p in state.parties]
+    state, _ = algorithm.step(state, plan, data)
+  draws = [p.variables.stats["draws"] for p in state.clients]
   assert np.all(draws) and len(np.unique(draws)) == 2 * 2 * (2 + 2 + 2)
 
 
@@ -562,20 +540,26 @@ def round_to_thirds(accuracy):
 def test_plans_are_pure_and_fresh():
   assert_equal(make_plan(1), make_plan(1))
   first, second = make_plan(1), make_plan(2)
-  assert set(first.subset) != set(second.subset)
-  assert len(set(first.subset.tolist())) == 12
-  for batches in first.digest:
+  assert set(subset_of(first)) != set(subset_of(second))
+  assert len(set(subset_of(first).tolist())) == 12
+  one, other = batches_of(first, "digest")
+  for batches in (one, other):
     # An epoch: everything once; 3 of 15 places are filled up.
     counts = np.bincount(batches.ravel(), minlength=12)
     assert counts.min() == 1 and counts.sum() == 15
-  assert not np.array_equal(first.digest[0], first.digest[1])
-  for positions, batches in zip(EXAMPLES, first.revisit):
-    assert set(batches.ravel()) == set(positions)
-    assert len(batches) == 2 * -(-len(positions) // 3)
+  assert not np.array_equal(one, other)
+  for name, held in HELD.items():
+    (batches,) = batches_of(first, name)
+    assert set(batches.ravel()) == set(held.index)
+    assert len(batches) == 2 * -(-len(held.index) // 3)
 
 
 def test_short_batches_are_filled_up_with_others():
-  batches = shuffled_epochs(np.arange(18), seed=0, batch_size=5, epochs=3)
+  held = {"a": Subset.whole({"x": np.zeros(18)})}
+  plan = plan_round(
+    held, seed=0, round=1, batch_size=5, epochs=3, tail="repeat"
+  )
+  (batches,) = batches_of(plan, "a")
   assert batches.shape == (12, 5)
   for epoch in np.split(batches, 3):
     assert set(epoch.ravel()) == set(range(18))
@@ -583,12 +567,9 @@ def test_short_batches_are_filled_up_with_others():
 
 
 def test_no_two_epochs_have_one_order():
-  """Of parties, of the two phases of a round, of rounds, and of seeds."""
-  public, private = (
-    population.Subset.whole({"x": np.zeros(20)}),
-    [range(20)] * 2,
-  )
-  orders = []
+  """Of parties, of the phases of a run, of its rounds, and of seeds."""
+  public = Subset.whole({"x": np.zeros(20)})
+  private, orders = dict.fromkeys("ab", public), []
   for seed, t in ((0, 1), (0, 2), (1, 1)):
     plan = plan_fedmd(
       public,
@@ -599,11 +580,12 @@ def test_no_two_epochs_have_one_order():
       digest_epochs=2,
       revisit_batch_size=20,
     )
-    orders += [*plan.digest, *plan.revisit]
+    orders += [batches_of(plan, name) for name in ("digest", *private)]
     for phase in (0, 1):
       plan = plan_fit(private, seed=seed, phase=phase, round=t, batch_size=20)
-      orders += [batches[:1] for batches in plan.batches]
-  assert len(np.unique(np.concatenate(orders), axis=0)) == 3 * 2 * (2 + 2 + 2)
+      orders += [batches_of(plan, name) for name in private]
+  drawn = np.concatenate([one.reshape(-1, 20) for of in orders for one in of])
+  assert len(np.unique(drawn, axis=0)) == len(drawn) == 3 * 2 * (2 + 2 + 2)
 
 
 def test_what_is_out_of_range_is_refused():
@@ -614,26 +596,23 @@ def test_what_is_out_of_range_is_refused():
     (dict(consensus_weights=(2, -1)), "must not be negative"),
     (dict(consensus_weights=(0, 0)), "nor all zero"),
     (dict(temperature=0.0), "temperature=0.0"),
+    (dict(parties=[parties[0]] * 2), "each with a name of its own"),
   ]:
     with pytest.raises(ValueError, match=message):
-      build(parties, **settings)
-  with pytest.raises(ValueError, match="a different name"):
-    build([parties[0], parties[0]])
+      build(**settings)
   with pytest.raises(ValueError, match="patience=0"):
     fit(parties, patience=0)
   with pytest.raises(ValueError, match="learning_rate=-1"):
-    fit([Party("a", parties[0].model, learning_rate=-1)])
+    Participant(parties[0].model, "a", learning_rate=-1)
   with pytest.raises(ValueError, match="subset=99: exceeds the 24"):
-    plan_fedmd(
-      population.Subset.whole(PUBLIC), EXAMPLES, seed=0, round=1, subset=99
-    )
+    plan_fedmd(Subset.whole(PUBLIC), HELD, seed=0, round=1, subset=99)
 
 
 def test_public_examples_need_no_labels():
   """All are then equally likely: of 6, each is in half of the subsets of 3."""
-  public = population.Subset({"x": np.zeros((9, 2))}, np.arange(3, 9))
+  public = Subset({"x": np.zeros((9, 2))}, np.arange(3, 9))
   drawn = [
-    plan_fedmd(public, [[0]], seed=0, round=t, subset=3).subset
+    subset_of(plan_fedmd(public, HELD, seed=0, round=t, subset=3))
     for t in range(1, 201)
   ]
   counts = np.bincount(np.concatenate(drawn), minlength=9)
@@ -645,16 +624,19 @@ def test_continues_only_from_models_of_its_parties():
   parties = make_parties()
   init = fedmd(parties).init
   trained = [
-    p.start(p.model.start(jax.random.key(k))) for k, p in enumerate(parties)
+    Learner.start(p.model.start(jax.random.key(k)), p.optimizer)
+    for k, p in enumerate(parties)
   ]
   state = init(jax.random.key(0), trained)
   assert_equal(
-    [p.variables for p in state.parties], [t.variables for t in trained]
+    [p.variables for p in state.clients], [t.variables for t in trained]
   )
   jax.jit(lambda s: s, donate_argnums=0)(state)
   assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(trained))
-  with pytest.raises(ValueError, match="party 'party0': .params"):
+  with pytest.raises(ValueError, match="'party0': gives .*params"):
     init(jax.random.key(0), trained[::-1])
-  other = [t._replace(opt_state=optax.EmptyState()) for t in trained]
-  with pytest.raises(ValueError, match="party 'party0', opt_state"):
+  other = [
+    t._replace(opt_state=keras_adam(0.1).init(t.params)) for t in trained
+  ]
+  with pytest.raises(ValueError, match="'party0': gives .*opt_state"):
     init(jax.random.key(0), other)

@@ -5,7 +5,7 @@ import gc
 import jax
 import pytest
 
-from hetfl import codist, distill, engine
+from hetfl import Distiller, engine, merged_codist, periodic_codist
 from tests import federation
 
 
@@ -19,18 +19,18 @@ def resident_megabytes():
 @pytest.mark.parametrize("name", ["periodic", "merged"])
 def test_memory_is_flat_over_500_rounds(name, threads):
   runner = engine.Threads(2) if threads else engine.Inline()
-  args = (federation.make_pools(), distill.Distiller())
+  args = (federation.make_pools(), Distiller())
   options = dict(rounds=500, engine=runner)
   if name == "periodic":
-    algorithm = codist.periodic_codist(*args, period=3, **options)
+    algorithm = periodic_codist(*args, period=3, **options)
   else:
-    algorithm = codist.merged_codist(*args, alpha=0.5, **options)
+    algorithm = merged_codist(*args, alpha=0.5, **options)
   step = runner.compile(algorithm.step, donate=(0,))
   data = federation.make_data()
   state = algorithm.init(jax.random.key(0))
   seen = {}
   for round in range(1, 501):
-    state, _ = step(state, federation.make_plan(round, num_lanes=2), data)
+    state, _ = step(state, federation.make_plan(round), data)
     if round in (100, 500):
       jax.block_until_ready(state)
       gc.collect()

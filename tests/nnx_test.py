@@ -134,12 +134,12 @@ def test_rounds_with_nnx_models_beside_linen_ones(tmp_path):
   pools = [dataclasses.replace(first, model=make_model()), second]
   distiller = hetfl.Distiller(learning_rate=0.01)
   states = []
-  for lanes, runner in ((1, engine.Inline()), (3, engine.Threads(2))):
+  for runner in (engine.Inline(), engine.Threads(2)):
     algorithm = hetfl.merged_codist(
       pools, distiller, alpha=0.5, rounds=3, engine=runner
     )
     algorithm = algorithm._replace(step=runner.compile(algorithm.step))
-    state, metrics = federation.run(algorithm, 2, num_lanes=lanes)
+    state, metrics = federation.run(algorithm, 2)
     assert np.isfinite(float(metrics["pool0/distill_loss"].value))
     states.append(state)
   checkpoints = checkpoint.Checkpoints(tmp_path)
@@ -150,14 +150,14 @@ def test_rounds_with_nnx_models_beside_linen_ones(tmp_path):
     (states[1], close),
     (read, np.testing.assert_array_equal),
   ):
-    for ours, theirs in zip(states[0].pools, other.pools):
+    for ours, theirs in zip(states[0].server, other.server):
       jax.tree.map(equal, ours.variables, theirs.variables)
-  start = algorithm.init(jax.random.key(0)).pools[0].variables
+  start = algorithm.init(jax.random.key(0)).server[0].variables
   for part in ("params", "stats"):
     moved = jax.tree.map(
       lambda a, b: bool(jnp.any(a != b)),
       getattr(start, part),
-      getattr(states[0].pools[0].variables, part),
+      getattr(states[0].server[0].variables, part),
     )
     assert all(moved.values()), moved
 

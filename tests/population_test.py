@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetfl import core, engine, planning, population
+from hetfl import core, engine, localize, plan_round, population
+from hetfl.batches import plan_clients, plan_distillation
+from hetfl.engine import packing
 from tests import federation
 
 CLIENTS = 342_477  # Stack Overflow's
@@ -30,18 +32,13 @@ def everyone():
 
 
 def plan(clients, round):
-  lanes = planning.plan_clients(
-    clients,
-    seed=0,
-    round=round,
-    clients_per_round=50,
-    batch_size=4,
-    num_lanes=4,
+  rows = plan_clients(
+    clients, seed=0, round=round, clients_per_round=50, batch_size=4
   )
-  batches = planning.plan_distillation(
+  batches = plan_distillation(
     clients.examples(), seed=0, round=round, steps=32, batch_size=128
   )
-  return lanes, batches
+  return rows, batches.index[0]
 
 
 def test_a_round_is_planned_in_milliseconds(everyone):
@@ -54,12 +51,12 @@ def test_a_round_is_planned_in_milliseconds(everyone):
 
 
 def test_a_plan_takes_clients_examples_and_each_once(everyone):
-  lanes, batches = plan(everyone, 7)
-  chosen = np.unique(lanes.client[lanes.weight > 0])
+  rows, batches = plan(everyone, 7)
+  chosen = np.unique(rows.client)
   assert len(chosen) == 50
-  assert lanes.weight.sum() == everyone.sizes[chosen].sum()
+  assert rows.weight.sum() == everyone.sizes[chosen].sum()
   held = np.concatenate([everyone.positions(k) for k in chosen])
-  assert set(lanes.index[lanes.index >= 0]) == set(held)
+  assert set(rows.index[rows.index >= 0]) == set(held)
   # 4,096 of 1.5 million: none twice, from everywhere.
   assert batches.shape == (32, 128) and batches.dtype == np.int32
   assert len(np.unique(batches)) == batches.size
@@ -82,52 +79,50 @@ def test_some_of_very_many_clients(everyone):
   epochs=st.integers(1, 3),
   max_steps=st.none() | st.integers(1, 4),
   uniform=st.booleans(),
-  full=st.booleans(),
-  num_lanes=st.integers(1, 4),
+  tail=st.sampled_from(["wrap", "short", "repeat"]),
 )
 def test_clients_work_and_weights(
-  sizes, batch_size, epochs, max_steps, uniform, full, num_lanes
+  sizes, batch_size, epochs, max_steps, uniform, tail
 ):
-  """All of a client's steps lie in a row, and its examples take turns."""
+  """A client's examples take turns."""
   clients = population.ClientPopulation.from_lists(
     {"y": np.arange(sum(sizes))},
     np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1]),
   )
-  lanes = planning.plan_clients(
+  rows = plan_clients(
     clients,
     seed=0,
     round=1,
-    clients_per_round=len(sizes),
     batch_size=batch_size,
     epochs=epochs,
     max_steps=max_steps,
     uniform_weights=uniform,
-    full_batches=full,
-    num_lanes=num_lanes,
+    tail=tail,
   )
-  work = np.arange(lanes.client.shape[1]) < lanes.steps[:, None]
-  assert not lanes.weight[~work].any() and (lanes.index[~work] == -1).all()
+  assert rows.client.tolist() == list(range(len(sizes)))
+  assert rows.weight.tolist() == [1 if uniform else n for n in sizes]
   for k, n in enumerate(sizes):
-    mine = work & (lanes.client == k)
-    assert len(np.unique(np.nonzero(mine)[0])) == 1  # One lane.
     a_pass = -(-n // batch_size)
-    steps = -(-n * epochs // batch_size) if full else epochs * a_pass
+    steps = epochs * a_pass
+    if tail == "wrap":
+      steps = -(-n * epochs // batch_size)
     steps = min(steps, max_steps or 10**9)
-    assert lanes.step[mine].tolist() == list(range(steps))
-    ends = [0] * (steps - 1) + [1 if uniform else n]
-    assert lanes.weight[mine].tolist() == ends
-    held, batches = clients.positions(k), lanes.index[mine]
+    assert rows.steps[k] == steps and (rows.index[k, steps:] == -1).all()
+    held, batches = clients.positions(k), rows.index[k, :steps]
     seen = np.bincount(batches[batches >= 0], minlength=sum(sizes))
     assert seen.sum() == seen[held].sum()
-    assert seen[held].max() - seen[held].min() <= 1
-    if full:
-      assert seen.sum() == steps * batch_size
-    elif steps % a_pass == 0:  # Whole passes: each example once in each.
-      assert (seen[held] == steps // a_pass).all()
     lengths = (batches >= 0).sum(1)
-    of_pass = [batch_size] * (a_pass - 1) + [n - batch_size * (a_pass - 1)]
-    expected = [batch_size] if full else of_pass
-    assert lengths.tolist() == (expected * steps)[:steps]
+    if tail != "short":
+      assert (lengths == batch_size).all()
+    if tail != "repeat":
+      assert seen[held].max() - seen[held].min() <= 1
+    if tail != "wrap":  # Each pass begins with each example once.
+      for one in np.split(batches, range(a_pass, steps, a_pass)):
+        first = one.ravel()[:n]
+        assert len(set(first)) == len(first) and set(first) <= set(held)
+    if tail == "short":
+      of_pass = [batch_size] * (a_pass - 1) + [n - batch_size * (a_pass - 1)]
+      assert lengths.tolist() == (of_pass * epochs)[:steps]
 
 
 def test_a_round_may_need_nothing_of_a_bank():
@@ -135,32 +130,28 @@ def test_a_round_may_need_nothing_of_a_bank():
   clients = population.ClientPopulation.from_lists({"y": np.arange(9)}, [[4]])
   public = population.Subset.whole({"y": np.arange(5)})
   share = dict(clients_per_round=1, batch_size=1, distill_batch_size=2)
-  plan = planning.plan_round([clients], public, seed=0, round=1, **share)
-  none = plan._replace(distill=np.full_like(plan.distill, -1))
-  small, data = planning.localize(none, [clients], public)
-  assert (small.distill == -1).all() and len(data["distill"]["y"])
-  assert data["pools"][0]["y"][small.pools[0].index[0, 0, 0]] == 4
+  sets = {"a": clients, "distill": public}
+  plan = plan_round({"a": clients}, public, seed=0, round=1, **share)
+  distill = plan.batches["distill"]
+  none = distill._replace(index=np.full_like(distill.index, -1))
+  plan.batches["distill"] = none
+  small, data = localize(plan, sets)
+  assert (small.batches["distill"].index == -1).all()
+  assert len(data["distill"]["y"])
+  assert data["a"]["y"][small.batches["a"].index[0, 0, 0]] == 4
 
 
 @settings(deadline=None)
-@given(
-  sizes=st.lists(st.integers(1, 99), min_size=1, max_size=12),
-  batch_size=st.integers(1, 5),
-)
-def test_no_fewer_lanes_are_enough(sizes, batch_size):
+@given(steps=st.lists(st.integers(1, 99), min_size=1, max_size=12))
+def test_no_fewer_lanes_are_enough(steps):
   """Rounds of all clients: one fewer takes a tenth longer than the longest."""
-  clients = population.ClientPopulation.from_lists(
-    {"y": np.arange(sum(sizes))},
-    np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1]),
+  length = lambda n: max(
+    sum(steps[k] for k in lane) for lane in packing.longest_first(steps, n)
   )
-  share = dict(clients_per_round=len(sizes), batch_size=batch_size)
-  length = lambda n: planning.plan_clients(
-    clients, seed=0, round=1, num_lanes=n, **share
-  ).steps.max()
-  enough = planning.enough_lanes(clients, **share)
-  longest = length(len(sizes))
-  assert length(enough) <= 1.1 * longest
-  assert enough == 1 or length(enough - 1) > 1.1 * longest
+  enough = packing.enough_lanes(np.array(steps), len(steps))
+  # Sums over sixteen rounds are rounded.
+  assert length(enough) <= 1.1 * max(steps) + 1e-9
+  assert enough == 1 or length(enough - 1) > 1.1 * max(steps) - 1e-9
 
 
 def test_no_two_passes_have_one_order():
@@ -172,9 +163,9 @@ def test_no_two_passes_have_one_order():
   for seed, round in ((0, 1), (0, 2), (1, 1)):
     share = dict(seed=seed, round=round, batch_size=20)
     orders += [
-      *planning.plan_distillation(public, steps=2, **share),
+      plan_distillation(public, steps=2, **share).index[0],
       *(
-        planning.plan_clients(
+        plan_clients(
           clients, pool=pool, clients_per_round=1, epochs=2, **share
         ).index[0, :2]
         % 20

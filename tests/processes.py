@@ -43,7 +43,7 @@ def run(name, folder, runner, dispatch=1):
   return training.run(
     algorithm._replace(step=runner.compile(algorithm.step, donate=(0,))),
     jax.random.key(0),
-    lambda round: case.plan(round, 4),
+    case.plan,
     case.data(),
     norms,
     rounds=ROUNDS,
