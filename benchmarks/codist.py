@@ -7,15 +7,13 @@ the clients, `nn.Conv`'s convolutions, one program.
 
 import functools
 
-from hetfl.codist import merged_codist, periodic_codist
-from hetfl.fedavg import fedavg
-from hetfl.pool import Pool
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, rounds
-from hetfl import augment, core, distill, engine, planning, population
+import hetfl
+from hetfl import augment, core, engine
 from hetfl.models import vision
 
 CNNS = {"small": vision.small_cnn, "large": vision.large_cnn}
@@ -23,13 +21,12 @@ EQUAL = [peers.EXAMPLES] * peers.NUM_CLIENTS
 DISTILL_STEPS, DISTILL_BATCH = 32, 128
 
 
-def scale(key, batch):
+def scale(batch):
   """Scales pixels to [0, 1], as the peers do."""
-  del key
   return {**batch, "x": batch["x"].astype(jnp.float32) / 255}
 
 
-def clients_of(sizes) -> population.ClientPopulation:
+def clients_of(sizes) -> hetfl.ClientPopulation:
   """Clients with these numbers of the peers' synthetic images."""
   clients = peers.synthetic()
   bank = {
@@ -40,31 +37,30 @@ def clients_of(sizes) -> population.ClientPopulation:
 
 
 @functools.cache
-def pool_of(size: str, conv: str | None = None, dtype: str = "float32") -> Pool:
+def pool_of(
+  size: str, conv: str | None = None, dtype: str = "float32"
+) -> hetfl.Pool:
   """The peers' model and rates; `conv` defaults to the backend's."""
   example = jnp.zeros((1, peers.SIDE, peers.SIDE, 3))
   module = CNNS[size](peers.NUM_CLASSES, conv=conv, dtype=dtype)
-  return Pool(
-    name=size,
-    model=core.Model.from_flax(module, example),
-    client_lr=peers.CLIENT_LR,
+  return hetfl.Pool(
+    core.Model.from_flax(module, example),
+    size,
+    learning_rate=peers.CLIENT_LR,
     server_lr=peers.SERVER_LR,
     transform=scale,
   )
 
 
-def plan_of(
-  clients, round: int, num_lanes: int, num_pools: int, distills: bool
-) -> planning.RoundPlan:
+def plan_of(clients, round: int, sizes, distills: bool) -> hetfl.Plan:
   """20 clients of each pool and, if `distills`, 32 batches of 128 images."""
-  return planning.plan_round(
-    [clients] * num_pools,
+  return hetfl.plan_round(
+    dict.fromkeys(sizes, clients),
     clients.examples() if distills else None,
     seed=0,
     round=round,
     clients_per_round=peers.COHORT,
     batch_size=peers.BATCH_SIZE,
-    num_lanes=num_lanes,
     distill_steps=DISTILL_STEPS,
     distill_batch_size=DISTILL_BATCH,
   )
@@ -77,12 +73,11 @@ def fedavg_round(
   runner = rounds.one_device()
   clients = clients_of(sizes)
   bank = jax.device_put(dict(clients.bank))
-  num_lanes = runner.num_lanes(peers.COHORT)
   return rounds.Setup(
-    fedavg([pool_of(size, dtype=dtype)], rounds=1500, engine=runner),
+    hetfl.fedavg([pool_of(size, dtype=dtype)], rounds=1500, engine=runner),
     runner,
-    lambda round: plan_of(clients, round, num_lanes, 1, False),
-    {"pools": (bank,)},
+    lambda round: plan_of(clients, round, [size], False),
+    {size: bank},
   )
 
 
@@ -99,16 +94,11 @@ def codist_round(
   Returns:
     The round.
   """
-  if plain:
-    runner, num_lanes, part = engine.Inline(), 20, None
-  else:
-    runner = rounds.one_device()
-    on_threads = isinstance(runner, engine.Threads)
-    num_lanes = runner.num_lanes(peers.COHORT)
-    part = 16 if on_threads else None
+  runner = engine.Inline() if plain else rounds.one_device()
+  part = 16 if isinstance(runner, engine.Threads) else None
   clients = clients_of(EQUAL)
   bank = jax.device_put(dict(clients.bank))
-  distiller = distill.Distiller(
+  distiller = hetfl.Distiller(
     transform=augment.RECIPES["crop24"].distill,
     mixup_beta=2,
     microbatch=part,
@@ -116,15 +106,15 @@ def codist_round(
   pools = [pool_of(size, "native" if plain else None, dtype) for size in CNNS]
   options = dict(rounds=1500, engine=runner)
   algorithm = (
-    merged_codist(pools, distiller, alpha=0.5, **options)
+    hetfl.merged_codist(pools, distiller, alpha=0.5, **options)
     if name == "merged"
-    else periodic_codist(pools, distiller, period=1, **options)
+    else hetfl.periodic_codist(pools, distiller, period=1, **options)
   )
   return rounds.Setup(
     algorithm,
     runner,
-    lambda round: plan_of(clients, round, num_lanes, 2, True),
-    {"pools": (bank, bank), "distill": bank},
+    lambda round: plan_of(clients, round, CNNS, True),
+    dict.fromkeys((*CNNS, "distill"), bank),
   )
 
 

@@ -46,8 +46,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # As a script, not with -m.
   sys.path.insert(0, str(ROOT))
 
-from hetfl.fedavg import fedavg  # noqa: E402
-
 from benchmarks import (  # noqa: E402
   codist,
   compare,
@@ -58,7 +56,8 @@ from benchmarks import (  # noqa: E402
   programs,
   rounds,
 )
-from hetfl import core, engine  # noqa: E402
+import hetfl  # noqa: E402
+from hetfl import engine  # noqa: E402
 from hetfl.run import logs, trials  # noqa: E402
 
 TRIALS = 64
@@ -164,7 +163,7 @@ class Job(NamedTuple):
     plan: the plan.
     data: the data.
     steps: how often a loop runs whose length is known only when it runs: the
-      steps of a lane.
+      steps of the longest client.
     flops: of its matrix products and convolutions.
   """
 
@@ -177,11 +176,11 @@ class Job(NamedTuple):
 
 
 def job_of(setup: rounds.Setup, flops: float, steps: int | None = None) -> Job:
-  """The first round; by default it has as many steps as its longest lane."""
+  """The first round; by default it has as many steps as its longest client."""
   init = functools.partial(setup.algorithm.init, jax.random.key(0))
   plan = setup.plan(1)
   if steps is None:
-    steps = max(int(lanes.steps.max()) for lanes in plan.pools)
+    steps = max(int(b.steps.max()) for b in plan.batches.values())
   return Job(init, setup.algorithm.step, plan, setup.data, steps, flops)
 
 
@@ -198,15 +197,15 @@ def fedavg_of_both(dtype: str) -> Job:
     codist.fedavg_round(size, dtype=dtype) for size in codist.CNNS
   )
   setup = small._replace(
-    algorithm=fedavg(
+    algorithm=hetfl.fedavg(
       [codist.pool_of(size, dtype=dtype) for size in codist.CNNS],
       rounds=1500,
       engine=small.runner,
     ),
     plan=lambda t: small.plan(t)._replace(
-      pools=small.plan(t).pools + large.plan(t).pools
+      batches=small.plan(t).batches | large.plan(t).batches
     ),
-    data={"pools": small.data["pools"] + large.data["pools"]},
+    data=small.data | large.data,
   )
   flops = sum(codist.fedavg_flops(size, IMAGES) for size in codist.CNNS)
   return job_of(setup, flops)
@@ -253,7 +252,7 @@ def jobs(dtype: str = "float32") -> dict[str, Callable[[], Job]]:
   clients = functools.cache(language.synthetic)
 
   def of_language(size):
-    batches = language.plan_of(clients(), 1, language.LANES).steps.sum()
+    batches = language.plan_of(clients(), 1).steps.sum()
     return job_of(
       language.ours(size, clients(), 1, False, dtype),
       language.round_flops(size, float(batches)),
@@ -283,7 +282,7 @@ def measure(name: str, job: Job, target: Target) -> dict[str, float | str]:
 
   state, plan = jax.tree.map(spec, (jax.eval_shape(job.init), job.plan))
   bank = lambda a: jax.ShapeDtypeStruct(
-    a.shape, a.dtype, sharding=core.bank_format(a, sharding)
+    a.shape, a.dtype, sharding=engine.bank_format(a, sharding)
   )
   step = jax.jit(
     job.step,
@@ -331,7 +330,7 @@ def timed(compiled: Callable, job: Job, target: Target) -> dict[str, float]:
     three streams; and `tflop_per_s` of a stream.
   """
   sharding = jax.sharding.SingleDeviceSharding(target.device)
-  put = lambda a: jax.device_put(a, core.bank_format(a, sharding))
+  put = lambda a: jax.device_put(a, engine.bank_format(a, sharding))
   data = jax.tree.map(put, job.data)
   state = jax.jit(job.init, out_shardings=sharding)()
 

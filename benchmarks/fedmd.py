@@ -7,14 +7,13 @@ in batches of 5. Images are 28 x 28 x 1, with sixteen outputs.
 
 import functools
 
-from hetfl.fedmd import fedmd, plan_fedmd
-from hetfl.party import Party
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, rounds
-from hetfl import core, population
+import hetfl
+from hetfl import core
 from hetfl.models import fedmd as models
 
 PARTIES, CLASSES, SIDE = 10, 16, 28
@@ -43,25 +42,26 @@ def ours(table: str, width: float, dtype: str = "float32") -> rounds.Setup:
   example = jnp.zeros((1, SIDE, SIDE, 1))
   named = models.party_models(table, PARTIES, CLASSES, width=width, dtype=dtype)
   parties = [
-    Party(
-      f"party{k}",
+    hetfl.Participant(
       core.Model.from_flax(module, example),
-      LEARNING_RATE,
-      L2,
-      models.head_penalty,
+      f"party{k}",
+      learning_rate=LEARNING_RATE,
+      transform=scaled,
+      optimizer=hetfl.keras_adam,
+      penalty=models.head_penalty,
+      l2=L2,
     )
     for k, (_, module) in enumerate(named)
   ]
   public, private = synthetic(PUBLIC, 0), synthetic(PRIVATE, 1)
-  data = {
-    "public": jax.device_put(public),
-    "private": (jax.device_put(private),) * PARTIES,
-  }
+  names = [party.name for party in parties]
+  data = dict.fromkeys(names, jax.device_put(private))
+  data["public"] = jax.device_put(public)
 
   def plan(round):
-    return plan_fedmd(
-      population.Subset.whole(public),
-      [np.arange(PRIVATE)] * PARTIES,
+    return hetfl.plan_fedmd(
+      hetfl.Subset.whole(public),
+      dict.fromkeys(names, hetfl.Subset.whole(private)),
       seed=0,
       round=round,
       subset=PUBLIC,
@@ -70,12 +70,7 @@ def ours(table: str, width: float, dtype: str = "float32") -> rounds.Setup:
       revisit_epochs=OWN_EPOCHS,
     )
 
-  algorithm = fedmd(
-    parties,
-    public_transform=scaled,
-    private_transform=scaled,
-    engine=runner,
-  )
+  algorithm = hetfl.fedmd(parties, public_transform=scaled, engine=runner)
   return rounds.Setup(algorithm, runner, plan, data)
 
 

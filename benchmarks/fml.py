@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, rounds
+import hetfl
 from hetfl import augment, core, engine
 from hetfl.models import fml as nets
 
@@ -40,31 +41,37 @@ def ours_round(
 ) -> rounds.Setup:
   """Our round; without `mutual`, the clients' own models learn alone."""
   runner = rounds.one_device()
-  bank = jax.device_put(synthetic(examples))
+  bank = synthetic(examples)
   model = core.Model.from_flax(
     nets.net("cnn1", 10, SHAPE, dtype=dtype), jnp.zeros((1, *SHAPE))
   )
-  client = MutualClient(model, augment.RECIPES["pad32"].train)
-  clients = [client] * NUM_CLIENTS
   on_threads = isinstance(runner, engine.Threads)
-  options = dict(microbatch=MICROBATCH if on_threads else None, engine=runner)
+  client = hetfl.Client(
+    model,
+    transform=augment.RECIPES["pad32"].train,
+    microbatch=MICROBATCH if on_threads else None,
+  )
+  clients = [client] * NUM_CLIENTS
   if mutual:
-    algorithm = fml(clients, global_model=model, **options)
+    algorithm = hetfl.fml(clients, global_model=model, engine=runner)
   else:
-    algorithm = independent(clients, **options)
-  held = np.split(np.arange(NUM_CLIENTS * examples), NUM_CLIENTS)
+    algorithm = hetfl.independent(clients, engine=runner)
+  held = hetfl.ClientPopulation.from_lists(
+    bank, np.split(np.arange(NUM_CLIENTS * examples), NUM_CLIENTS)
+  )
 
   def plan(round):
-    return plan_mutual(
-      held,
-      group_clients(clients),
+    return hetfl.plan_round(
+      {"train": held},
       seed=0,
       round=round,
       batch_size=BATCH_SIZE,
-      epochs=1,
+      tail="short",
+      uniform_weights=True,
     )
 
-  return rounds.Setup(algorithm, runner, plan, {"train": bank})
+  data = {"train": jax.device_put(bank)}
+  return rounds.Setup(algorithm, runner, plan, data)
 
 
 def torch_round(

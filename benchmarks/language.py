@@ -3,7 +3,8 @@
 Twenty clients of different sizes train an LSTM for one epoch, in batches of 10
 sentences of 20 positions, vocabulary 4,004:
 
-* ours: four lanes on CPU threads, or one program on an accelerator;
+* ours: on CPU threads, or one program with four clients at a time on an
+  accelerator;
 * a `vmap` over the clients, each padded to the batches of the largest;
 * a PyTorch loop over the clients (sparse embedding gradients, packed targets).
 
@@ -22,7 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, rounds
-from hetfl import core, engine, planning, population
+import hetfl
+from hetfl import core, engine, population
+from hetfl.batches import Batches, plan_clients
 from hetfl.data import codist_text
 from hetfl.models import language, next_word
 
@@ -59,22 +62,20 @@ def real(data_dir: str) -> population.ClientPopulation:
   ).pools[0]
 
 
-def split(key, batch):
+def split(batch):
   """Splits sentences into inputs `x` and next tokens `y`."""
-  del key
   tokens = batch["tokens"].astype(jnp.int32)
   return {"x": tokens[:, :-1], "y": tokens[:, 1:], "mask": batch["mask"]}
 
 
-def plan_of(clients, round: int, lanes: int) -> LanePlan:
-  """The round's plan; the same clients and batches for all."""
-  return planning.plan_clients(
+def plan_of(clients, round: int) -> Batches:
+  """The round's batches; the same clients for all."""
+  return plan_clients(
     clients,
     seed=0,
     round=round,
     clients_per_round=CLIENTS,
     batch_size=BATCH,
-    num_lanes=lanes,
   )
 
 
@@ -87,30 +88,27 @@ def ours(
     size: of the model, 'small' or 'large'.
     clients: the population.
     cycle: how many different rounds there are.
-    padded: as a plain `vmap` over the clients, instead of lanes.
+    padded: as a plain `vmap` over the clients, side by side.
     dtype: what the model computes in.
 
   Returns:
     The round.
   """
-  runner = engine.Inline() if padded else rounds.one_device()
-  lanes = CLIENTS if padded else LANES
+  runner = engine.Inline() if padded else rounds.one_device(LANES)
   chunk = 128 if isinstance(runner, engine.Threads) else None
-  pool = Pool(
-    size,
+  pool = hetfl.Pool(
     model_of(size, chunk, dtype),
-    client_lr=CLIENT_LR,
+    size,
+    learning_rate=CLIENT_LR,
     server_lr=SERVER_LR,
     loss=next_word.sentence_loss(),
     transform=split,
   )
   return rounds.Setup(
-    fedavg([pool], rounds=None, engine=runner),
+    hetfl.fedavg([pool], rounds=None, engine=runner),
     runner,
-    lambda round: planning.RoundPlan(
-      np.int32(round), (plan_of(clients, round, lanes),), None
-    ),
-    {"pools": (jax.device_put(dict(clients.bank)),)},
+    lambda round: hetfl.Plan(np.int32(round), {size: plan_of(clients, round)}),
+    {size: jax.device_put(dict(clients.bank))},
     cycle=cycle,
   )
 
@@ -162,31 +160,26 @@ def torch_round(size: str, clients, cycle: int) -> rounds.Round:
 
   def one_round():
     nonlocal count
-    plan = plan_of(clients, 1 + count % cycle, 1)
+    plan = plan_of(clients, 1 + count % cycle)
     count += 1
-    total = 0.0
+    total = float(plan.weight.sum())
     deltas = [torch.zeros_like(p) for p in server]
-    fresh = True
-    for s in range(int(plan.steps[0])):
-      if fresh:
-        with torch.no_grad():
-          for p, w in zip(local, server):
-            p.copy_(w)
-      batch = tokens[torch.from_numpy(plan.index[0, s].astype(np.int64))]
-      x, y = batch[:, :-1], batch[:, 1:]
-      counts = y != 0
-      sgd.zero_grad()
-      logits = model(x, counts)
-      loss = nn.functional.cross_entropy(logits, y[counts], reduction="sum")
-      (loss / (13.3 * BATCH)).backward()
-      sgd.step()
-      weight = float(plan.weight[0, s])
-      fresh = weight > 0
-      if fresh:
-        total += weight
-        with torch.no_grad():
-          for d, w, p in zip(deltas, server, local):
-            d.add_(w - p, alpha=weight)
+    for rows, steps, weight in zip(plan.index, plan.steps, plan.weight):
+      with torch.no_grad():
+        for p, w in zip(local, server):
+          p.copy_(w)
+      for positions in rows[:steps]:
+        batch = tokens[torch.from_numpy(positions.astype(np.int64))]
+        x, y = batch[:, :-1], batch[:, 1:]
+        counts = y != 0
+        sgd.zero_grad()
+        logits = model(x, counts)
+        loss = nn.functional.cross_entropy(logits, y[counts], reduction="sum")
+        (loss / (13.3 * BATCH)).backward()
+        sgd.step()
+      with torch.no_grad():
+        for d, w, p in zip(deltas, server, local):
+          d.add_(w - p, alpha=float(weight))
     for w, d in zip(server, deltas):
       w.grad = d.div_(total)
     adam.step()
@@ -220,7 +213,7 @@ def rows(data_dir: str | None, cycle: int) -> dict[str, rounds.Row]:
   @functools.cache
   def work() -> tuple[float, float]:
     """Mean batches and tokens of a round."""
-    plans = [plan_of(clients(), round, LANES) for round in range(1, cycle + 1)]
+    plans = [plan_of(clients(), round) for round in range(1, cycle + 1)]
     tokens = sum(
       (clients().bank["tokens"][plan.index[plan.index >= 0]][:, 1:] != 0).sum()
       for plan in plans

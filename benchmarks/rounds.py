@@ -54,11 +54,18 @@ class Row(NamedTuple):
   work: Callable[[], tuple[float, str]]
 
 
-def one_device() -> engine.Engine:
-  """The engine of our rounds: CPU threads, or one accelerator."""
+def one_device(max_lanes: int | None = None) -> engine.Engine:
+  """The engine of our rounds: CPU threads, or one accelerator.
+
+  Args:
+    max_lanes: the most clients side by side on an accelerator.
+
+  Returns:
+    The engine.
+  """
   if jax.default_backend() == "cpu":
     return engine.Threads()
-  return engine.Inline()
+  return engine.Inline(max_lanes=max_lanes)
 
 
 def looped(setup: Setup) -> Round:
@@ -138,15 +145,15 @@ def ceiling(products: int = 8) -> Round:
 
   runner = one_device()
   copies = getattr(runner, "num_threads", 1)
-  if copies == 1:
-    multiply = jax.jit(multiply)
   # Of this scale, so that powers neither grow nor vanish.
   a = np.random.default_rng(0).normal(size=(side, side)) / side**0.5
-  jobs = [engine.Call(multiply, (jnp.asarray(a, jnp.float32),))] * copies
+  task = engine.Task.of(multiply)
+  work = engine.Work(task, (), jnp.asarray(a, jnp.float32), np.int32(1))
+  multiplied = runner.compile(lambda: runner.run(*[work] * copies))
 
   def run(number: int = 1):
     for _ in range(number):
-      results = runner.run(*jobs)
+      results = multiplied()
     jax.block_until_ready(results)
 
   run()

@@ -3,8 +3,9 @@
   python benchmarks/scaling.py --json=FILE [--only=NAME,...] [--scale=S]
 
 Sweeps: `clients` per round, `population` (planning alone, and a FedAvg round),
-`lanes`, host `devices` (each number in a process of its own), `trials`, and
-`memory` over the rounds. Prints a table, writes JSON and, beside it, a chart.
+`lanes` of one program, host `devices` (each number in a process of its own),
+`trials`, and `memory` over the rounds. Prints a table, writes JSON and, beside
+it, a chart.
 `--scale=0.1` shortens every sweep to a tenth of its range, to try it out.
 """
 
@@ -21,7 +22,6 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 from matplotlib import figure
 from matplotlib.backends import backend_agg
 import numpy as np
@@ -30,17 +30,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # As a script, not with -m.
   sys.path.insert(0, str(ROOT))
 
-from hetfl.fedavg import fedavg  # noqa: E402
-
 from benchmarks import codist as images  # noqa: E402
-from hetfl import (  # noqa: E402
-  checks,
-  codist,
-  distill,
-  engine,
-  planning,
-  population,
-)
+import hetfl  # noqa: E402
+from hetfl import checks, engine, population  # noqa: E402
+from hetfl.batches import plan_distillation  # noqa: E402
 from hetfl.run import logs  # noqa: E402
 from hetfl.run import trials as trials_lib  # noqa: E402
 
@@ -75,14 +68,13 @@ def many_clients(
   return population.ClientPopulation(bank, members, offsets, ids)
 
 
-def plan_of(clients, round, per_round, lanes) -> planning.RoundPlan:
-  return planning.plan_round(
-    [clients],
+def plan_of(clients, round, per_round) -> hetfl.Plan:
+  return hetfl.plan_round(
+    {"small": clients},
     seed=0,
     round=round,
     clients_per_round=per_round,
     batch_size=BATCH_SIZE,
-    num_lanes=lanes,
   )
 
 
@@ -101,18 +93,19 @@ def timed(run: Callable[[int], object], runs: int) -> Row:
 
 
 def timed_rounds(
-  clients, *, per_round: int, lanes: int, runner: engine.Engine, runs: int
+  clients, *, per_round: int, runner: engine.Engine, runs: int
 ) -> Row:
   """Times FedAvg rounds of the small CNN."""
-  algorithm = fedavg([images.pool_of("small")], rounds=1500, engine=runner)
+  pools = [images.pool_of("small")]
+  algorithm = hetfl.fedavg(pools, rounds=1500, engine=runner)
   step = runner.compile(algorithm.step)
   state = jax.jit(algorithm.init)(jax.random.key(0))
-  data = {"pools": (jax.device_put(dict(clients.bank)),)}
-  plans = [plan_of(clients, t, per_round, lanes) for t in range(1, runs + 1)]
+  data = {"small": jax.device_put(dict(clients.bank))}
+  plans = [plan_of(clients, t, per_round) for t in range(1, runs + 1)]
   run = lambda i: step(state, plans[i - 1], data)
-  timed(run, runs)  # Compiles for all lengths of lanes.
+  timed(run, runs)  # Compiles for all lengths of rows.
   row = timed(run, runs)
-  batches = statistics.mean(int(p.pools[0].steps.sum()) for p in plans)
+  batches = statistics.mean(int(p.batches["small"].steps.sum()) for p in plans)
   return row | {"batches": batches, "s_per_batch": row["seconds"] / batches}
 
 
@@ -130,9 +123,8 @@ def sweep_clients(scale: float, runs: int) -> Iterator[Row]:
   runner = engine.default_engine()
   clients = many_clients(2_000, BATCH_SIZE)
   for number in powers(1, max(2, int(2_000 * scale)), 10):
-    lanes = runner.num_lanes(number)
-    yield {"clients": number, "lanes": lanes} | timed_rounds(
-      clients, per_round=number, lanes=lanes, runner=runner, runs=runs
+    yield {"clients": number} | timed_rounds(
+      clients, per_round=number, runner=runner, runs=runs
     )
 
 
@@ -144,7 +136,6 @@ def sweep_population(scale: float, runs: int) -> Iterator[Row]:
 
 
 def population_row(number: int, runner: engine.Engine, runs: int) -> Row:
-  lanes = runner.num_lanes(20)
   start = time.perf_counter()
   clients = many_clients(number)
   lists = np.split(clients.members, clients.offsets[1:-1])
@@ -153,9 +144,9 @@ def population_row(number: int, runner: engine.Engine, runs: int) -> Row:
   listed = time.perf_counter()
   clients.take(range(0, number, 2))
   taken = time.perf_counter()
-  planned = timed(lambda t: plan_of(clients, t, 20, lanes).round, 50)
+  planned = timed(lambda t: plan_of(clients, t, 20).round, 50)
   distilling = timed(
-    lambda t: planning.plan_distillation(
+    lambda t: plan_distillation(
       clients.examples(), seed=0, round=t, steps=32, batch_size=128
     ),
     20,
@@ -168,24 +159,21 @@ def population_row(number: int, runner: engine.Engine, runs: int) -> Row:
     "plan_ms": 1e3 * planned["seconds"],
     "plan_max_ms": 1e3 * planned["max_s"],
     "distill_ms": 1e3 * distilling["seconds"],
-  } | timed_rounds(clients, per_round=20, lanes=lanes, runner=runner, runs=runs)
+  } | timed_rounds(clients, per_round=20, runner=runner, runs=runs)
 
 
 def sweep_lanes(scale: float, runs: int) -> Iterator[Row]:
-  """20 clients in 1 to 20 lanes, on the default engine and as one program."""
+  """20 clients in 1 to 20 lanes of one program."""
   clients = many_clients(200, 100)
-  for name, runner in (
-    ("default", engine.default_engine()),
-    ("inline", engine.Inline()),
-  ):
-    for lanes in [n for n in (1, 2, 4, 8, 20) if n <= max(2, 20 * scale)]:
-      yield {"engine": name, "lanes": lanes} | timed_rounds(
-        clients, per_round=20, lanes=lanes, runner=runner, runs=runs
-      )
+  for lanes in [n for n in (1, 2, 4, 8, 20) if n <= max(2, 20 * scale)]:
+    runner = engine.Inline(max_lanes=lanes)
+    yield {"lanes": lanes} | timed_rounds(
+      clients, per_round=20, runner=runner, runs=runs
+    )
 
 
 def sweep_devices(scale: float, runs: int) -> Iterator[Row]:
-  """Lanes over 1, 2, 4 and 8 devices by `shard_map`.
+  """Clients over 1, 2, 4 and 8 devices by `shard_map`.
 
   On CPUs these are host devices, and more of them than cores bring no speed-up:
   there the sweep shows the overhead of a mesh.
@@ -213,8 +201,7 @@ def devices_child(number: int, runs: int) -> Row:
   return {"devices": number} | timed_rounds(
     clients,
     per_round=20,
-    lanes=number * -(-4 // number),
-    runner=engine.Inline(mesh),
+    runner=engine.Inline(mesh, max_lanes=-(-4 // number)),
     runs=runs,
   )
 
@@ -223,22 +210,19 @@ def sweep_trials(scale: float, runs: int) -> Iterator[Row]:
   """1 to 64 FedAvg trials at once, as `experiments/tune.py` runs them."""
   on_cpu = jax.default_backend() == "cpu"
   runner = engine.default_engine() if on_cpu else engine.Inline()
-  lanes = runner.num_lanes(20)
   clients = many_clients(200, 100)
-  algorithm = fedavg([images.pool_of("small")], rounds=1500, engine=runner)
+  algorithm = hetfl.fedavg(
+    [images.pool_of("small")], rounds=1500, engine=runner
+  )
 
   def init(values, seed):
-    state = algorithm.init(jax.random.key(seed))
-    (pool,) = state.pools
-    rate = jnp.asarray(values["client_lr"], jnp.float32)
-    pool = pool.replace(hyper=pool.hyper | {"client_lr": rate})
-    return state.replace(pools=(pool,))
+    return hetfl.with_hyper(algorithm.init(jax.random.key(seed)), **values)
 
   problem = trials_lib.Problem(
     init=init,
     step=algorithm.step,
-    plan=lambda seed, round: plan_of(clients, round, 20, lanes),
-    data={"pools": (jax.device_put(dict(clients.bank)),)},
+    plan=lambda seed, round: plan_of(clients, round, 20),
+    data={"small": jax.device_put(dict(clients.bank))},
     evaluate=None,
     eval_data=None,
     objective=None,
@@ -253,7 +237,7 @@ def sweep_trials(scale: float, runs: int) -> Iterator[Row]:
 
 
 def trials_row(side: trials_lib.Runner, number: int, runs: int) -> Row:
-  states = [side.start([{"client_lr": 0.01}] * number) for _ in range(2)]
+  states = [side.start([{"learning_rate": 0.01}] * number) for _ in range(2)]
   alive = np.ones(number, bool)
   advance = lambda i: side.advance(states[i], alive, 1, runs)[0]
   jax.block_until_ready(advance(0))
@@ -271,9 +255,9 @@ def sweep_memory(scale: float, runs: int) -> Iterator[Row]:
   from tests import federation
 
   runner = engine.default_engine()
-  algorithm = codist.merged_codist(
+  algorithm = hetfl.merged_codist(
     federation.make_pools(),
-    distill.Distiller(),
+    hetfl.Distiller(),
     alpha=0.5,
     rounds=2_000,
     engine=runner,
@@ -284,7 +268,7 @@ def sweep_memory(scale: float, runs: int) -> Iterator[Row]:
   last = max(200, int(2_000 * scale))
   first = None
   for round in range(1, last + 1):
-    state, _ = step(state, federation.make_plan(round, num_lanes=2), data)
+    state, _ = step(state, federation.make_plan(round), data)
     if round in (100, last) or round % 500 == 0:
       jax.block_until_ready(state)
       gc.collect()

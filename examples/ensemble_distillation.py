@@ -87,32 +87,32 @@ def main(rounds: int = 10) -> tuple[float, float]:
   test = hetfl.Subset.whole(digits.test)
   model = hetfl.Model.from_flax(Dense(), jnp.zeros((1, 8, 8, 1)))
   pool = hetfl.Pool(
-    "clients",
     model,
-    client_lr=RATE,
+    "clients",
+    learning_rate=RATE,
     server_lr=1.0,
     server_optimizer=hetfl.fedavg_server,
-    transform=lambda key, batch: scaled(batch),
+    transform=scaled,
   )
   engine = hetfl.default_engine()
   fedavg = hetfl.fedavg([pool], rounds=None, engine=engine)
   fedavg_step = engine.compile(fedavg.step)
   (bank,) = hetfl.put_banks(train)  # Holds the server's images too.
-  data = {"pools": (bank,)}
+  data = {"clients": bank}
 
   @engine.compile
   def clients_of(state, plan, data):
     return hetfl.client_updates([pool], state, plan, data, engine=engine)[0]
 
-  taught = jax.jit(
-    lambda server, updates, index: distil(model, server, updates, bank, index)
-  )
+  @jax.jit
+  def taught(server, updates, index):
+    params = distil(model, server.params, updates, bank, index)
+    return hetfl.Learner(hetfl.Variables(params, {}), server.opt_state)
 
   def feddf_step(state, plan, data):
+    index = plan.batches["distill"].index[0]
     updates = clients_of(state, plan, data)
-    (kept,) = state.pools
-    kept = kept.replace(params=taught(kept.params, updates, plan.distill))
-    return state.replace(pools=(kept,)), {}
+    return state.replace(server=(taught(*state.server, updates, index),)), {}
 
   evaluate = hetfl.Evaluator([model], {"test": test}, transform=scaled)
   accuracies = []
@@ -120,7 +120,7 @@ def main(rounds: int = 10) -> tuple[float, float]:
     state = fedavg.init(jax.random.key(0))
     for t in range(1, rounds + 1):
       plan = hetfl.plan_round(
-        [train],
+        {"clients": train},
         unlabelled,
         seed=0,
         round=t,
@@ -131,7 +131,7 @@ def main(rounds: int = 10) -> tuple[float, float]:
         distill_batch_size=STUDENT_BATCH,
       )
       state, _ = step(state, plan, data)
-    (found,) = evaluate([state.pools[0].variables])
+    (found,) = evaluate([state.server[0].variables])
     accuracies.append(found["test_accuracy"])
     print(f"{name} {100 * accuracies[-1]:.1f} %")
   return accuracies[0], accuracies[1]

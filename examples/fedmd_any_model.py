@@ -67,10 +67,22 @@ def main(rounds: int = 15) -> list[list[dict[str, float]]]:
 
   example = jnp.zeros((1, 8, 8, 1))
   parties = [
-    hetfl.Party("linear", linear(), learning_rate=1e-2),
-    hetfl.Party("dense", hetfl.Model.from_flax(Dense(), example)),
-    hetfl.Party("cnn", hetfl.Model.from_flax(Convolutional(), example)),
+    hetfl.Participant(
+      model,
+      name,
+      learning_rate=rate,
+      optimizer=hetfl.keras_adam,
+      transform=prepare,
+    )
+    for name, model, rate in (
+      ("linear", linear(), 1e-2),
+      ("dense", hetfl.Model.from_flax(Dense(), example), 1e-3),
+      ("cnn", hetfl.Model.from_flax(Convolutional(), example), 1e-3),
+    )
   ]
+  names = [party.name for party in parties]
+  private = dict(zip(names, companies.subsets()))
+  data = dict.fromkeys(("public", *names), bank)
   evaluate = hetfl.Evaluator(
     [party.model for party in parties],
     {"test": hetfl.Subset.whole(test)},
@@ -78,27 +90,24 @@ def main(rounds: int = 15) -> list[list[dict[str, float]]]:
   )
 
   # Each by itself, on its own data.
-  alone = hetfl.fit(parties, transform=prepare)
+  alone = hetfl.fit(parties)
   state, step = alone.init(jax.random.key(0)), jax.jit(alone.step)
   for epoch in range(1, 101):
-    plan = hetfl.plan_fit(companies, seed=0, phase=0, round=epoch, batch_size=5)
-    state, _ = step(state, plan, {"train": (bank,) * 3})
-  trained = [learner.trained for learner in state.parties]
-  results = [evaluate([t.variables for t in trained])]
+    plan = hetfl.plan_fit(private, seed=0, round=epoch, batch_size=5)
+    state, _ = step(state, plan, data)
+  trained = [party.learner for party in state.clients]
+  results = [evaluate([learner.variables for learner in trained])]
 
   # Then together.
-  together = hetfl.fedmd(
-    parties, public_transform=prepare, private_transform=prepare
-  )
+  together = hetfl.fedmd(parties, public_transform=prepare)
   state = together.init(jax.random.key(1), trained)
   step = jax.jit(together.step)
-  data = {"public": bank, "private": (bank,) * 3}
   for t in range(1, rounds + 1):
     plan = hetfl.plan_fedmd(
-      public, companies, seed=0, round=t, subset=300, digest_batch_size=20
+      public, private, seed=0, round=t, subset=300, digest_batch_size=20
     )
     state, _ = step(state, plan, data)
-  results.append(evaluate([party.variables for party in state.parties]))
+  results.append(evaluate([learner.variables for learner in state.clients]))
 
   for party, *both in zip(parties, *results):
     before, after = (100 * result["test_accuracy"] for result in both)

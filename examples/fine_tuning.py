@@ -3,9 +3,9 @@
   python examples/fine_tuning.py
 
 FedAvg trains one model for 20 clients, each with images of two to four digits.
-Then each client takes a few steps of its own from that model: the same client
-update that FedAvg runs, under a `jax.vmap` over clients and a `jax.lax.scan`
-over steps. Each client is tested on those of its images that no client trained
+Then each client takes a few steps of its own from that model: the same local
+steps as FedAvg's, under a `jax.vmap` over clients and a `jax.lax.scan` over
+steps. Each client is tested on those of its images that no client trained
 on.
 """
 
@@ -19,6 +19,7 @@ import hetfl
 from hetfl.core import gather
 from hetfl.data.vision import load_digits
 from hetfl.evaluate import classification
+from hetfl.local import step_of
 
 BATCH, STEPS, RATE = 5, 20, 0.1
 
@@ -32,9 +33,8 @@ class Dense(nn.Module):
     return nn.Dense(10)(nn.relu(nn.Dense(64)(x.reshape(len(x), -1))))
 
 
-def prepare(key, batch):
-  """Scales pixels to [0, 1]; a training batch comes with a key."""
-  del key
+def prepare(batch):
+  """Scales pixels to [0, 1]."""
   return {**batch, "x": batch["x"] / 255.0}
 
 
@@ -50,35 +50,36 @@ def main(rounds: int = 40) -> tuple[float, float]:
   (bank,) = hetfl.put_banks(train)
   model = hetfl.Model.from_flax(Dense(), jnp.zeros((1, 8, 8, 1)))
 
-  pool = hetfl.Pool("all", model, RATE, 0.01, transform=prepare)
+  pool = hetfl.Pool(
+    model, "all", learning_rate=RATE, server_lr=0.01, transform=prepare
+  )
   algorithm = hetfl.fedavg([pool], rounds=rounds)
   state, step = algorithm.init(jax.random.key(0)), jax.jit(algorithm.step)
   for t in range(1, rounds + 1):
     plan = hetfl.plan_round(
-      [train], seed=0, round=t, clients_per_round=10, batch_size=BATCH
+      {"all": train}, seed=0, round=t, clients_per_round=10, batch_size=BATCH
     )
-    state, _ = step(state, plan, {"pools": (bank,)})
-  server = state.pools[0].variables
+    state, _ = step(state, plan, {"all": bank})
+  server = state.server[0].variables
 
-  update, hyper = local_sgd(model, transform=prepare), {"client_lr": RATE}
+  local_step, context = step_of(pool), {"learning_rate": RATE}
 
   def fine_tuned(key, index):
     """A client's model after its own steps on batches `int32[S, B]`."""
 
-    def one(client, row):
-      s, positions = row
-      step_key = jax.random.fold_in(key, s)
-      batch = gather(bank, positions)
-      return update.step(client, server, hyper, step_key, batch)
+    def one(learner, row):
+      step_key, positions = row
+      batch = prepare(gather(bank, positions))
+      return local_step(learner, batch, step_key, context)
 
-    rows = (jnp.arange(len(index)), index)
-    client, _ = jax.lax.scan(one, update.init(server, hyper), rows)
-    return client.variables
+    rows = (jax.random.split(key, len(index)), index)
+    start = hetfl.Learner.start(server, pool.optimizer)
+    return jax.lax.scan(one, start, rows)[0].variables
 
   def accuracy(variables, index):
     """Accuracy of a client's model on its images; -1 marks an empty place."""
-    batch = prepare(None, gather(bank, index))
-    logits, _ = model.apply(variables, batch["x"], None, False)
+    batch = prepare(gather(bank, index))
+    logits = model.predict(variables, batch["x"])
     return classification(logits, batch)["accuracy"].value
 
   batches = np.stack([rng.choice(half, (STEPS, BATCH)) for half, _ in halves])

@@ -49,23 +49,24 @@ def main(rounds: int = 20) -> list[dict[str, float]]:
   def model(*widths):
     return hetfl.Model.from_flax(Mlp(widths), jnp.zeros((1, x.shape[1])))
 
-  clients = [hetfl.MutualClient(model(*widths)) for widths in WIDTHS]
+  clients = [hetfl.Client(model(*widths)) for widths in WIDTHS]
   models = [client.model for client in clients]
   global_model = model(16)
 
   def run(algorithm):
     state, step = algorithm.init(jax.random.key(0)), jax.jit(algorithm.step)
     for t in range(1, rounds + 1):
-      plan = hetfl.plan_mutual(
-        hospitals,
-        hetfl.group_clients(clients),
+      plan = hetfl.plan_round(
+        {"train": hospitals},
         seed=0,
         round=t,
         batch_size=20,
         epochs=2,
+        tail="short",
+        uniform_weights=True,
       )
       state, _ = step(state, plan, {"train": on_device})
-    return state, [state.local(k) for k in range(len(clients))]
+    return state, [hetfl.local_model(state, k) for k in range(len(clients))]
 
   _, alone = run(hetfl.independent(clients, learning_rate=0.05))
   state, together = run(

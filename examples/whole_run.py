@@ -29,7 +29,7 @@ from hetfl.run import logs, report, training
 SETTINGS = dict(
   rounds=60,
   eval_every=5,
-  client_lr=0.3,
+  learning_rate=0.3,
   server_lr=0.01,
   distill_lr=3e-3,
   distill_steps=8,
@@ -51,7 +51,7 @@ def main(
   settings: Mapping[str, Any] = SETTINGS,
 ) -> dict[str, np.ndarray]:
   """Runs both algorithms; returns each one's test accuracy, `[seed, model]`."""
-  rounds, clients = settings["rounds"], settings["clients_per_round"]
+  rounds = settings["rounds"]
   x, y = datasets.load_digits(return_X_y=True)
   bank = {"x": (x / 16).astype(np.float32), "y": y.astype(np.int32)}
   order = np.random.default_rng(0).permutation(len(x))
@@ -60,61 +60,61 @@ def main(
     y[train], num_clients=30, seed=0, alpha=settings["concentration"]
   )
   held = [train[positions] for positions in held]
-  pools = [
-    hetfl.ClientPopulation.from_lists(bank, some) for some in (held, held[:10])
-  ]
+  clients = {
+    name: hetfl.ClientPopulation.from_lists(bank, some)
+    for name, some in zip(MODELS, (held, held[:10]))
+  }
   public = hetfl.Subset(bank, public)  # Its labels are not used.
   test = hetfl.Subset(bank, test)
   engine = hetfl.default_engine()
-  *banks, distill = hetfl.put_banks(*pools, public)
-  data = {"pools": banks, "distill": distill}
+  banks = hetfl.put_banks(*clients.values(), public)
+  data = dict(zip((*clients, "distill"), banks))
 
   example = jnp.zeros((1, x.shape[1]))
-  trained = [
+  pools = [
     hetfl.Pool(
-      name,
       hetfl.Model.from_flax(module, example),
-      client_lr=settings["client_lr"],
+      name,
+      learning_rate=settings["learning_rate"],
       server_lr=settings["server_lr"],
     )
     for name, module in MODELS.items()
   ]
   evaluator = hetfl.Evaluator(
-    [pool.model for pool in trained],
+    [pool.model for pool in pools],
     {"test": hetfl.Subset(banks[0], test.index)},
     engine=engine,
   )
   distiller = hetfl.Distiller(learning_rate=settings["distill_lr"])
   options = dict(rounds=rounds, engine=engine)
   algorithms = {
-    "FedAvg": hetfl.fedavg(trained, **options),
+    "FedAvg": hetfl.fedavg(pools, **options),
     "MergedCodist": hetfl.merged_codist(
-      trained, distiller, alpha=settings["alpha"], **options
+      pools, distiller, alpha=settings["alpha"], **options
     ),
   }
 
   def plan(name, seed, round):
     return hetfl.plan_round(
-      pools,
+      clients,
       public if name == "MergedCodist" else None,
       seed=seed,
       round=round,
-      clients_per_round=clients,
+      clients_per_round=settings["clients_per_round"],
       batch_size=settings["batch_size"],
-      num_lanes=engine.num_lanes(clients),
       distill_steps=settings["distill_steps"],
       distill_batch_size=settings["distill_batch_size"],
     )
 
   def evaluate(state):
-    results = evaluator([pool.variables for pool in state.pools])
+    results = evaluator([learner.variables for learner in state.server])
     return {
       f"{name}/test_accuracy": result["test_accuracy"]
       for name, result in zip(MODELS, results)
     }
 
   accuracies, rows = {}, {}
-  record = files.record([*pools, public, test])
+  record = files.record([*clients.values(), public, test])
   for name, algorithm in algorithms.items():
     step = engine.compile(algorithm.step, donate=(0,))
     for seed in range(seeds):

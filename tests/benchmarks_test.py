@@ -158,8 +158,8 @@ def test_every_round_can_be_compiled(monkeypatch):
   assert {name.split("_")[0] for name in rows} - named == {"independent"}
   job = compiled.jobs()["fedavg_both"]()
   state, plan, data = jax.eval_shape(job.init), job.plan, job.data
-  assert len(state.pools) == len(plan.pools) == len(data["pools"]) == 2
-  assert plan.pools[0].steps.tolist() == [job.steps] * 20
+  assert len(state.server) == len(plan.batches) == len(data) == 2
+  assert plan.batches["small"].steps.tolist() == [job.steps] * 20
 
 
 def test_targets_are_checked(tmp_path):

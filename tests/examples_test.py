@@ -79,8 +79,10 @@ def test_whole_run(tmp_path):
   assert before == {path: path.stat().st_mtime_ns for path in results}
   for name, each in found.items():
     np.testing.assert_array_equal(again[name], each)
-  other = whole_run.SETTINGS | {"client_lr": 0.1}
-  with pytest.raises(logs.ConfigMismatch, match="client_lr: there 0.3, here"):
+  other = whole_run.SETTINGS | {"learning_rate": 0.1}
+  with pytest.raises(
+    logs.ConfigMismatch, match="learning_rate: there 0.3, here"
+  ):
     whole_run.main(seeds=1, workdir=tmp_path, settings=other)
 
 
