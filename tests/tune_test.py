@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import types
+import typing
 
 from hetfl.pool import fedavg_server
 import jax
@@ -15,12 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetfl import codist, core, distill, engine, planning, population
+from hetfl import codist, core, distill, engine, population
 from hetfl import evaluate as evaluate_lib
 from hetfl.run import checkpoint, trials, tune
 from tests import federation, runs
 
 ROUNDS = 3
+
+
+class Round(typing.NamedTuple):
+  """The plan of a toy's round."""
+
+  round: np.int32
 
 
 class Toy:
@@ -47,7 +54,7 @@ class Toy:
         "key": jax.random.key(seed),
       },
       step=step,
-      plan=lambda seed, round: planning.RoundPlan(np.int32(round), (), None),
+      plan=lambda seed, round: Round(np.int32(round)),
       data=(),
       evaluate=lambda state, data: {"model": core.Mean(data * state["w"], one)},
       eval_data={"heldout": one, "test": 10 * one},
