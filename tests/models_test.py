@@ -153,7 +153,7 @@ def test_a_gpus_round_is_the_others(monkeypatch, devices):
       engine=inline,
     )
     algorithm = algorithm._replace(step=inline.compile(algorithm.step))
-    state, _ = federation.run(algorithm, 2, num_lanes=4)
+    state, _ = federation.run(algorithm, 2)
     return federation.params(state)
 
   expected = trained()
