@@ -7,9 +7,6 @@ of 128, SGD with momentum and weight decay, random crops and flips.
 
 import functools
 
-from hetfl.fml import fml, independent
-from hetfl.mutual import MutualClient
-from hetfl.mutual_planning import group_clients, plan_mutual
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -15,9 +15,6 @@ clients with random words and similar, lognormal sizes.
 
 import functools
 
-from hetfl.fedavg import fedavg
-from hetfl.lanes import LanePlan
-from hetfl.pool import Pool
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -10,7 +10,6 @@ on.
 """
 
 import flax.linen as nn
-from hetfl.client import local_sgd
 import jax
 import jax.numpy as jnp
 import numpy as np
