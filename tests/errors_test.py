@@ -3,7 +3,6 @@
 import dataclasses
 
 import flax.linen as nn
-from hetfl.mutual import mutual_loss
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +33,7 @@ from hetfl import (
 )
 from hetfl.algorithms import codist
 from hetfl.algorithms.fedmd import absolute_error, consensus, squared_error
+from hetfl.distill import mutual_loss
 from hetfl.models import language, layers, next_word
 from tests import algorithms, federation
 from tests.algorithms import CASES, make_distiller

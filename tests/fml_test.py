@@ -6,7 +6,6 @@ import functools
 from absl import logging
 import chex
 import flax.linen as nn
-from hetfl.mutual import momentum_sgd, mutual_loss
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,8 +27,10 @@ from hetfl import (
   Subset,
 )
 from hetfl.algorithms.fml import group_clients
+from hetfl.distill import mutual_loss
 from hetfl.models import fml as nets
 from hetfl.models import layers
+from hetfl.optimizers import momentum_sgd
 from tests import federation
 from tests.algorithms import (
   CNN,

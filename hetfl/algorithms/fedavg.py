@@ -273,7 +273,7 @@ def init_pools(
     ValueError: there are not P `Variables`.
   """
   init_key, run_key = jax.random.split(key)
-  given: list[Any] = list(variables or [None] * len(pools))
+  given: list[Any] = [None] * len(pools) if variables is None else [*variables]
   if len(given) != len(pools):
     raise ValueError(f"variables: give {len(pools)}, not {len(given)}")
   keys = [jax.random.fold_in(init_key, i) for i in range(len(pools))]

@@ -245,7 +245,9 @@ def fresh_learners(
   keys = [
     jax.random.fold_in(key, np.uint32(2**31 + k)) for k in range(len(parties))
   ]
-  given: list[Any] = list(variables or [None] * len(parties))
+  given: list[Any] = (
+    [None] * len(parties) if variables is None else [*variables]
+  )
   each = zip(parties, keys, given, strict=True)
   variables = [party.model.start(k, party.label, v) for party, k, v in each]
   return [
