@@ -29,6 +29,7 @@ from hetfl.distill import Distiller
 from hetfl.engine import default_engine, Inline, Threads
 from hetfl.evaluate import ClientEvaluator, Evaluator
 from hetfl.local import Learner, Participant
+from hetfl.models.language import TokenLogits
 from hetfl.optimizers import fedadam_server, fedavg_server, keras_adam
 from hetfl.population import ClientPopulation, put_banks, Subset
 
@@ -52,6 +53,7 @@ __all__ = (
   "State",
   "Subset",
   "Threads",
+  "TokenLogits",
   "Variables",
   "client_updates",
   "cross_entropy",

@@ -26,7 +26,7 @@ from hetfl import (
   Pool,
   Subset,
 )
-from hetfl.algorithms.fml import group_clients
+from hetfl.algorithms.fml import group_clients, weighted_mean
 from hetfl.distill import mutual_loss
 from hetfl.models import fml as nets
 from hetfl.models import layers
@@ -462,7 +462,7 @@ def test_a_merge_of_ones_own():
   settings = dict(uniform_weights=False)
   usual, ours, other = (
     run(build(merge=merge), 1, **settings)[0].server
-    for merge in (None, mean, median)
+    for merge in (weighted_mean, mean, median)
   )
   assert_close(usual, ours)
   with pytest.raises(AssertionError):

@@ -56,6 +56,12 @@ class Client(local.Participant):
   adaptor: core.Model | None = None
   encoder: core.Model | None = None
 
+  def __post_init__(self):
+    super().__post_init__()
+    for name, part in (("adaptor", self.adaptor), ("encoder", self.encoder)):
+      if part is not None:
+        core.Model.check(f"{self.label}: {name}", part)
+
 
 @flax.struct.dataclass
 class Group:
@@ -144,7 +150,7 @@ def _objective(client, models) -> local.Objective:
       kl = jnp.zeros_like(batch["mask"])
       if len(models) > 1:
         with checks.noted(
-          "if the global model outputs features, give adaptors"
+          "if the global model outputs features, give the client an adaptor"
         ):
           losses, kl = distill.mutual_loss(
             logits[name],
