@@ -473,11 +473,11 @@ def localize(
   return plan._replace(batches=small), data
 
 
-def stack_plans(plans: Sequence[Plan]) -> Plan:
+def stack_plans(plans: Sequence[Any]) -> Any:
   """Stacks the plans of several rounds, for `jax.lax.scan` over them.
 
   Args:
-    plans: R plans of equal structure.
+    plans: R plans, or other pytrees with `Batches`, of equal structure.
 
   Returns:
     A plan whose arrays have a new first axis R; rows are filled up to the
@@ -489,20 +489,19 @@ def stack_plans(plans: Sequence[Plan]) -> Plan:
   >>> stack_plans(plans).batches['a'].index.shape
   (2, 2, 32, 2)
   """
-  longest = {
-    name: max(plan.batches[name].index.shape[1] for plan in plans)
-    for name in plans[0].batches
-  }
 
-  def filled(name, batches):
-    missing = longest[name] - batches.index.shape[1]
-    widths = ((0, 0), (0, missing), (0, 0))
-    return batches._replace(
-      index=np.pad(batches.index, widths, constant_values=-1)
-    )
+  def stacked(*of_rounds):
+    if not isinstance(of_rounds[0], Batches):
+      return np.stack(of_rounds)
+    longest = max(batches.index.shape[1] for batches in of_rounds)
 
-  plans = [
-    plan._replace(batches={n: filled(n, b) for n, b in plan.batches.items()})
-    for plan in plans
-  ]
-  return jax.tree.map(lambda *leaves: np.stack(leaves), *plans)
+    def filled(batches):
+      missing = longest - batches.index.shape[1]
+      widths = ((0, 0), (0, missing), (0, 0))
+      index = np.pad(batches.index, widths, constant_values=-1)
+      return batches._replace(index=index)
+
+    return Batches(*map(np.stack, zip(*map(filled, of_rounds))))
+
+  is_batches = lambda x: isinstance(x, Batches)
+  return jax.tree.map(stacked, *plans, is_leaf=is_batches)

@@ -241,7 +241,7 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, stop):
 def test_clashing_names_are_an_error(tmp_path):
   with pytest.raises(ValueError, match="metric name 'small/loss' is"):
     run(tmp_path, evaluate=lambda state: {"small/loss": 0.0})
-  with pytest.raises(ValueError, match="what evaluate returns: give a dict"):
+  with pytest.raises(ValueError, match="evaluate returned a list, not a dict"):
     run(tmp_path / "list", evaluate=lambda state: [{"loss": 0.0}])
 
 
