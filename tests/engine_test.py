@@ -1,7 +1,9 @@
-"""How the engines run jobs."""
+"""How the engines run work."""
 
+import gc
 import threading
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -9,199 +11,267 @@ import numpy as np
 import pytest
 
 from hetfl import engine
-from hetfl.engine import compilation
+from hetfl.engine import compilation, packing, Task, Work
+from tests import federation
 
 
-def test_results_come_in_the_order_of_the_jobs():
-  def slow(x):
-    return jax.lax.fori_loop(0, 20_000, lambda _, y: jnp.sin(y), x)
-
-  runner = engine.Threads(3)
-  jobs = [engine.Call(slow, (jnp.ones(()) * i,)) for i in range(3)]
-  jobs += [engine.Call(lambda x: x, (jnp.ones(()) * 7,))]
-  for _ in range(2):
-    results = runner.run(*jobs)
-    assert [float(r) > 0.01 for r in results] == [False, True, True, True]
-    assert float(results[3]) == 7
+def begin(scale, row):
+  return row["v"], jnp.zeros((), jnp.int32)
 
 
-def test_lanes_run_as_long_as_they_say():
-  def count(start, lane, steps):
-    return jax.lax.fori_loop(0, steps, lambda i, n: n + lane[i], start)
-
-  lanes = np.arange(12.0, dtype=np.float32).reshape(3, 4)
-  job = engine.Lanes(count, (jnp.zeros(()),), lanes, np.array([4, 2, 0]))
-  (total,) = engine.Threads(2).run(job)
-  assert float(total) == 0 + 1 + 2 + 3 + 4 + 5
+def step(scale, row, carry, s):
+  """The order of the steps matters, and their number."""
+  v, count = carry
+  return scale * v + row["v"] * (s + 1), count + s
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 200])
-def test_chunks_are_put_together(rows):
-  job = engine.Chunks(
-    lambda a, x: a * x["v"], (jnp.full((), 2.0),), {"v": np.arange(rows)}
+def end(scale, row, carry):
+  return {"v": carry[0], "count": carry[1], "id": row["id"]}
+
+
+SCALE = np.float32(0.5)
+ENGINES = {
+  "threads": lambda: engine.Threads(2),
+  "one": lambda: engine.Inline(),
+  "lanes": lambda: engine.Inline(max_lanes=2),
+  "mesh": lambda: engine.Inline(federation.mesh(4)),
+  "mesh_lanes": lambda: engine.Inline(federation.mesh(2), max_lanes=2),
+}
+STEPS = {
+  "one row": [3],
+  "no steps": [0, 0, 0],
+  "unlike": [0, 1, 5, 0, 2],
+  "pieces": [13, 31, 0],  # Too few rows for threads to share equally.
+  "equal": [4, 4, 4, 4],
+  "many": np.random.default_rng(0).integers(0, 5, 97).tolist(),
+}
+
+
+def rows_of(number):
+  v = np.random.default_rng(1).normal(size=(number, 3)).astype(np.float32)
+  return {"v": v, "id": np.arange(number, dtype=np.int32)}
+
+
+def expected(rows, steps, scale=SCALE):
+  v = rows["v"].copy()
+  for k, most in enumerate(steps):
+    for s in range(most):
+      v[k] = scale * v[k] + rows["v"][k] * (s + 1)
+  steps = np.asarray(steps)
+  return {"v": v, "count": steps * (steps - 1) // 2, "id": rows["id"]}
+
+
+def assert_same(result, wanted):
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4),
+    result,
+    wanted,
   )
-  for runner in (engine.Threads(2), engine.Inline()):
-    (result,) = runner.run(job)
-    np.testing.assert_array_equal(result, 2 * np.arange(rows))
-    (skipped,) = runner.run(job._replace(when=False))
-    np.testing.assert_array_equal(skipped, np.zeros(rows))
 
 
-def test_trials_that_differ_do_not_all_pay():
-  """Under `vmap` a branch stays a branch, and no trial copies the bank."""
+def run(runner, *works, traced=False):
+  """Runs works, with arrays of which a program knows the values or not."""
+  if not traced:
+    return runner.run(*works)
+  tasks = [work.task for work in works]
+  others = [work[1:4] for work in works]
 
-  def call(weight, bank, when):
-    job = engine.Call(lambda w, b: w * jnp.sum(b), (weight, bank), when)
-    return engine.Inline().run(job)[0]
+  def program(others):
+    return runner.run(
+      *(
+        Work(task, *other, total=work.total, at_once=work.at_once)
+        for task, other, work in zip(tasks, others, works)
+      )
+    )
+
+  return jax.jit(program)(others)
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_engines_agree(kind, name):
+  steps = np.array(STEPS[name], np.int32)
+  rows, task = rows_of(len(steps)), Task(begin, step, end)
+  each = Work(task, (SCALE,), rows, steps)
+  works = each, each._replace(total=True), each._replace(total=True, at_once=1)
+  wanted = expected(rows, STEPS[name])
+  sums = {name: a.sum(axis=0) for name, a in wanted.items()}
+  runner = ENGINES[kind]()
+  for traced in (False, True) if kind != "threads" else (False,):
+    stacked, total, one_by_one = run(runner, *works, traced=traced)
+    assert_same(stacked, wanted)
+    assert_same(total, sums)
+    assert_same(one_by_one, sums)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_single_rows_have_no_axis(kind):
+  rows, task = rows_of(3), Task(begin, step, end)
+  steps = [13, 0, 1]
+  works = [
+    Work(task, (SCALE,), jax.tree.map(lambda a: a[k], rows), np.int32(n))
+    for k, n in enumerate(steps)
+  ]
+  results = run(ENGINES[kind](), *works, traced=kind != "threads")
+  wanted = expected(rows, steps)
+  for k, result in enumerate(results):
+    assert_same(result, {name: a[k] for name, a in wanted.items()})
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_function_whose_rows_have_no_steps_gives_zeros(kind):
+  task = Task.of(lambda a, x: {"y": a * x + 1, "n": jnp.ones((2,), jnp.int32)})
+  x, runner = np.arange(5, dtype=np.float32), ENGINES[kind]()
+  for steps in (np.array([1, 0, 1, 1, 0]), np.zeros(5, int), np.ones(5, int)):
+    each = Work(task, (np.float32(2),), x, steps.astype(np.int32))
+    stacked, total = runner.run(each, each._replace(total=True))
+    y, n = np.where(steps, 2 * x + 1, 0), np.stack([steps, steps], 1)
+    assert_same(stacked, {"y": y, "n": n})
+    assert_same(total, {"y": y.sum(), "n": n.sum(axis=0)})
+    (one,) = runner.run(each._replace(rows=x[4], steps=each.steps[4]))
+    assert_same(one, {"y": y[4], "n": n[4]})
+
+
+def test_trials_may_have_unlike_steps_and_share_a_bank():
+  """Under `vmap` no trial copies the bank."""
+  task = Task.of(lambda weight, bank, row: weight * row * jnp.sum(bank))
+
+  def call(weight, bank, steps):
+    works = Work(task, (weight, bank), jnp.ones(2), steps)
+    return engine.Inline().run(works)[0]
 
   trials = jax.vmap(call, (0, None, 0))
-  args = jnp.arange(1.0, 4.0), jnp.ones(500), jnp.array([True, False, True])
-  np.testing.assert_array_equal(trials(*args), [500, 0, 1500])
+  steps = jnp.array([[1, 1], [0, 0], [0, 1]])
+  args = jnp.arange(1.0, 4.0), jnp.ones(500), steps
+  np.testing.assert_array_equal(trials(*args), [[500, 500], [0, 0], [0, 1500]])
   program = str(jax.make_jaxpr(trials)(*args))
-  assert "cond[" in program and "f32[500]" in program
-  assert "3,500]" not in program
+  assert "f32[500]" in program and "3,500]" not in program
 
 
-def test_an_error_reaches_the_caller_and_the_engine_lives_on():
-  def wrong(x):
-    raise RuntimeError("a bug in a model")
+@pytest.mark.parametrize("num_lanes", [1, 2, 5, 40])
+def test_traced_packing_is_packing(num_lanes):
+  lengths = np.random.default_rng(num_lanes).integers(1, 9, 31)
+  lanes = packing.longest_first(lengths.tolist(), num_lanes)
+  ids, number = packing.traced_longest_first(jnp.array(lengths), num_lanes)
+  traced = [i[:n].tolist() for i, n in zip(ids, number)]
+  assert sorted(k for lane in traced for k in lane) == list(range(31))
+  load = lambda lanes: sorted(
+    int(lengths[lane].sum()) for lane in lanes if lane
+  )
+  assert load(traced) == load(lanes)
+  # No lane is longer than the mean by more than one row.
+  assert max(load(lanes)) <= lengths.sum() / num_lanes + lengths.max()
 
+
+def test_threads_refuse_to_be_traced():
+  task, runner = Task.of(lambda x: 2 * x), engine.Threads(2)
+  program = lambda x: runner.run(Work(task, (), x, np.ones(3, np.int32)))
+  with pytest.raises(TypeError, match="cannot be part of"):
+    jax.jit(program)(jnp.ones(3))
+
+
+def wrong(*args):
+  raise RuntimeError("a bug in a model")
+
+
+@pytest.mark.parametrize("steps", [1, [1, 1], [9, 9, 9]])
+@pytest.mark.parametrize("where", ["begin", "step", "end"])
+def test_an_error_reaches_the_caller_and_the_engine_lives_on(where, steps):
+  parts = {"begin": begin, "step": step, "end": end} | {where: wrong}
+  steps = np.array(steps, np.int32)
+  rows = rows_of(steps.size)
+  if steps.ndim == 0:
+    rows = jax.tree.map(lambda a: a[0], rows)
+  broken = Work(Task(**parts), (SCALE,), rows, steps)
   runner = engine.Threads(2)
   for _ in range(2):  # The first time it is being compiled.
     with pytest.raises(RuntimeError, match="a bug in a model"):
-      runner.run(engine.Call(wrong, (jnp.ones(()),)))
-  (result,) = runner.run(engine.Call(lambda x: x + 1, (jnp.ones(()),)))
-  assert float(result) == 2
+      runner.run(broken)
+  runner.run(broken._replace(task=Task(begin, step, end)))
 
 
-def test_after_an_error_no_more_programs_are_begun():
+def test_after_an_error_nothing_more_is_begun():
+  """No more rows, and no more pieces of a row."""
   begun = []
 
-  def slow(x):
-    jax.debug.callback(lambda: begun.append(time.sleep(0.2)))
-    return x
-
-  def wrong(x):
-    raise RuntimeError("a bug in a model")
-
-  runner = engine.Threads(1)
-  jobs = [engine.Call(slow, (jnp.ones(()),))] * 20
-  # Jobs that have never run go first, in their order.
-  with pytest.raises(RuntimeError, match="a bug in a model"):
-    runner.run(engine.Call(wrong, (jnp.ones(()),)), *jobs)
-  runner.run(engine.Call(lambda x: x, (jnp.ones(()),)))  # The queue is empty.
-  assert len(begun) < 5
-
-
-def test_no_more_pieces_of_a_row_are_begun_either():
-  begun = []
-
-  def advance(x, carry, first, last):
+  def slow(row, carry, s):
     jax.debug.callback(lambda: begun.append(time.sleep(0.1)))
     return carry
 
-  def wrong(x):
-    raise RuntimeError("a bug in a model")
-
-  stages = engine.Stages(lambda x: x, advance, lambda x, carry: carry)
-  runner = engine.Threads(2)  # Three rows, which it cannot share equally.
-  each = engine.Each(
-    lambda x: x, (), np.ones(3), (stages, np.full(3, 8, np.int32))
-  )
-  runner.run(each)
-  assert len(begun) == 3 * runner.num_pieces
-  begun.clear()
-  with pytest.raises(RuntimeError, match="a bug in a model"):
-    runner.run(engine.Call(wrong, (jnp.ones(()),)), each)
-  time.sleep(0.5)
-  assert len(begun) < 6
-
-
-@pytest.mark.parametrize(
-  "rows, threads, chunks", [(10, 8, 10), (20, 4, 10), (200, 7, 25), (7, 2, 7)]
-)
-def test_chunks_are_as_many_as_fit(rows, threads, chunks):
-  """Equal ones, at most four a thread."""
-  seen = []
-
-  def program(x):
-    jax.debug.callback(lambda: seen.append(len(x)))
-    return x
-
-  job = engine.Chunks(program, (), np.arange(rows))
-  (result,) = engine.Threads(threads).run(job)
-  np.testing.assert_array_equal(result, np.arange(rows))
-  assert seen == [rows // chunks] * chunks
+  task = Task(lambda x: x, slow, lambda x, carry: carry)
+  for rows, steps in ((3, 8), (40, 1)):
+    runner = engine.Threads(2)
+    work = Work(task, (), np.ones(rows), np.full(rows, steps, np.int32))
+    runner.run(work)
+    assert len(begun) == rows * steps
+    begun.clear()
+    with pytest.raises(RuntimeError, match="a bug in a model"):
+      runner.run(Work(Task.of(wrong), (), np.ones(()), np.int32(1)), work)
+    time.sleep(0.5)
+    runner.run(Work(Task.of(lambda x: x), (), np.ones(()), np.int32(1)))
+    assert len(begun) < 16
+    begun.clear()
 
 
 def test_many_threads_compile_a_program_once():
   traced = []
 
-  def program(x):
+  def fn(x):
     traced.append(threading.get_ident())
     return x + 1
 
-  runner = engine.Threads(4)
-  jobs = [engine.Call(program, (jnp.ones(()) * i,)) for i in range(8)]
-  assert [float(r) for r in runner.run(*jobs)] == list(range(1, 9))
-  assert len(traced) == 1
+  task, runner = Task.of(fn), engine.Threads(4)
+  one = Work(task, (), np.float32(0), np.int32(1))
+  works = [one._replace(rows=np.float32(i)) for i in range(8)]
+  runner.run(*works)
+  first = len(traced)
+  assert first <= 3  # Its shapes, its step, its step's shapes.
+  results = runner.run(*works)
+  assert [float(r) for r in results] == list(range(1, 9))
+  assert len(traced) == first
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_each_row_by_itself(rows):
-  def total(a, row):
-    assert row["v"].shape == (3,)  # One row, whatever the engine.
-    return a * jnp.sum(row["v"]), row["n"]
+@pytest.mark.parametrize("steps", [[1] * 8, [9, 9, 9]])
+def test_programs_are_freed_with_their_task(steps):
+  class Owner:
+    """What a task's functions refer to, such as an algorithm."""
 
-  v = np.arange(3.0 * rows, dtype=np.float32).reshape(rows, 3)
-  job = engine.Each(total, (jnp.full((), 2.0),), {"v": v, "n": np.arange(rows)})
-  mesh = jax.make_mesh((4,), (engine.AXIS,))
-  for runner in (
-    engine.Threads(2),
-    engine.Inline(),
-    engine.Inline(max_lanes=2),
-    engine.Inline(mesh),
-  ):
-    ((sums, numbers),) = runner.run(job)
-    np.testing.assert_array_equal(sums, 2 * v.sum(axis=1))
-    np.testing.assert_array_equal(numbers, np.arange(rows))
+    def step(self, scale, row, carry, s):
+      return step(scale, row, carry, s)
+
+  owner, runner = Owner(), engine.Threads(2)
+  task = Task(begin, owner.step, end)
+  work = Work(task, (SCALE,), rows_of(len(steps)), np.array(steps, np.int32))
+  runner.run(work, work._replace(total=True))
+  refs = [weakref.ref(owner), weakref.ref(task)]
+  refs += [weakref.ref(program) for program in task.programs.values()]
+  assert len(refs) > 2
+  del owner, task, work
+  gc.collect()
+  assert [ref() for ref in refs] == [None] * len(refs)
 
 
-@pytest.mark.parametrize("rows", [4, 5])
-def test_rows_in_stages_are_rows(rows):
-  """Sums 1 + 2 + ... + n; some rows have fewer steps than there are pieces."""
-  whole = []
-  stages = engine.Stages(
-    begin=lambda row: jnp.zeros(()),
-    advance=lambda row, carry, first, last: jax.lax.fori_loop(
-      first, last, lambda s, total: total + s + 1, carry
-    ),
-    end=lambda row, carry: (row["n"], carry),
+def test_a_mesh_has_one_axis():
+  with pytest.raises(ValueError, match="give one axis"):
+    engine.Inline(jax.make_mesh((2, 2), ("x", "y")))
+
+
+def test_a_bank_is_placed_once_while_it_lives():
+  mesh = federation.mesh(2)
+  runner = engine.Inline(mesh)
+  task = Task.of(lambda bank, x: x * jnp.sum(bank))
+  steps = np.ones(2, np.int32)
+  program = runner.compile(
+    lambda bank, x: runner.run(Work(task, (bank,), x, steps))[0]
   )
-
-  def fn(row):
-    whole.append(row)
-    return stages.whole(row, steps=row["n"])
-
-  steps = np.array([9, 1, 0, 20, 7][:rows], np.int32)
-  job = engine.Each(fn, (), {"n": steps}, (stages, steps))
-  for runner in (engine.Threads(2), engine.Inline(max_lanes=2)):
-    ((numbers, sums),) = runner.run(job)
-    np.testing.assert_array_equal(numbers, steps)
-    np.testing.assert_array_equal(sums, steps * (steps + 1) / 2)
-    if isinstance(runner, engine.Threads):
-      # Two threads share four rows equally, and five piece by piece.
-      assert bool(whole) == (rows == 4)
-
-
-def test_an_error_in_a_stage_is_raised():
-  def broken(row, carry, first, last):
-    raise ValueError("no step")
-
-  stages = engine.Stages(lambda row: row, broken, lambda row, carry: carry)
-  rows = np.arange(3)
-  with pytest.raises(ValueError, match="no step"):
-    engine.Threads(2).run(engine.Each(None, (), rows, (stages, rows)))
+  bank, x = jnp.arange(4.0), np.ones(2, np.float32)
+  for _ in range(2):
+    np.testing.assert_array_equal(program(bank, x), [6, 6])
+  (placed,) = runner._placed.values()
+  assert placed.sharding.device_set == set(mesh.devices.flat)
+  del placed, bank
+  gc.collect()
+  assert not runner._placed
 
 
 def test_an_option_that_xla_does_not_know_is_left_out():
