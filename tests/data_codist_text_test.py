@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from hetfl import planning, population
+from hetfl import batches, population
 from hetfl.data import codist_text, DataError
+from hetfl.engine import packing
 from tests import data_text_test as files
 
 load = codist_text.load_codist_text
@@ -260,11 +261,11 @@ def wasted(pool, lanes, rounds=200, **kwargs):
   """Steps that lanes side by side wait for the longest, per useful step."""
   idle = useful = 0
   for t in range(1, rounds + 1):
-    plan = planning.plan_clients(
-      pool, seed=0, round=t, num_lanes=lanes, **kwargs
-    )
-    useful += plan.steps.sum()
-    idle += plan.steps.max() * lanes - plan.steps.sum()
+    steps = batches.plan_clients(pool, seed=0, round=t, **kwargs).steps
+    packed = packing.longest_first(steps.tolist(), lanes)
+    longest = max(steps[lane].sum() for lane in packed)
+    useful += steps.sum()
+    idle += longest * lanes - steps.sum()
   return idle / useful
 
 
