@@ -445,7 +445,7 @@ def recorded(build):
     state, _ = algorithm.step(
       state, plan, {"a": bank, "b": bank, "distill": bank}
     )
-  assert (start.pools[0].params != start.pools[1].params).any()
+  assert (start.server[0].params != start.server[1].params).any()
   stats = [pool.stats for pool in state.server]
   return [np.array([s[name] for s in stats]) for name in ("draws", "seen")]
 

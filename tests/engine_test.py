@@ -97,7 +97,8 @@ def test_engines_agree(kind, name):
   wanted = expected(rows, STEPS[name])
   sums = {name: a.sum(axis=0) for name, a in wanted.items()}
   runner = ENGINES[kind]()
-  for traced in (False, True) if kind != "threads" else (False,):
+  ways = {"threads": [False], "one": [False, True], "lanes": [False, True]}
+  for traced in ways.get(kind, [True]):
     stacked, total, one_by_one = run(runner, *works, traced=traced)
     assert_same(stacked, wanted)
     assert_same(total, sums)
@@ -109,7 +110,11 @@ def test_single_rows_have_no_axis(kind):
   rows, task = rows_of(3), Task(begin, step, end)
   steps = [13, 0, 1]
   works = [
+<<<<<<< HEAD
     Work(task, (SCALE,), jax.tree.map(lambda a, k=k: a[k], rows), np.int32(n))
+=======
+    Work(task, (SCALE,), {name: a[k] for name, a in rows.items()}, np.int32(n))
+>>>>>>> wt-tb
     for k, n in enumerate(steps)
   ]
   results = run(ENGINES[kind](), *works, traced=kind != "threads")
@@ -124,11 +129,15 @@ def test_a_function_whose_rows_have_no_steps_gives_zeros(kind):
   x, runner = np.arange(5, dtype=np.float32), ENGINES[kind]()
   for steps in (np.array([1, 0, 1, 1, 0]), np.zeros(5, int), np.ones(5, int)):
     each = Work(task, (np.float32(2),), x, steps.astype(np.int32))
-    stacked, total = runner.run(each, each._replace(total=True))
+    works = (
+      each,
+      each._replace(total=True),
+      each._replace(rows=x[4], steps=each.steps[4]),
+    )
+    stacked, total, one = run(runner, *works, traced=kind != "threads")
     y, n = np.where(steps, 2 * x + 1, 0), np.stack([steps, steps], 1)
     assert_same(stacked, {"y": y, "n": n})
     assert_same(total, {"y": y.sum(), "n": n.sum(axis=0)})
-    (one,) = runner.run(each._replace(rows=x[4], steps=each.steps[4]))
     assert_same(one, {"y": y[4], "n": n[4]})
 
 
