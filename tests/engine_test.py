@@ -110,11 +110,7 @@ def test_single_rows_have_no_axis(kind):
   rows, task = rows_of(3), Task(begin, step, end)
   steps = [13, 0, 1]
   works = [
-<<<<<<< HEAD
-    Work(task, (SCALE,), jax.tree.map(lambda a, k=k: a[k], rows), np.int32(n))
-=======
     Work(task, (SCALE,), {name: a[k] for name, a in rows.items()}, np.int32(n))
->>>>>>> wt-tb
     for k, n in enumerate(steps)
   ]
   results = run(ENGINES[kind](), *works, traced=kind != "threads")

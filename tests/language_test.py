@@ -2,23 +2,14 @@
 
 import chex
 import flax.linen as nn
-from hetfl.fedavg import fedavg
-from hetfl.pool import fedavg_server, Pool
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from hetfl import (
-  codist,
-  core,
-  distill,
-  engine,
-  evaluate,
-  planning,
-  population,
-)
+import hetfl
+from hetfl import core, distill, engine, evaluate, population
 from hetfl.models import language, next_word
 from hetfl.models.kernels import products
 from tests.oracles import codist as codist_oracle
@@ -141,34 +132,29 @@ def test_client_step_is_the_oracles(_float64, i, chunk):
   logits, _ = model.apply(variables, bank["x"], None, False)
   expected, _ = oracle.forward(numpy(variables), bank["x"])
   check(logits.dense(), expected)
-  algorithm = fedavg(
+  algorithm = hetfl.fedavg(
     [
-      Pool(
-        "a",
+      hetfl.Pool(
         model,
-        client_lr=0.5,
+        "a",
+        learning_rate=0.5,
         server_lr=1.0,
         loss=next_word.sentence_loss(),
-        server_optimizer=fedavg_server,
+        server_optimizer=hetfl.fedavg_server,
       )
     ],
     rounds=None,
   )
   state = jax.jit(algorithm.init)(jax.random.key(0))
-  state = state.replace(
-    pools=(state.pools[0].replace(params=variables.params),)
-  )
+  state = state.replace(server=(state.server[0]._replace(variables=variables),))
   clients = population.ClientPopulation.from_lists(bank, [np.arange(9)])
-  lanes = planning.plan_clients(
-    clients, seed=0, round=1, clients_per_round=1, batch_size=9
-  )
-  plan = planning.RoundPlan(np.int32(1), (lanes,), None)
+  plan = hetfl.plan_round({"a": clients}, seed=0, round=1, batch_size=9)
   state, metrics = jax.jit(algorithm.step)(
-    state, plan, {"pools": (tree_map(jnp.asarray, bank),)}
+    state, plan, {"a": tree_map(jnp.asarray, bank)}
   )
   loss, grads = oracle.loss_and_gradient(numpy(variables), bank["x"], bank["y"])
   stepped = tree_map(lambda w, g: w - 0.5 * g, numpy(variables), grads)
-  check(state.pools[0].params, stepped)
+  check(state.server[0].params, stepped)
   np.testing.assert_allclose(metrics["a/client_loss"].total, loss, rtol=1e-6)
 
 
@@ -194,20 +180,19 @@ def test_distillation_gradient_is_the_oracles(
     divergence=next_word.token_divergence,
   )
   key, on_device = jax.random.key(0), tree_map(jnp.asarray, bank)
-  rows = np.arange(1), np.arange(8).reshape(1, 8)
+  rows = np.arange(8).reshape(1, 8)
   views = [
-    jax.jit(distiller.predictor(model))(its, key, on_device, rows)
+    distiller.view(model).whole(1, its, key, on_device, (0, rows[0]))[None]
     for model, its in zip(models, variables)
   ]
-  program = jax.jit(distiller.student(models, 1))
+  batches = hetfl.Batches(rows, np.int32(1), np.int32(1), np.float32(1))
+  task = distiller.student(models, 1)
+  program = jax.jit(
+    lambda context: task.whole(1, context, key, on_device, ((), batches))
+  )
   distil = lambda views: program(
-    variables[1],
-    double(distiller.hyper(num_pools)),
-    1.0,
-    key,
-    on_device,
-    *rows,
-    tuple(zip(variables, views)),
+    double(distiller.hyper(num_pools))
+    | {"decay": 1.0, "key": key, "teachers": variables, "views": views}
   )
   student, loss = distil(views)
   # It learns from these features; none are computed anew.
@@ -264,81 +249,25 @@ def test_targets_of_a_small_type_are_no_other_classes():
   check(grads[1], grads[0], rtol=1e-4, atol=1e-6)
 
 
-def test_logits_that_are_kept_give_the_same_student():
-  """Dense logits [B, T, V] and weights [B, T] in the general distiller."""
-  kept = []
-  for i in range(2):
-    model = make_model(i)
-    kept.append(
-      model._replace(
-        apply=lambda *args, apply=model.apply: (apply(*args)[0].dense(), {})
-      )
-    )
-  bank = tree_map(jnp.asarray, make_bank(16))
-  pools = lambda models: [
-    Pool(str(i), m, 0.1, 1.0, server_optimizer=fedavg_server)
-    for i, m in enumerate(models)
-  ]
-  settings = dict(
-    learning_rate=0.5,
-    temperature=(0.5, 2.0),
-    regularization=0.25,
-    optimizer=optax.sgd,
-    weights=next_word.token_weights,
-  )
-  state = codist.merged_codist(
-    pools(kept), distill.Distiller(**settings), alpha=0.5, rounds=1
-  ).init(jax.random.key(0))
-  plan = planning.RoundPlan(
-    np.int32(1), (), np.arange(32, dtype=np.int32).reshape(4, 8) % 16
-  )
-  students = []
-  for models, divergence in (
-    (kept, None),
-    ([make_model(i, 5) for i in range(2)], next_word.token_divergence),
-  ):
-    distiller = distill.Distiller(**settings, divergence=divergence)
-    exchange = codist._Exchange(pools(models), distiller, engine.Inline())
-    distil = lambda variables, exchange=exchange: engine.Inline().run(
-      *exchange.jobs(
-        variables,
-        state.hyper,
-        jax.random.key(1),
-        plan,
-        {"distill": bank},
-        1.0,
-        True,
-      )
-    )
-    variables = [pool.variables for pool in state.pools]
-    students.append(jax.jit(distil)(variables))
-  check(*students, rtol=2e-5, atol=1e-6)
-  moved = students[0][0][0].params["output_bias"]
-  assert np.abs(moved - state.pools[0].params["output_bias"]).max() > 1e-3
-
-
 def test_every_engine_gives_the_same_rounds():
   bank = make_bank(80)
   cuts = np.split(np.arange(80), [1, 4, 30, 37, 50, 52])
   clients = population.ClientPopulation.from_lists(bank, cuts)
   data = tree_map(jnp.asarray, dict(bank))
   results = []
-  for chunk, runner, lanes in (
-    (None, None, 5),
-    (16, engine.Threads(2), 3),
-  ):
+  for chunk, runner in ((None, None), (16, engine.Threads(2))):
     pools = [
-      Pool(
-        f"pool{i}",
+      hetfl.Pool(
         make_model(i, chunk),
-        client_lr=0.5,
+        f"pool{i}",
+        learning_rate=0.5,
         server_lr=1.0,
         loss=next_word.sentence_loss(),
-        server_optimizer=fedavg_server,
+        server_optimizer=hetfl.fedavg_server,
       )
       for i in range(2)
     ]
-    algorithm = codist.merged_codist(
+    algorithm = hetfl.merged_codist(
       pools,
       distill.Distiller(
         learning_rate=0.5,
@@ -353,26 +282,20 @@ def test_every_engine_gives_the_same_rounds():
     state = jax.jit(algorithm.init)(jax.random.key(0))
     step = algorithm.step if runner else jax.jit(algorithm.step)
     for t in range(1, 4):
-      plans = tuple(
-        planning.plan_clients(
-          clients,
-          seed=0,
-          round=t,
-          pool=p,
-          clients_per_round=5,
-          batch_size=4,
-          num_lanes=lanes,
-        )
-        for p in range(2)
+      plan = hetfl.plan_round(
+        {"pool0": clients, "pool1": clients},
+        clients.examples(),
+        seed=0,
+        round=t,
+        clients_per_round=5,
+        batch_size=4,
+        distill_steps=2,
+        distill_batch_size=8,
       )
-      rows = planning.plan_distillation(
-        clients.examples(), seed=0, round=t, steps=2, batch_size=8
-      )
-      plan = planning.RoundPlan(np.int32(t), plans, rows)
       state, metrics = step(
-        state, plan, {"pools": (data,) * 2, "distill": data}
+        state, plan, {"pool0": data, "pool1": data, "distill": data}
       )
-    results.append(([p.params for p in state.pools], metrics))
+    results.append(([of.params for of in state.server], metrics))
   for other in results[1:]:
     check(other, results[0], rtol=2e-4, atol=2e-6)
 
