@@ -1,5 +1,6 @@
 """Trials as a batch axis, and the search over them."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -10,13 +11,13 @@ import time
 import types
 import typing
 
-from hetfl.pool import fedavg_server
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetfl import codist, core, distill, engine, population
+import hetfl
+from hetfl import core, distill, engine, population
 from hetfl import evaluate as evaluate_lib
 from hetfl.run import checkpoint, trials, tune
 from tests import federation, runs
@@ -324,9 +325,10 @@ def federated(runner=None):
   """MergedCodist over the tests' federation, as a problem."""
   # Two dense models, which compile quickly.
   pools = federation.make_pools(
-    3, server_optimizer=fedavg_server, server_lr=1.0
-  )[::2]
-  algorithm = codist.merged_codist(
+    3, server_optimizer=hetfl.fedavg_server, server_lr=1.0
+  )
+  pools = [pools[0], dataclasses.replace(pools[2], name="pool1")]
+  algorithm = hetfl.merged_codist(
     pools,
     distill.Distiller(learning_rate=0.02, regularization=0.1),
     alpha=0.5,
@@ -344,16 +346,12 @@ def federated(runner=None):
 
   def init(values, seed):
     state = algorithm.init(jax.random.key(seed))
-    rate = jnp.asarray(values["client_lr"], jnp.float32)
-    return state.replace(
-      pools=tuple(
-        p.replace(hyper=p.hyper | {"client_lr": rate}) for p in state.pools
-      ),
-      hyper=state.hyper | {"alpha": jnp.asarray(values["alpha"], jnp.float32)},
+    return hetfl.with_hyper(
+      state, learning_rate=values["client_lr"], alpha=values["alpha"]
     )
 
   def evaluate(state, data):
-    sums = evaluator.sums([pool.variables for pool in state.pools], data)
+    sums = evaluator.sums([pool.variables for pool in state.server], data)
     return {str(i): s["heldout_loss"] for i, s in enumerate(sums)}
 
   return trials.Problem(
@@ -401,7 +399,7 @@ def ends():
 @pytest.mark.parametrize("name", ["vmapped", "devices"])
 def test_a_block_is_as_good_as_runs_of_their_own(ends, name):
   _, states, ended, losses = ends[name]
-  params = states[0].pools[0].params
+  params = states[0].server[0].params
   chosen = jax.devices()[1:] if name == "devices" else jax.devices()[:1]
   assert jax.tree.leaves(params)[0].devices() == set(chosen)
   _, expected, expected_ended, expected_losses = ends["side"]
@@ -410,9 +408,9 @@ def test_a_block_is_as_good_as_runs_of_their_own(ends, name):
   for trial in range(5):
     for seed in range(2):
       ours = jax.tree.map(
-        lambda a, i=trial: a[i], [p.params for p in states[seed].pools]
+        lambda a, i=trial: a[i], [p.params for p in states[seed].server]
       )
-      theirs = [p.params for p in expected[trial][seed].pools]
+      theirs = [p.params for p in expected[trial][seed].server]
       jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
         ours,
@@ -771,7 +769,7 @@ def test_values_become_flags_and_states(script):
     "server_lr": [0.3, 0.5],
     "merge_alpha": 0.25,
   }
-  state = codist.merged_codist(
+  state = hetfl.merged_codist(
     federation.make_pools(),
     distill.Distiller(),
     alpha=0.5,
@@ -779,11 +777,8 @@ def test_values_become_flags_and_states(script):
   ).init(jax.random.key(0))
   for flag, value in found.items():
     state = tunable.place(state, flag, value)
-  rates = [
-    (float(p.hyper["client_lr"]), float(p.hyper["server_lr"]))
-    for p in state.pools
-  ]
-  np.testing.assert_allclose(rates, [(0.2, 0.3), (0.2, 0.5)], rtol=1e-6)
+  rates = [state.hyper[name] for name in ("learning_rate", "server_lr")]
+  np.testing.assert_allclose(rates, [(0.2, 0.2), (0.3, 0.5)], rtol=1e-6)
   assert state.hyper["alpha"] == 0.25
   for flag in ("prox_mu", "rounds"):
     with pytest.raises(ValueError, match=f"{flag}: this state has no such"):
