@@ -411,6 +411,7 @@ def test_language_models_of_two_domains(codist, tmp_path):
     f"--data_dir={tmp_path}",
     "--pools=domain",
     "--vocabulary=wordpiece",
+    "--partition_seed=1",
     "--vocabulary_size=30",
     "--model_size=half",
     "--clients_per_round=3,2",

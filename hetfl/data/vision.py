@@ -315,8 +315,8 @@ def _parse(
     n, digest = len(contents[name]), hashlib.sha256(contents[name]).hexdigest()
     if want not in (n, digest[:32]):
       raise DataError(
-        f"{found[name]}: damaged or cut short, {n} bytes of SHA-256"
-        f" {digest[:32]}, want {want}: {remedy}"
+        f"{found[name]}: damaged or cut short, {n} bytes whose sha256 begins"
+        f" with {digest[:32]}, want {want}: {remedy}"
       )
   with reading(found[next(iter(files))], remedy):
     return official.parse([contents[name] for name in files])
