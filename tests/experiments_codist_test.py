@@ -469,7 +469,7 @@ def test_language_models_of_two_domains(codist, tmp_path):
     ((f"--data_dir={tmp_path}/nowhere",), "archive.org/details/stackexchange"),
     (
       ("--clients_per_round=30",),
-      "--clients_per_round=30: the pool of the small model has 8 clients",
+      "--clients_per_round=30: the pool of the small model has 6 clients",
     ),
   ]
   codist.refuse(cases, *run, fresh=tmp_path / "fresh")
