@@ -166,7 +166,7 @@ def sweep_lanes(scale: float, runs: int) -> Iterator[Row]:
   """20 clients in 1 to 20 lanes of one program."""
   clients = many_clients(200, 100)
   for lanes in [n for n in (1, 2, 4, 8, 20) if n <= max(2, 20 * scale)]:
-    runner = engine.Inline(max_lanes=lanes)
+    runner = engine.Inline(at_once=lanes)
     yield {"lanes": lanes} | timed_rounds(
       clients, per_round=20, runner=runner, runs=runs
     )
@@ -201,7 +201,7 @@ def devices_child(number: int, runs: int) -> Row:
   return {"devices": number} | timed_rounds(
     clients,
     per_round=20,
-    runner=engine.Inline(mesh, max_lanes=-(-4 // number)),
+    runner=engine.Inline(mesh, at_once=-(-4 // number)),
     runs=runs,
   )
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, population
-from hetfl.batches import in_order
+from hetfl.batches import gather, in_order, prepare
 from hetfl.engine import (
   batch_size_or_default,
   Engine,
@@ -321,7 +321,7 @@ def measure_task(
   """
 
   def of_batch(variables, bank, index):
-    batch = core.prepare(transform, core.gather(bank, index))
+    batch = prepare(transform, gather(bank, index))
     with checks.noted(
       f"a model, given inputs {jax.tree.map(jnp.shape, batch)}"
     ):

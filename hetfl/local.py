@@ -16,8 +16,8 @@ import numpy as np
 import optax
 
 from hetfl import checks, core
-from hetfl.batches import Batches
-from hetfl.engine import Shard, Task
+from hetfl.batches import Batches, gather, prepare
+from hetfl.engine import Shard, Task, Work
 
 PyTree = Any
 # (variables, batch, key, context) -> (losses, stats, measured): losses of shape
@@ -140,18 +140,7 @@ class Learner(NamedTuple):
     return cls(variables, opt_state)
 
   def adopt(self, owner: str, given: "Learner") -> "Learner":
-    """Copies another learner, since states may be donated, if it is alike.
-
-    Args:
-      owner: whose it is, for error messages.
-      given: the other learner.
-
-    Returns:
-      The copies.
-
-    Raises:
-      ValueError: shapes differ.
-    """
+    """Copies of a given learner; a `ValueError` if it has other shapes."""
     checks.alike(owner, given, self)
     return jax.tree.map(jnp.copy, given)
 
@@ -333,7 +322,7 @@ def training(
   end: Callable[..., PyTree],
   *,
   transform: core.Transform | core.Preparation | None = None,
-  prepare: Callable[..., core.Batch] | None = None,
+  make_batch: Callable[..., core.Batch] | None = None,
   measured: tuple[str, ...] = ("loss",),
   shares: bool = False,
 ) -> Task:
@@ -348,7 +337,7 @@ def training(
     end: `(context, own, learner, metrics, batches, key) -> result`, where the
       key is the client's.
     transform: applied to each batch as stored in the bank.
-    prepare: `(context, key, bank, index, s) -> batch`, in place of gathering
+    make_batch: `(context, key, bank, index, s) -> batch`, in place of gathering
       and transforming.
     measured: the names of the metrics.
     shares: whether devices may share each step, which then takes `shard`.
@@ -360,9 +349,9 @@ def training(
 
   def gathered(context, key, bank, index, s):
     del context, s
-    return core.prepare(transform, core.gather(bank, index), key)
+    return prepare(transform, gather(bank, index), key)
 
-  prepare = prepare or gathered
+  make_batch = make_batch or gathered
 
   def begin_row(context, key, bank, row):
     del key, bank
@@ -373,7 +362,7 @@ def training(
     (learner, metrics), (_, batches) = carry, row
     step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
     batch_key, model_key = jax.random.split(step_key)
-    batch = prepare(context, batch_key, bank, batches.index[s], s)
+    batch = make_batch(context, batch_key, bank, batches.index[s], s)
     learner, new = step(learner, batch, model_key, context, **shard)
     return learner, {name: metrics[name] + new[name] for name in measured}
 
@@ -418,14 +407,14 @@ def step_of(
 def own_training(
   participant: Participant,
   objective: Objective | None = None,
-  prepare: Callable[..., core.Batch] | None = None,
+  make_batch: Callable[..., core.Batch] | None = None,
 ) -> Task:
   """The training of a learner that its participant keeps.
 
   Args:
     participant: how it trains.
     objective: by default that of learning from labels.
-    prepare: see `training`; by default the participant's transform.
+    make_batch: see `training`; by default the participant's transform.
 
   Returns:
     The task of a row `(learner, batches)`, whose result is the learner and its
@@ -441,7 +430,7 @@ def own_training(
     lambda context, own: own,
     end,
     transform=participant.transform,
-    prepare=prepare,
+    make_batch=make_batch,
   )
 
 
@@ -506,6 +495,53 @@ def of_round(plan: Any, name: str, rows: int | None = None) -> Batches:
       f" {rows}"
     )
   return held[name]
+
+
+def row_of(plan: Any, name: str, client: int = 0, *, of: int = 1) -> Batches:
+  """A client's row of the named batches: the only one, or its own of several.
+
+  Args:
+    plan: the plan.
+    name: the name.
+    client: the client's number.
+    of: how many rows there must be.
+
+  Returns:
+    The row, without the axis K.
+
+  Raises:
+    ValueError: as `of_round`.
+  """
+  own = client if of > 1 else 0
+  row = jax.tree.map(lambda a: a[own], of_round(plan, name, of))
+  return row._replace(client=np.int32(client))
+
+
+def work(
+  task: Task,
+  context: PyTree,
+  key: jax.Array,
+  bank: core.Batch,
+  own: PyTree,
+  batches: Batches,
+  *,
+  when: jax.Array | bool = True,
+  total: bool = False,
+) -> Work:
+  """The work of rows of local training.
+
+  Args:
+    task: from `training`.
+    context: what the server sent this round.
+    key: the round's key; each row folds in its client and its steps.
+    bank: the examples.
+    own: what each row's client keeps of its own.
+    batches: K rows; or one, without that axis.
+    when: whether the rows train; if not, they take no steps.
+    total: whether to add the results up.
+  """
+  shared, steps = (context, key, bank), when * batches.steps
+  return Work(task, shared, (own, batches), steps, total)
 
 
 def num_parts(

@@ -121,13 +121,15 @@ class _Exchange:
     }
     # Differs from the batches' keys.
     student_key = jax.random.fold_in(key, np.uint32(2**31))
-    one_row = jax.tree.map(lambda a: a[0], batches)
     return [
-      Work(
+      local.work(
         student,
-        (context, student_key, bank),
-        ((), one_row._replace(client=np.int32(i))),
-        due * one_row.steps,
+        context,
+        student_key,
+        bank,
+        (),
+        local.row_of(plan, "distill", i),
+        when=due,
       )
       for i, student in enumerate(self._students)
     ]
@@ -162,8 +164,7 @@ def periodic_codist(
     period: p; more than `rounds` gives FedAvg.
     rounds: T, over which all learning rates but the clients' fall linearly;
       `None` keeps them constant.
-    engine: where the work runs; `Inline()` by default. With `Threads()` the
-      step dispatches programs itself and must not be traced.
+    engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
 
   Returns:
     The algorithm. Its `init` takes a key and, to continue from existing models,
@@ -181,13 +182,13 @@ def periodic_codist(
   (3/4, 1/4). FedAvg brings the first one to logits (1/2, -1/2); then each model
   learns from the other.
 
-  >>> from hetfl import ClientPopulation, fedavg_server, plan_round
+  >>> from hetfl import ClientPopulation, optimizers, plan_round
   >>> def pool(name, *w):
   ...   model = core.Model(
   ...       lambda key: core.Variables(jnp.array([w]), {}),
   ...       lambda v, x, key, train: (x @ v.params, v.stats))
   ...   return Pool(model, name, learning_rate=1., server_lr=1.,
-  ...               server_optimizer=fedavg_server)
+  ...               server_optimizer=optimizers.fedavg_server)
   >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
   >>> clients = ClientPopulation.from_lists(bank, [[0]])
   >>> plan = plan_round({'a': clients, 'b': clients}, clients.examples(),
@@ -265,8 +266,7 @@ def merged_codist(
     rounds: T, over which all learning rates but the clients' fall linearly;
       `None` keeps them constant.
     every: alpha is 1 except in every `every`-th round.
-    engine: where the work runs; `Inline()` by default. With `Threads()` the
-      step dispatches programs itself and must not be traced.
+    engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
 
   Returns:
     The algorithm. Its `init` takes a key and, to continue from existing models,
@@ -285,13 +285,13 @@ def merged_codist(
   (3/4, 1/4). For the first model the clients' and the distillation gradient
   agree, so that it moves by ||g||; for the second they are opposite and cancel.
 
-  >>> from hetfl import ClientPopulation, fedavg_server, plan_round
+  >>> from hetfl import ClientPopulation, optimizers, plan_round
   >>> def pool(name, *w):
   ...   model = core.Model(
   ...       lambda key: core.Variables(jnp.array([w]), {}),
   ...       lambda v, x, key, train: (x @ v.params, v.stats))
   ...   return Pool(model, name, learning_rate=1., server_lr=1.,
-  ...               server_optimizer=fedavg_server)
+  ...               server_optimizer=optimizers.fedavg_server)
   >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
   >>> clients = ClientPopulation.from_lists(bank, [[0]])
   >>> plan = plan_round({'a': clients, 'b': clients}, clients.examples(),

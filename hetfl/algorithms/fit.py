@@ -61,8 +61,7 @@ def fit(
       as progress.
     eval_batch_size: examples evaluated at once, by default 40 on CPUs and 1,000
       elsewhere; changes speed only.
-    engine: where the work runs; `Inline()` by default. With `Threads()` the
-      step dispatches programs itself and must not be traced.
+    engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
 
   Returns:
     The algorithm. Its `init` takes a key and, to start from existing models, P
@@ -125,24 +124,27 @@ def fit(
     active = [party.wait < patience for party in state.clients]
     works = []
     for k, (party, task) in enumerate(zip(parties, train)):
-      rows = local.of_round(plan, party.name, 1)
-      batches = jax.tree.map(lambda a: a[0], rows)._replace(client=np.int32(k))
-      own = (state.clients[k].learner, batches)
-      shared = (local.values_of(state, k), key, checks.bank(data, party.name))
-      works.append(Work(task, shared, own, active[k] * batches.steps))
+      works.append(
+        local.work(
+          task,
+          local.values_of(state, k),
+          key,
+          checks.bank(data, party.name),
+          state.clients[k].learner,
+          local.row_of(plan, party.name, k),
+          when=active[k],
+        )
+      )
     learners, losses = zip(*engine.run(*works))
     accuracy = [party.accuracy for party in state.clients]
     stops = "stopping" in plan.batches
     if stops:
-      index = local.of_round(plan, "stopping", 1).index[0, 0]
-      lots = in_order(index, eval_batch_size)
-      one_row = jax.tree.map(lambda a: a[0], lots)
       bank = checks.bank(data, "stopping")
+      index = local.row_of(plan, "stopping").index[0]
+      (index,), (steps,), *_ = in_order(index, eval_batch_size)
       measured = engine.run(
         *(
-          Work(
-            task, (learner.variables, bank), one_row.index, on * one_row.steps
-          )
+          Work(task, (learner.variables, bank), index, on * steps)
           for task, learner, on in zip(measure, learners, active)
         )
       )

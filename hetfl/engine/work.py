@@ -74,9 +74,19 @@ class Task:
       The result.
     """
     args = jax.tree.map(jnp.asarray, args)  # NumPy arrays, if not under jit.
-    step = lambda s, carry: self.step(*args, carry, s)
-    carry = jax.lax.fori_loop(0, steps, step, self.begin(*args))
+    carry = self.advance(0, steps, args, self.begin(*args))
     return self.end(*args, carry)
+
+  def advance(
+    self,
+    first: jax.Array | int,
+    last: jax.Array | int,
+    args: tuple[PyTree, ...],
+    carry: PyTree,
+  ) -> PyTree:
+    """Takes the steps from `first` to before `last`."""
+    step = lambda s, carry: self.step(*args, carry, s)
+    return jax.lax.fori_loop(first, last, step, carry)
 
 
 class Work(NamedTuple):
