@@ -5,8 +5,8 @@
 20 clients have images of two to four digits each. As in FedAvg, ten of them
 train in each round, and the server averages their models. FedDF then trains the
 average on unlabelled images of the server's, towards the mean of the ten
-models' logits. `hetfl.client_updates` is all that it needs of hetfl: what each
-client sends in a round, on any engine.
+models' logits. `client_updates` is all that it needs of hetfl: what each client
+sends in a round, on any engine.
 """
 
 import flax.linen as nn
@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import hetfl
-from hetfl.core import gather
+from hetfl.batches import gather
 from hetfl.data.vision import load_digits
 
 CLIENTS, EPOCHS, BATCH, RATE = 10, 5, 5, 0.1
@@ -91,7 +91,7 @@ def main(rounds: int = 10) -> tuple[float, float]:
     "clients",
     learning_rate=RATE,
     server_lr=1.0,
-    server_optimizer=hetfl.fedavg_server,
+    server_optimizer=hetfl.optimizers.fedavg_server,
     transform=scaled,
   )
   engine = hetfl.default_engine()
@@ -102,7 +102,9 @@ def main(rounds: int = 10) -> tuple[float, float]:
 
   @engine.compile
   def clients_of(state, plan, data):
-    return hetfl.client_updates([pool], state, plan, data, engine=engine)[0]
+    return hetfl.algorithms.fedavg.client_updates(
+      [pool], state, plan, data, engine=engine
+    )[0]
 
   @jax.jit
   def taught(server, updates, index):

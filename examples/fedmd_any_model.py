@@ -71,7 +71,7 @@ def main(rounds: int = 15) -> list[list[dict[str, float]]]:
       model,
       name,
       learning_rate=rate,
-      optimizer=hetfl.keras_adam,
+      optimizer=hetfl.optimizers.keras_adam,
       transform=prepare,
     )
     for name, model, rate in (

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hetfl
-from hetfl.core import gather
+from hetfl.batches import gather
 from hetfl.data.vision import load_digits
 from hetfl.evaluate import classification
 from hetfl.local import step_of

@@ -68,7 +68,7 @@ def main(rounds: int = 20) -> list[dict[str, float]]:
       state, _ = step(state, plan, {"train": on_device})
     return state, [hetfl.local_model(state, k) for k in range(len(clients))]
 
-  _, alone = run(hetfl.independent(clients, learning_rate=0.05))
+  _, alone = run(hetfl.fml(clients, global_model=None, learning_rate=0.05))
   state, together = run(
     hetfl.fml(clients, global_model=global_model, learning_rate=0.05)
   )

@@ -125,7 +125,7 @@ _threads = functools.cache(engine_lib.Threads)
 def _inline(devices: int | None, lanes: int | None) -> engine_lib.Inline:
   mesh = devices and jax.make_mesh((devices,), (engine_lib.AXIS,))
   each = lanes and -(-lanes // (devices or 1))
-  return engine_lib.Inline(mesh, max_lanes=each)
+  return engine_lib.Inline(mesh, at_once=each)
 
 
 def on_threads() -> bool:

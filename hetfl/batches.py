@@ -24,7 +24,7 @@ from hetfl.population import (
   positions_in,
   Subset,
 )
-from hetfl.streams import generator, Stream
+from hetfl.streams import generator, generators, Stream
 
 Tail = Literal["wrap", "short", "repeat"]
 
@@ -124,16 +124,15 @@ def order(
       tail=tail,
     )
   )
-  whole = -(-len(positions) // batch_size) * batch_size
-  a_pass = len(positions) if tail == "wrap" else whole
+  missing = 0 if tail == "wrap" else -len(positions) % batch_size
   passes = []
-  for _ in range(-(-steps * batch_size // a_pass)):
+  for _ in range(-(-steps * batch_size // (len(positions) + missing))):
     shuffled = rng.permutation(positions)
-    if tail == "short":
-      shuffled = np.pad(
-        shuffled, (0, whole - len(shuffled)), constant_values=-1
-      )
-    passes.append(np.resize(shuffled, a_pass))
+    if missing and tail == "short":
+      shuffled = np.pad(shuffled, (0, missing), constant_values=-1)
+    elif missing:
+      shuffled = np.resize(shuffled, len(shuffled) + missing)
+    passes.append(shuffled)
   flat = np.concatenate(passes)[: steps * batch_size]
   return flat.reshape(steps, batch_size).astype(np.int32)
 
@@ -266,13 +265,14 @@ def plan_clients(
     rng = generator(Stream.CLIENTS, seed, phase, round, pool)
     chosen = rng.choice(len(clients), number, replace=False)
   orders, weights = [], []
+  of_client = generators(Stream.ORDER, seed, phase, round, pool)
   for k in chosen.tolist():
     held = clients.positions(k)
     weights.append(1.0 if uniform_weights else len(held))
     orders.append(
       order(
         held,
-        generator(Stream.ORDER, seed, phase, round, pool, k),
+        of_client(k),
         batch_size=batch_size,
         epochs=epochs,
         max_steps=max_steps,

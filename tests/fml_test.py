@@ -17,9 +17,7 @@ from hetfl import (
   core,
   engine,
   fedavg,
-  fedavg_server,
   fml,
-  independent,
   local_model,
   meme_model,
   plan_round,
@@ -30,7 +28,7 @@ from hetfl.algorithms.fml import group_clients, weighted_mean
 from hetfl.distill import mutual_loss
 from hetfl.models import fml as nets
 from hetfl.models import layers
-from hetfl.optimizers import momentum_sgd
+from hetfl.optimizers import fedavg_server, momentum_sgd
 from tests import federation
 from tests.algorithms import (
   CNN,
@@ -254,7 +252,7 @@ def test_with_beta_one_the_global_model_is_fedavgs():
 def test_with_alpha_one_clients_learn_alone():
   clients = clients_with(transform=noisy)
   mutual, _ = run(build(clients, alpha=1.0))
-  alone = independent(clients, learning_rate=0.125)
+  alone = fml(clients, global_model=None, learning_rate=0.125)
   alone = alone._replace(step=jax.jit(alone.step))
   state, metrics = run(alone)
   assert state.server is None

@@ -140,7 +140,7 @@ def test_client_step_is_the_oracles(_float64, i, chunk):
         learning_rate=0.5,
         server_lr=1.0,
         loss=next_word.sentence_loss(),
-        server_optimizer=hetfl.fedavg_server,
+        server_optimizer=hetfl.optimizers.fedavg_server,
       )
     ],
     rounds=None,
@@ -263,7 +263,7 @@ def test_every_engine_gives_the_same_rounds():
         learning_rate=0.5,
         server_lr=1.0,
         loss=next_word.sentence_loss(),
-        server_optimizer=hetfl.fedavg_server,
+        server_optimizer=hetfl.optimizers.fedavg_server,
       )
       for i in range(2)
     ]

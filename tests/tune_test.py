@@ -325,7 +325,7 @@ def federated(runner=None):
   """MergedCodist over the tests' federation, as a problem."""
   # Two dense models, which compile quickly.
   pools = federation.make_pools(
-    3, server_optimizer=hetfl.fedavg_server, server_lr=1.0
+    3, server_optimizer=hetfl.optimizers.fedavg_server, server_lr=1.0
   )
   pools = [pools[0], dataclasses.replace(pools[2], name="pool1")]
   algorithm = hetfl.merged_codist(
