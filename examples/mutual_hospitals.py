@@ -20,11 +20,17 @@ import hetfl
 WIDTHS = ((), (16,), (64,), (64, 64))  # of the hospitals' layers; none: linear
 
 
-def model(*widths: int) -> hetfl.Model:
-  """A dense network from 30 measurements to the logits of two classes."""
-  hidden = [layer for width in widths for layer in (nn.Dense(width), nn.relu)]
-  module = nn.Sequential([*hidden, nn.Dense(2)])
-  return hetfl.Model.from_flax(module, jnp.zeros((1, 30)))
+class Mlp(nn.Module):
+  """A dense network."""
+
+  widths: tuple[int, ...]
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps `float[B, 30]` to logits `float[B, 2]`."""
+    for width in self.widths:
+      x = nn.relu(nn.Dense(width)(x))
+    return nn.Dense(2)(x)
 
 
 def main(rounds: int = 20) -> list[dict[str, float]]:
@@ -37,7 +43,11 @@ def main(rounds: int = 20) -> list[dict[str, float]]:
     bank, np.split(train, [20, 60, 160])
   )
   (on_device,) = hetfl.put_banks(hospitals)
-  clients = [hetfl.Client(model(*widths)) for widths in WIDTHS]
+  *models, small = [
+    hetfl.Model.from_flax(Mlp(widths), jnp.zeros((1, 30)))
+    for widths in (*WIDTHS, (16,))
+  ]
+  clients = [hetfl.Client(model) for model in models]
 
   def run(algorithm):
     state, step = algorithm.init(jax.random.key(0)), jax.jit(algorithm.step)
@@ -54,13 +64,12 @@ def main(rounds: int = 20) -> list[dict[str, float]]:
       state, _ = step(state, plan, {"train": on_device})
     return state.server, [hetfl.local_model(state, k) for k in range(4)]
 
-  fml = hetfl.fml(clients, global_model=model(16), learning_rate=0.05)
   _, alone = run(hetfl.independent(clients, learning_rate=0.05))
-  travels, together = run(fml)
-
-  models = [client.model for client in clients]
+  travels, together = run(
+    hetfl.fml(clients, global_model=small, learning_rate=0.05)
+  )
   evaluate = hetfl.Evaluator(
-    [*models, *models, model(16)], {"test": hetfl.Subset(on_device, test)}
+    [*models, *models, small], {"test": hetfl.Subset(on_device, test)}
   )
   results = evaluate([*alone, *together, travels])
   shown = [f"{100 * result['test_accuracy']:.1f} %" for result in results]
