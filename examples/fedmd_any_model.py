@@ -35,13 +35,13 @@ dense = nn.Sequential([flatten, nn.Dense(64), nn.relu, nn.Dense(10)])
 conv = nn.Conv(16, (3, 3), strides=2)
 cnn = nn.Sequential([conv, nn.relu, flatten, nn.Dense(10)])
 example = jnp.zeros((1, 8, 8, 1))
-party = functools.partial(
+company = functools.partial(
   hetfl.Participant, optimizer=keras_adam, transform=prepare
 )
 PARTIES = [
-  party(linear, "linear", learning_rate=1e-2),
-  party(hetfl.Model.from_flax(dense, example), "dense", learning_rate=1e-3),
-  party(hetfl.Model.from_flax(cnn, example), "cnn", learning_rate=1e-3),
+  company(linear, "linear", learning_rate=1e-2),
+  company(hetfl.Model.from_flax(dense, example), "dense", learning_rate=1e-3),
+  company(hetfl.Model.from_flax(cnn, example), "cnn", learning_rate=1e-3),
 ]
 
 
