@@ -7,7 +7,6 @@ back; clients that are not sampled cost nothing.
 
 from collections.abc import Sequence
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -95,8 +94,6 @@ def weighted_mean(trees: PyTree, weights: jax.Array) -> PyTree:
   >>> weighted_mean(jnp.array([[1., 5.], [4., 2.]]), jnp.array([2., 1.]))
   Array([2., 4.], dtype=float32)
   """
-  share = weights / jnp.sum(weights)
-  mean = functools.partial(
-    jnp.tensordot, share, axes=1, precision=jax.lax.Precision.HIGHEST
-  )
-  return jax.tree.map(mean, trees)
+  highest = jax.lax.Precision.HIGHEST
+  total = lambda x: jnp.tensordot(weights, x, 1, precision=highest)
+  return jax.tree.map(lambda x: total(x) / jnp.sum(weights), trees)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-from absl import logging
 import chex
 import flax.linen as nn
 import jax
@@ -527,16 +526,6 @@ def test_equal_clients_form_a_group():
   )
   named = dataclasses.replace(a, name="c")
   assert group_clients([a, b, named]) == ((0, 2), (1,))
-
-
-def test_mutual_learning_switched_off_is_said(caplog):
-  logging.use_absl_handler()
-  with caplog.at_level("WARNING"):
-    build(alpha=0.5, beta=0.5)
-    assert not caplog.text
-    build(alpha=1, beta=1.0)
-  assert "alpha=1 switches mutual learning off" in caplog.text
-  assert "beta=1 switches mutual learning off" in caplog.text
 
 
 @pytest.mark.parametrize(
