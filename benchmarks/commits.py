@@ -57,7 +57,7 @@ for line in sys.stdin:
     answer(time.perf_counter() - start, every[name].flops())
   else:
     run(rounds.stream())
-    answer(time.perf_counter() - start)
+    answer((time.perf_counter() - start) / rounds.stream())
 """
 
 
