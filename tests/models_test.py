@@ -425,8 +425,8 @@ def test_whole_networks_are_numpys():
   rng = np.random.default_rng(0)
   image = lambda side, channels: rng.normal(size=(2, side, side, channels))
   crop, pad = (augment.RECIPES[name] for name in ("crop24", "pad32"))
-  small = lambda recipe: vision.CodistCNN(
-    (2, 3, 4), (5, 6), 3, recipe.padding, recipe.pool_after
+  small = lambda recipe: vision.CNN(
+    (2, 3, 4), 3, (5, 6), 3, recipe.padding, recipe.pool_after
   )
   with_edges = lambda x: np.pad(x, [(0, 0), (2, 2), (2, 2), (0, 0)], "edge")
   cases = [
