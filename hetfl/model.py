@@ -1,6 +1,7 @@
 """Models as pure functions, made from Flax modules or written by hand."""
 
 from collections.abc import Callable
+import contextlib
 import functools
 import inspect
 from typing import Any, NamedTuple
@@ -12,6 +13,9 @@ import jax.numpy as jnp
 from hetfl import checks
 
 PyTree = Any
+_OTHER_MODES = (
+  "training is_training deterministic inference use_running_average"
+)
 
 
 class Variables(NamedTuple):
@@ -69,10 +73,7 @@ and Model.from_nnx make one of a Flax module
     checks.takes(f"{owner}: apply", given.apply, *arguments)
 
   def start(
-    self,
-    key: jax.Array,
-    owner: str = "a model",
-    given: Variables | None = None,
+    self, key: jax.Array, owner: str = "a model", given: Variables | None = None
   ) -> Variables:
     """Calls `init`, or copies given variables if they have the same shapes.
 
@@ -107,19 +108,13 @@ Variables(params, stats); without mutable collections, stats are {}
 
     if given is None:
       return jax.tree.map(jnp.copy, new(key))
-    try:
-      wanted = jax.eval_shape(new, key)
-    except jax.errors.JAXTypeError:  # An init that cannot be traced.
-      wanted = given
-    checks.alike(owner, given, wanted)
+    # An init that cannot be traced tells no shapes.
+    with contextlib.suppress(jax.errors.JAXTypeError):
+      checks.alike(owner, given, jax.eval_shape(new, key))
     return jax.tree.map(jnp.copy, given)
 
   def outputs(
-    self,
-    variables: Variables,
-    x: PyTree,
-    key: jax.Array | None,
-    train: bool,
+    self, variables: Variables, x: PyTree, key: jax.Array | None, train: bool
   ) -> tuple[PyTree, PyTree]:
     """Calls `apply`, and checks that it returns logits and statistics.
 
@@ -203,15 +198,14 @@ Variables(params, stats); without mutable collections, stats are {}
         " Model.from_nnx for NNX, and Model(init, apply) for other libraries"
       )
     train = _takes_train(module)
-    leaves, tree = jax.tree.flatten(example)
-    if any(isinstance(x, int | float) for x in leaves):
+    if any(isinstance(x, int | float) for x in jax.tree.leaves(example)):
       raise ValueError(
         f"example={example}: give an input, such as jnp.zeros((1, 32)), and not"
         " its shape"
       )
-    shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+    shapes = jax.eval_shape(lambda: example)
     return cls(
-      _Alike(_flax_init, module, train, shapes, tree),
+      _Alike(_flax_init, module, train, shapes),
       _Alike(_flax_apply, module, train),
     )
 
@@ -289,13 +283,7 @@ def _takes_train(module: Any) -> bool:
     ValueError: this argument has another name.
   """
   arguments = inspect.signature(module.__call__).parameters
-  for name in (
-    "training",
-    "is_training",
-    "deterministic",
-    "inference",
-    "use_running_average",
-  ):
+  for name in _OTHER_MODES.split():
     if name in arguments and "train" not in arguments:
       raise ValueError(
         f"{type(module).__name__} takes {name!r}, which hetfl does not pass:"
@@ -317,11 +305,11 @@ class _Alike(functools.partial):
     return hash(self.func)
 
 
-def _flax_init(module, takes_train, shapes, tree, key):
+def _flax_init(module, takes_train, shapes, key):
   """Initialises a Flax module on zeros of an example's shapes and types."""
   params_key, dropout_key = jax.random.split(key)
   rngs = {"params": params_key, "dropout": dropout_key}
-  example = tree.unflatten([jnp.zeros(*leaf) for leaf in shapes])
+  example = jax.tree.map(jnp.zeros_like, shapes)
   mode = {"train": False} if takes_train else {}
   variables = dict(module.init(rngs, example, **mode))
   return Variables(variables.pop("params", {}), variables)
@@ -330,12 +318,11 @@ def _flax_init(module, takes_train, shapes, tree, key):
 def _flax_apply(module, takes_train, variables, x, key, train):
   """Applies a Flax module; see `Model.from_flax`."""
   mode = {"train": train} if takes_train else {}
-  rngs = {"dropout": key} if train and key is not None else {}
   collections = {"params": variables.params, **variables.stats}
-  if train and variables.stats:
-    mutable = list(variables.stats)
-    return module.apply(collections, x, rngs=rngs, mutable=mutable, **mode)
-  return module.apply(collections, x, rngs=rngs, **mode), variables.stats
+  if not train:
+    return module.apply(collections, x, **mode), variables.stats
+  rngs, mutable = checks.given(dropout=key), list(variables.stats)
+  return module.apply(collections, x, rngs=rngs, mutable=mutable, **mode)
 
 
 def _paths(state):

@@ -15,7 +15,7 @@ import hetfl
 from hetfl import augment, core, engine
 from hetfl.models import fedmd, fml, kernels, layers, vision
 from hetfl.models.kernels import convolution
-from hetfl.models.kernels.winograd import winograd_conv
+
 from tests import federation
 from tests.oracles import codist as codist_oracle
 from tests.oracles import fedmd as fedmd_oracle
@@ -177,7 +177,7 @@ def test_winograd_is_about_as_exact_as_patches(height):
     for j in range(3)
   )
   error = lambda y: np.sqrt(np.mean((np.asarray(y, float) - exact) ** 2))
-  tiled = error(winograd_conv(x, kernel))
+  tiled = error(convolution.winograd_conv(x, kernel, "SAME"))
   patches = convolution.extract_patches(x, (3, 3), "SAME")
   direct = error(patches @ kernel.reshape(-1, 64))
   # 0.7 and 1.3 times; with the points 1 and 2 in place of 2/3 and 3/2, 1.9.
@@ -278,7 +278,7 @@ def test_pooled_planes_are_flaxs_conv_and_pool(size, padding):
 
 def test_forms_of_convolution_say_what_they_cannot_do():
   x, kernel = jnp.zeros((0, 4, 4, 2)), jnp.zeros((3, 3, 2, 5))
-  assert winograd_conv(x, kernel).shape == (0, 4, 4, 5)
+  assert convolution.winograd_conv(x, kernel, "SAME").shape == (0, 4, 4, 5)
   for form in ("patches", "winograd", "native", "planes"):
     small = jnp.zeros((32, 2, 4, 1) if form == "planes" else (1, 2, 4, 32))
     with pytest.raises(ValueError, match="2x4 are too small for a conv"):

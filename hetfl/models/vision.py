@@ -63,23 +63,17 @@ class CNN(nn.Module):
       side = (self.border, self.border)
       x = jnp.pad(x, ((0, 0), side, side, (0, 0)), mode="edge")
     small = min(x.shape[1:3]) < 16  # There compile time dominates.
-    form = self.conv or kernels.default_conv(small=small)
+    form: layers.Form = self.conv or kernels.default_conv(small=small)
     size, dtype = (self.kernel, self.kernel), self.dtype or x.dtype
     tiled = form == "winograd" and any(
       takes_tiles(size, channels, dtype) for channels in self.filters[:-1]
     )
     planes = all(pooled) and form != "native" and not tiled and not small
     if planes:
-      x = x.transpose(3, 1, 2, 0)
+      x, form = x.transpose(3, 1, 2, 0), "planes"
     for features, pool in zip(self.filters, pooled):
       x = layers.Conv(
-        features,
-        size,
-        self.padding,
-        "planes" if planes else form,
-        init,
-        pool=pool,
-        dtype=self.dtype,
+        features, size, self.padding, form, init, pool=pool, dtype=self.dtype
       )(x)
       # ReLU after pooling: same value and gradient, a quarter of the elements.
       x = nn.relu(x)
