@@ -25,8 +25,7 @@ from hetfl import (
 )
 from hetfl.algorithms.fml import group_clients, weighted_mean
 from hetfl.distill import mutual_loss
-from hetfl.models import fml as nets
-from hetfl.models import layers
+from hetfl.models import layers, vision
 from hetfl.optimizers import fedavg_server, momentum_sgd
 from tests import federation
 from tests.algorithms import (
@@ -48,7 +47,7 @@ TOLERANCE = dict(rtol=2e-4, atol=2e-6)
 assert_close = functools.partial(chex.assert_trees_all_close, **TOLERANCE)
 assert_equal = chex.assert_trees_all_equal
 
-TRUNK = model(nets.Net((2, 3), 3, (), None, padding="SAME"))
+TRUNK = model(vision.CNN((2, 3), 3, (), None))
 
 
 class Stage(nn.Module):
