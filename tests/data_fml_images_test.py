@@ -142,7 +142,7 @@ def test_the_papers_federations():
     np.testing.assert_array_equal(
       counts > 0, np.bincount(held, minlength=100) > 0
     )
-  with pytest.raises(ValueError, match="images of different shapes"):
+  with pytest.raises(ValueError, match="cannot see images of different shapes"):
     fml_images.load_fml_images(
       ["mnist", "cifar10"], num_clients=2, data_dir=REAL
     )
