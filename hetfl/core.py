@@ -7,6 +7,7 @@ Letters used throughout: K clients, S steps, B batch size, C classes, P pools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from absl import logging
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -449,3 +450,57 @@ def strong(tree: PyTree) -> PyTree:
     return x
 
   return jax.tree.map(leaf, tree)
+
+
+def num_parts(
+  batch_size: int, at_most: int | None, *, multiple: int = 1
+) -> int:
+  """The least number of equal parts of a batch that are small enough.
+
+  Args:
+    batch_size: B.
+    at_most: examples in a part, at most; `None` for all.
+    multiple: the number of parts must be a multiple of this; a divisor of B.
+
+  Returns:
+    A divisor of B. Logs a warning if it makes the parts much smaller than
+    asked for, as when B is prime.
+
+  >>> num_parts(128, 32), num_parts(128, 60), num_parts(7, None)
+  (4, 4, 1)
+  >>> num_parts(128, None, multiple=8)
+  8
+  """
+  parts = next(
+    n
+    for n in range(multiple, batch_size + 1, multiple)
+    if batch_size % n == 0 and batch_size // n <= (at_most or batch_size)
+  )
+  if at_most and 2 * batch_size // parts < min(at_most, batch_size // multiple):
+    logging.log_first_n(
+      logging.WARNING,
+      "A batch of %d is cut into %d parts of %d, which is slow: no larger part"
+      " size up to microbatch=%d divides the batch.",
+      1,
+      batch_size,
+      parts,
+      batch_size // parts,
+      at_most,
+    )
+  return parts
+
+
+def cut(tree: PyTree, parts: int) -> PyTree:
+  """Cuts arrays of B rows into equal parts.
+
+  Args:
+    tree: arrays `[B, ...]`.
+    parts: N, a divisor of B.
+
+  Returns:
+    Arrays `[N, B / N, ...]`.
+
+  >>> cut(jnp.arange(4), 2).tolist()
+  [[0, 1], [2, 3]]
+  """
+  return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), tree)

@@ -450,9 +450,9 @@ class Distiller:
       step, index = row
       batch = self.batch(key, bank, index, step=step)
       size = len(batch["mask"])
-      parts = local.num_parts(size, self.microbatch)
+      parts = core.num_parts(size, self.microbatch)
       views = jax.lax.map(
-        lambda x: of_part(variables, x), local.cut(batch["x"], parts)
+        lambda x: of_part(variables, x), core.cut(batch["x"], parts)
       )
       return jax.tree.map(lambda a: a.reshape(size, *a.shape[2:]), views)
 
@@ -483,7 +483,7 @@ class Distiller:
     index = batches.index[0]
     numbers = np.arange(len(index), dtype=np.int32)
     at_once = max(1, batch_size_or_default(None) // index.shape[1])
-    if local.num_parts(index.shape[1], self.microbatch) > 1:
+    if core.num_parts(index.shape[1], self.microbatch) > 1:
       at_once = 1
     steps = due * np.ones(len(index), np.int32)
     shared = (variables, key, bank)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
-from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -235,7 +234,7 @@ def gradient(
   devices = (
     shard.count if shard and len(batch["mask"]) % shard.count == 0 else 1
   )
-  parts = num_parts(len(batch["mask"]), microbatch, multiple=devices)
+  parts = core.num_parts(len(batch["mask"]), microbatch, multiple=devices)
   if parts == 1:
     (value, (stats, sums)), grads = differentiate(
       variables.params, variables.stats, key, batch
@@ -249,7 +248,7 @@ def gradient(
       )
       return (optax.tree.add(grads, more), stats), (value, sums)
 
-    several = (jax.random.split(key, parts), cut(batch, parts))
+    several = (jax.random.split(key, parts), core.cut(batch, parts))
     (grads, stats), of_parts = jax.lax.scan(
       add_part,
       (core.sums_like(variables.params), variables.stats),
@@ -434,6 +433,54 @@ def own_training(
   )
 
 
+def start_learners(
+  participants: Sequence[Participant],
+  optimizers: Sequence[core.Optimizer],
+  key: jax.Array,
+  given: Sequence[core.Variables] | None = None,
+  *,
+  first: int = 0,
+) -> tuple[Learner, ...]:
+  """The participants' models, new or given, with new optimizers.
+
+  Args:
+    participants: P participants.
+    optimizers: P optimizers.
+    key: participant k's key folds `first + k` into it.
+    given: P models to continue from; `None` makes new ones.
+    first: see `key`.
+
+  Returns:
+    P learners.
+
+  Raises:
+    ValueError: there are not P given models, or one has other shapes.
+  """
+  models = [None] * len(participants) if given is None else [*given]
+  if len(models) != len(participants):
+    raise ValueError(f"variables: give {len(participants)}, not {len(models)}")
+  return tuple(
+    Learner.start(
+      one.model.start(jax.random.fold_in(key, np.uint32(k)), one.label, model),
+      optimizer,
+    )
+    for k, (one, optimizer, model) in enumerate(
+      zip(participants, optimizers, models), first
+    )
+  )
+
+
+def metrics_of(
+  participants: Sequence[Participant], **means: Sequence[core.Mean]
+) -> core.Metrics:
+  """`{"NAME/loss": mean, ...}`, from each participant's mean by its kind."""
+  return {
+    f"{one.name}/{kind}": mean
+    for kind, each in means.items()
+    for one, mean in zip(participants, each)
+  }
+
+
 def hyper_of(participants: Sequence[Participant]) -> dict[str, jax.Array]:
   """`learning_rate` and, if any has a penalty, `l2`: `float32[P]` each."""
   values = {"learning_rate": [one.learning_rate for one in participants]}
@@ -542,57 +589,3 @@ def work(
   """
   shared, steps = (context, key, bank), when * batches.steps
   return Work(task, shared, (own, batches), steps, total)
-
-
-def num_parts(
-  batch_size: int, at_most: int | None, *, multiple: int = 1
-) -> int:
-  """The least number of equal parts of a batch that are small enough.
-
-  Args:
-    batch_size: B.
-    at_most: examples in a part, at most; `None` for all.
-    multiple: the number of parts must be a multiple of this; a divisor of B.
-
-  Returns:
-    A divisor of B. Logs a warning if it makes the parts much smaller than
-    asked for, as when B is prime.
-
-  >>> num_parts(128, 32), num_parts(128, 60), num_parts(7, None)
-  (4, 4, 1)
-  >>> num_parts(128, None, multiple=8)
-  8
-  """
-  parts = next(
-    n
-    for n in range(multiple, batch_size + 1, multiple)
-    if batch_size % n == 0 and batch_size // n <= (at_most or batch_size)
-  )
-  if at_most and 2 * batch_size // parts < min(at_most, batch_size // multiple):
-    logging.log_first_n(
-      logging.WARNING,
-      "A batch of %d is cut into %d parts of %d, which is slow: no larger part"
-      " size up to microbatch=%d divides the batch.",
-      1,
-      batch_size,
-      parts,
-      batch_size // parts,
-      at_most,
-    )
-  return parts
-
-
-def cut(tree: PyTree, parts: int) -> PyTree:
-  """Cuts arrays of B rows into equal parts.
-
-  Args:
-    tree: arrays `[B, ...]`.
-    parts: N, a divisor of B.
-
-  Returns:
-    Arrays `[N, B / N, ...]`.
-
-  >>> cut(jnp.arange(4), 2).tolist()
-  [[0, 1], [2, 3]]
-  """
-  return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), tree)

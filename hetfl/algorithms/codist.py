@@ -135,12 +135,6 @@ class _Exchange:
     ]
 
 
-def _distill_losses(pools, losses) -> core.Metrics:
-  return {
-    f"{pool.name}/distill_loss": loss for pool, loss in zip(pools, losses)
-  }
-
-
 def periodic_codist(
   pools: Sequence[Pool],
   distiller: Distiller,
@@ -229,7 +223,9 @@ def periodic_codist(
         for pool, *args in zip(pools, state.server, students)
       )
     )
-    metrics = client_losses(pools, sent) | _distill_losses(pools, losses)
+    metrics = local.metrics_of(
+      pools, client_loss=client_losses(sent), distill_loss=losses
+    )
     return state, metrics
 
   return core.Algorithm(init, step)
@@ -348,7 +344,9 @@ def merged_codist(
     ]
     # Line 9: apply FedAvg with the merged gradient.
     state = step_servers(pools, state, merged, decay)
-    metrics = client_losses(pools, sent) | _distill_losses(pools, losses)
+    metrics = local.metrics_of(
+      pools, client_loss=client_losses(sent), distill_loss=losses
+    )
     return state, metrics
 
   return core.Algorithm(init, step)

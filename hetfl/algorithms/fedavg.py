@@ -268,22 +268,14 @@ def init_pools(
     ValueError: there are not P `Variables`.
   """
   init_key, run_key = jax.random.split(key)
-  given: list[Any] = [None] * len(pools) if variables is None else [*variables]
-  if len(given) != len(pools):
-    raise ValueError(f"variables: give {len(pools)}, not {len(given)}")
-  keys = [jax.random.fold_in(init_key, i) for i in range(len(pools))]
-  models = [
-    pool.model.start(k, pool.label, v) for pool, k, v in zip(pools, keys, given)
-  ]
   values = {"server_lr": [pool.server_lr for pool in pools]}
   if any(pool.prox_mu is not None for pool in pools):
     values["prox_mu"] = [pool.prox_mu or 0.0 for pool in pools]
   return core.State(
     run_key,
     local.hyper_of(pools) | core.hyper(len(pools), **values) | hyper,
-    server=tuple(
-      local.Learner.start(v, pool.server_optimizer)
-      for pool, v in zip(pools, models)
+    server=local.start_learners(
+      pools, [pool.server_optimizer for pool in pools], init_key, variables
     ),
   )
 
@@ -412,14 +404,9 @@ def step_servers(
   )
 
 
-def client_losses(
-  pools: Sequence[Pool], sent: Sequence[ClientUpdates]
-) -> core.Metrics:
-  """`NAME/client_loss`, a mean over the steps of a pool's clients, in nats."""
-  return {
-    f"{pool.name}/client_loss": jax.tree.map(jnp.sum, update.loss)
-    for pool, update in zip(pools, sent)
-  }
+def client_losses(sent: Sequence[ClientUpdates]) -> list[core.Mean]:
+  """Each pool's loss, a mean over the steps of its clients, in nats."""
+  return [jax.tree.map(jnp.sum, update.loss) for update in sent]
 
 
 def fedavg(
@@ -488,6 +475,6 @@ def fedavg(
     gradients = [pool.combine(s) for pool, s in zip(pools, sent)]
     decay = linear_decay(plan.round, rounds)
     state = step_servers(pools, state, gradients, decay)
-    return state, client_losses(pools, sent)
+    return state, local.metrics_of(pools, client_loss=client_losses(sent))
 
   return core.Algorithm(init, step)

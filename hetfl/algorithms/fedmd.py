@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, distill, local, population
-from hetfl.algorithms.fit import fresh_learners
 from hetfl.batches import gather, in_order, Plan, plan_clients, prepare
 from hetfl.engine import batch_size_or_default, Engine, Inline, Task, Work
 from hetfl.population import ClientPopulation, Subset
@@ -185,7 +184,9 @@ def fedmd(
   everyone = range(len(parties))
 
   def init(key, trained=None):
-    learners = fresh_learners(parties, key)
+    optimizers = [party.optimizer for party in parties]
+    # The number differs from any round.
+    learners = local.start_learners(parties, optimizers, key, first=2**31)
     if trained is not None:
       learners = [
         new.adopt(party.label, given)
@@ -256,11 +257,9 @@ def fedmd(
       )
       for first, last in zip(digested, revisited)
     )
-    metrics = {}
-    for party, *losses in zip(parties, digest_losses, revisit_losses):
-      metrics[f"{party.name}/digest_loss"] = losses[0]
-      metrics[f"{party.name}/revisit_loss"] = losses[1]
-    return state.replace(clients=clients), metrics
+    return state.replace(clients=clients), local.metrics_of(
+      parties, digest_loss=digest_losses, revisit_loss=revisit_losses
+    )
 
   return core.Algorithm(init, step)
 
@@ -375,7 +374,7 @@ def plan_fedmd(
     drawn = generator(*draw).permutation(len(positions))[:subset]
   shown = {"public": positions[drawn]}
   learners = [np.arange(subset)] * len(private)
-  options = {"seed": seed, "round": round, "tail": "repeat"}
+  options: dict[str, Any] = {"seed": seed, "round": round, "tail": "repeat"}
   batches = {
     "public": in_order(positions[drawn], subset),
     "digest": plan_clients(

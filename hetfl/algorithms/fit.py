@@ -7,7 +7,6 @@ the released code, github.com/diogenes0319/FedMD_clean.
 
 from collections.abc import Mapping, Sequence
 import functools
-from typing import Any
 
 import flax.struct
 import jax
@@ -101,6 +100,7 @@ def fit(
   measure = [
     evaluate.measure_task(party.model, party.transform) for party in parties
   ]
+  optimizers = [party.optimizer for party in parties]
 
   def init(key, variables=None):
     return core.State(
@@ -115,7 +115,9 @@ def fit(
           wait=jnp.zeros((), jnp.int32),
           epochs=jnp.zeros((), jnp.int32),
         )
-        for learner in fresh_learners(parties, key, variables)
+        for learner in local.start_learners(
+          parties, optimizers, key, variables, first=2**31
+        )
       ),
     )
 
@@ -153,9 +155,7 @@ def fit(
       _after_epoch(*args, min_delta, stops)
       for args in zip(state.clients, learners, accuracy, active)
     )
-    metrics = {
-      f"{party.name}/loss": loss for party, loss in zip(parties, losses)
-    }
+    metrics = local.metrics_of(parties, loss=losses)
     return state.replace(clients=clients), metrics
 
   return core.Algorithm(init, step)
@@ -227,32 +227,3 @@ def plan_fit(
     index = positions_in(stopping.bank, stopping.index, "stopping")
     batches["stopping"] = in_order(index, len(index))
   return Plan(np.int32(round), batches)
-
-
-def fresh_learners(
-  parties: Sequence[local.Participant],
-  key: jax.Array,
-  variables: Sequence[core.Variables] | None = None,
-) -> list[local.Learner]:
-  """Models with new optimizers.
-
-  Args:
-    parties: P parties.
-    key: the run's key; 2**31 + k, folded into it, differs from any round.
-    variables: P models to start from; by default new ones.
-
-  Returns:
-    P learners.
-  """
-  keys = [
-    jax.random.fold_in(key, np.uint32(2**31 + k)) for k in range(len(parties))
-  ]
-  given: list[Any] = (
-    [None] * len(parties) if variables is None else [*variables]
-  )
-  each = zip(parties, keys, given, strict=True)
-  variables = [party.model.start(k, party.label, v) for party, k, v in each]
-  return [
-    local.Learner.start(v, party.optimizer)
-    for party, v in zip(parties, variables)
-  ]

@@ -94,8 +94,6 @@ class Threads:
   def _parts(self, work: Work) -> list["_Part | _Turns"]:
     """Cuts a work into programs that can run at once."""
     steps, rows = np.asarray(work.steps), num_rows(work)
-    if work.task.is_function and not work.total and not steps.any():
-      return []
     if rows is None:
       args = (work.shared, work.rows, steps.astype(np.int32))
       return [_Part(_program(work.task, "whole"), args, int(steps))]
@@ -120,12 +118,11 @@ class Threads:
       lanes = [[*range(i, min(i + size, rows))] for i in range(0, rows, size)]
       ids = np.arange(len(lanes) * size, dtype=np.int32).reshape(-1, size)
     program = _program(work.task, "total" if work.total else "rows")
-    args = (work.shared, jax.tree.map(jnp.asarray, work.rows))
-    args += (steps.astype(np.int32),)
+    every = jax.tree.map(jnp.asarray, work.rows), steps.astype(np.int32)
     return [
       _Part(
         program,
-        (*args, lane, np.int32(len(members))),
+        (work.shared, *every, lane, np.int32(len(members))),
         int(steps[members].sum()),
       )
       for lane, members in zip(ids, lanes)
@@ -256,14 +253,6 @@ _FUNCTIONS: dict[str, Callable] = {
 
 def _join(work: Work, parts: list, results: list[PyTree]) -> PyTree:
   rows = num_rows(work)
-  if not parts:
-    # Zeros of the full shapes that take no memory.
-    one = work.rows if rows is None else row(work.rows, 0)
-    lead = () if rows is None else (rows,)
-    return jax.tree.map(
-      lambda a: np.broadcast_to(np.zeros((), a.dtype), (*lead, *a.shape)),
-      jax.eval_shape(work.task.begin, *work.shared, one),
-    )
   if rows is None:
     return results[0]
   if work.total:

@@ -34,7 +34,6 @@ class Task:
   ):
     self.begin, self.step, self.end = begin, step, end
     self.shares = shares
-    self.is_function = False
     self.programs: dict[str, Any] = {}
 
   @classmethod
@@ -51,13 +50,11 @@ class Task:
     >>> float(task.whole(1, jnp.ones(()))), float(task.whole(0, jnp.ones(())))
     (2.0, 0.0)
     """
-    task = cls(
+    return cls(
       lambda *args: zeros_of(fn, *args),
       lambda *args: fn(*args[:-2]),
       lambda *args: args[-1],
     )
-    task.is_function = True
-    return task
 
   def zeros(self, *args: PyTree) -> PyTree:
     """Zeros like the result; no step is traced, which may take a second."""
