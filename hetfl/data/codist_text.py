@@ -146,7 +146,8 @@ def load_codist_text(
     raise ValueError("distill_data=c4: give c4_path=PATH, where C4 is")
   if pools == "domain" and high_capacity_clients is not None:
     raise ValueError(
-      f"high_capacity_clients={high_capacity_clients}: not with pools=domain"
+      f"high_capacity_clients={high_capacity_clients}: pools by domain have"
+      " none"
     )
   optional = checks.given(
     max_sentences_per_client=max_sentences_per_client,
@@ -195,7 +196,7 @@ def load_codist_text(
     return {"tokens": tokens.encode(corpus, LENGTH), "domain": domain}
 
   first, second = (dataclasses.replace(p, bank=bank(train)) for p in held)
-  skipped = {f"train: {why}": n for why, n in train.skipped.items()}
+  skipped = dict(train.skipped)
   subsets = {}
   for name, (corpus, chosen) in others.items():
     subsets[name] = Subset(bank(corpus), chosen.astype(np.int32))

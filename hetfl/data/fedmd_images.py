@@ -242,20 +242,20 @@ def equal_classes(
   rng = generator(Stream.EQUAL_CLASSES, seed)
   parts = []
   for c in np.unique(labels):
-    drawn = _drawn(rng, labels == c, num_clients * examples_per_class)
+    drawn = _drawn(rng, labels == c, examples_per_class, num_clients)
     parts.append(np.split(drawn, num_clients))
   return [np.concatenate(own) for own in zip(*parts)]
 
 
-def _drawn(rng, of_class: np.ndarray, wanted: int) -> np.ndarray:
-  """The positions of some examples of a class."""
+def _drawn(rng, of_class: np.ndarray, each: int, parties: int) -> np.ndarray:
+  """The positions of some examples of a class, for one or more parties."""
   members = rng.permutation(np.flatnonzero(of_class)).astype(np.int32)
-  if len(members) < wanted:
+  if len(members) < each * parties:
     raise ValueError(
-      f"examples_per_class: the parties want {wanted} examples of a class that"
-      f" has {len(members)}; give a smaller number"
+      f"examples_per_class={each}: {each * parties} are wanted of a class that"
+      f" has {len(members)}"
     )
-  return members[:wanted]
+  return members[: each * parties]
 
 
 def one_writer(
@@ -341,7 +341,7 @@ def one_subclass(
       subclasses = np.unique(fine[coarse == c])
       subclass = subclasses[k % len(subclasses)]
       of_class = (coarse == c) & (fine == subclass)
-      parts.append(_drawn(rng, of_class, examples_per_class))
+      parts.append(_drawn(rng, of_class, examples_per_class, 1))
     clients.append(np.concatenate(parts))
   return clients
 
