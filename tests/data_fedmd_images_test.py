@@ -54,7 +54,7 @@ def test_equal_classes_are_disjoint_and_exact():
   for part in parts:
     assert np.bincount(labels[part]).tolist() == [3] * 6
   with pytest.raises(
-    ValueError, match="want 60 examples of a class that has 5"
+    ValueError, match="examples_per_class=3: 60 are wanted .* 50"
   ):
     fedmd_images.equal_classes(
       labels, num_clients=20, examples_per_class=3, seed=0
@@ -114,7 +114,7 @@ def test_what_is_out_of_range_is_refused():
   for settings_, message in [
     (dict(environment="mnist"), "environment=mnist: choose from digits"),
     (dict(num_parties=0), "num_parties=0"),
-    (dict(examples_per_class=99), "examples_per_class: .* want 990 examples"),
+    (dict(examples_per_class=99), "examples_per_class=99: 990 are wanted"),
     (dict(examples_per_class=0), "examples_per_class=0: must be a whole"),
     (dict(heldout_examples=871), "heldout_examples=871: .* 0 and 870"),
     (dict(public_examples=900), "public_examples=900: .* 1 and 871"),

@@ -188,7 +188,7 @@ WRONG = {
     jnp.zeros((2, 4, 3)), jnp.ones(3)
   ),
   # Who holds what.
-  "assignment[0]: positions must be integers": lambda: from_lists(
+  "client '0': positions must be integers": lambda: from_lists(
     BANK["y"] == 0
   ),
   "client '1' holds no examples": lambda: from_lists([0], []),

@@ -122,7 +122,7 @@ def load_codist_images(
     npz: the file of `npz`.
     num_clients: the number of clients into which to divide the images of
       `npz`; by default 100, or one for ten images if there are fewer than a
-      thousand. Not if the file has clients.
+      thousand, or those of the file.
 
   Returns:
     The pools and the server's data.
@@ -161,12 +161,9 @@ def load_codist_images(
   else:
     images = load(dataset)
   task = _TASKS.get(dataset) or _own_task(images, num_clients)
-  fixed = dataset in _TASKS or images.clients is not None
-  if fixed and num_clients is not None:
-    raise ValueError(
-      f"num_clients={num_clients}: {dataset} has {task.num_clients}; leave it"
-      " out"
-    )
+  if num_clients not in (None, task.num_clients):
+    there = task.num_clients
+    raise ValueError(f"num_clients={num_clients}: {dataset} has {there}")
   if high_capacity_clients is not None:
     task = task._replace(high_capacity_clients=high_capacity_clients)
   split = partition.codist_split(**task._asdict(), seed=partition_seed)
@@ -224,11 +221,7 @@ def _own_task(own: vision.VisionDataset, num_clients: int | None) -> _Task:
   clients = num_clients or min(100, len(own.train["y"]) // 10)
   if own.clients is not None:
     clients = len(np.unique(own.clients))
-  if clients < 3:
-    raise ValueError(
-      f"num_clients={clients}: want 3 or more, for the pool, for distillation"
-      " and to be held out"
-    )
+  checks.between(3, len(own.train["y"]), num_clients=clients)
   distill, heldout = (max(1, round(share * clients)) for share in (0.27, 0.1))
   high = max(1, round(0.3 * (clients - distill - heldout)))
   return _Task(clients, distill, heldout, high)

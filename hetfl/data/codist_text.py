@@ -93,9 +93,8 @@ def load_codist_text(
     library; a client is a module. 25 % of the modules are for distillation, 5 %
     held out, 15 % for testing. Not in the paper; for trying out,
     without a download.
-  - `stackexchange`: users of a dump, `data_dir/Posts.xml` or
-    `data_dir/stackexchange/Posts.xml`; the shares are 25 %, 5 % and 10 %. Not
-    in the paper.
+  - `stackexchange`: users of a dump, `Posts.xml` in `data_dir` or in a folder
+    of it; the shares are 25 %, 5 % and 10 %. Not in the paper.
   - `stackoverflow`: FedJAX's files. The pool is 34,248 users of the training
     split; by domain, users are drawn until each domain has 30,000. Distillation
     sentences come from users that were not drawn; held-out and test sentences,
@@ -147,7 +146,8 @@ def load_codist_text(
     raise ValueError("distill_data=c4: give c4_path=PATH, where C4 is")
   if pools == "domain" and high_capacity_clients is not None:
     raise ValueError(
-      f"high_capacity_clients={high_capacity_clients}: not with pools=domain"
+      f"high_capacity_clients={high_capacity_clients}: pools by domain have"
+      " none"
     )
   optional = checks.given(
     max_sentences_per_client=max_sentences_per_client,
@@ -196,11 +196,9 @@ def load_codist_text(
     return {"tokens": tokens.encode(corpus, LENGTH), "domain": domain}
 
   first, second = (dataclasses.replace(p, bank=bank(train)) for p in held)
-  skipped = {f"train: {why}": n for why, n in train.skipped.items()}
+  skipped = dict(train.skipped)
   subsets = {}
   for name, (corpus, chosen) in others.items():
-    if not len(chosen):
-      raise DataError(f"{dataset}: no sentences are left for {name}")
     subsets[name] = Subset(bank(corpus), chosen.astype(np.int32))
     if corpus is not train:
       skipped |= {f"{name}: {why}": n for why, n in corpus.skipped.items()}
@@ -218,10 +216,8 @@ def _shared_out(dataset, data_dir, cap, partition_seed) -> _Parts:
   if dataset == "pydoc":
     corpus = text_sources.pydoc(max_words=LENGTH)
   else:
-    folder = os.path.expanduser(data_dir)
-    if not os.path.isfile(os.path.join(folder, "Posts.xml")):
-      folder = os.path.join(folder, dataset)
-    corpus = text_sources.stackexchange(folder, max_words=LENGTH)
+    path = files.find(data_dir, "Posts.xml") or data_dir
+    corpus = text_sources.stackexchange(path, max_words=LENGTH)
   n = len(corpus.ids)
   sizes = [max(int(share * n), 1) for share in _SHARES[dataset]]
   if sum(sizes) >= n:
@@ -291,10 +287,10 @@ def _by_domain(
   for domain in (text_sources.ANSWER, text_sources.QUESTION):
     own = users[prevails == domain]
     if not len(own):
+      name = "answers" if domain == text_sources.ANSWER else "questions"
       raise DataError(
-        f"pools=domain: of {len(users)} users none writes mostly"
-        f" {'answers' if domain else 'questions'}; use pools=capacity, or the"
-        " whole file"
+        f"pools=domain: of {len(users)} users none writes mostly {name}; use"
+        " pools=capacity, or the whole file"
       )
     pools.append(_of_users(corpus, own, cap, domain))
   return pools

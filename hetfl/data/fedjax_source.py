@@ -25,8 +25,7 @@ _CIFAR100_FEATURES = {"image": "x", "label": "y", "coarse_label": "coarse"}
 
 
 def from_fedjax(
-  federated_data: Any,
-  features: Sequence[str] | Mapping[str, str] | None = None,
+  federated_data: Any, features: Sequence[str] | Mapping[str, str] | None = None
 ) -> ClientPopulation:
   """Copies a `fedjax.FederatedData` into one bank.
 

@@ -19,14 +19,9 @@ from hetfl.population import Bank, ClientPopulation, stratified, Subset
 from hetfl.streams import generator, Stream
 
 ENVIRONMENTS = (
-  "digits",
-  "mnist_letters_iid",
-  "mnist_letters_by_writer",
-  "cifar_iid",
-  "cifar_noniid",
-  "npz",
+  *("digits", "mnist_letters_iid", "mnist_letters_by_writer"),
+  *("cifar_iid", "cifar_noniid", "npz"),
 )
-_LETTERS = tuple(range(6))  # a to f
 _SUBCLASSES = (0, 2, 20, 63, 71, 82)
 # The paper's list, and the one that the released code trains on.
 SUPERCLASSES = {"paper": (0, 1, 2, 3, 4, 5), "code": (0, 1, 7, 9, 12, 18)}
@@ -163,7 +158,7 @@ def load_fedmd_images(
   else:
     public = vision.load("mnist", data_dir, download)
     private = letters.load_letters(data_dir, writers=by_writer)
-    classes = _LETTERS
+    classes = tuple(range(6))  # a to f
   train, test = (
     _relabelled(bank, label, classes, public.num_classes)
     for bank in (private.train, private.test)
@@ -183,23 +178,21 @@ def load_fedmd_images(
   else:
     parts = equal_classes(train["y"], **draw)
 
-  bank = vision.plain(train)
-  most = len(public.train["y"]) - 1
+  seed = lambda stream: [stream, partition_seed]
+  bank, shared = vision.plain(train), Subset.whole(public.train)
+  most = len(shared.index) - 1
   checks.between(0, most, heldout_examples=heldout_examples)
   shared, public_stopping = _split_off(
-    Subset.whole(public.train),
-    heldout_examples,
-    [Stream.PUBLIC_HELDOUT, partition_seed],
+    shared, heldout_examples, seed(Stream.PUBLIC_HELDOUT)
   )
   if public_examples is not None:
     checks.between(1, len(shared.index), public_examples=public_examples)
-    seed = [Stream.PUBLIC_EXAMPLES, partition_seed]
-    shared = _split_off(shared, public_examples, seed)[1] or shared
-  free = np.setdiff1d(np.arange(len(bank["y"])), np.concatenate(parts))
+    of = seed(Stream.PUBLIC_EXAMPLES)
+    shared = _split_off(shared, public_examples, of)[1] or shared
+  held = np.concatenate(parts)
+  free = Subset(bank, np.setdiff1d(Subset.whole(bank).index, held))
   _, private_stopping = _split_off(
-    Subset(bank, free.astype(np.int32)),
-    min(heldout_examples, len(free)),
-    [Stream.PRIVATE_HELDOUT, partition_seed],
+    free, min(heldout_examples, len(free.index)), seed(Stream.PRIVATE_HELDOUT)
   )
   return FedMDImages(
     source=private.name,
@@ -249,20 +242,20 @@ def equal_classes(
   rng = generator(Stream.EQUAL_CLASSES, seed)
   parts = []
   for c in np.unique(labels):
-    drawn = _drawn(rng, labels == c, num_clients * examples_per_class)
+    drawn = _drawn(rng, labels == c, examples_per_class, num_clients)
     parts.append(np.split(drawn, num_clients))
   return [np.concatenate(own) for own in zip(*parts)]
 
 
-def _drawn(rng, of_class: np.ndarray, wanted: int) -> np.ndarray:
-  """The positions of some examples of a class."""
+def _drawn(rng, of_class: np.ndarray, each: int, parties: int) -> np.ndarray:
+  """The positions of some examples of a class, for one or more parties."""
   members = rng.permutation(np.flatnonzero(of_class)).astype(np.int32)
-  if len(members) < wanted:
+  if len(members) < each * parties:
     raise ValueError(
-      f"examples_per_class: the parties want {wanted} examples of a class that"
-      f" has {len(members)}; give a smaller number"
+      f"examples_per_class={each}: {each * parties} are wanted of a class that"
+      f" has {len(members)}"
     )
-  return members[:wanted]
+  return members[: each * parties]
 
 
 def one_writer(
@@ -348,7 +341,7 @@ def one_subclass(
       subclasses = np.unique(fine[coarse == c])
       subclass = subclasses[k % len(subclasses)]
       of_class = (coarse == c) & (fine == subclass)
-      parts.append(_drawn(rng, of_class, examples_per_class))
+      parts.append(_drawn(rng, of_class, examples_per_class, 1))
     clients.append(np.concatenate(parts))
   return clients
 

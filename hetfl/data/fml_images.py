@@ -160,9 +160,8 @@ def load_fml_images(
     if images.clients is not None and partition != "file":
       logging.warning("%s: its clients are for partition=file only", npz)
     members = [k for k in range(num_clients) if of[k] == dataset]
-    parts = _parts(
-      images, len(members), partition, partition_alpha, partition_seed
-    )
+    draw = dict(num_clients=len(members), seed=partition_seed)
+    parts = _parts(images, partition, partition_alpha, draw)
     bank = {"x": images.train["x"], "y": images.train["y"].copy()}
     test[dataset] = Subset.whole(vision.plain(images.test))
     num_classes[dataset] = images.num_classes
@@ -196,15 +195,10 @@ def load_fml_images(
 
 
 def _parts(
-  images: vision.VisionDataset,
-  num_clients: int,
-  split: str,
-  alpha: float,
-  seed: int,
+  images: vision.VisionDataset, split: str, alpha: float, draw: dict[str, int]
 ) -> list[list[np.ndarray]]:
   """Each client's training and validation positions."""
   labels = [images.train["y"], images.test["y"]]
-  draw = dict(num_clients=num_clients, seed=seed)
   if split == "iid":
     return [partition_lib.iid(len(y), **draw) for y in labels]
   if split in _SHARDS:
@@ -219,10 +213,11 @@ def _parts(
     )
   else:
     held = ClientPopulation.from_ids(images.train, images.clients).subsets()
-    if len(held) != num_clients:
+    wanted, clients = draw["num_clients"], len(held)
+    if clients != wanted:
       raise ValueError(
-        f"num_clients={num_clients}: partition=file takes all clients of the"
-        f" file; give num_clients={len(held)}"
+        f"num_clients={wanted}: partition=file takes all clients of the file;"
+        f" give num_clients={clients}"
       )
     train = [subset.index for subset in held]
-  return [train, partition_lib.matching(train, *labels, seed=seed)]
+  return [train, partition_lib.matching(train, *labels, seed=draw["seed"])]

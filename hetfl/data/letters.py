@@ -72,13 +72,11 @@ def load_letters(
     ("npz", find(_NPZ), _read_npz),
   ):
     if path is not None:
-      whole = source in ("mat", "idx")
+      official = source in ("mat", "idx")
+      sizes = SIZES.values() if official else (None, None)
       with reading(path, _REMEDY):
         train, test = (read(pathlib.Path(path), split) for split in SIZES)
-        banks = [
-          _bank(x, y, size if whole else None)
-          for (x, y, _), size in zip((train, test), SIZES.values())
-        ]
+        banks = [_bank(x, y, n) for (x, y, _), n in zip((train, test), sizes)]
       return VisionDataset(source, banks[0], banks[1], _LETTERS, train[2])
   raise DataError(
     f"letters not found: data_dir={data_dir} and its folders hold none of"

@@ -6,7 +6,7 @@ one integer array of example positions per client, as
 """
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import math
 from typing import NamedTuple
 
@@ -90,12 +90,8 @@ def pachinko(
   coarse, fine = np.asarray(coarse), np.asarray(fine)
   checks.positive(alpha=alpha, beta=beta)
   checks.counts(num_clients=num_clients)
-  wanted = num_clients * examples_per_client
-  if wanted > len(fine):
-    raise ValueError(
-      f"num_clients={num_clients}, examples_per_client={examples_per_client}:"
-      f" want {wanted} examples, there are {len(fine)}"
-    )
+  most = len(fine) // num_clients
+  checks.between(1, most, examples_per_client=examples_per_client)
   rng = generator(Stream.PACHINKO, seed)
 
   # A leaf is a (coarse, fine) pair. Its unused examples are a shuffled stack:
@@ -244,13 +240,8 @@ def matching(
   return _share_out(other, len(clients), lambda label: shares[label], rng)
 
 
-def _share_out(
-  labels: np.ndarray,
-  num_clients: int,
-  shares: Callable[[int], np.ndarray],
-  rng: np.random.Generator,
-) -> list[np.ndarray]:
-  """Cuts each label's shuffled examples at the shares' cumulative sums."""
+def _share_out(labels, num_clients, shares, rng) -> list[np.ndarray]:
+  """Cuts each label's shuffled examples at the sums of `shares(label)`."""
   owner = np.empty(len(labels), np.int64)
   for label in np.unique(labels):
     positions = rng.permutation(np.flatnonzero(labels == label))
@@ -300,10 +291,7 @@ def iid(num_examples: int, *, num_clients: int, seed: int) -> list[np.ndarray]:
 
 
 def shards(
-  *labels: np.ndarray,
-  num_clients: int,
-  shards_per_client: int,
-  seed: int,
+  *labels: np.ndarray, num_clients: int, shards_per_client: int, seed: int
 ) -> list[list[np.ndarray]]:
   """Cuts each class into shards and deals each client some of them.
 
@@ -362,8 +350,8 @@ def shards(
       members = rng.permutation(np.flatnonzero(y == c)).astype(np.int32)
       if len(members) < each:
         raise ValueError(
-          f"num_clients={num_clients}: class {c} has {len(members)} examples,"
-          f" too few for {each} shards; use fewer clients"
+          f"num_clients={num_clients}: class {c} has only {len(members)}"
+          f" examples for {each} shards; use fewer clients"
         )
       pieces += np.array_split(members, each)
     sets.append(

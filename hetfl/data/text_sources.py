@@ -228,7 +228,7 @@ def prevailing(domains: Sequence[int]) -> int:
   (0, 1)
   """
   answers = list(domains).count(ANSWER)
-  return ANSWER if answers > len(domains) - answers else QUESTION
+  return ANSWER if 2 * answers > len(domains) else QUESTION
 
 
 _STACKOVERFLOW = (

@@ -23,7 +23,6 @@ from hetfl.population import AnyBank, Bank
 
 # The digits come without official test images: these 20% are our choice.
 _DIGITS_TEST = 360
-_DIGITS_SPLIT_SEED = 0
 
 
 class VisionDataset(NamedTuple):
@@ -150,7 +149,7 @@ def load_digits() -> VisionDataset:
     digits = np.load(file)
     images, y = digits["images"], digits["labels"].astype(np.int32)
   x = np.rint(images * (255 / 16)).astype(np.uint8)[..., np.newaxis]
-  order = np.random.default_rng(_DIGITS_SPLIT_SEED).permutation(len(y))
+  order = np.random.default_rng(0).permutation(len(y))
   test, train = (
     {"x": x[own], "y": y[own]} for own in np.split(order, [_DIGITS_TEST])
   )
@@ -158,9 +157,7 @@ def load_digits() -> VisionDataset:
 
 
 def load(
-  name: str,
-  data_dir: str | os.PathLike | None = None,
-  download: bool = False,
+  name: str, data_dir: str | os.PathLike | None = None, download: bool = False
 ) -> VisionDataset:
   """One of the image data sets.
 
