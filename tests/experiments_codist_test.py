@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.runs import error_of, everything, manifest, outcome, ROOT, stop
+from tests.runs import error_of, everything, last_state, outcome, ROOT, stop
 
 QUICK = ("--rounds=6", "--eval_every=3", "--codist_period=4")
 
@@ -209,7 +209,7 @@ def test_sigkill_ten_times(codist, tmp_path):
   done = codist(*run, f"--workdir={tmp_path}/killed")
   assert done.returncode == 0, done.stderr
   assert outcome(tmp_path / "killed") == outcome(tmp_path / "undisturbed")
-  assert manifest(tmp_path / "killed") == manifest(tmp_path / "undisturbed")
+  assert last_state(tmp_path / "killed") == last_state(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_a_corrupted_checkpoint_is_passed_over(codist, tmp_path):
     f"--workdir={tmp_path}/run",
   )
   assert codist(*run).returncode == 0
-  expected = outcome(tmp_path / "run"), manifest(tmp_path / "run")
+  expected = outcome(tmp_path / "run"), last_state(tmp_path / "run")
   (tmp_path / "run/result.json").unlink()
   last = tmp_path / "run/checkpoints/000006"
   largest = max(
@@ -235,7 +235,7 @@ def test_a_corrupted_checkpoint_is_passed_over(codist, tmp_path):
   assert done.returncode == 0, done.stderr
   assert "000006 is damaged" in done.stderr
   assert "using 000004" in done.stderr
-  assert (outcome(tmp_path / "run"), manifest(tmp_path / "run")) == expected
+  assert (outcome(tmp_path / "run"), last_state(tmp_path / "run")) == expected
 
 
 @pytest.mark.slow
@@ -453,13 +453,13 @@ def test_language_models_of_two_domains(codist, tmp_path):
     png = (tmp_path / f"run/curves{curve}.png").read_bytes()
     assert png.startswith(b"\x89PNG")
   # A run that was stopped goes on, bit for bit.
-  expected = outcome(tmp_path / "run"), manifest(tmp_path / "run")
+  expected = outcome(tmp_path / "run"), last_state(tmp_path / "run")
   (tmp_path / "run/result.json").unlink()
   for late in ("000003", "000004"):
     shutil.rmtree(tmp_path / "run/checkpoints" / late)
   done = codist(*run, f"--workdir={tmp_path}/run")
   assert done.returncode == 0, done.stderr
-  assert (outcome(tmp_path / "run"), manifest(tmp_path / "run")) == expected
+  assert (outcome(tmp_path / "run"), last_state(tmp_path / "run")) == expected
   cases = [
     (("--recipe=pad32",), "--recipe=pad32: not for --dataset=stackexchange"),
     (("--high_capacity_clients=3",), "pools by domain have none"),
