@@ -259,13 +259,10 @@ def run(
       result = {"rounds": rounds, "seconds": seconds(), **code}
       folder.write_result({**summarize(state, evaluation), **result})
     if stopped():  # Perhaps after the last round.
-      number = caught[0] if caught else signal.SIGTERM
-      so_far = "Checkpoint saved; run the same command to resume"
       logging.warning(
-        f"{folder.path}: {signal.Signals(number).name} after round {done} of"
-        f" {rounds}. {'Finished' if done == rounds else so_far}."
+        "%s: stopped after round %d of %d.", folder.path, done, rounds
       )
-      raise SystemExit(128 + number)
+      raise SystemExit(128 + (caught or [signal.SIGTERM])[0])
   return _shared(folder)
 
 
@@ -376,7 +373,10 @@ def stop_signals() -> Iterator[list[int]]:
       since = time.monotonic()
       name = signal.Signals(number).name
       # Not by `logging`: the signal may have interrupted a call of it.
-      message = f"{name}: stopping soon; send it again to stop at once\n"
+      message = (
+        f"{name}: stopping soon; the same command resumes. Send it again to"
+        " stop at once\n"
+      )
       os.write(2, message.encode())
     # The same may come twice: to a group of processes, and from one of them.
     elif number != caught[0] or time.monotonic() - since > 1:

@@ -16,7 +16,6 @@ import json
 import os
 import pathlib
 import shutil
-import signal
 import time
 from typing import Any
 
@@ -189,11 +188,7 @@ def search(
       rows += logs.to_json(work.rows)  # As they will be read back.
       logs.write_rows(folder / "trials.jsonl", rows)
       shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-      logging.info(
-        f"{len(rows)} of {trials} trials, best {_best(rows)}; of the last"
-        f" {len(work.rows)}, in {rows[-1]['seconds']:.1f} s,"
-        f" {_counts(work.rows, 'complete')}."
-      )
+      logging.info(f"{len(rows)} of {trials} trials: {_standing(rows)}.")
     if caught:
       raise SystemExit(128 + caught[0])
   return rows
@@ -232,17 +227,11 @@ def join(searches: Sequence[str | os.PathLike[str]]) -> list[Row]:
   return rows
 
 
-def _counts(rows: Sequence[Row], going: str) -> str:
+def _standing(rows: Sequence[Row]) -> str:
   status = [row["status"] for row in rows]
-  counts = {"complete": going, "halved": "halved", "diverged": "diverged"}
-  return ", ".join(f"{status.count(s)} {word}" for s, word in counts.items())
-
-
-def _best(rows: Sequence[Row]) -> str:
-  best = top(rows, 1)
-  if not best:
-    return "none"
-  return f"trial {best[0]['trial']}, {best[0]['objective']:.4f}"
+  counts = [f"{status.count(name)} {name}" for name in ("halved", "diverged")]
+  best = [f"best {r['trial']}, {r['objective']:.4f}" for r in top(rows, 1)]
+  return ", ".join([*counts, *best])
 
 
 def _rank(row: Row) -> tuple[float, int]:
@@ -296,24 +285,16 @@ class _Block:
             raise SystemExit(128 + caught[0])
 
         done = np.array([row["round"] for row in rows])
-        try:
-          states, done = self._runner.advance(states, done, end, tick)
-        except SystemExit:
-          logging.warning(
-            f"{self._name}: {signal.Signals(caught[0]).name}; run the same"
-            f" command to resume after round {saved}."
-          )
-          raise
+        states, done = self._runner.advance(states, done, end, tick)
       for row, round in zip(rows, done.tolist()):
         row["round"] = round
         if round < end:
           row |= dict(status="diverged", objective=None, heldout=None)
       if end in rungs or end == rounds:
         states = self._judge(states, rows, end)
-      if end in rungs:
         logging.info(
           f"{self._name}: round {end} of {rounds}, {seconds():.1f} s;"
-          f" {_counts(self.rows, 'continue')}; best {_best(self.rows)}."
+          f" {_standing(self.rows)}."
         )
       if end != rounds:
         self._save(end, states, seconds())
@@ -334,8 +315,9 @@ class _Block:
       rows[j]["rungs"] |= {str(round): objective}
     if round == self._problem.rounds:
       if "test" in self._problem.eval_data:
-        for j, test in enumerate(self._runner.evaluate(states, "test")):
-          rows[j]["test"] = test if j in alive else None
+        tests = self._runner.evaluate(states, "test")
+        for j in alive:
+          rows[j]["test"] = tests[j]
       return states
     # The start goes on, and the others are halved among themselves.
     others = [rows[j] for j in alive if not rows[j].get("start")]
