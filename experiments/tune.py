@@ -373,7 +373,7 @@ def draw(
     {name: [row["values"][name] for row in rows] for name in space},
     [r["objective"] if r["status"] == "complete" else None for r in rows],
     path,
-    log={name: d.log for name, d in space.items()},
+    log=[name for name, dimension in space.items() if dimension.log],
     label=f"held-out % ({FLAGS.objective})",
     title=title,
   )

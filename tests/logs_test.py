@@ -204,17 +204,17 @@ def test_progress_off_a_terminal_is_a_line_an_evaluation(monkeypatch, capsys):
   monkeypatch.setattr(
     logs.logging, "info", lambda text, *a: lines.append(text % a)
   )
-  progress = logs.Progress(10, 3)
-  progress.evaluated({"round": 4, "small/loss": 0.123456, "seconds": 2.0})
-  progress.update(1, {"small/loss": 0.1})
+  bar = logs.bar(10, initial=3)
+  logs.show({"round": 4, "small/loss": 0.123456, "seconds": 2.0}, bar)
+  bar.update(1)
   # Accuracies, if there are any; of more than three clients the mean.
   few = {f"party{k}/test_accuracy": k / 4 for k in range(3)}
   many = {f"client{k}/validation_accuracy": k / 4 for k in range(5)}
   of_all = {"global/test_accuracy": 0.75, "local_loss": 9.0}
-  progress.evaluated({"round": 5, "seconds": 2.5} | of_all | few | many)
+  logs.show({"round": 5, "seconds": 2.5} | of_all | few | many, bar)
   mean = {"clients/validation_accuracy": 0.5}
-  progress.evaluated({"round": 6, "seconds": 3.0} | many | mean)
-  progress.close()
+  logs.show({"round": 6, "seconds": 3.0} | many | mean, bar)
+  bar.close()
   assert lines == [
     "round 4 of 10, 2.0 s: loss small 0.1235",
     "round 5 of 10, 2.5 s: test_accuracy global 0.75, party0 0, party1 0.25,"

@@ -87,7 +87,7 @@ def test_rounds_are_marked_at_whole_numbers(last, figures):
 def test_parallel_coordinates(figures):
   axes = {"lr": [0.1, 0.01, 1.0, 0.0], "alpha": [1, 2, 3, 5]}
   scores = [0.25, None, 0.5, 0.375]
-  report.parallel_coordinates(axes, scores, "", log={"lr": True})
+  report.parallel_coordinates(axes, scores, "", log=["lr"])
   (ax,) = figures[0].axes
   # The axes of the chart are lines too, before the trials', the best last. By
   # hand: 0.1 is halfway from 0.01 to 1, and 0, of a start, at the end.

@@ -50,11 +50,8 @@ def processor() -> str:
 
 def cpu_lines(*beginnings: str) -> list[str]:
   """The lines of Linux's `/proc/cpuinfo` that begin so; elsewhere none."""
-  try:
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-      lines = file.read().splitlines()
-  except OSError:
-    return []
+  path = pathlib.Path("/proc/cpuinfo")
+  lines = path.read_text().splitlines() if path.exists() else []
   return sorted({line for line in lines if line.startswith(beginnings)})
 
 

@@ -21,7 +21,6 @@ from typing import Any
 from absl import logging
 import tqdm
 
-_FORMAT = 1
 # Up to so many clients or parties are shown one by one in tables and curves.
 FEW = 10
 # The same on the line of an evaluation.
@@ -224,7 +223,7 @@ class RunFolder:
     self.metrics = self.path / "metrics.jsonl"
     self._named = named
     config, speed = to_json(config), to_json(speed or {})
-    self._config = {"format": _FORMAT, "config": config, "speed": speed}
+    self._config = {"format": 1, "config": config, "speed": speed}
     flags = flags or flags_text({**config, **speed})
     self._flags = flags.rstrip("\n") + "\n"
     stored = read_config(self.path)
@@ -415,36 +414,22 @@ def bar(total: int, **options: Any) -> tqdm.tqdm:
   return tqdm.tqdm(total=total, disable=None, **options)
 
 
-class Progress:
-  """A progress bar on a terminal; elsewhere one log line per evaluation."""
+def show(row: Mapping[str, Any], bar: tqdm.tqdm) -> None:
+  """Shows a row of metrics beside the bar or, where there is none, in the log.
 
-  def __init__(self, rounds: int, done: int = 0):
-    """Shows `rounds` rounds, of which `done` are done."""
-    self._bar = bar(rounds, initial=done)
-    self._shown: dict[str, float] = {}
-    self.close = self._bar.close
-
-  def update(self, rounds: int, metrics: Mapping[str, float]) -> None:
-    """Advances the bar by some rounds, and shows metrics beside it."""
-    self._shown |= metrics
-    self._bar.set_postfix_str(_text(self._shown), refresh=False)
-    self._bar.update(rounds)
-
-  def evaluated(self, row: Mapping[str, Any]) -> None:
-    """Logs a row of metrics, where there is no bar.
-
-    Args:
-      row: metrics, with their `round` and `seconds`; only its accuracies are
-        logged, if it has any.
-    """
-    numbers = {k: v for k, v in row.items() if k not in ("round", "seconds")}
-    self._shown |= numbers
-    if self._bar.disable:
-      accuracies = {k: v for k, v in numbers.items() if k.endswith("accuracy")}
-      logging.info(
-        f"round {row['round']} of {self._bar.total}, {row['seconds']:.1f} s:"
-        f" {_text(accuracies or numbers)}"
-      )
+  Args:
+    row: metrics, with their `round` and `seconds`; only its accuracies are
+      logged, if it has any.
+    bar: the bar of a run's rounds.
+  """
+  numbers = {k: v for k, v in row.items() if k not in ("round", "seconds")}
+  bar.set_postfix_str(_text(numbers), refresh=False)
+  if bar.disable:
+    accuracies = {k: v for k, v in numbers.items() if k.endswith("accuracy")}
+    logging.info(
+      f"round {row['round']} of {bar.total}, {row['seconds']:.1f} s:"
+      f" {_text(accuracies or numbers)}"
+    )
 
 
 def _text(numbers: Mapping[str, float]) -> str:

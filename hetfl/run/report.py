@@ -3,7 +3,7 @@
 All take the results of several seeds, and show their mean and deviation.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 import io
 import itertools
 import os
@@ -12,7 +12,6 @@ from typing import Any
 
 import matplotlib
 from matplotlib import colors, figure, ticker
-from matplotlib.backends import backend_agg
 import numpy as np
 
 from hetfl.run import logs
@@ -22,11 +21,6 @@ Rows = Sequence[Mapping[str, Any]]
 
 # Okabe and Ito's colours, which (nearly) everyone can tell apart, on white.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-# Tol's muted scheme and grey, for ten lines in one panel.
-_MANY_COLORS = (
-  *("#332288", "#CC6677", "#117733", "#DDCC77", "#88CCEE"),
-  *("#882255", "#44AA99", "#999933", "#AA4499", "#777777"),
-)
 
 # The columns of a pool's accuracies; the second and third of language models.
 _ACCURACIES = {
@@ -173,9 +167,8 @@ def collaboration(
   ax = fig.subplots()
   last = max(row["round"] for rows in seeds for row in rows)
   margin = max(0.12 * last, 0.5)
-  for color, (party, label) in zip(
-    itertools.cycle(_MANY_COLORS), parties.items()
-  ):
+  ten = itertools.cycle(matplotlib.color_sequences["tab10"])
+  for color, (party, label) in zip(ten, parties.items()):
     x, y, _ = _mean_line(seeds, f"{party}/test_accuracy")
     style: dict[str, Any] = dict(color=color, lw=1.4)
     ax.plot(x, y, label=f"{label} ({y[-1]:.1f})", **style)
@@ -194,7 +187,7 @@ def parallel_coordinates(
   scores: Sequence[float | None],
   path: str | os.PathLike[str],
   *,
-  log: Mapping[str, bool],
+  log: Container[str] = (),
   label: str = "objective",
   title: str | None = None,
 ) -> None:
@@ -206,8 +199,8 @@ def parallel_coordinates(
       the line's colour. None, for a trial that diverged or was stopped early,
       gives a thin grey line that ends before that axis.
     path: the PNG; replaced atomically.
-    log: hyper-parameter -> whether its axis is logarithmic; 0, from which a
-      search may start, is then at its lower end.
+    log: the hyper-parameters with a logarithmic axis; 0, from which a search
+      may start, is then at its lower end.
     label: the score's name.
     title: above the axes.
   """
@@ -216,11 +209,9 @@ def parallel_coordinates(
   ax = fig.subplots()
   places = []
   for x, (name, values) in enumerate(columns):
-    known = [v for v in values if v is not None]
-    if log.get(name):
-      known = [v for v in known if v > 0]
+    known = [v for v in values if v is not None and (v or name not in log)]
     low, high = min(known, default=0), max(known, default=0)
-    kind = colors.LogNorm if log.get(name) and low else colors.Normalize
+    kind = colors.LogNorm if name in log and low else colors.Normalize
     scale = kind(low, high, clip=True)
     places.append([None if v is None else float(scale(v)) for v in values])
     ax.axvline(x, color="0.3", lw=0.8)
@@ -247,9 +238,7 @@ def parallel_coordinates(
 
 def _figure(width: float, height: float) -> figure.Figure:
   """A figure of the given size in inches; needs no display."""
-  fig = figure.Figure(figsize=(width, height), layout="constrained", dpi=150)
-  backend_agg.FigureCanvasAgg(fig)
-  return fig
+  return figure.Figure(figsize=(width, height), layout="constrained", dpi=150)
 
 
 def _dress(ax, xlabel: str, ylabel: str) -> None:

@@ -49,37 +49,32 @@ class _Sums:
     self._stop, self._warned = stop_on_nonfinite, False
     self._pending: list[tuple[range, core.Metrics]] = []
 
-  def add(self, rounds: range, metrics: core.Metrics) -> dict[str, float]:
+  def add(self, rounds: range, metrics: core.Metrics) -> None:
     """Adds a dispatch's metrics; fetches a batch once enough are pending.
 
     Args:
       rounds: the rounds of the dispatch.
       metrics: their metrics, with a leading axis of rounds if there are
         several.
-
-    Returns:
-      The values of the last round that was fetched, if any was.
     """
     self._pending.append((rounds, metrics))
-    return self.fetch(_BATCH) if len(self._pending) >= 2 * _BATCH else {}
+    if len(self._pending) >= 2 * _BATCH:
+      self.fetch(_BATCH)
 
-  def fetch(self, number: int | None = None) -> dict[str, float]:
-    """Fetches the oldest metrics, by default all; returns the last round's."""
+  def fetch(self, number: int | None = None) -> None:
+    """Fetches the oldest metrics, by default all."""
     batch = self._pending[:number]
     del self._pending[:number]
-    values: dict[str, float] = {}
     for rounds, metrics in jax.device_get(batch):
       for i, round in enumerate(rounds):
         one = metrics
         if len(rounds) > 1:
           one = jax.tree.map(lambda a, i=i: a[i], metrics)
-        values = core.values(one)
-        self._check(round, values)
+        self._check(round, core.values(one))
         for name, (total, count) in one.items():
           # In this order and in float64, however fetches were batched.
           self.totals[name] = self.totals.get(name, 0.0) + float(total)
           self.counts[name] = self.counts.get(name, 0.0) + float(count)
-    return values
 
   def take(self) -> dict[str, float]:
     """The means of the rounds that were fetched since the last call."""
@@ -184,10 +179,7 @@ def run(
   )
   finished = (folder.result() or {}).get("rounds") == rounds
   if engine_lib.from_first(finished):
-    logging.info(
-      f"{folder.path}: the run is finished; this is its result.json. For"
-      " another run, use another folder."
-    )
+    logging.info("%s: the run is finished already.", folder.path)
     return _shared(folder)
 
   started = time.monotonic()
@@ -215,9 +207,7 @@ def run(
     write = stack.enter_context(
       logs.metrics_log(folder, after=done, tensorboard=tensorboard)
     )
-    progress = stack.enter_context(
-      contextlib.closing(logs.Progress(rounds, done))
-    )
+    bar = stack.enter_context(logs.bar(rounds, initial=done))
 
     def save() -> None:
       sums.fetch()
@@ -233,11 +223,11 @@ def run(
       state, metrics = step(state, plan, data)
       state = core.strong(state)
       done = dispatch[-1]
-      last = sums.add(dispatch, metrics)
+      sums.add(dispatch, metrics)
       evaluated = done % eval_every == 0 or done == rounds
       if evaluated:
         evaluation = {n: float(v) for n, v in evaluate(state).items()}
-        last = sums.fetch() or last
+        sums.fetch()
         means = sums.take()
         row = {"round": done, **evaluation, **means, "seconds": seconds()}
         if len(row) < len(evaluation) + len(means) + 2:
@@ -246,8 +236,8 @@ def run(
             f" seconds: {sorted(evaluation)}, {sorted(means)}"
           )
         write(row)
-        progress.evaluated(row)
-      progress.update(len(dispatch), last)
+        logs.show(row, bar)
+      bar.update(len(dispatch))
       due = done % checkpoint_every == 0 or done == rounds
       # Several processes stop where they wait for each other anyway.
       stop = (jax.process_count() == 1 or due or evaluated) and stopped()
@@ -361,50 +351,43 @@ def num_bytes(tree: Any) -> int:
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
-  """Collects stop signals in a list; a second one ends the process at once."""
+def stop_signals(
+  then: Callable[[int], None] = lambda number: None,
+) -> Iterator[list[int]]:
+  """Collects stop signals in a list; a second one ends the process at once.
+
+  Stop signals are SIGINT, SIGTERM, and SIGUSR1, which batch systems send when a
+  job's time is nearly over. Outside the main thread they are left alone.
+
+  Args:
+    then: called with each signal's number.
+
+  Yields:
+    The list; the previous handlers are restored afterwards.
+  """
   caught: list[int] = []
   since = 0.0
 
-  def handler(number):
+  def handler(number, _):
     nonlocal since
+    then(number)
     if not caught:
       caught.append(number)
       since = time.monotonic()
-      name = signal.Signals(number).name
       # Not by `logging`: the signal may have interrupted a call of it.
-      message = (
-        f"{name}: stopping soon; the same command resumes. Send it again to"
-        " stop at once\n"
-      )
-      os.write(2, message.encode())
+      name = signal.Signals(number).name
+      message = f"{name}: stopping soon; the same command resumes. Send it"
+      os.write(2, f"{message} again to stop at once.\n".encode())
     # The same may come twice: to a group of processes, and from one of them.
     elif number != caught[0] or time.monotonic() - since > 1:
       raise SystemExit(128 + number)
 
-  with on_signals(handler):
-    yield caught
-
-
-@contextlib.contextmanager
-def on_signals(handler: Callable[[int], None]) -> Iterator[None]:
-  """Makes stop signals call a handler; does nothing outside the main thread.
-
-  Stop signals are SIGINT, SIGTERM, and SIGUSR1, which batch systems send when a
-  job's time is nearly over.
-
-  Args:
-    handler: called with the signal's number.
-
-  Yields:
-    Nothing; the previous handlers are restored afterwards.
-  """
   before = {}
   if threading.current_thread() is threading.main_thread():
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-      before[number] = signal.signal(number, lambda n, _: handler(n))
+      before[number] = signal.signal(number, handler)
   try:
-    yield
+    yield caught
   finally:
     for number, old in before.items():
       # A handler not set from Python reads as None and cannot be restored.

@@ -140,6 +140,7 @@ class Runner(abc.ABC):
   def __init__(self, problem: Problem, seeds: Sequence[int] = (0,)):
     self.seeds = tuple(seeds)
     self._problem = problem
+    self._new = lambda values, seed: core.strong(problem.init(values, seed))
 
   @abc.abstractmethod
   def start(self, values: Sequence[Values]) -> PyTree:
@@ -227,9 +228,7 @@ class SideBySide(Runner):
   ):
     super().__init__(problem, seeds)
     self._at_once = at_once
-    self._init = jit(
-      lambda v, seed: core.strong(problem.init(v, seed)), once=True
-    )
+    self._init = jit(self._new, once=True)
     self._finite = jax.jit(all_finite)
 
   def start(self, values):
@@ -317,16 +316,11 @@ class Vmapped(Runner):
     mesh = jax.sharding.Mesh(np.array(devices), ("trials",))
     split, same = jax.P("trials"), jax.P()
     self._split = jax.sharding.NamedSharding(mesh, split)
-    self._init = jit(
-      jax.vmap(lambda v, seed: core.strong(problem.init(v, seed)), (0, None)),
-      once=True,
-    )
+    self._init = jit(jax.vmap(self._new, (0, None)), once=True)
     # Transferred once, not in each round.
     everywhere = jax.sharding.NamedSharding(mesh, same)
-    self._data = jax.tree.map(
-      lambda a: jax.device_put(a, bank_format(a, everywhere)),
-      problem.data,
-    )
+    put = lambda a: jax.device_put(a, bank_format(a, everywhere))
+    self._data = jax.tree.map(put, problem.data)
     self._eval_data = jax.device_put(problem.eval_data, everywhere)
     step = lambda states, done, plan, data: of_each(
       lambda trial: self._guarded(trial[0], trial[1], plan, data),
@@ -346,9 +340,7 @@ class Vmapped(Runner):
 
   def start(self, values):
     """See `Runner`."""
-    stacked = {
-      name: jnp.asarray([v[name] for v in values]) for name in values[0]
-    }
+    stacked = jax.tree.map(lambda *each: jnp.asarray(each), *values)
     return tuple(self._init(stacked, np.uint32(seed)) for seed in self.seeds)
 
   def advance(self, states, done, last, tick=lambda runs: None):

@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import shutil
+from statistics import fmean
 import time
 from typing import Any
 
@@ -275,7 +276,6 @@ class _Block:
       with logs.bar(
         alive * len(self._runner.seeds) * (end - saved),
         desc=f"{self._name}, rounds {saved + 1} to {end}",
-        bar_format="{l_bar}{bar}| [{elapsed}<{remaining}, {rate_fmt}]",
         leave=False,
       ) as bar:
 
@@ -297,7 +297,9 @@ class _Block:
           f" {_standing(self.rows)}."
         )
       if end != rounds:
-        self._save(end, states, seconds())
+        extra = {"rows": self.rows, "members": self._members}
+        extra = logs.to_json(extra | {"seconds": seconds()})
+        self._checkpoints(len(self._members)).save(end, states, extra)
         saved = end
     for row in self.rows:
       row["seconds"] = seconds()
@@ -331,14 +333,6 @@ class _Block:
     """The checkpoints of so many members, the fewer the newer."""
     name = f"trial{self._first:06d}-of{number:06d}"
     return checkpoint.Checkpoints(self._folder / name, keep=1)
-
-  def _save(self, round, states, seconds):
-    store = self._checkpoints(len(self._members))
-    extra = {"rows": self.rows, "members": self._members, "seconds": seconds}
-    store.save(round, states, logs.to_json(extra))
-    for other in self._folder.iterdir():
-      if other != store.folder:
-        shutil.rmtree(other, ignore_errors=True)
 
   def _restore(self):
     """The newest checkpoint's round and states, or 0 and the first states."""
@@ -395,10 +389,7 @@ def summary(rows: Sequence[Row], k: int) -> dict[str, Any]:
   complete = top(rows, len(rows))
   best = complete[:k]
   means = {
-    which: {
-      name: sum(row[which][name] for row in best) / len(best)
-      for name in best[0][which]
-    }
+    which: {n: fmean(r[which][n] for r in best) for n in best[0][which]}
     for which in ("heldout", "test")
     if all(row.get(which) for row in best)
   }
@@ -410,7 +401,7 @@ def table(rows: Sequence[Row], space: Space, k: int = 10) -> str:
   """Formats the k best trials, one line each.
 
   Args:
-    rows: the search's rows.
+    rows: the search's rows, at least one of them complete.
     space: what was varied.
     k: how many.
 
@@ -425,13 +416,11 @@ def table(rows: Sequence[Row], space: Space, k: int = 10) -> str:
   -----  -----------  -------  -------  ----
       3        75.00    50.00   100.00  0.01
   """
-  best = top(rows, k)
-  names = list(best[0]["heldout"]) if best else []
-  columns = [["trial", *(str(row["trial"]) for row in best)]]
-  scores = {"objective": [row["objective"] for row in best]}
-  scores |= {name: [row["heldout"][name] for row in best] for name in names}
-  for name, of_each in scores.items():
-    columns.append([f"{name} %", *(f"{100 * x:.2f}" for x in of_each)])
-  for name in space:
-    columns.append([name, *(f"{row['values'][name]:.4g}" for row in best)])
+  lines = []
+  for row in top(rows, k):
+    scores = {"objective": row["objective"], **row["heldout"]}
+    line = {"trial": str(row["trial"])}
+    line |= {f"{name} %": f"{100 * x:.2f}" for name, x in scores.items()}
+    lines.append(line | {name: f"{row['values'][name]:.4g}" for name in space})
+  columns = [[name, *(line[name] for line in lines)] for name in lines[0]]
   return report.align(columns, names=0)
