@@ -719,12 +719,13 @@ def test_values_become_flags_and_states(script):
     "server_lr": [0.3, 0.5],
     "merge_alpha": 0.25,
   }
-  state = hetfl.merged_codist(
+  algorithm = hetfl.merged_codist(
     federation.make_pools(),
     distill.Distiller(),
     alpha=0.5,
     rounds=1,
-  ).init(jax.random.key(0))
+  )
+  state = engine.jit(algorithm.init, once=True)(jax.random.key(0))
   for flag, value in found.items():
     state = tunable.place(state, flag, value)
   rates = [state.hyper[name] for name in ("learning_rate", "server_lr")]
