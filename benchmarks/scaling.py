@@ -238,8 +238,8 @@ def sweep_trials(scale: float, runs: int) -> Iterator[Row]:
 
 def trials_row(side: trials_lib.Runner, number: int, runs: int) -> Row:
   states = [side.start([{"learning_rate": 0.01}] * number) for _ in range(2)]
-  alive = np.ones(number, bool)
-  advance = lambda i: side.advance(states[i], alive, 1, runs)[0]
+  done = np.zeros(number, int)
+  advance = lambda i: side.advance(states[i], done, runs)[0]
   jax.block_until_ready(advance(0))
   seconds = timed(advance, 1)["seconds"] / runs
   return {

@@ -106,17 +106,17 @@ def main(
 
   rows = {}
   for name, algorithm in algorithms.items():
-    step = engine.compile(algorithm.step, donate=(0,))
     for seed in range(seeds):
       config = {"algorithm": name, "seed": seed, **settings}
       folder = logs.RunFolder(pathlib.Path(workdir, f"{name}-{seed}"), config)
       folder.keep({"data.json": record})
       training.run(
-        algorithm._replace(step=step),
+        algorithm,
         jax.random.key(seed),
         functools.partial(plan, name, seed),
         data,
         evaluate,
+        engine=engine,
         rounds=settings["rounds"],
         folder=folder,
         summarize=lambda state, evaluation: evaluation,

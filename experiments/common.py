@@ -196,14 +196,8 @@ def resolved_flags(
 
 def stored_speed(workdir: pathlib.Path) -> dict:
   """The speed flags that a run started with, the same in all processes."""
-  try:
-    content = (workdir / "config.json").read_bytes()
-  except OSError:
-    content = b""
-  try:
-    return dict(json.loads(engine_lib.bytes_from_first(content))["speed"])
-  except (ValueError, KeyError, TypeError):
-    return {}
+  speed = logs.read_config(workdir).get("speed", {})
+  return json.loads(engine_lib.bytes_from_first(json.dumps(speed).encode()))
 
 
 def numbers(
