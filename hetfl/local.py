@@ -163,13 +163,18 @@ def supervised(participant: Participant) -> Objective:
   def objective(variables, batch, key, context):
     del context
     outputs, stats = outputs_of(participant.label, model, variables, batch, key)
-    with checks.noted(
-      "a loss is called as loss(logits, batch), and takes what it needs from"
-      f" the batch, which holds {sorted(batch)}"
-    ):
-      return loss(outputs, batch), stats, {}
+    return losses_of(loss, outputs, batch), stats, {}
 
   return objective
+
+
+def losses_of(loss: core.Loss, outputs: PyTree, batch: core.Batch) -> jax.Array:
+  """A loss of the labels; its errors say what it is given."""
+  with checks.noted(
+    "a loss is called as loss(logits, batch), and takes what it needs from the"
+    f" batch, which holds {sorted(batch)}"
+  ):
+    return loss(outputs, batch)
 
 
 def outputs_of(
@@ -178,11 +183,12 @@ def outputs_of(
   variables: core.Variables,
   batch: core.Batch,
   key: jax.Array | None,
+  train: bool = True,
 ) -> tuple[PyTree, PyTree]:
-  """A model's outputs in training, and its new statistics."""
+  """A model's outputs and its new statistics; its errors say whose it is."""
   shapes = jax.tree.map(jnp.shape, batch["x"])
   with checks.noted(f"{owner}: its model, given inputs x of shape {shapes}"):
-    return model.outputs(variables, batch["x"], key, True)
+    return model.outputs(variables, batch["x"], key, train)
 
 
 def gradient(

@@ -129,7 +129,8 @@ def fit(
       batches = jax.tree.map(lambda a: a[0], rows)._replace(client=np.int32(k))
       own = (state.clients[k].learner, batches)
       shared = (local.values_of(state, k), key, checks.bank(data, party.name))
-      works.append(Work(task, shared, own, active[k] * batches.steps))
+      steps = jnp.where(active[k], batches.steps, 0)
+      works.append(Work(task, shared, own, steps))
     learners, losses = zip(*engine.run(*works))
     accuracy = [party.accuracy for party in state.clients]
     stops = "stopping" in plan.batches
@@ -141,7 +142,10 @@ def fit(
       measured = engine.run(
         *(
           Work(
-            task, (learner.variables, bank), one_row.index, on * one_row.steps
+            task,
+            (learner.variables, bank),
+            one_row.index,
+            jnp.where(on, one_row.steps, 0),
           )
           for task, learner, on in zip(measure, learners, active)
         )
