@@ -439,7 +439,9 @@ class Distiller:
     """
 
     def of_part(variables, x):
-      outputs = model.predict(variables, x)
+      outputs, _ = local.outputs_of(
+        "a teacher", model, variables, {"x": x}, None, train=False
+      )
       if hasattr(outputs, "features"):  # Its last layer is the same for all.
         return outputs.features
       if self.divergence is None:

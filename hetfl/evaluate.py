@@ -46,8 +46,9 @@ def classification(
   checks.array("classification", logits)
   # argmax takes the first NaN for the largest.
   known = ~jnp.isnan(logits).any(axis=-1)
-  correct = known & (jnp.argmax(logits, axis=-1) == batch["y"])
   mask = batch["mask"]
+  correct = known & (jnp.argmax(logits, axis=-1) == batch["y"])
+  correct = correct.astype(mask.dtype)
   losses = core.cross_entropy(logits, batch)
   return {
     "accuracy": core.Mean(jnp.sum(correct * mask), jnp.sum(mask)),

@@ -151,13 +151,18 @@ def supervised(participant: Participant) -> Objective:
   def objective(variables, batch, key, context):
     del context
     outputs, stats = outputs_of(participant.label, model, variables, batch, key)
-    with checks.noted(
-      "a loss is called as loss(logits, batch), and takes what it needs from"
-      f" the batch, which holds {sorted(batch)}"
-    ):
-      return loss(outputs, batch), stats, {}
+    return losses_of(loss, outputs, batch), stats, {}
 
   return objective
+
+
+def losses_of(loss: core.Loss, outputs: PyTree, batch: core.Batch) -> jax.Array:
+  """A loss of the labels; its errors say what it is given."""
+  with checks.noted(
+    "a loss is called as loss(logits, batch), and takes what it needs from the"
+    f" batch, which holds {sorted(batch)}"
+  ):
+    return loss(outputs, batch)
 
 
 def outputs_of(
@@ -166,11 +171,12 @@ def outputs_of(
   variables: core.Variables,
   batch: core.Batch,
   key: jax.Array | None,
+  train: bool = True,
 ) -> tuple[PyTree, PyTree]:
-  """A model's outputs in training, and its new statistics."""
+  """A model's outputs and its new statistics; its errors say whose it is."""
   shapes = jax.tree.map(jnp.shape, batch["x"])
   with checks.noted(f"{owner}: its model, given inputs x of shape {shapes}"):
-    return model.outputs(variables, batch["x"], key, True)
+    return model.outputs(variables, batch["x"], key, train)
 
 
 def gradient(
@@ -572,7 +578,7 @@ def work(
   own: PyTree,
   batches: Batches,
   *,
-  when: jax.Array | bool = True,
+  when: jax.Array | int = 1,
   total: bool = False,
 ) -> Work:
   """The work of rows of local training.
@@ -584,7 +590,7 @@ def work(
     bank: the examples.
     own: what each row's client keeps of its own.
     batches: K rows; or one, without that axis.
-    when: whether the rows train; if not, they take no steps.
+    when: 1 if the rows train, 0 if they take no steps.
     total: whether to add the results up.
   """
   shared, steps = (context, key, bank), when * batches.steps

@@ -1,16 +1,18 @@
 """Every algorithm, small, for the tests of what all of them must do."""
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 import hetfl
-from hetfl import core, distill, engine, population
+from hetfl import core, distill, population
 from hetfl.models import fedmd as party_models
 from tests import federation
 
@@ -19,13 +21,14 @@ class Case(NamedTuple):
   """An algorithm and all that its steps take.
 
   Attributes:
-    build: (engine, rounds) -> the algorithm.
+    build: (engine, rounds, **changes) -> the algorithm, in which all
+      participants differ by these changes; a new `model` is the global one too.
     plan: round -> the round's plan.
     data: () -> the banks, on the device.
     pooled: whether it is of pools.
   """
 
-  build: Callable[[engine.Engine | None, int], core.Algorithm]
+  build: Callable[..., core.Algorithm]
   plan: Callable[[int], Any]
   data: Callable[[], Any]
   pooled: bool = False
@@ -38,6 +41,33 @@ def noisy(key, batch):
 
 def scaled(tree, scale):
   return jax.tree.map(lambda x: x * scale, tree)
+
+
+class Flat(nn.Module):
+  """A dense layer, soon compiled, that may count its steps."""
+
+  dtype: jnp.dtype = jnp.float32
+  counts: bool = False
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    if self.counts:
+      zero = lambda: jnp.zeros((), jnp.int32)
+      count = self.variable("stats", "count", zero)
+      if train:
+        count.value += 1
+    x = x.reshape(len(x), -1).astype(self.dtype)
+    return nn.Dense(4, param_dtype=self.dtype)(x).astype(jnp.float32)
+
+
+def flat_model(name, *args, **settings):
+  """Such a model for an algorithm's banks."""
+  bank = next(iter(CASES[name].data().values()))
+  return core.Model.from_flax(Flat(*args, **settings), bank["x"][:1])
+
+
+def changed(participants, **changes):
+  return [dataclasses.replace(one, **changes) for one in participants]
 
 
 # --- Pools --------------------------------------------------------------------
@@ -109,12 +139,8 @@ def mutual_plan(round):
   )
 
 
-def mutual(build):
-  return Case(
-    build,
-    mutual_plan,
-    lambda: {"train": jax.device_put(dict(POPULATION.bank))},
-  )
+def mutual_data():
+  return {"train": jax.device_put(dict(POPULATION.bank))}
 
 
 # --- Parties ------------------------------------------------------------------
@@ -198,40 +224,62 @@ def fit_plan(round):
   )
 
 
+def codistilling(build, **options):
+  """Pools and a distiller, which prepares its batches as the pools do."""
+
+  def of_pools(runner, rounds, **changes):
+    transform = changes.get("transform", noisy)
+    return build(
+      changed(make_pools(), **changes),
+      make_distiller(transform=transform),
+      rounds=rounds,
+      engine=runner,
+      **options,
+    )
+
+  return pooled(of_pools)
+
+
+def of_clients(runner, rounds, **changes):
+  del rounds
+  if model := changes.get("model"):
+    changes["adaptor"] = None
+  return hetfl.fml(
+    changed(MUTUAL, **changes),
+    global_model=model or DENSE_TRUNK,
+    alpha=0.75,
+    beta=0.25,
+    learning_rate=0.125,
+    engine=runner,
+  )
+
+
+def parties(model=None, **changes):
+  if model:  # The penalty is of a head.
+    changes |= dict(model=model, penalty=None)
+  return changed(PARTIES, **changes)
+
+
 CASES = {
   "fedavg": pooled(
-    lambda runner, rounds: hetfl.fedavg(
-      make_pools(), rounds=rounds, engine=runner
+    lambda runner, rounds, **changes: hetfl.fedavg(
+      changed(make_pools(), **changes), rounds=rounds, engine=runner
     )
   ),
-  "periodic": pooled(
-    lambda runner, rounds: hetfl.periodic_codist(
-      make_pools(), make_distiller(), period=2, rounds=rounds, engine=runner
-    )
-  ),
-  "merged": pooled(
-    lambda runner, rounds: hetfl.merged_codist(
-      make_pools(), make_distiller(), alpha=0.5, rounds=rounds, engine=runner
-    )
-  ),
-  "fml": mutual(
-    lambda runner, rounds: hetfl.fml(
-      MUTUAL,
-      global_model=DENSE_TRUNK,
-      alpha=0.75,
-      beta=0.25,
-      learning_rate=0.125,
-      engine=runner,
-    )
-  ),
+  "periodic": codistilling(hetfl.periodic_codist, period=2),
+  "merged": codistilling(hetfl.merged_codist, alpha=0.5),
+  "fml": Case(of_clients, mutual_plan, mutual_data),
   "fit": Case(
-    lambda runner, rounds: hetfl.fit(PARTIES, patience=2, engine=runner),
+    lambda runner, rounds, **changes: hetfl.fit(
+      parties(**changes), patience=2, engine=runner
+    ),
     fit_plan,
     party_data,
   ),
   "fedmd": Case(
-    lambda runner, rounds: hetfl.fedmd(
-      PARTIES,
+    lambda runner, rounds, **changes: hetfl.fedmd(
+      parties(**changes),
+      public_transform=changes.get("transform"),
       consensus_weights=(3.0, 1.0, 2.0),
       eval_batch_size=5,
       engine=runner,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 
 import chex
 import flax.linen as nn
@@ -15,10 +16,12 @@ import scipy.special
 import hetfl
 from hetfl import core, engine, population
 from hetfl.algorithms.fedavg import round_keys
+from hetfl.run import trials
 from tests import federation
 from tests.algorithms import (
   arrays,
   CASES,
+  flat_model,
   initial,
   make_distiller,
   noisy,
@@ -179,6 +182,20 @@ def test_a_plan_may_lie_on_the_device(name):
   chex.assert_trees_all_equal(arrays(there), arrays(here))
 
 
+@every_algorithm
+def test_what_a_model_holds_stays(name):
+  """All participants begin with the same arrays, whose states are donated."""
+  model = flat_model(name)
+  give_up = jax.jit(lambda state: state, donate_argnums=0)
+  for array in (jnp.asarray, np.asarray):
+    start = jax.tree.map(array, model.init(jax.random.key(0)))
+    held = model._replace(init=lambda key, start=start: start)
+    algorithm = CASES[name].build(None, ROUNDS, model=held)
+    for seed in (0, 1):
+      give_up(algorithm.init(jax.random.key(seed)))
+    assert np.isfinite(start.params["Dense_0"]["kernel"]).all()
+
+
 def test_what_an_init_is_given_stays():
   """Donating a state does not delete the arrays that `init` was given."""
   alpha, key = jnp.array(0.5), jax.random.key(0)
@@ -197,6 +214,139 @@ def test_what_an_init_is_given_stays():
     give_up(fitted.init(key, variables))
     give_up(fedmd.init(key, trained))
   assert float(alpha) == 0.5
+
+
+@every_algorithm
+@pytest.mark.parametrize("mesh", [False, True])
+def test_models_keep_their_own_types(name, mesh):
+  """Parameters of bfloat16, and a statistic that is a whole number."""
+  runner = engine.Inline(federation.mesh(2) if mesh else None)
+  case, model = CASES[name], flat_model(name, jnp.bfloat16, counts=True)
+  algorithm = case.build(runner, ROUNDS, model=model)
+  state = jax.eval_shape(algorithm.init, jax.random.key(0))
+  after, metrics = jax.eval_shape(
+    algorithm.step, state, case.plan(1), case.data()
+  )
+  of_type = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
+  assert of_type(after) == of_type(state)
+  assert {m.total.dtype.name for m in metrics.values()} == {"float32"}
+
+
+def flat_round(name, algorithm, **first):
+  """A round with banks that have one more example, which nobody holds."""
+  case = CASES[name]
+  data = {
+    bank: {n: jnp.insert(a, 0, first[n], axis=0) for n, a in columns.items()}
+    for bank, columns in case.data().items()
+  }
+  plan = case.plan(1)
+  for bank in data.keys() & plan.batches.keys():
+    index = plan.batches[bank].index
+    index[index >= 0] += 1
+  state = jax.jit(algorithm.init)(jax.random.key(0))
+  return arrays(algorithm.step(state, plan, data)[0])
+
+
+@pytest.fixture(scope="module")
+def flat():
+  """Each algorithm with small models, and a round of it."""
+
+  def make(name):
+    model = flat_model(name)
+    changes = dict(model=model, transform=lambda batch: batch, microbatch=1)
+    algorithm = jitted(CASES[name].build(None, ROUNDS, **changes))
+    return model, algorithm, flat_round(name, algorithm, x=0.0, y=0)
+
+  return functools.cache(make)
+
+
+@every_algorithm
+def test_an_example_that_nobody_holds_may_be_anything(flat, name):
+  """Empty places hold an example of the batch, not the bank's first."""
+  _, algorithm, expected = flat(name)
+  assert_equal(flat_round(name, algorithm, x=np.nan, y=-1), expected)
+
+
+@every_algorithm
+def test_inputs_may_be_a_tree_and_transforms_drop_the_mask(flat, name):
+  """Two inputs under names do what one array of them does."""
+  model, _, expected = flat(name)
+  whole = lambda x: jnp.concatenate([x["left"], x["right"]], axis=1)
+  split = model._replace(
+    apply=lambda v, x, key, train: model.apply(v, whole(x), key, train)
+  )
+
+  def halves(batch):
+    x = {"left": batch["x"][:, :1], "right": batch["x"][:, 1:]}
+    return {"x": x, "y": batch["y"]}
+
+  changes = dict(model=split, transform=halves, microbatch=1)
+  algorithm = jitted(CASES[name].build(None, ROUNDS, **changes))
+  assert_close(flat_round(name, algorithm, x=0.0, y=0), expected)
+
+
+@every_algorithm
+@pytest.mark.parametrize("kind", ["inline", "mesh2lanes1"])
+def test_no_type_is_promoted(name, kind):
+  runner = None if kind == "inline" else RUNNERS[kind]()
+  case = CASES[name]
+  algorithm = case.build(runner, ROUNDS)
+  with jax.numpy_dtype_promotion("strict"):
+    state = jax.eval_shape(algorithm.init, jax.random.key(0))
+    jax.eval_shape(algorithm.step, state, case.plan(1), case.data())
+
+
+@every_algorithm
+def test_programs_are_freed_with_the_algorithm(name):
+  held = lambda: sum(isinstance(x, engine.Task) for x in gc.get_objects())
+  case, model = CASES[name], flat_model(name)
+  gc.collect()
+  before = held()
+  threaded, inline = (
+    case.build(runner, ROUNDS, model=model)
+    for runner in (engine.Threads(2), None)
+  )
+  state = jax.jit(inline.init)(jax.random.key(0))
+  threaded.step(state, case.plan(1), case.data())
+  jax.jit(inline.step).trace(state, case.plan(1), case.data())
+  assert held() > before
+  del threaded, inline
+  gc.collect()
+  assert held() == before
+
+
+@every_algorithm
+def test_a_state_that_has_not_begun_is_finite(name):
+  assert trials.all_finite(initial(name))
+
+
+OWNERS = {
+  "fedavg": "pool 'pool0'",
+  "periodic": "pool 'pool0'",
+  "merged": "a teacher",
+  "fml": "a client: local",
+  "fit": "participant 'party0'",
+  "fedmd": "participant 'party0'",
+}
+
+
+@every_algorithm
+def test_errors_of_models_and_losses_say_whose_they_are(name):
+  """Those that Flax and optax raise, of another shape or signature."""
+  narrow = core.Model.from_flax(nn.Dense(3), jnp.zeros((1, 7)))
+  of_labels = optax.softmax_cross_entropy_with_integer_labels
+  case = CASES[name]
+
+  def notes(**changes):
+    algorithm = case.build(None, ROUNDS, **changes)
+    state = jax.eval_shape(algorithm.init, jax.random.key(0))
+    with pytest.raises(Exception) as error:
+      jax.eval_shape(algorithm.step, state, case.plan(1), case.data())
+    return "".join(error.value.__notes__)
+
+  found = notes(model=narrow)
+  assert f"{OWNERS[name]}: its model, given inputs x of shape" in found
+  assert "loss(logits, batch)" in notes(loss=of_labels)
 
 
 @pytest.mark.parametrize(

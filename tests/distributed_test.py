@@ -9,10 +9,12 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hetfl import engine
+from hetfl.engine import Task, Work
 from hetfl.run import logs
 from tests import federation
 from tests.algorithms import CASES
@@ -289,3 +291,97 @@ def test_devices_keep_what_comes_every_round(caplog):
   del data
   gc.collect()
   assert not runner._placed
+
+
+def shared_total(x, carry, s, shard=None):
+  """The sum of a batch, and how many of its numbers this device saw."""
+  part = shard.take(x) if shard else x
+  value = part.sum(), part.shape[0] + 0 * part.sum()
+  return shard.sum(value) if shard else value
+
+
+TOTAL = Task(
+  lambda x: (0 * x.sum(), 0 * x.sum()),
+  shared_total,
+  lambda x, carry: carry,
+  shares=True,
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loops_with_collectives_take_turns(dtype):
+  """The second waits for the first; for all trials at once under `vmap`."""
+  runner = engine.Inline(federation.mesh(2))
+
+  def both(x):
+    work = Work(TOTAL, (), x, np.int32(1))
+    return runner.run(work, work)
+
+  x = jnp.ones(4, dtype)
+  for fn, arg in ((both, x), (jax.vmap(both), jnp.stack([x, x]))):
+    program = jax.make_jaxpr(fn)(arg).jaxpr
+    first, second = (
+      i for i, e in enumerate(program.eqns) if e.primitive.name == "shard_map"
+    )
+    follows = set(map(id, program.eqns[first].outvars))
+    for equation in program.eqns[first + 1 : second]:
+      if any(id(v) in follows for v in equation.invars):
+        follows.update(map(id, equation.outvars))
+    late = [v for v in program.eqns[second].invars if id(v) in follows]
+    assert [v.aval.shape for v in late] == [()]  # How many steps it takes.
+    for total, count in jax.jit(fn)(arg):
+      assert np.all(total == 4) and np.all(count == 4)
+
+
+def test_devices_share_a_batch():
+  x = np.arange(8.0, dtype=np.float32)
+  for runner in (
+    engine.Inline(),
+    engine.Inline(federation.mesh(4)),
+    engine.Threads(2),
+  ):
+    run = lambda work, runner=runner: runner.run(work)[0]
+    for steps, expected in ((1, (28, 8)), (0, (0, 0))):
+      found = run(Work(TOTAL, (), x, np.int32(steps)))
+      assert tuple(map(float, found)) == expected
+
+
+def test_devices_take_a_row_each():
+  runner, ran = engine.Inline(federation.mesh(4)), []
+
+  def times(k):
+    def fn(x):
+      jax.debug.callback(lambda: ran.append(k))
+      return k * x
+
+    return Task.of(fn)
+
+  two, once = np.float32(2), np.int32(1)
+  works = [Work(times(k), (), two, once) for k in range(6)]
+  works[2] = works[2]._replace(steps=np.int32(0))
+  pair = Work(
+    Task.of(lambda x: -x), (), np.ones(2, np.float32), np.ones(2, int)
+  )
+  works.insert(1, pair._replace(total=True))
+  results = jax.jit(lambda: runner.run(*works))()
+  assert [float(result) for result in results] == [0, -2, 2, 0, 6, 8, 10]
+  jax.effects_barrier()
+  assert sorted(ran) == [0, 1, 3, 4, 5]  # Once, not on every device.
+
+
+def test_what_comes_from_other_devices_keeps_its_type():
+  """Sums over devices turn booleans into numbers, and do not accept keys."""
+  key, once = jax.random.key(3), np.int32(1)
+  states = [
+    {"key": jax.random.fold_in(key, k), "yes": np.bool_(k), "n": np.int8(-k)}
+    for k in range(3)
+  ]
+  same = Task(lambda row: row, lambda row, *_: row, lambda row, carry: carry)
+  works = [Work(same, (), state, once) for state in states]
+  runner = engine.Inline(federation.mesh(2))
+  results = jax.jit(lambda: runner.run(*works))()
+  for result, state in zip(results, states):
+    assert result["key"].dtype == key.dtype
+    assert jax.random.bits(result["key"]) == jax.random.bits(state["key"])
+    assert (result["yes"].dtype, result["n"].dtype) == (bool, np.int8)
+    assert (result["yes"], result["n"]) == (state["yes"], state["n"])

@@ -19,9 +19,11 @@ from hetfl import (
   fedmd,
   fml,
   Inline,
+  local,
   local_model,
   localize,
   merged_codist,
+  Participant,
   periodic_codist,
   plan_fedmd,
   plan_fit,
@@ -188,9 +190,7 @@ WRONG = {
     jnp.zeros((2, 4, 3)), jnp.ones(3)
   ),
   # Who holds what.
-  "client '0': positions must be integers": lambda: from_lists(
-    BANK["y"] == 0
-  ),
+  "client '0': positions must be integers": lambda: from_lists(BANK["y"] == 0),
   "client '1' holds no examples": lambda: from_lists([0], []),
   "client '1': position 999 is outside": lambda: from_lists([7], [3, 999], [9]),
   "give each client's positions, not one number": lambda: (
@@ -385,6 +385,28 @@ def test_labels_that_are_no_class_show():
     assert np.isnan(means["loss"].value) == (y != 4)
 
 
+def test_labels_of_distillation_that_are_no_class_show():
+  clients = from_lists([0])
+  plan = plan_round(
+    {"pool0": clients, "pool1": clients},
+    Subset(BANK, np.arange(2)),
+    seed=0,
+    round=1,
+    batch_size=1,
+    distill_batch_size=2,
+  )
+  pools = algorithms.changed(POOLS, model=MLP)
+  algorithm = merged(pools, make_distiller(label_weight=0.5))
+  step = jax.jit(algorithm.step)
+  for y in (0, -1, 3):
+    bank = dict(BANK, y=np.array(BANK["y"]))
+    bank["y"][1] = y
+    data = {"pool0": BANK, "pool1": BANK, "distill": bank}
+    _, metrics = step(algorithm.init(KEY), plan, data)
+    assert np.isnan(metrics["pool0/distill_loss"].value) == (y != 0)
+    assert np.isfinite(metrics["pool0/client_loss"].value)
+
+
 def test_a_model_that_says_nan_is_right_about_nothing():
   logits = jnp.array([[jnp.nan, jnp.nan], [2.0, 1.0], [1.0, jnp.nan]])
   batch = {"y": jnp.zeros(3, jnp.int32), "mask": jnp.ones(3)}
@@ -411,6 +433,28 @@ def test_float16_gradients_keep_their_length():
   g = jnp.array([1e-4], jnp.float16)
   merged = codist.merge_gradients(g, g, alpha=0.0)
   np.testing.assert_allclose(merged, g.astype(jnp.float32), rtol=1e-6)
+
+
+def test_microbatches_of_half_precision_add_up_in_float32():
+  """256 terms below half a unit of the sum's last place would all be lost."""
+  half = core.Model(
+    None, lambda v, x, key, train: (jnp.float32(x @ v.params), v.stats)
+  )
+  variables = core.Variables(jnp.zeros((32, 3), jnp.bfloat16), {})
+  x = BANK["x"][:1].reshape(1, -1).astype(jnp.bfloat16)
+  batch = {  # The same example 512 times.
+    "x": jnp.repeat(x, 512, axis=0),
+    "y": jnp.zeros(512, int),
+    "mask": jnp.ones(512),
+  }
+  objective = local.supervised(Participant(half, learning_rate=1.0))
+  whole, parts = (
+    local.gradient(objective, variables, batch, KEY, {}, microbatch=size)[1]
+    for size in (None, 2)
+  )
+  assert parts.dtype == jnp.bfloat16
+  whole, parts = (np.asarray(g, np.float32) for g in (whole, parts))
+  np.testing.assert_allclose(parts, whole, atol=0.01 * np.abs(whole).max())
 
 
 @pytest.mark.parametrize("classes", [10, 1000])

@@ -11,7 +11,9 @@ from hetfl import distill, local, optimizers
 from tests import federation
 from tests.oracles import codist as oracle
 
-ROUNDS, PERIOD = 3, 2
+# Decays of 1, 3/4 and 1/2 are exact in float32, in which rates are kept: where
+# a gradient is tiny, Adam would make much of a rounded one.
+ROUNDS, PERIOD = 4, 2
 SERVERS = {
   "sgd": (optimizers.fedavg_server, oracle.Sgd()),
   "momentum": (optimizers.fedavgm_server, oracle.Momentum()),
@@ -91,7 +93,7 @@ def decayed(pools, round, server_lr, distiller_settings=()):
 def check(state, pools):
   for ours, theirs in zip(state.server, pools):
     jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8),
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12),
       ours.params,
       theirs.params,
     )
@@ -105,7 +107,7 @@ def test_fedavg(server, mu):
   algorithm = hetfl.fedavg(pools, rounds=ROUNDS)
   state, expected = start(algorithm, pools, theirs)
   step = jax.jit(algorithm.step)
-  for round in range(1, ROUNDS + 1):
+  for round in range(1, ROUNDS):
     plan = federation.make_plan(round)
     state, metrics = step(state, plan, federation.make_data())
     decayed(expected, round, 0.0625)
@@ -149,7 +151,7 @@ def test_periodic_codist(num_pools, microbatch):
   )
   state, expected = start(algorithm, pools, oracle.Adam())
   step = jax.jit(algorithm.step)
-  for round in range(1, ROUNDS + 1):
+  for round in range(1, ROUNDS):
     plan = federation.make_plan(round, num_pools=num_pools)
     state, metrics = step(state, plan, federation.make_data(num_pools))
     decayed(expected, round, 0.0625, settings)
@@ -171,7 +173,7 @@ def test_merged_codist(num_pools, microbatch):
   algorithm = hetfl.merged_codist(pools, distiller, alpha=0.75, rounds=ROUNDS)
   state, expected = start(algorithm, pools, oracle.Adam())
   step = jax.jit(algorithm.step)
-  for round in range(1, ROUNDS + 1):
+  for round in range(1, ROUNDS):
     plan = federation.make_plan(round, num_pools=num_pools)
     state, _ = step(state, plan, federation.make_data(num_pools))
     decayed(expected, round, 0.0625, settings)

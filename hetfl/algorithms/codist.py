@@ -10,7 +10,6 @@ of the others.
 """
 
 from collections.abc import Sequence
-import functools
 from typing import Any
 
 import jax
@@ -104,6 +103,7 @@ class _Exchange:
     """
     batches = local.of_round(plan, "distill", 1)
     bank = checks.bank(data, "distill")
+    due = due.astype(np.int32)  # It multiplies numbers of steps.
     *_, key = round_keys(state.key, plan.round, len(teachers))
     variables = [teacher.variables for teacher in teachers]
     views = self._engine.run(
@@ -200,6 +200,7 @@ def periodic_codist(
   pools = local.unique_names("pools", pools, Pool, at_least=2)
   engine = engine or Inline()
   exchange = _Exchange(pools, distiller, engine)
+  replaced = [_replacement(pool) for pool in pools]
   checks.counts(period=period, **checks.given(rounds=rounds))
 
   def init(key, variables=None):  # Line 1.
@@ -219,8 +220,8 @@ def periodic_codist(
     # Line 8: replace the models by the students; reset the server's moments.
     state = state.replace(
       server=tuple(
-        _replaced(pool, *args, due)
-        for pool, *args in zip(pools, state.server, students)
+        replace(*args, due)
+        for replace, *args in zip(replaced, state.server, students)
       )
     )
     metrics = local.metrics_of(
@@ -231,10 +232,13 @@ def periodic_codist(
   return core.Algorithm(init, step)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _replaced(pool, server, student, due):
-  new = local.Learner.start(student, pool.server_optimizer)
-  return jax.tree.map(lambda a, b: jnp.where(due, a, b), new, server)
+def _replacement(pool):
+  @jax.jit  # A program of its own, which is freed with the algorithm.
+  def replace(server, student, due):
+    new = local.Learner.start(student, pool.server_optimizer)
+    return jax.tree.map(lambda a, b: jnp.where(due, a, b), new, server)
+
+  return replace
 
 
 def merged_codist(

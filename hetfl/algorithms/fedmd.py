@@ -279,7 +279,9 @@ def _scores_task(party, translator, transform) -> Task:
 
   def scores(context, variables, bank, index):
     batch = prepare(transform, gather(bank, index))
-    logits = party.model.predict(variables, batch["x"])
+    logits, _ = local.outputs_of(
+      party.label, party.model, variables, batch, None, train=False
+    )
     checks.array(party.label, logits)
     return translator.scores(logits, context["temperature"])
 

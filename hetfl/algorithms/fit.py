@@ -146,7 +146,7 @@ def fit(
       (index,), (steps,), *_ = in_order(index, eval_batch_size)
       measured = engine.run(
         *(
-          Work(task, (learner.variables, bank), index, on * steps)
+          Work(task, (learner.variables, bank), index, jnp.where(on, steps, 0))
           for task, learner, on in zip(measure, learners, active)
         )
       )

@@ -144,7 +144,7 @@ def _objective(client, models) -> local.Objective:
       )
     total, measured = 0.0, {}
     for name in learns:
-      losses = client.loss(logits[name], batch)
+      losses = local.losses_of(client.loss, logits[name], batch)
       kl = jnp.zeros_like(batch["mask"])
       if len(models) > 1:
         with checks.noted(

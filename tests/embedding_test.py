@@ -1,0 +1,300 @@
+"""Uses of the algorithms' steps within a user's own code."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hetfl import (
+  Client,
+  ClientEvaluator,
+  ClientPopulation,
+  core,
+  engine,
+  Evaluator,
+  fedavg,
+  fedavg_server,
+  fedmd,
+  fit,
+  fml,
+  independent,
+  local_model,
+  Participant,
+  periodic_codist,
+  plan_fit,
+  plan_round,
+  Pool,
+  Subset,
+  with_hyper,
+)
+from hetfl.algorithms.fedmd import absolute_error, Translator
+from tests import algorithms, federation
+from tests.algorithms import CASES
+
+
+def assert_close(*trees, rtol=1e-5, atol=1e-6):
+  chex.assert_trees_all_close(*trees, rtol=rtol, atol=atol)
+
+
+CLIENTS = federation.POPULATION
+KEY = jax.random.key(0)
+ZERO = federation.line(0.0, 0.0)
+
+
+def first_round(algorithm, plan, data):
+  return algorithm.step(algorithm.init(KEY), plan, data)[0]
+
+
+def images(number):
+  """Images of class 0: from logits (0, 0) a step of rate 1 moves by 1/2."""
+  return {"x": jnp.ones((number, 1)), "y": jnp.zeros(number, int)}
+
+
+def pool_round(steps=1, **settings):
+  """The server's weights after a client's steps from zero."""
+  settings = {**dict(server_optimizer=optimizers.fedavg_server), **settings}
+  pool = Pool(ZERO, "a", learning_rate=1.0, server_lr=1.0, **settings)
+  clients = ClientPopulation.from_lists(images(steps), [np.arange(steps)])
+  plan = plan_round({"a": clients}, seed=0, round=1, batch_size=1)
+  state = first_round(fedavg([pool], rounds=None), plan, {"a": clients.bank})
+  return state.server[0].params[0]
+
+
+def epoch(**settings):
+  """A party's weights after one step from zero."""
+  plan = plan_fit({"a": Subset.whole(images(1))}, seed=0, round=1, batch_size=1)
+  algorithm = fit([Participant(ZERO, "a", **settings)])
+  state = first_round(algorithm, plan, {"a": images(1)})
+  return state.clients[0].learner.params[0]
+
+
+def alone(**settings):
+  """A client's weights after one step from zero."""
+  held = Subset.whole(images(1))
+  plan = plan_round({"train": held}, seed=0, round=1, batch_size=1)
+  algorithm = independent([Client(ZERO)], **settings)
+  state = first_round(algorithm, plan, {"train": images(1)})
+  return local_model(state, 0).params[0]
+
+
+def test_hyper_parameters_of_trials_are_each_states_own():
+  algorithm = CASES["merged"].build(None, 1, model=algorithms.MLP)
+  states = jax.jit(jax.vmap(algorithm.init))(jax.random.split(KEY, 2))
+  with pytest.raises(ValueError, match="several trials: .*vmap"):
+    with_hyper(states, learning_rate=(0.1, 0.3))
+  rates = jnp.array([[0.1, 0.3], [0.2, 0.4]])
+  states = jax.vmap(lambda s, v: with_hyper(s, learning_rate=v))(states, rates)
+  np.testing.assert_array_equal(states.hyper["learning_rate"], rates)
+
+
+def test_trials_are_evaluated_together():
+  model = algorithms.MLP
+  subset = Subset.whole(dict(CLIENTS.bank))
+  evaluator = Evaluator([model], {"test": subset}, batch_size=5)
+  seeds = jax.random.split(KEY, 3)
+  trials = jax.vmap(model.start)(seeds)
+  data = evaluator.data("test")
+  sums = jax.jit(jax.vmap(lambda v: evaluator.sums([v], data)[0]))(trials)
+  for i, seed in enumerate(seeds):
+    (found,) = evaluator([model.start(seed)])
+    of_trial = core.values(jax.tree.map(lambda a, i=i: a[i], sums))
+    assert of_trial == pytest.approx(found, rel=1e-5)
+  with pytest.raises(ValueError, match="use evaluator.sums"):
+    jax.vmap(lambda v: evaluator([v]))(trials)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "periodic", "fedmd"])
+def test_gradients_through_a_round_whose_plan_is_known(name):
+  """Reverse mode gives the gradient of forward mode."""
+  case = CASES[name]
+  algorithm = case.build(None, 2, model=algorithms.flat_model(name))
+  start, plan, data = algorithm.init(KEY), case.plan(2), case.data()
+
+  def distance(rate):
+    state = with_hyper(start, learning_rate=rate)
+    state, _ = algorithm.step(state, plan, data)
+    return optax.tree.norm((state.server or state.clients)[0].params)
+
+  rate = jnp.float32(0.1)
+  _, forward = jax.jvp(jax.jit(distance), (rate,), (jnp.ones(()),))
+  backward = jax.jit(jax.grad(distance))(rate)
+  assert abs(forward) > 1e-3
+  np.testing.assert_allclose(backward, forward, rtol=1e-4)
+
+
+def test_clients_may_change_what_they_send():
+  np.testing.assert_allclose(pool_round(), [0.5, -0.5])
+
+  def clipped(key, delta):  # Of length 1 / sqrt(2), to 1 / 2.
+    return optax.tree.scale(jnp.minimum(1, 0.5 / optax.tree.norm(delta)), delta)
+
+  half = 0.5 / np.sqrt(2)
+  found = pool_round(delta_transform=clipped)
+  np.testing.assert_allclose(found, [half, -half], rtol=1e-6)
+  with pytest.raises(ValueError, match="pool 'a': delta_transform: gives"):
+    pool_round(delta_transform=lambda key, delta: delta[0])
+
+
+@pytest.mark.parametrize("runner", [None, engine.Threads(2)])
+def test_noise_of_clients_is_their_own_wherever_they_are(runner):
+  """If clients send only noise, the server's delta is its weighted mean."""
+
+  def noise(key, delta):
+    return jax.tree.map(lambda d: jax.random.normal(key, d.shape), delta)
+
+  pools = federation.make_pools(
+    1,
+    server_optimizer=fedavg_server,
+    server_lr=1.0,
+    delta_transform=noise,
+  )
+  algorithm = fedavg(pools, rounds=None, engine=runner)
+  start = algorithm.init(KEY)
+  plan = federation.make_plan(1, num_pools=1)
+  state, _ = algorithm.step(start, plan, federation.make_data(1))
+  before, after = (s.server[0].params for s in (start, state))
+
+  batches = plan.batches["pool0"]
+  fold = jax.random.fold_in
+  round_key = fold(fold(start.key, 1), 0)
+  drawn = [
+    noise(fold(fold(round_key, client), np.uint32(2**32 - 1)), before)
+    for client in batches.client
+  ]
+  assert len(drawn) == 4
+  share = batches.weight / batches.weight.sum()
+  mean = lambda *each: np.tensordot(share, np.stack(each), 1)
+  assert_close(optax.tree.sub(before, after), jax.tree.map(mean, *drawn))
+
+
+LOG2 = np.log(2)  # The loss at logits (0, 0).
+
+
+def test_optimizers_may_ask_for_the_loss():
+  """Polyak's rate is loss / squared gradient norm: log 2 / (1/4 + 1/4)."""
+  polyak = lambda rate: optax.polyak_sgd(max_learning_rate=9 * rate)
+  for params in (
+    pool_round(optimizer=polyak),
+    epoch(learning_rate=1.0, optimizer=polyak),
+    alone(learning_rate=1.0, optimizer=polyak),
+  ):
+    np.testing.assert_allclose(params, [LOG2, -LOG2], rtol=1e-5)
+
+
+def falls_by_the_loss(rate):
+  """An optimizer that subtracts rate times the loss from every parameter."""
+
+  def update(updates, state, params, *, value, **extra):
+    del updates, extra
+    return jax.tree.map(lambda p: -rate * value + 0 * p, params), state
+
+  return optax.GradientTransformationExtraArgs(
+    lambda params: optax.EmptyState(), update
+  )
+
+
+@pytest.mark.parametrize("devices", [None, 2])
+def test_students_are_told_the_loss_of_the_whole_batch(devices):
+  runner = engine.Inline(devices and federation.mesh(devices))
+  distiller = algorithms.make_distiller(
+    optimizer=falls_by_the_loss, learning_rate=1.0, microbatch=2
+  )
+  pools = federation.make_pools(server_lr=0.0)
+  pools = algorithms.changed(pools, model=algorithms.MLP)
+  algorithm = periodic_codist(
+    pools, distiller, period=1, rounds=None, engine=runner
+  )
+  start, plan = algorithm.init(KEY), federation.make_plan(1)
+  plan.batches["distill"].steps[:] = 1
+  state, metrics = jax.jit(algorithm.step)(start, plan, federation.make_data())
+  for i, (before, after) in enumerate(zip(start.server, state.server)):
+    loss = metrics[f"pool{i}/distill_loss"].value
+    moved = optax.tree.sub(before.params, after.params)
+    expected = jax.tree.map(lambda p, x=loss: np.full(p.shape, x), moved)
+    assert loss > 1e-3
+    assert_close(moved, expected, rtol=1e-3)
+
+
+def test_the_loss_has_its_penalties():
+  """log 2 and mu / 2 |w - w|^2 = 0; then the second step's, by hand."""
+  found = pool_round(steps=2, prox_mu=0.5, optimizer=falls_by_the_loss)
+  # Both logits fall alike, so the loss stays; the term is 1/4 (2 log2^2) then.
+  fallen = LOG2 + (LOG2 + 0.25 * 2 * LOG2**2)
+  np.testing.assert_allclose(found, [-fallen, -fallen], rtol=1e-5)
+  found = epoch(
+    learning_rate=1.0,
+    l2=0.5,
+    penalty=lambda params: 3.0 + 0 * params.sum(),
+    optimizer=falls_by_the_loss,
+  )
+  np.testing.assert_allclose(found, 2 * [-LOG2 - 1.5], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "periodic", "merged"])
+def test_pools_go_on_from_models(name):
+  algorithm = CASES[name].build(None, 1)
+  models = [
+    pool.model.start(jax.random.key(7)) for pool in federation.make_pools()
+  ]
+  state = algorithm.init(KEY, models)
+  assert_close([learner.variables for learner in state.server], models)
+  jax.jit(lambda state: state, donate_argnums=0)(state)
+  assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(models))
+  with pytest.raises(ValueError, match="variables: give 2, not 1"):
+    algorithm.init(KEY, models[:1])
+  with pytest.raises(ValueError, match="pool 'pool0': gives .*params"):
+    algorithm.init(KEY, models[::-1])
+
+
+def test_clients_go_on_from_a_global_model():
+  model = algorithms.MLP
+  server = model.start(jax.random.key(7))
+  algorithm = fml([Client(model)] * 2, global_model=model)
+  assert_close(algorithm.init(KEY, server).server, server)
+  with pytest.raises(ValueError, match="server: gives"):
+    algorithm.init(KEY, algorithms.WIDE.start(KEY))
+
+
+def test_a_translator_of_ones_own():
+  mine = Translator(lambda z, t: z, lambda z, f, t: absolute_error(z, f))
+  case = CASES["fedmd"]
+  plan, data = case.plan(1), case.data()
+
+  def metrics_of_a_round(digest_loss):
+    algorithm = fedmd(algorithms.PARTIES, digest_loss=digest_loss)
+    return jax.jit(algorithm.step)(algorithm.init(KEY), plan, data)[1]
+
+  chex.assert_trees_all_equal(*map(metrics_of_a_round, (mine, "mae")))
+
+
+def test_without_a_penalty_there_is_no_weight_of_it():
+  state = fit([Participant(ZERO, "a", learning_rate=0.1)]).init(KEY)
+  with pytest.raises(ValueError, match="l2: this state has no such"):
+    with_hyper(state, l2=0.1)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+  "runner",
+  [
+    engine.Inline(),
+    engine.Threads(2),
+    engine.Inline(federation.mesh(2)),
+  ],
+  ids=["inline", "threads", "mesh"],
+)
+def test_each_client_is_evaluated_by_itself(runner, own):
+  model, keys = algorithms.MLP, jax.random.split(KEY, 9)
+  each = jax.vmap(model.start)(keys)
+  take = lambda k: jax.tree.map(lambda a: a[k], each)
+  evaluator = ClientEvaluator(model, CLIENTS, engine=runner, batch_size=5)
+  found = evaluator(each if own else take(0), own=own)
+  numbers = range(len(CLIENTS))
+  sets = {f"{k}": Subset(CLIENTS.bank, CLIENTS.positions(k)) for k in numbers}
+  by_itself = Evaluator([model], sets, batch_size=3)
+  for k in numbers:
+    (expected,) = by_itself([take(k if own else 0)])
+    assert found["accuracy"][k] == pytest.approx(expected[f"{k}_accuracy"])
+    assert found["loss"][k] == pytest.approx(expected[f"{k}_loss"], rel=1e-5)
