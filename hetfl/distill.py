@@ -467,7 +467,7 @@ class Distiller:
     key: jax.Array,
     bank: core.Batch,
     batches: Any,
-    due: jax.Array | bool,
+    when: jax.Array | int,
   ) -> Work:
     """The work of a teacher on all of a round's distillation batches.
 
@@ -477,7 +477,7 @@ class Distiller:
       key: the exchange's key of the round.
       bank: the distillation bank.
       batches: the round's `Batches`, one row of S steps.
-      due: whether this round distils; the views are zeros if not.
+      when: 1 if this round distils; 0 if not, when the views are zeros.
 
     Returns:
       The work, whose result are the views, `[S, B, ...]`.
@@ -487,7 +487,7 @@ class Distiller:
     at_once = max(1, batch_size_or_default(None) // index.shape[1])
     if core.num_parts(index.shape[1], self.microbatch) > 1:
       at_once = 1
-    steps = due * np.ones(len(index), np.int32)
+    steps = when * np.ones(len(index), np.int32)
     shared = (variables, key, bank)
     return Work(view, shared, (numbers, index), steps, at_once=at_once)
 

@@ -15,7 +15,6 @@ from hetfl import (
   engine,
   Evaluator,
   fedavg,
-  fedavg_server,
   fedmd,
   fit,
   fml,
@@ -29,7 +28,9 @@ from hetfl import (
   Subset,
   with_hyper,
 )
-from hetfl.algorithms.fedmd import absolute_error, Translator
+from hetfl.algorithms.fedmd import Translator
+from hetfl.distill import absolute_error
+from hetfl.optimizers import fedavg_server
 from tests import algorithms, federation
 from tests.algorithms import CASES
 
@@ -54,7 +55,7 @@ def images(number):
 
 def pool_round(steps=1, **settings):
   """The server's weights after a client's steps from zero."""
-  settings = {**dict(server_optimizer=optimizers.fedavg_server), **settings}
+  settings = {**dict(server_optimizer=fedavg_server), **settings}
   pool = Pool(ZERO, "a", learning_rate=1.0, server_lr=1.0, **settings)
   clients = ClientPopulation.from_lists(images(steps), [np.arange(steps)])
   plan = plan_round({"a": clients}, seed=0, round=1, batch_size=1)

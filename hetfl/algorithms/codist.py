@@ -86,7 +86,7 @@ class _Exchange:
     plan: Plan,
     data: dict[str, core.Batch],
     decay: jax.Array,
-    due: jax.Array,
+    due: jax.Array | np.bool_,
   ) -> list[Work]:
     """Runs the teachers and returns the works that distil to each student.
 
@@ -103,17 +103,16 @@ class _Exchange:
     """
     batches = local.of_round(plan, "distill", 1)
     bank = checks.bank(data, "distill")
-    due = due.astype(np.int32)  # It multiplies numbers of steps.
+    when = due.astype(np.int32)
     *_, key = round_keys(state.key, plan.round, len(teachers))
     variables = [teacher.variables for teacher in teachers]
     views = self._engine.run(
       *(
-        self._distiller.look(view, of, key, bank, batches, due)
+        self._distiller.look(view, of, key, bank, batches, when)
         for view, of in zip(self._views, variables)
       )
     )
-    names = self._distiller.hyper(len(teachers))
-    context = {name: state.hyper[name] for name in names} | {
+    context = state.hyper | {
       "decay": decay,
       "key": key,
       "teachers": variables,
@@ -129,7 +128,7 @@ class _Exchange:
         bank,
         (),
         local.row_of(plan, "distill", i),
-        when=due,
+        when=when,
       )
       for i, student in enumerate(self._students)
     ]

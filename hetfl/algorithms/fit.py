@@ -123,7 +123,9 @@ def fit(
 
   def step(state, plan, data):
     key = jax.random.fold_in(state.key, plan.round)
-    active = [party.wait < patience for party in state.clients]
+    active = [
+      (party.wait < patience).astype(np.int32) for party in state.clients
+    ]
     works = []
     for k, (party, task) in enumerate(zip(parties, train)):
       works.append(
@@ -146,7 +148,7 @@ def fit(
       (index,), (steps,), *_ = in_order(index, eval_batch_size)
       measured = engine.run(
         *(
-          Work(task, (learner.variables, bank), index, jnp.where(on, steps, 0))
+          Work(task, (learner.variables, bank), index, on * steps)
           for task, learner, on in zip(measure, learners, active)
         )
       )
