@@ -94,7 +94,7 @@ def codist_round(
   Returns:
     The round.
   """
-  runner = engine.Inline() if plain else rounds.one_device()
+  runner = engine.Inline(at_once=1000) if plain else rounds.one_device()
   part = 16 if isinstance(runner, engine.Threads) else None
   clients = clients_of(EQUAL)
   bank = jax.device_put(dict(clients.bank))

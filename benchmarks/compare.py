@@ -66,8 +66,7 @@ def provenance() -> dict:
   return {
     "processor": ", ".join(names) or platform.processor(),
     "cores": num_cores(),
-    "versions": training.versions("fedjax", "torch"),
-    "git_commit": training.git_commit(),
+    **training.provenance("fedjax", "torch"),
     "date": datetime.date.today().isoformat(),
   }
 

@@ -47,7 +47,7 @@ def ours(table: str, width: float, dtype: str = "float32") -> rounds.Setup:
       f"party{k}",
       learning_rate=LEARNING_RATE,
       transform=scaled,
-      optimizer=hetfl.keras_adam,
+      optimizer=hetfl.optimizers.keras_adam,
       penalty=models.head_penalty,
       l2=L2,
     )

@@ -49,10 +49,8 @@ def ours_round(
     microbatch=MICROBATCH if on_threads else None,
   )
   clients = [client] * NUM_CLIENTS
-  if mutual:
-    algorithm = hetfl.fml(clients, global_model=model, engine=runner)
-  else:
-    algorithm = hetfl.independent(clients, engine=runner)
+  shared = model if mutual else None
+  algorithm = hetfl.fml(clients, global_model=shared, engine=runner)
   held = hetfl.ClientPopulation.from_lists(
     bank, np.split(np.arange(NUM_CLIENTS * examples), NUM_CLIENTS)
   )

@@ -91,7 +91,9 @@ def ours(
   Returns:
     The round.
   """
-  runner = engine.Inline() if padded else rounds.one_device(LANES)
+  runner = rounds.one_device(LANES)
+  if padded:
+    runner = engine.Inline(at_once=CLIENTS)
   chunk = 128 if isinstance(runner, engine.Threads) else None
   pool = hetfl.Pool(
     model_of(size, chunk, dtype),

@@ -54,18 +54,18 @@ class Row(NamedTuple):
   work: Callable[[], tuple[float, str]]
 
 
-def one_device(max_lanes: int | None = None) -> engine.Engine:
+def one_device(at_once: int | None = None) -> engine.Engine:
   """The engine of our rounds: CPU threads, or one accelerator.
 
   Args:
-    max_lanes: the most clients side by side on an accelerator.
+    at_once: the most clients side by side on an accelerator.
 
   Returns:
     The engine.
   """
   if jax.default_backend() == "cpu":
     return engine.Threads()
-  return engine.Inline(max_lanes=max_lanes)
+  return engine.Inline(at_once=at_once)
 
 
 def looped(setup: Setup) -> Round:

@@ -166,7 +166,7 @@ def sweep_lanes(scale: float, runs: int) -> Iterator[Row]:
   """20 clients in 1 to 20 lanes of one program."""
   clients = many_clients(200, 100)
   for lanes in [n for n in (1, 2, 4, 8, 20) if n <= max(2, 20 * scale)]:
-    runner = engine.Inline(max_lanes=lanes)
+    runner = engine.Inline(at_once=lanes)
     yield {"lanes": lanes} | timed_rounds(
       clients, per_round=20, runner=runner, runs=runs
     )
@@ -201,7 +201,7 @@ def devices_child(number: int, runs: int) -> Row:
   return {"devices": number} | timed_rounds(
     clients,
     per_round=20,
-    runner=engine.Inline(mesh, max_lanes=-(-4 // number)),
+    runner=engine.Inline(mesh, at_once=-(-4 // number)),
     runs=runs,
   )
 
@@ -238,8 +238,8 @@ def sweep_trials(scale: float, runs: int) -> Iterator[Row]:
 
 def trials_row(side: trials_lib.Runner, number: int, runs: int) -> Row:
   states = [side.start([{"learning_rate": 0.01}] * number) for _ in range(2)]
-  alive = np.ones(number, bool)
-  advance = lambda i: side.advance(states[i], alive, 1, runs)[0]
+  done = np.zeros(number, int)
+  advance = lambda i: side.advance(states[i], done, runs)[0]
   jax.block_until_ready(advance(0))
   seconds = timed(advance, 1)["seconds"] / runs
   return {

@@ -5,9 +5,11 @@
 20 clients have images of two to four digits each. As in FedAvg, ten of them
 train in each round, and the server averages their models. FedDF then trains the
 average on unlabelled images of the server's, towards the mean of the ten
-models' logits. `hetfl.client_updates` is all that it needs of hetfl: what each
-client sends in a round, on any engine.
+models' logits. `client_updates` is all that it needs of hetfl: what each client
+sends in a round, on any engine.
 """
+
+import functools
 
 import flax.linen as nn
 import jax
@@ -16,20 +18,11 @@ import numpy as np
 import optax
 
 import hetfl
-from hetfl.core import gather
+from hetfl.algorithms.fedavg import client_updates
 from hetfl.data.vision import load_digits
+from hetfl.optimizers import fedavg_server
 
-CLIENTS, EPOCHS, BATCH, RATE = 10, 5, 5, 0.1
-STEPS, STUDENT_BATCH, STUDENT_RATE = 50, 64, 3e-3
-
-
-class Dense(nn.Module):
-  """A dense network."""
-
-  @nn.compact
-  def __call__(self, x):
-    """Maps images `float[B, 8, 8, 1]` to logits `float[B, 10]`."""
-    return nn.Dense(10)(nn.relu(nn.Dense(64)(x.reshape(len(x), -1))))
+flatten = lambda x: x.reshape(len(x), -1)
 
 
 def scaled(batch):
@@ -37,40 +30,36 @@ def scaled(batch):
   return {**batch, "x": batch["x"] / 255.0}
 
 
-def distil(model, server, updates, bank, index):
+@functools.partial(jax.jit, static_argnums=0)
+def distil(model, server, updates, images):
   """The clients' mean model, taught by all of them.
 
   Args:
     model: the model.
     server: the parameters that the round began with.
     updates: the clients' `ClientUpdates`.
-    bank: the server's images.
-    index: `int32[S, B]`, batches of positions in the bank.
+    images: `uint8[S, B, 8, 8, 1]`, batches of the server's images.
 
   Returns:
     The student's parameters.
   """
   clients = jax.tree.map(lambda w, d: w - d, server, updates.delta)
-  share = updates.weight / updates.weight.sum()
-  student = jax.tree.map(lambda w: jnp.tensordot(share, w, 1), clients)
+  mean = lambda w: jnp.average(w, axis=0, weights=updates.weight)
+  student, adam = jax.tree.map(mean, clients), optax.adam(3e-3)
   logits = lambda params, x: model.predict(hetfl.Variables(params, {}), x)
-  adam = optax.adam(STUDENT_RATE)
 
-  def step(carry, positions):
+  def loss(params, x):
+    teachers = jax.vmap(logits, (0, None))(clients, x).mean(axis=0)
+    ours = nn.log_softmax(logits(params, x))
+    return optax.kl_divergence(ours, nn.softmax(teachers)).mean()
+
+  def step(carry, x):
     params, opt_state = carry
-    x = scaled(gather(bank, positions))["x"]
-    target = jax.vmap(logits, (0, None))(clients, x).mean(axis=0)
-
-    def loss(params):
-      return optax.kl_divergence(
-        nn.log_softmax(logits(params, x)), nn.softmax(target)
-      ).mean()
-
-    grads = jax.grad(loss)(params)
+    grads = jax.grad(loss)(params, x / 255.0)
     moved, opt_state = adam.update(grads, opt_state)
     return (optax.apply_updates(params, moved), opt_state), None
 
-  (student, _), _ = jax.lax.scan(step, (student, adam.init(student)), index)
+  (student, _), _ = jax.lax.scan(step, (student, adam.init(student)), images)
   return student
 
 
@@ -84,53 +73,48 @@ def main(rounds: int = 10) -> tuple[float, float]:
     digits.train, [np.concatenate(shards[k::20]) for k in range(20)]
   )
   unlabelled = hetfl.Subset(digits.train, public)
-  test = hetfl.Subset.whole(digits.test)
-  model = hetfl.Model.from_flax(Dense(), jnp.zeros((1, 8, 8, 1)))
+  model = hetfl.Model.from_flax(
+    nn.Sequential([flatten, nn.Dense(64), nn.relu, nn.Dense(10)]),
+    jnp.zeros((1, 8, 8, 1)),
+  )
   pool = hetfl.Pool(
     model,
     "clients",
-    learning_rate=RATE,
+    learning_rate=0.1,
     server_lr=1.0,
-    server_optimizer=hetfl.fedavg_server,
+    server_optimizer=fedavg_server,
     transform=scaled,
   )
   engine = hetfl.default_engine()
   fedavg = hetfl.fedavg([pool], rounds=None, engine=engine)
-  fedavg_step = engine.compile(fedavg.step)
   (bank,) = hetfl.put_banks(train)  # Holds the server's images too.
-  data = {"clients": bank}
-
-  @engine.compile
-  def clients_of(state, plan, data):
-    return hetfl.client_updates([pool], state, plan, data, engine=engine)[0]
-
-  @jax.jit
-  def taught(server, updates, index):
-    params = distil(model, server.params, updates, bank, index)
-    return hetfl.Learner(hetfl.Variables(params, {}), server.opt_state)
 
   def feddf_step(state, plan, data):
-    index = plan.batches["distill"].index[0]
-    updates = clients_of(state, plan, data)
-    return state.replace(server=(taught(*state.server, updates, index),)), {}
+    (updates,) = client_updates([pool], state, plan, data, engine=engine)
+    images = data["distill"]["x"][plan.batches["distill"].index[0]]
+    (server,) = state.server
+    params = distil(model, server.params, updates, images)
+    server = server._replace(variables=hetfl.Variables(params, {}))
+    return state.replace(server=(server,)), {}
 
-  evaluate = hetfl.Evaluator([model], {"test": test}, transform=scaled)
+  test = {"test": hetfl.Subset.whole(digits.test)}
+  evaluate = hetfl.Evaluator([model], test, transform=scaled, engine=engine)
   accuracies = []
-  for name, step in (("FedAvg", fedavg_step), ("FedDF", feddf_step)):
-    state = fedavg.init(jax.random.key(0))
+  for name, step in (("FedAvg", fedavg.step), ("FedDF", feddf_step)):
+    state, step = fedavg.init(jax.random.key(0)), engine.compile(step)
     for t in range(1, rounds + 1):
       plan = hetfl.plan_round(
         {"clients": train},
         unlabelled,
         seed=0,
         round=t,
-        clients_per_round=CLIENTS,
-        batch_size=BATCH,
-        epochs=EPOCHS,
-        distill_steps=STEPS,
-        distill_batch_size=STUDENT_BATCH,
+        clients_per_round=10,
+        batch_size=5,
+        epochs=5,
+        distill_steps=50,
+        distill_batch_size=64,
       )
-      state, _ = step(state, plan, data)
+      state, _ = step(state, plan, {"clients": bank, "distill": bank})
     (found,) = evaluate([state.server[0].variables])
     accuracies.append(found["test_accuracy"])
     print(f"{name} {100 * accuracies[-1]:.1f} %")

@@ -8,46 +8,17 @@ only their models' outputs on 600 public digits, whose labels no model learns
 from.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import hetfl
+from hetfl.algorithms.fit import plan_fit
 from hetfl.data.vision import load_digits
-
-
-class Dense(nn.Module):
-  """A dense network."""
-
-  @nn.compact
-  def __call__(self, x):
-    """Maps images `float[B, 8, 8, 1]` to logits `float[B, 10]`."""
-    return nn.Dense(10)(nn.relu(nn.Dense(64)(x.reshape(len(x), -1))))
-
-
-class Convolutional(nn.Module):
-  """A convolutional network."""
-
-  @nn.compact
-  def __call__(self, x):
-    """Maps images `float[B, 8, 8, 1]` to logits `float[B, 10]`."""
-    x = nn.relu(nn.Conv(16, (3, 3), strides=2)(x))
-    return nn.Dense(10)(x.reshape(len(x), -1))
-
-
-def linear() -> hetfl.Model:
-  """A linear model without any library: an `init` and an `apply`."""
-
-  def init(key):
-    del key
-    return hetfl.Variables(jnp.zeros((64, 10)), {})
-
-  def apply(variables, x, key, train):
-    del key, train
-    return x.reshape(len(x), -1) @ variables.params, variables.stats
-
-  return hetfl.Model(init, apply)
+from hetfl.optimizers import keras_adam
 
 
 def prepare(batch):
@@ -55,61 +26,59 @@ def prepare(batch):
   return {**batch, "x": batch["x"] / 255.0}
 
 
+flatten = lambda x: x.reshape(len(x), -1)
+linear = hetfl.Model(  # Its start and its outputs; it has no statistics.
+  init=lambda key: hetfl.Variables(jnp.zeros((64, 10)), {}),
+  apply=lambda variables, x, key, train: (flatten(x) @ variables.params, {}),
+)
+dense = nn.Sequential([flatten, nn.Dense(64), nn.relu, nn.Dense(10)])
+conv = nn.Conv(16, (3, 3), strides=2)
+cnn = nn.Sequential([conv, nn.relu, flatten, nn.Dense(10)])
+example = jnp.zeros((1, 8, 8, 1))
+company = functools.partial(
+  hetfl.Participant, optimizer=keras_adam, transform=prepare
+)
+PARTIES = [
+  company(linear, "linear", learning_rate=1e-2),
+  company(hetfl.Model.from_flax(dense, example), "dense", learning_rate=1e-3),
+  company(hetfl.Model.from_flax(cnn, example), "cnn", learning_rate=1e-3),
+]
+
+
 def main(rounds: int = 15) -> list[list[dict[str, float]]]:
   """Trains each alone, then all together, and prints both test accuracies."""
   digits = load_digits()
   order = np.random.default_rng(0).permutation(len(digits.train["y"]))
-  companies = hetfl.ClientPopulation.from_lists(
-    digits.train, np.split(order[:60], 3)
-  )
   public = hetfl.Subset(digits.train, order[60:660])
-  bank, test = hetfl.put_banks(companies, hetfl.Subset.whole(digits.test))
+  private = {
+    party.name: hetfl.Subset(digits.train, positions)
+    for party, positions in zip(PARTIES, np.split(order[:60], 3))
+  }
+  (bank,) = hetfl.put_banks(public)  # It holds the companies' digits too.
+  data = dict.fromkeys(("public", *private), bank)
 
-  example = jnp.zeros((1, 8, 8, 1))
-  parties = [
-    hetfl.Participant(
-      model,
-      name,
-      learning_rate=rate,
-      optimizer=hetfl.keras_adam,
-      transform=prepare,
-    )
-    for name, model, rate in (
-      ("linear", linear(), 1e-2),
-      ("dense", hetfl.Model.from_flax(Dense(), example), 1e-3),
-      ("cnn", hetfl.Model.from_flax(Convolutional(), example), 1e-3),
-    )
-  ]
-  names = [party.name for party in parties]
-  private = dict(zip(names, companies.subsets()))
-  data = dict.fromkeys(("public", *names), bank)
+  def train(algorithm, plan, rounds, trained=None):
+    state = algorithm.init(jax.random.key(0), trained)
+    step = jax.jit(algorithm.step)
+    for t in range(1, rounds + 1):
+      state, _ = step(state, plan(seed=0, round=t), data)
+    return state.clients
+
+  epoch = functools.partial(plan_fit, private, batch_size=5)
+  alone = [party.learner for party in train(hetfl.fit(PARTIES), epoch, 100)]
+  fedmd = hetfl.fedmd(PARTIES, public_transform=prepare)
+  plan = functools.partial(
+    hetfl.plan_fedmd, public, private, subset=300, digest_batch_size=20
+  )
+  together = train(fedmd, plan, rounds, alone)
+
   evaluate = hetfl.Evaluator(
-    [party.model for party in parties],
-    {"test": hetfl.Subset.whole(test)},
+    [party.model for party in PARTIES],
+    {"test": hetfl.Subset.whole(digits.test)},
     transform=prepare,
   )
-
-  # Each by itself, on its own data.
-  alone = hetfl.fit(parties)
-  state, step = alone.init(jax.random.key(0)), jax.jit(alone.step)
-  for epoch in range(1, 101):
-    plan = hetfl.plan_fit(private, seed=0, round=epoch, batch_size=5)
-    state, _ = step(state, plan, data)
-  trained = [party.learner for party in state.clients]
-  results = [evaluate([learner.variables for learner in trained])]
-
-  # Then together.
-  together = hetfl.fedmd(parties, public_transform=prepare)
-  state = together.init(jax.random.key(1), trained)
-  step = jax.jit(together.step)
-  for t in range(1, rounds + 1):
-    plan = hetfl.plan_fedmd(
-      public, private, seed=0, round=t, subset=300, digest_batch_size=20
-    )
-    state, _ = step(state, plan, data)
-  results.append(evaluate([learner.variables for learner in state.clients]))
-
-  for party, *both in zip(parties, *results):
+  results = [evaluate([x.variables for x in of]) for of in (alone, together)]
+  for party, *both in zip(PARTIES, *results):
     before, after = (100 * result["test_accuracy"] for result in both)
     print(f"{party.name:7} alone {before:.1f} %, with FedMD {after:.1f} %")
   return results

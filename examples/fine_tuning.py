@@ -15,21 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import hetfl
-from hetfl.core import gather
+from hetfl.batches import gather
 from hetfl.data.vision import load_digits
-from hetfl.evaluate import classification
 from hetfl.local import step_of
 
 BATCH, STEPS, RATE = 5, 20, 0.1
-
-
-class Dense(nn.Module):
-  """A dense network."""
-
-  @nn.compact
-  def __call__(self, x):
-    """Maps images `float[B, 8, 8, 1]` to logits `float[B, 10]`."""
-    return nn.Dense(10)(nn.relu(nn.Dense(64)(x.reshape(len(x), -1))))
+flatten = lambda x: x.reshape(len(x), -1)
 
 
 def prepare(batch):
@@ -42,13 +33,15 @@ def main(rounds: int = 40) -> tuple[float, float]:
   digits, rng = load_digits().train, np.random.default_rng(0)
   shards = np.array_split(np.argsort(digits["y"], kind="stable"), 40)
   holdings = [rng.permutation(np.concatenate(shards[k::20])) for k in range(20)]
-  halves = [np.array_split(positions, 2) for positions in holdings]
-  train = hetfl.ClientPopulation.from_lists(
-    digits, [half for half, _ in halves]
+  train, test = (
+    hetfl.ClientPopulation.from_lists(digits, halves)
+    for halves in zip(*(np.array_split(held, 2) for held in holdings))
   )
   (bank,) = hetfl.put_banks(train)
-  model = hetfl.Model.from_flax(Dense(), jnp.zeros((1, 8, 8, 1)))
-
+  model = hetfl.Model.from_flax(
+    nn.Sequential([flatten, nn.Dense(64), nn.relu, nn.Dense(10)]),
+    jnp.zeros((1, 8, 8, 1)),
+  )
   pool = hetfl.Pool(
     model, "all", learning_rate=RATE, server_lr=0.01, transform=prepare
   )
@@ -59,9 +52,7 @@ def main(rounds: int = 40) -> tuple[float, float]:
       {"all": train}, seed=0, round=t, clients_per_round=10, batch_size=BATCH
     )
     state, _ = step(state, plan, {"all": bank})
-  server = state.server[0].variables
-
-  local_step, context = step_of(pool), {"learning_rate": RATE}
+  server, local_step = state.server[0].variables, step_of(pool)
 
   def fine_tuned(key, index):
     """A client's model after its own steps on batches `int32[S, B]`."""
@@ -69,34 +60,24 @@ def main(rounds: int = 40) -> tuple[float, float]:
     def one(learner, row):
       step_key, positions = row
       batch = prepare(gather(bank, positions))
-      return local_step(learner, batch, step_key, context)
+      return local_step(learner, batch, step_key, {"learning_rate": RATE})
 
     rows = (jax.random.split(key, len(index)), index)
     start = hetfl.Learner.start(server, pool.optimizer)
     return jax.lax.scan(one, start, rows)[0].variables
 
-  def accuracy(variables, index):
-    """Accuracy of a client's model on its images; -1 marks an empty place."""
-    batch = prepare(gather(bank, index))
-    logits = model.predict(variables, batch["x"])
-    return classification(logits, batch)["accuracy"].value
-
-  batches = np.stack([rng.choice(half, (STEPS, BATCH)) for half, _ in halves])
-  width = max(len(half) for _, half in halves)
-  tests = np.stack(
-    [
-      np.pad(half, (0, width - len(half)), constant_values=-1)
-      for _, half in halves
-    ]
+  keys = jax.random.split(jax.random.key(1), len(train))
+  batches = np.stack(
+    [rng.choice(held.index, (STEPS, BATCH)) for held in train.subsets()]
   )
-  keys = jax.random.split(jax.random.key(1), len(halves))
   personal = jax.jit(jax.vmap(fine_tuned))(keys, batches)
-  before = jax.vmap(accuracy, in_axes=(None, 0))(server, tests).mean()
-  after = jax.vmap(accuracy)(personal, tests).mean()
+  evaluate = hetfl.ClientEvaluator(model, test, transform=prepare)
+  before = evaluate(server)["accuracy"].mean()
+  after = evaluate(personal, own=True)["accuracy"].mean()
   print(
     f"one model for all {100 * before:.1f} %, fine-tuned {100 * after:.1f} %"
   )
-  return float(before), float(after)
+  return before, after
 
 
 if __name__ == "__main__":

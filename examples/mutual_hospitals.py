@@ -36,22 +36,18 @@ class Mlp(nn.Module):
 def main(rounds: int = 20) -> list[dict[str, float]]:
   """Trains each alone, then all together, and prints both test accuracies."""
   x, y = datasets.load_breast_cancer(return_X_y=True)
-  bank = {
-    "x": ((x - x.mean(axis=0)) / x.std(axis=0)).astype(np.float32),
-    "y": y.astype(np.int32),
-  }
+  x = (x - x.mean(axis=0)) / x.std(axis=0)
+  bank = {"x": x.astype(np.float32), "y": y.astype(np.int32)}
   train, test = np.split(np.random.default_rng(0).permutation(len(x)), [400])
   hospitals = hetfl.ClientPopulation.from_lists(
     bank, np.split(train, [20, 60, 160])
   )
   (on_device,) = hetfl.put_banks(hospitals)
-
-  def model(*widths):
-    return hetfl.Model.from_flax(Mlp(widths), jnp.zeros((1, x.shape[1])))
-
-  clients = [hetfl.Client(model(*widths)) for widths in WIDTHS]
-  models = [client.model for client in clients]
-  global_model = model(16)
+  *models, small = [
+    hetfl.Model.from_flax(Mlp(widths), jnp.zeros((1, 30)))
+    for widths in (*WIDTHS, (16,))
+  ]
+  clients = [hetfl.Client(model) for model in models]
 
   def run(algorithm):
     state, step = algorithm.init(jax.random.key(0)), jax.jit(algorithm.step)
@@ -66,20 +62,18 @@ def main(rounds: int = 20) -> list[dict[str, float]]:
         uniform_weights=True,
       )
       state, _ = step(state, plan, {"train": on_device})
-    return state, [hetfl.local_model(state, k) for k in range(len(clients))]
+    return state.server, [hetfl.local_model(state, k) for k in range(4)]
 
-  _, alone = run(hetfl.independent(clients, learning_rate=0.05))
-  state, together = run(
-    hetfl.fml(clients, global_model=global_model, learning_rate=0.05)
+  _, alone = run(hetfl.fml(clients, global_model=None, learning_rate=0.05))
+  travels, together = run(
+    hetfl.fml(clients, global_model=small, learning_rate=0.05)
   )
   evaluate = hetfl.Evaluator(
-    [*models, *models, global_model],
-    {"test": hetfl.Subset(on_device, test)},
+    [*models, *models, small], {"test": hetfl.Subset(on_device, test)}
   )
-  results = evaluate([*alone, *together, state.server])
+  results = evaluate([*alone, *together, travels])
   shown = [f"{100 * result['test_accuracy']:.1f} %" for result in results]
-  k = len(clients)
-  for widths, before, after in zip(WIDTHS, shown[:k], shown[k:]):
+  for widths, before, after in zip(WIDTHS, shown[:4], shown[4:]):
     print(f"hospital with layers {widths!s:8} alone {before}, with FML {after}")
   print(f"the model that travels: {shown[-1]}")
   return results

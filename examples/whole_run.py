@@ -32,12 +32,14 @@ SETTINGS = dict(
   learning_rate=0.3,
   server_lr=0.01,
   distill_lr=3e-3,
-  distill_steps=8,
-  distill_batch_size=50,
   alpha=0.8,
-  clients_per_round=5,
-  batch_size=10,
   concentration=0.3,
+  plan=dict(
+    clients_per_round=5,
+    batch_size=10,
+    distill_steps=8,
+    distill_batch_size=50,
+  ),
 )
 MODELS = {
   "linear": nn.Dense(10),
@@ -51,7 +53,6 @@ def main(
   settings: Mapping[str, Any] = SETTINGS,
 ) -> dict[str, np.ndarray]:
   """Runs both algorithms; returns each one's test accuracy, `[seed, model]`."""
-  rounds = settings["rounds"]
   x, y = datasets.load_digits(return_X_y=True)
   bank = {"x": (x / 16).astype(np.float32), "y": y.astype(np.int32)}
   order = np.random.default_rng(0).permutation(len(x))
@@ -59,51 +60,41 @@ def main(
   held = partition.dirichlet(
     y[train], num_clients=30, seed=0, alpha=settings["concentration"]
   )
-  held = [train[positions] for positions in held]
-  clients = {
-    name: hetfl.ClientPopulation.from_lists(bank, some)
-    for name, some in zip(MODELS, (held, held[:10]))
-  }
+  everyone = hetfl.ClientPopulation.from_lists(bank, [train[p] for p in held])
+  clients = {"linear": everyone, "network": everyone.take(range(10))}
   public = hetfl.Subset(bank, public)  # Its labels are not used.
-  test = hetfl.Subset(bank, test)
-  engine = hetfl.default_engine()
-  banks = hetfl.put_banks(*clients.values(), public)
-  data = dict(zip((*clients, "distill"), banks))
+  record = files.record([everyone, public, hetfl.Subset(bank, test)])
+  (on_device,) = hetfl.put_banks(everyone)
+  data = dict.fromkeys((*clients, "distill"), on_device)
 
-  example = jnp.zeros((1, x.shape[1]))
+  engine = hetfl.default_engine()
   pools = [
     hetfl.Pool(
-      hetfl.Model.from_flax(module, example),
+      hetfl.Model.from_flax(module, jnp.zeros((1, x.shape[1]))),
       name,
       learning_rate=settings["learning_rate"],
       server_lr=settings["server_lr"],
     )
     for name, module in MODELS.items()
   ]
-  evaluator = hetfl.Evaluator(
-    [pool.model for pool in pools],
-    {"test": hetfl.Subset(banks[0], test.index)},
-    engine=engine,
-  )
   distiller = hetfl.Distiller(learning_rate=settings["distill_lr"])
-  options = dict(rounds=rounds, engine=engine)
+  options = dict(rounds=settings["rounds"], engine=engine)
   algorithms = {
     "FedAvg": hetfl.fedavg(pools, **options),
     "MergedCodist": hetfl.merged_codist(
       pools, distiller, alpha=settings["alpha"], **options
     ),
   }
+  evaluator = hetfl.Evaluator(
+    [pool.model for pool in pools],
+    {"test": hetfl.Subset(on_device, test)},
+    engine=engine,
+  )
 
   def plan(name, seed, round):
+    distill = public if name == "MergedCodist" else None
     return hetfl.plan_round(
-      clients,
-      public if name == "MergedCodist" else None,
-      seed=seed,
-      round=round,
-      clients_per_round=settings["clients_per_round"],
-      batch_size=settings["batch_size"],
-      distill_steps=settings["distill_steps"],
-      distill_batch_size=settings["distill_batch_size"],
+      clients, distill, seed=seed, round=round, **settings["plan"]
     )
 
   def evaluate(state):
@@ -113,32 +104,29 @@ def main(
       for name, result in zip(MODELS, results)
     }
 
-  accuracies, rows = {}, {}
-  record = files.record([*clients.values(), public, test])
+  rows = {}
   for name, algorithm in algorithms.items():
-    step = engine.compile(algorithm.step, donate=(0,))
     for seed in range(seeds):
       config = {"algorithm": name, "seed": seed, **settings}
       folder = logs.RunFolder(pathlib.Path(workdir, f"{name}-{seed}"), config)
       folder.keep({"data.json": record})
-      result = training.run(
-        algorithm._replace(step=step),
+      training.run(
+        algorithm,
         jax.random.key(seed),
         functools.partial(plan, name, seed),
         data,
         evaluate,
-        rounds=rounds,
+        engine=engine,
+        rounds=settings["rounds"],
         folder=folder,
         summarize=lambda state, evaluation: evaluation,
         eval_every=settings["eval_every"],
         tensorboard=False,
       )
-      accuracies.setdefault(name, []).append(
-        [result[f"{model}/test_accuracy"] for model in MODELS]
-      )
       rows.setdefault(name, []).append(logs.read_rows(folder.metrics))
   report.curves(rows, pathlib.Path(workdir, "curves.png"))
-  accuracies = {name: np.array(each) for name, each in accuracies.items()}
+  last = lambda rows: [rows[-1][f"{name}/test_accuracy"] for name in MODELS]
+  accuracies = {name: np.array([*map(last, of)]) for name, of in rows.items()}
   for name, each in accuracies.items():
     for model, of_seeds in zip(MODELS, each.T.tolist()):
       spread = report.cell(of_seeds, "{:.1f}", factor=100)

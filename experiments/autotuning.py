@@ -102,7 +102,7 @@ def measure(
   measured = ("bank", "conv", "lanes", "microbatch", "rounds_per_dispatch")
   fixed = {n: speed.get(n) for n in measured if n not in candidates}
   fixed["dtype"] = config["dtype"]  # Shapes do not tell it.
-  key += f", {json.dumps([candidates, fixed, every if often else 0])}"
+  key += f", {json.dumps([fixed, every if often else 0])}"
   choice = autotune_lib.choose(round_seconds, candidates, key=key)
   common.forget_engine()
   return speed | choice

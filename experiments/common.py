@@ -125,7 +125,7 @@ _threads = functools.cache(engine_lib.Threads)
 def _inline(devices: int | None, lanes: int | None) -> engine_lib.Inline:
   mesh = devices and jax.make_mesh((devices,), (engine_lib.AXIS,))
   each = lanes and -(-lanes // (devices or 1))
-  return engine_lib.Inline(mesh, max_lanes=each)
+  return engine_lib.Inline(mesh, at_once=each)
 
 
 def on_threads() -> bool:
@@ -196,14 +196,8 @@ def resolved_flags(
 
 def stored_speed(workdir: pathlib.Path) -> dict:
   """The speed flags that a run started with, the same in all processes."""
-  try:
-    content = (workdir / "config.json").read_bytes()
-  except OSError:
-    content = b""
-  try:
-    return dict(json.loads(engine_lib.bytes_from_first(content))["speed"])
-  except (ValueError, KeyError, TypeError):
-    return {}
+  speed = logs.read_config(workdir).get("speed", {})
+  return json.loads(engine_lib.bytes_from_first(json.dumps(speed).encode()))
 
 
 def numbers(

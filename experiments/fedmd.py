@@ -119,13 +119,6 @@ class Experiment:
     """The files of the user's own models."""
     return own_models.sources(settings.own_names(self.config["models"]))
 
-  def compiled(self, algorithm: core.Algorithm) -> core.Algorithm:
-    """The compiled algorithm; `init` takes its arguments as a tuple."""
-    return core.Algorithm(
-      lambda args: algorithm.init(*args),
-      self.engine.compile(algorithm.step, donate=(0,)),
-    )
-
   def key(self, phase: int) -> jax.Array:
     """The key of a phase: public, transfer, pooled, collaboration."""
     return jax.random.fold_in(jax.random.key(self.config["seed"]), phase)
@@ -133,6 +126,7 @@ class Experiment:
   def options(self, folder: logs.RunFolder) -> dict:
     """The arguments that all calls of `training.run` share."""
     return dict(
+      engine=self.engine,
       folder=folder,
       checkpoint_every=self.speed["checkpoint_every"],
       tensorboard=self.speed["tensorboard"],
@@ -231,7 +225,7 @@ class Experiment:
     of = data_of(phase)
     folder = self.phase_folder(phase, workdir)
     start = (self.key(settings.PHASES.index(phase)), variables)
-    algorithm = self.compiled(self.fit_algorithm(phase))
+    algorithm = from_tuple(self.fit_algorithm(phase))
     data = dict.fromkeys(self.names, self.banks[of])
     if self.stopping[of] is not None:
       data["stopping"] = self.stopping[of].bank
@@ -386,7 +380,7 @@ class Experiment:
     self, folder: logs.RunFolder, trained: list[Learner], phases: dict
   ) -> dict:
     """Runs or resumes the collaboration."""
-    algorithm = self.compiled(self.algorithm())
+    algorithm = from_tuple(self.algorithm())
     start = (self.key(len(settings.PHASES)), trained)
     begun = folder.result() is not None or logs.read_rows(folder.metrics)
     if not from_first(bool(begun)):
@@ -419,6 +413,11 @@ class Experiment:
       results=[result],
     )
     return result
+
+
+def from_tuple(algorithm: core.Algorithm) -> core.Algorithm:
+  """The algorithm with an `init` that takes its arguments as a tuple."""
+  return algorithm._replace(init=lambda args: algorithm.init(*args))
 
 
 def data_of(phase: str) -> str:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import own_models
 
-from hetfl import core, keras_adam, Participant
+from hetfl import core, Participant
 from hetfl.models import fedmd as models
+from hetfl.optimizers import keras_adam
 
 
 def make_parties(

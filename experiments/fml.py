@@ -40,9 +40,7 @@ from hetfl import (
   core,
   Evaluator,
   fedavg,
-  fedavg_server,
   fml,
-  independent,
   local_model,
   meme_model,
   Plan,
@@ -54,7 +52,7 @@ from hetfl import (
 from hetfl.data import files, fml_images
 from hetfl.models import fml as nets
 from hetfl.models.spliced import splice
-from hetfl.optimizers import momentum_sgd
+from hetfl.optimizers import fedavg_server, momentum_sgd
 from hetfl.run import logs, training
 from hetfl.streams import generator, Stream
 
@@ -212,7 +210,7 @@ class Experiment:
       for client in self.clients
     ]
     if config["algorithm"] == "independent":
-      return independent(clients, **options)
+      return fml(clients, global_model=None, **options)
     if config["algorithm"] == "fml":
       return fml(
         clients,

@@ -151,13 +151,13 @@ def train(
   Returns:
     The result.
   """
-  compile = functools.partial(engine.compile, donate=(0,))
   return training.run(
-    algorithm._replace(step=compile(algorithm.step)),
+    algorithm,
     jax.random.key(config["seed"]),
     plan,
     data,
     evaluate,
+    engine=engine,
     rounds=config["rounds"],
     folder=folder,
     summarize=summarize,
@@ -166,7 +166,6 @@ def train(
     tensorboard=speed["tensorboard"],
     stop_on_nonfinite=speed["stop_on_nonfinite"],
     rounds_per_dispatch=speed["rounds_per_dispatch"],
-    scanned_step=compile(training.scanned(algorithm.step)),
   )
 
 
@@ -268,6 +267,9 @@ def run(
     if not FLAGS["verbosity"].present:
       logging.set_verbosity(logging.INFO)
     std_logging.getLogger("jax").setLevel(std_logging.WARNING)
+    # Orbax logs dozens of lines for each checkpoint.
+    ours = lambda r: r.levelno > std_logging.INFO or "orbax" not in r.pathname
+    logging.get_absl_logger().addFilter(ours)
     if FLAGS.cpu_devices:
       jax.config.update("jax_num_cpu_devices", FLAGS.cpu_devices)
     jax.config.update("jax_default_matmul_precision", FLAGS.matmul_precision)

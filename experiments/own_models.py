@@ -2,7 +2,7 @@
 
 The function takes the number of classes, or of tokens, and returns a Flax Linen
 module or a `hetfl.Model`. Models of images take them as the recipe prepares
-them; models of text take tokens and return `hetfl.TokenLogits`.
+them; models of text take tokens and return `hetfl.models.language.TokenLogits`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -123,7 +123,7 @@ def _check_tokens(shown: str, outputs, size: int, length: int) -> None:
       return
   raise common.UsageError(
     f"{shown}: given one sentence of {length} tokens, the model's output is"
-    f" {found}, but a vocabulary of {size} needs hetfl.TokenLogits of features"
+    f" {found}, but a vocabulary of {size} needs TokenLogits of features"
     f" (1, {length}, E), kernel (E, {size}) and bias ({size},)"
   )
 

@@ -281,17 +281,11 @@ def run_cell(command: Sequence[str]) -> int:
   """
   print(shlex.join(command), flush=True)
   process = subprocess.Popen(command)
-  stopped = []
-
-  def hand_on(number):
-    stopped.append(number)
-    # If it has reached the run already, this second one does nothing.
-    process.send_signal(number)
-
-  with training.on_signals(hand_on):
+  # If it has reached the run already, this second one does nothing.
+  with training.stop_signals(process.send_signal) as caught:
     code = process.wait()  # A stopped run saves a checkpoint first.
-  if stopped:
-    sys.exit(128 + stopped[0])
+  if caught:
+    sys.exit(128 + caught[0])
   return code
 
 

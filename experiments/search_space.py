@@ -1,7 +1,6 @@
 """Which flags a search varies: `--space`, and trials' values as flags."""
 
 from collections.abc import Collection
-import json
 import pathlib
 from typing import Any
 
@@ -9,7 +8,7 @@ from absl import flags, logging
 import common
 import tunables
 
-from hetfl.run import trials
+from hetfl.run import logs, trials
 
 FLAGS = flags.FLAGS
 # Flags of the search that change its result.
@@ -127,11 +126,11 @@ def has_no_start(
 
   Searches of earlier versions did not; then its config lacks these flags.
   """
-  try:
-    there = json.loads((folder / "config.json").read_bytes())["config"]
-  except (OSError, ValueError, KeyError, TypeError):
-    return False  # If it is no search, that is found out later.
-  return not _searched(space, tunable) <= there.keys()
+  stored = logs.read_config(folder)
+  # If it is no search, that is found out later.
+  return (
+    bool(stored) and not _searched(space, tunable) <= stored["config"].keys()
+  )
 
 
 def _searched(space: trials.Space, tunable: tunables.Tunable) -> set[str]:

@@ -23,7 +23,6 @@ for their trials and a different --seed each, run the same command with
 
 from collections.abc import Callable
 import importlib
-import json
 import pathlib
 from typing import Any
 
@@ -293,14 +292,14 @@ def main() -> None:
     speed | {"trials": FLAGS.trials, "batching": FLAGS.batching},
   )
   folder.keep(experiment.files)
-  commit = training.git_commit()  # Of the running code, as in `training.run`.
+  code = training.provenance()  # Of the running code, as in `training.run`.
   with folder.at_work():
     if joined:
       logs.write_rows(workdir / "trials.jsonl", rows)
     else:
       rows = tune.search(
         problem,
-        make_proposer(space, workdir),
+        make_proposer(space),
         make_runner(problem, seeds, experiment.engine, vmap),
         folder=workdir,
         trials=FLAGS.trials,
@@ -328,8 +327,7 @@ def main() -> None:
     },
     # Each row of a block has the seconds of the whole block.
     "seconds": sum({row["block_end"]: row["seconds"] for row in rows}.values()),
-    "versions": training.versions(),
-    "git_commit": commit,
+    **code,
     **tune.summary(rows, FLAGS.top),
   }
   folder.write_result(result)
@@ -346,14 +344,11 @@ def main() -> None:
   print(f"\nBest flags: {workdir / 'best.flags'}")
 
 
-def make_proposer(
-  space: dict[str, trials.Dimension], workdir: pathlib.Path
-) -> tune.Proposer:
+def make_proposer(space: dict[str, trials.Dimension]) -> tune.Proposer:
   """The proposer that `--proposer` names."""
-  if FLAGS.proposer == "optuna":
-    journal = workdir / "optuna.journal"
-    return tune.OptunaSearch(space, FLAGS.seed, journal)
-  return tune.RandomSearch(space, FLAGS.seed)
+  optuna = FLAGS.proposer == "optuna"
+  make = tune.optuna_search if optuna else tune.random_search
+  return make(space, FLAGS.seed)
 
 
 def make_runner(
@@ -376,10 +371,9 @@ def draw(
   """Draws the trials as lines in parallel coordinates."""
   report.parallel_coordinates(
     {name: [row["values"][name] for row in rows] for name in space},
-    [row["objective"] for row in rows],
+    [r["objective"] if r["status"] == "complete" else None for r in rows],
     path,
-    log={name: d.log for name, d in space.items()},
-    halved=[i for i, row in enumerate(rows) if row["status"] == "halved"],
+    log=[name for name, dimension in space.items() if dimension.log],
     label=f"held-out % ({FLAGS.objective})",
     title=title,
   )
@@ -398,17 +392,17 @@ def check_alike(
   Raises:
     UsageError: it does not.
   """
-  try:
-    content = json.loads((path / "config.json").read_bytes())["config"]
-    if not (path / "result.json").exists():
-      raise ValueError("it has not ended")
-    for name in data:
-      if (path / name).read_bytes() != data[name]:
-        raise ValueError(f"its {name} is of other data")
-  except (OSError, ValueError, KeyError, TypeError) as error:
+  content = logs.read_config(path).get("config", {})
+  why = "" if content else "it is no folder of a search"
+  if content and not (path / "result.json").exists():
+    why = "it has not ended"
+  for name in data:
+    if not why and (path / name).read_bytes() != data[name]:
+      why = f"its {name} is of other data"
+  if why:
     raise common.UsageError(
-      f"--join={path}: not a search that can be joined: {error}"
-    ) from error
+      f"--join={path}: not a search that can be joined: {why}"
+    )
   here = logs.to_json(search)
   # An earlier version may not have had all flags.
   missing = {n for n in here if n not in content and n in FLAGS}

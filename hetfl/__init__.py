@@ -1,20 +1,10 @@
 """Heterogeneous federated learning by distillation, in JAX."""
 
 from hetfl.algorithms.codist import merged_codist, periodic_codist
-from hetfl.algorithms.fedavg import (
-  client_updates,
-  fedavg,
-  Pool,
-)
+from hetfl.algorithms.fedavg import fedavg, Pool
 from hetfl.algorithms.fedmd import fedmd, plan_fedmd
 from hetfl.algorithms.fit import fit, plan_fit
-from hetfl.algorithms.fml import (
-  Client,
-  fml,
-  independent,
-  local_model,
-  meme_model,
-)
+from hetfl.algorithms.fml import Client, fml, local_model, meme_model
 from hetfl.batches import Batches, localize, Plan, plan_round, stack_plans
 from hetfl.core import (
   Algorithm,
@@ -29,8 +19,6 @@ from hetfl.distill import Distiller
 from hetfl.engine import default_engine, Inline, Threads
 from hetfl.evaluate import ClientEvaluator, Evaluator
 from hetfl.local import Learner, Participant
-from hetfl.models.language import TokenLogits
-from hetfl.optimizers import fedadam_server, fedavg_server, keras_adam
 from hetfl.population import ClientPopulation, put_banks, Subset
 
 __version__ = "0.1.0"
@@ -53,19 +41,13 @@ __all__ = (
   "State",
   "Subset",
   "Threads",
-  "TokenLogits",
   "Variables",
-  "client_updates",
   "cross_entropy",
   "default_engine",
-  "fedadam_server",
   "fedavg",
-  "fedavg_server",
   "fedmd",
   "fit",
   "fml",
-  "independent",
-  "keras_adam",
   "local_model",
   "localize",
   "meme_model",

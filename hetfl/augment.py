@@ -185,7 +185,7 @@ class Recipe:
     flip: whether training images are flipped left and right, and distillation
       images top and bottom too.
     padding: the padding of the network's convolutions.
-    pool_after: where the network pools; see `CodistCNN.pool_after`.
+    pool_after: where the network pools; see `CNN.pool_after`.
   """
 
   size: int

@@ -9,13 +9,14 @@ Letters used throughout: K clients, S steps, B batch size.
 """
 
 from collections.abc import Mapping, Sequence
+import inspect
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import checks
+from hetfl import checks, core
 from hetfl.population import (
   AnyBank,
   check_kind,
@@ -23,7 +24,7 @@ from hetfl.population import (
   positions_in,
   Subset,
 )
-from hetfl.streams import generator, Stream
+from hetfl.streams import generator, generators, Stream
 
 Tail = Literal["wrap", "short", "repeat"]
 
@@ -123,16 +124,15 @@ def order(
       tail=tail,
     )
   )
-  whole = -(-len(positions) // batch_size) * batch_size
-  a_pass = len(positions) if tail == "wrap" else whole
+  missing = 0 if tail == "wrap" else -len(positions) % batch_size
   passes = []
-  for _ in range(-(-steps * batch_size // a_pass)):
+  for _ in range(-(-steps * batch_size // (len(positions) + missing))):
     shuffled = rng.permutation(positions)
-    if tail == "short":
-      shuffled = np.pad(
-        shuffled, (0, whole - len(shuffled)), constant_values=-1
-      )
-    passes.append(np.resize(shuffled, a_pass))
+    if missing and tail == "short":
+      shuffled = np.pad(shuffled, (0, missing), constant_values=-1)
+    elif missing:
+      shuffled = np.resize(shuffled, len(shuffled) + missing)
+    passes.append(shuffled)
   flat = np.concatenate(passes)[: steps * batch_size]
   return flat.reshape(steps, batch_size).astype(np.int32)
 
@@ -265,13 +265,14 @@ def plan_clients(
     rng = generator(Stream.CLIENTS, seed, phase, round, pool)
     chosen = rng.choice(len(clients), number, replace=False)
   orders, weights = [], []
+  of_client = generators(Stream.ORDER, seed, phase, round, pool)
   for k in chosen.tolist():
     held = clients.positions(k)
     weights.append(1.0 if uniform_weights else len(held))
     orders.append(
       order(
         held,
-        generator(Stream.ORDER, seed, phase, round, pool, k),
+        of_client(k),
         batch_size=batch_size,
         epochs=epochs,
         max_steps=max_steps,
@@ -412,6 +413,95 @@ def plan_round(
       batch_size=distill_batch_size,
     )
   return Plan(np.int32(round), batches)
+
+
+def gather(bank: core.Batch, index: jax.Array | np.ndarray) -> core.Batch:
+  """Takes a batch out of a bank.
+
+  Args:
+    bank: arrays with examples on their first axis.
+    index: `int32[B]`, positions; -1 marks an empty place, which is filled with
+      the batch's first example (the bank's first if the batch is empty) and has
+      `mask` 0.
+
+  Returns:
+    The batch: the bank's arrays and `mask: float32[B]`. Positions beyond the
+    bank, as in a plan for another bank, have the mask NaN, and so make the loss
+    NaN.
+
+  Raises:
+    ValueError: the bank has a `mask` of its own, or arrays of different
+      lengths.
+
+  >>> gather({'y': jnp.array([7, 8, 9])}, jnp.array([2, -1]))['y']
+  Array([9, 9], dtype=int32)
+  """
+  if "mask" in bank:
+    raise ValueError(
+      "a bank has an array named 'mask', a name reserved for the batch's mask:"
+      " rename it"
+    )
+  number = checks.num_examples(bank)
+  # Not the bank's first example, which may hold NaN: 0 times NaN is NaN.
+  taken = jnp.maximum(jnp.where(index < 0, index[0], index), 0)
+  batch = {
+    name: jnp.take(array, taken, axis=0, mode="clip")
+    for name, array in bank.items()
+  }
+  mask = (index >= 0).astype(jnp.float32)
+  return {**batch, "mask": jnp.where(index < number, mask, jnp.nan)}
+
+
+def prepare(
+  transform: core.Transform | core.Preparation | None,
+  batch: core.Batch,
+  key: jax.Array | None = None,
+) -> core.Batch:
+  """Prepares a gathered batch for the model and the loss.
+
+  Args:
+    transform: `None` leaves the batch as it is.
+    batch: the batch.
+    key: a random key in training, for a `Transform`; `None` elsewhere.
+
+  Returns:
+    The transform's result, with the batch's `mask` unless it has its own.
+
+  Raises:
+    ValueError: the transform takes other arguments or does not return a dict,
+      or the result has no `x`.
+
+  >>> batch = {'image': jnp.ones(2), 'mask': jnp.ones(2)}
+  >>> sorted(prepare(lambda batch: {'x': batch['image']}, batch))
+  ['mask', 'x']
+  """
+  if transform is not None:
+    args: dict[str, Any] = {"batch": batch}
+    if key is not None and not _draws_nothing(transform):
+      args = {"key": key, **args}
+    checks.takes("a transform", transform, *args)
+    given = transform(*args.values())
+    if not isinstance(given, Mapping):
+      raise ValueError(
+        f"a transform returned a {type(given).__name__}, not a batch: it must"
+        " return a dict of arrays"
+      )
+    batch = {"mask": batch["mask"], **given}
+  if "x" not in batch:
+    raise ValueError(
+      f"a batch holds {sorted(batch)}, but models take 'x': name the bank's"
+      " inputs so, or give a transform"
+    )
+  return batch
+
+
+def _draws_nothing(transform) -> bool:
+  """Whether it is a `Preparation`, a function of the batch alone."""
+  try:
+    inspect.signature(transform).bind("batch")
+  except (TypeError, ValueError):
+    return False
+  return True
 
 
 def localize(

@@ -77,10 +77,23 @@ def rows_of_group(
 @jax.jit
 def take_rows(kept: PyTree, rows: jax.Array) -> PyTree:
   """The rows of clients that take part, of what all clients keep."""
-  return jax.tree.map(lambda a: a[rows], kept)
+  take = lambda a: a if len(rows) == len(a) else a[rows]  # All, in their order.
+  return jax.tree.map(take, kept)
 
 
 @jax.jit
 def put_rows(kept: PyTree, rows: jax.Array, new: PyTree) -> PyTree:
   """What all clients keep, with some rows replaced; the inverse."""
-  return jax.tree.map(lambda a, b: a.at[rows].set(b), kept, new)
+  put = lambda a, b: b if len(rows) == len(a) else a.at[rows].set(b)
+  return jax.tree.map(put, kept, new)
+
+
+def weighted_mean(trees: PyTree, weights: jax.Array) -> PyTree:
+  """`sum_k w_k x_k / sum_k w_k`, over arrays `x: [K, ...]`.
+
+  >>> weighted_mean(jnp.array([[1., 5.], [4., 2.]]), jnp.array([2., 1.]))
+  Array([2., 4.], dtype=float32)
+  """
+  highest = jax.lax.Precision.HIGHEST
+  total = lambda x: jnp.tensordot(weights, x, 1, precision=highest)
+  return jax.tree.map(lambda x: total(x) / jnp.sum(weights), trees)

@@ -5,9 +5,9 @@ Letters used throughout: K clients, S steps, B batch size, C classes, P pools
 """
 
 from collections.abc import Callable, Mapping
-import inspect
 from typing import Any, NamedTuple
 
+from absl import logging
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -327,98 +327,9 @@ def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
   return losses * known
 
 
-def gather(bank: Batch, index: jax.Array | np.ndarray) -> Batch:
-  """Takes a batch out of a bank.
-
-  Args:
-    bank: arrays with examples on their first axis.
-    index: `int32[B]`, positions; -1 marks an empty place, which is filled with
-      the batch's first example (the bank's first if the batch is empty) and has
-      `mask` 0.
-
-  Returns:
-    The batch: the bank's arrays and `mask: float32[B]`. Positions beyond the
-    bank, as in a plan for another bank, have the mask NaN, and so make the loss
-    NaN.
-
-  Raises:
-    ValueError: the bank has a `mask` of its own, or arrays of different
-      lengths.
-
-  >>> gather({'y': jnp.array([7, 8, 9])}, jnp.array([2, -1]))['y']
-  Array([9, 9], dtype=int32)
-  """
-  if "mask" in bank:
-    raise ValueError(
-      "a bank has an array named 'mask', a name reserved for the batch's mask:"
-      " rename it"
-    )
-  number = checks.num_examples(bank)
-  # Not the bank's first example, which may hold NaN: 0 times NaN is NaN.
-  taken = jnp.maximum(jnp.where(index < 0, index[0], index), 0)
-  batch = {
-    name: jnp.take(array, taken, axis=0, mode="clip")
-    for name, array in bank.items()
-  }
-  mask = (index >= 0).astype(jnp.float32)
-  return {**batch, "mask": jnp.where(index < number, mask, jnp.nan)}
-
-
 def mask_of(batch: Batch) -> jax.Array:
   """Which examples of a batch count, `float32[B]`, ones and zeros."""
   return batch["mask"]
-
-
-def prepare(
-  transform: Transform | Preparation | None,
-  batch: Batch,
-  key: jax.Array | None = None,
-) -> Batch:
-  """Prepares a gathered batch for the model and the loss.
-
-  Args:
-    transform: `None` leaves the batch as it is.
-    batch: the batch.
-    key: a random key in training, for a `Transform`; `None` elsewhere.
-
-  Returns:
-    The transform's result, with the batch's `mask` unless it has its own.
-
-  Raises:
-    ValueError: the transform takes other arguments or does not return a dict,
-      or the result has no `x`.
-
-  >>> batch = {'image': jnp.ones(2), 'mask': jnp.ones(2)}
-  >>> sorted(prepare(lambda batch: {'x': batch['image']}, batch))
-  ['mask', 'x']
-  """
-  if transform is not None:
-    args: dict[str, Any] = {"batch": batch}
-    if key is not None and not _draws_nothing(transform):
-      args = {"key": key, **args}
-    checks.takes("a transform", transform, *args)
-    given = transform(*args.values())
-    if not isinstance(given, Mapping):
-      raise ValueError(
-        f"a transform returned a {type(given).__name__}, not a batch: it must"
-        " return a dict of arrays"
-      )
-    batch = {"mask": batch["mask"], **given}
-  if "x" not in batch:
-    raise ValueError(
-      f"a batch holds {sorted(batch)}, but models take 'x': name the bank's"
-      " inputs so, or give a transform"
-    )
-  return batch
-
-
-def _draws_nothing(transform) -> bool:
-  """Whether it is a `Preparation`, a function of the batch alone."""
-  try:
-    inspect.signature(transform).bind("batch")
-  except (TypeError, ValueError):
-    return False
-  return True
 
 
 def sums_like(tree: PyTree) -> PyTree:
@@ -539,3 +450,57 @@ def strong(tree: PyTree) -> PyTree:
     return x
 
   return jax.tree.map(leaf, tree)
+
+
+def num_parts(
+  batch_size: int, at_most: int | None, *, multiple: int = 1
+) -> int:
+  """The least number of equal parts of a batch that are small enough.
+
+  Args:
+    batch_size: B.
+    at_most: examples in a part, at most; `None` for all.
+    multiple: the number of parts must be a multiple of this; a divisor of B.
+
+  Returns:
+    A divisor of B. Logs a warning if it makes the parts much smaller than
+    asked for, as when B is prime.
+
+  >>> num_parts(128, 32), num_parts(128, 60), num_parts(7, None)
+  (4, 4, 1)
+  >>> num_parts(128, None, multiple=8)
+  8
+  """
+  parts = next(
+    n
+    for n in range(multiple, batch_size + 1, multiple)
+    if batch_size % n == 0 and batch_size // n <= (at_most or batch_size)
+  )
+  if at_most and 2 * batch_size // parts < min(at_most, batch_size // multiple):
+    logging.log_first_n(
+      logging.WARNING,
+      "A batch of %d is cut into %d parts of %d, which is slow: no larger part"
+      " size up to microbatch=%d divides the batch.",
+      1,
+      batch_size,
+      parts,
+      batch_size // parts,
+      at_most,
+    )
+  return parts
+
+
+def cut(tree: PyTree, parts: int) -> PyTree:
+  """Cuts arrays of B rows into equal parts.
+
+  Args:
+    tree: arrays `[B, ...]`.
+    parts: N, a divisor of B.
+
+  Returns:
+    Arrays `[N, B / N, ...]`.
+
+  >>> cut(jnp.arange(4), 2).tolist()
+  [[0, 1], [2, 3]]
+  """
+  return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), tree)

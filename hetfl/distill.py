@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from hetfl import checks, core, local
+from hetfl.batches import gather, prepare
 from hetfl.engine import batch_size_or_default, Task, Work
 
 PyTree = Any
@@ -69,6 +70,53 @@ def kl_divergence(target: jax.Array, logits: jax.Array) -> jax.Array:
   # log_p may be minus infinity where the target is 0, as for masked classes.
   log_p = jnp.where(target == 0, 0.0, log_p)
   return optax.losses.kl_divergence(log_p, target, axis=-1)
+
+
+def absolute_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
+  """`mean_c |f_c - f~_c|` of each example.
+
+  Args:
+    logits: `float[B, C]`.
+    consensus: `float[B, C]`.
+
+  Returns:
+    `float[B]`.
+
+  Reference: the released code's `mean_absolute_error`, over all outputs; the
+  paper gives no loss.
+
+  >>> float(absolute_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
+  1.5
+  >>> jax.grad(lambda z: absolute_error(z, jnp.zeros(2)))(jnp.array([0., 3.]))
+  Array([0. , 0.5], dtype=float32)
+  """
+  distance = _distance(logits, consensus)
+  # The gradient of JAX's abs is 1 at 0, where there is nothing to learn.
+  distance = jnp.where(distance == 0, 0.0, jnp.abs(distance))
+  return jnp.mean(distance, axis=-1)
+
+
+def squared_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
+  """`mean_c (f_c - f~_c)^2` of each example.
+
+  Args:
+    logits: `float[B, C]`.
+    consensus: `float[B, C]`.
+
+  Returns:
+    `float[B]`.
+
+  >>> float(squared_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
+  2.5
+  """
+  return jnp.mean(_distance(logits, consensus) ** 2, axis=-1)
+
+
+def _distance(logits, consensus):
+  """The difference; 0 where both are minus infinity, as for masked classes."""
+  logits, consensus = core.wide(logits), core.wide(consensus)
+  alike = jnp.isinf(logits) & (logits == consensus)
+  return jnp.where(alike, 0.0, logits - consensus)
 
 
 def same_classes(*logits: jax.Array) -> None:
@@ -372,9 +420,7 @@ class Distiller:
       was mixed.
     """
     transform_key, mixup_key = jax.random.split(jax.random.fold_in(key, step))
-    batch = core.prepare(
-      self.transform, core.gather(bank, index), transform_key
-    )
+    batch = prepare(self.transform, gather(bank, index), transform_key)
     if self.mixup_beta is not None:
       weight = symmetric_beta(mixup_key, self.mixup_beta, index.shape)
       batch = {**batch, "x": mixup(batch["x"], weight), "mixup": weight}
@@ -406,9 +452,9 @@ class Distiller:
       step, index = row
       batch = self.batch(key, bank, index, step=step)
       size = len(batch["mask"])
-      parts = local.num_parts(size, self.microbatch)
+      parts = core.num_parts(size, self.microbatch)
       views = jax.lax.map(
-        lambda x: of_part(variables, x), local.cut(batch["x"], parts)
+        lambda x: of_part(variables, x), core.cut(batch["x"], parts)
       )
       return jax.tree.map(lambda a: a.reshape(size, *a.shape[2:]), views)
 
@@ -421,7 +467,7 @@ class Distiller:
     key: jax.Array,
     bank: core.Batch,
     batches: Any,
-    due: jax.Array | bool,
+    when: jax.Array | int,
   ) -> Work:
     """The work of a teacher on all of a round's distillation batches.
 
@@ -431,7 +477,7 @@ class Distiller:
       key: the exchange's key of the round.
       bank: the distillation bank.
       batches: the round's `Batches`, one row of S steps.
-      due: whether this round distils; the views are zeros if not.
+      when: 1 if this round distils; 0 if not, when the views are zeros.
 
     Returns:
       The work, whose result are the views, `[S, B, ...]`.
@@ -439,9 +485,9 @@ class Distiller:
     index = batches.index[0]
     numbers = np.arange(len(index), dtype=np.int32)
     at_once = max(1, batch_size_or_default(None) // index.shape[1])
-    if local.num_parts(index.shape[1], self.microbatch) > 1:
+    if core.num_parts(index.shape[1], self.microbatch) > 1:
       at_once = 1
-    steps = due * np.ones(len(index), np.int32)
+    steps = when * np.ones(len(index), np.int32)
     shared = (variables, key, bank)
     return Work(view, shared, (numbers, index), steps, at_once=at_once)
 
@@ -468,7 +514,7 @@ class Distiller:
         label_weight=self.label_weight,
       )
 
-    def prepare(context, key, bank, positions, s):
+    def make_batch(context, key, bank, positions, s):
       del key  # Teachers and students see the same batch.
       batch = self.batch(context["key"], bank, positions, step=s)
       views = [jax.tree.map(lambda a: a[s], v) for v in context["views"]]
@@ -517,7 +563,7 @@ class Distiller:
     step = local.descend(
       objective, optimizer, weights=self.weights, microbatch=self.microbatch
     )
-    return local.training(step, begin, end, prepare=prepare, shares=True)
+    return local.training(step, begin, end, make_batch=make_batch, shares=True)
 
 
 def _seen(

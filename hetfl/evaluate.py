@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, population
-from hetfl.batches import in_order
+from hetfl.batches import gather, in_order, prepare, rows_of
 from hetfl.engine import (
   batch_size_or_default,
   Engine,
@@ -248,14 +248,10 @@ class ClientEvaluator:
     self._engine = engine or Inline()
     self._bank = clients.bank
     size = min(at_once, int(clients.sizes.max()))
-    steps = -(-clients.sizes // size)
-    index = np.full((len(clients), steps.max() * size), -1, np.int32)
-    for k, row in enumerate(index):
-      row[: clients.sizes[k]] = clients.positions(k)
-    self._work = (
-      index.reshape(len(clients), -1, size),
-      steps.astype(np.int32),
-    )
+    everyone = range(len(clients))
+    full = lambda p: np.pad(p, (0, -len(p) % size), constant_values=-1)
+    held = [full(clients.positions(k)).reshape(-1, size) for k in everyone]
+    self._batches = rows_of(held, everyone, clients.sizes)
     # As many clients at once as suit the device.
     self._at_once = max(1, batch_size_or_default(None) // size)
     self._tasks = {
@@ -281,23 +277,19 @@ class ClientEvaluator:
       Arrays `float64[K]` by metric, such as `accuracy` and `loss`; NaN where
       there is nothing to measure.
     """
-    sums = self._compiled[own](variables, self._bank, self._work)
+    sums = self._compiled[own](variables, self._bank, self._batches)
     with np.errstate(invalid="ignore"):
       return {
         name: np.asarray(total, np.float64) / np.asarray(count)
         for name, (total, count) in jax.device_get(sums).items()
       }
 
-  def _evaluate(self, own, variables, bank, work):
-    index, steps = work
-    shared, rows = ((variables, bank), index)
+  def _evaluate(self, own, variables, bank, batches):
+    shared, rows = (variables, bank), batches.index
     if own:
-      shared, rows = (None, bank), (variables, index)
-    task = self._tasks[own]
-    (sums,) = self._engine.run(
-      Work(task, shared, rows, steps, at_once=self._at_once)
-    )
-    return sums
+      shared, rows = (None, bank), (variables, batches.index)
+    work = Work(self._tasks[own], shared, rows, batches.steps)
+    return self._engine.run(work._replace(at_once=self._at_once))[0]
 
 
 def measure_task(
@@ -322,7 +314,7 @@ def measure_task(
   """
 
   def of_batch(variables, bank, index):
-    batch = core.prepare(transform, core.gather(bank, index))
+    batch = prepare(transform, gather(bank, index))
     with checks.noted(
       f"a model, given inputs {jax.tree.map(jnp.shape, batch)}"
     ):

@@ -9,15 +9,14 @@ from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
-from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from hetfl import checks, core
-from hetfl.batches import Batches
-from hetfl.engine import Shard, Task
+from hetfl.batches import Batches, gather, prepare
+from hetfl.engine import Shard, Task, Work
 
 PyTree = Any
 # (variables, batch, key, context) -> (losses, stats, measured): losses of shape
@@ -140,18 +139,7 @@ class Learner(NamedTuple):
     return cls(variables, opt_state)
 
   def adopt(self, owner: str, given: "Learner") -> "Learner":
-    """Copies another learner, since states may be donated, if it is alike.
-
-    Args:
-      owner: whose it is, for error messages.
-      given: the other learner.
-
-    Returns:
-      The copies.
-
-    Raises:
-      ValueError: shapes differ.
-    """
+    """Copies of a given learner; a `ValueError` if it has other shapes."""
     checks.alike(owner, given, self)
     return jax.tree.map(jnp.copy, given)
 
@@ -252,7 +240,7 @@ def gradient(
   devices = (
     shard.count if shard and len(batch["mask"]) % shard.count == 0 else 1
   )
-  parts = num_parts(len(batch["mask"]), microbatch, multiple=devices)
+  parts = core.num_parts(len(batch["mask"]), microbatch, multiple=devices)
   if parts == 1:
     (value, (stats, sums)), grads = differentiate(
       variables.params, variables.stats, key, batch
@@ -266,7 +254,7 @@ def gradient(
       )
       return (optax.tree.add(grads, more), stats), (value, sums)
 
-    several = (jax.random.split(key, parts), cut(batch, parts))
+    several = (jax.random.split(key, parts), core.cut(batch, parts))
     (grads, stats), of_parts = jax.lax.scan(
       add_part,
       (core.sums_like(variables.params), variables.stats),
@@ -339,7 +327,7 @@ def training(
   end: Callable[..., PyTree],
   *,
   transform: core.Transform | core.Preparation | None = None,
-  prepare: Callable[..., core.Batch] | None = None,
+  make_batch: Callable[..., core.Batch] | None = None,
   measured: tuple[str, ...] = ("loss",),
   shares: bool = False,
 ) -> Task:
@@ -354,7 +342,7 @@ def training(
     end: `(context, own, learner, metrics, batches, key) -> result`, where the
       key is the client's.
     transform: applied to each batch as stored in the bank.
-    prepare: `(context, key, bank, index, s) -> batch`, in place of gathering
+    make_batch: `(context, key, bank, index, s) -> batch`, in place of gathering
       and transforming.
     measured: the names of the metrics.
     shares: whether devices may share each step, which then takes `shard`.
@@ -366,9 +354,9 @@ def training(
 
   def gathered(context, key, bank, index, s):
     del context, s
-    return core.prepare(transform, core.gather(bank, index), key)
+    return prepare(transform, gather(bank, index), key)
 
-  prepare = prepare or gathered
+  make_batch = make_batch or gathered
 
   def begin_row(context, key, bank, row):
     del key, bank
@@ -379,7 +367,7 @@ def training(
     (learner, metrics), (_, batches) = carry, row
     step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
     batch_key, model_key = jax.random.split(step_key)
-    batch = prepare(context, batch_key, bank, batches.index[s], s)
+    batch = make_batch(context, batch_key, bank, batches.index[s], s)
     learner, new = step(learner, batch, model_key, context, **shard)
     return learner, {name: metrics[name] + new[name] for name in measured}
 
@@ -424,14 +412,14 @@ def step_of(
 def own_training(
   participant: Participant,
   objective: Objective | None = None,
-  prepare: Callable[..., core.Batch] | None = None,
+  make_batch: Callable[..., core.Batch] | None = None,
 ) -> Task:
   """The training of a learner that its participant keeps.
 
   Args:
     participant: how it trains.
     objective: by default that of learning from labels.
-    prepare: see `training`; by default the participant's transform.
+    make_batch: see `training`; by default the participant's transform.
 
   Returns:
     The task of a row `(learner, batches)`, whose result is the learner and its
@@ -447,8 +435,56 @@ def own_training(
     lambda context, own: own,
     end,
     transform=participant.transform,
-    prepare=prepare,
+    make_batch=make_batch,
   )
+
+
+def start_learners(
+  participants: Sequence[Participant],
+  optimizers: Sequence[core.Optimizer],
+  key: jax.Array,
+  given: Sequence[core.Variables] | None = None,
+  *,
+  first: int = 0,
+) -> tuple[Learner, ...]:
+  """The participants' models, new or given, with new optimizers.
+
+  Args:
+    participants: P participants.
+    optimizers: P optimizers.
+    key: participant k's key folds `first + k` into it.
+    given: P models to continue from; `None` makes new ones.
+    first: see `key`.
+
+  Returns:
+    P learners.
+
+  Raises:
+    ValueError: there are not P given models, or one has other shapes.
+  """
+  models = [None] * len(participants) if given is None else [*given]
+  if len(models) != len(participants):
+    raise ValueError(f"variables: give {len(participants)}, not {len(models)}")
+  return tuple(
+    Learner.start(
+      one.model.start(jax.random.fold_in(key, np.uint32(k)), one.label, model),
+      optimizer,
+    )
+    for k, (one, optimizer, model) in enumerate(
+      zip(participants, optimizers, models), first
+    )
+  )
+
+
+def metrics_of(
+  participants: Sequence[Participant], **means: Sequence[core.Mean]
+) -> core.Metrics:
+  """`{"NAME/loss": mean, ...}`, from each participant's mean by its kind."""
+  return {
+    f"{one.name}/{kind}": mean
+    for kind, each in means.items()
+    for one, mean in zip(participants, each)
+  }
 
 
 def hyper_of(participants: Sequence[Participant]) -> dict[str, jax.Array]:
@@ -514,55 +550,48 @@ def of_round(plan: Any, name: str, rows: int | None = None) -> Batches:
   return held[name]
 
 
-def num_parts(
-  batch_size: int, at_most: int | None, *, multiple: int = 1
-) -> int:
-  """The least number of equal parts of a batch that are small enough.
+def row_of(plan: Any, name: str, client: int = 0, *, of: int = 1) -> Batches:
+  """A client's row of the named batches: the only one, or its own of several.
 
   Args:
-    batch_size: B.
-    at_most: examples in a part, at most; `None` for all.
-    multiple: the number of parts must be a multiple of this; a divisor of B.
+    plan: the plan.
+    name: the name.
+    client: the client's number.
+    of: how many rows there must be.
 
   Returns:
-    A divisor of B. Logs a warning if it makes the parts much smaller than
-    asked for, as when B is prime.
+    The row, without the axis K.
 
-  >>> num_parts(128, 32), num_parts(128, 60), num_parts(7, None)
-  (4, 4, 1)
-  >>> num_parts(128, None, multiple=8)
-  8
+  Raises:
+    ValueError: as `of_round`.
   """
-  parts = next(
-    n
-    for n in range(multiple, batch_size + 1, multiple)
-    if batch_size % n == 0 and batch_size // n <= (at_most or batch_size)
-  )
-  if at_most and 2 * batch_size // parts < min(at_most, batch_size // multiple):
-    logging.log_first_n(
-      logging.WARNING,
-      "A batch of %d is cut into %d parts of %d, which is slow: no larger part"
-      " size up to microbatch=%d divides the batch.",
-      1,
-      batch_size,
-      parts,
-      batch_size // parts,
-      at_most,
-    )
-  return parts
+  own = client if of > 1 else 0
+  row = jax.tree.map(lambda a: a[own], of_round(plan, name, of))
+  return row._replace(client=np.int32(client))
 
 
-def cut(tree: PyTree, parts: int) -> PyTree:
-  """Cuts arrays of B rows into equal parts.
+def work(
+  task: Task,
+  context: PyTree,
+  key: jax.Array,
+  bank: core.Batch,
+  own: PyTree,
+  batches: Batches,
+  *,
+  when: jax.Array | int = 1,
+  total: bool = False,
+) -> Work:
+  """The work of rows of local training.
 
   Args:
-    tree: arrays `[B, ...]`.
-    parts: N, a divisor of B.
-
-  Returns:
-    Arrays `[N, B / N, ...]`.
-
-  >>> cut(jnp.arange(4), 2).tolist()
-  [[0, 1], [2, 3]]
+    task: from `training`.
+    context: what the server sent this round.
+    key: the round's key; each row folds in its client and its steps.
+    bank: the examples.
+    own: what each row's client keeps of its own.
+    batches: K rows; or one, without that axis.
+    when: 1 if the rows train, 0 if they take no steps.
+    total: whether to add the results up.
   """
-  return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), tree)
+  shared, steps = (context, key, bank), when * batches.steps
+  return Work(task, shared, (own, batches), steps, total)

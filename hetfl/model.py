@@ -1,18 +1,21 @@
 """Models as pure functions, made from Flax modules or written by hand."""
 
 from collections.abc import Callable
-import dataclasses
+import contextlib
+import functools
 import inspect
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
 from hetfl import checks
 
 PyTree = Any
+_OTHER_MODES = (
+  "training is_training deterministic inference use_running_average"
+)
 
 
 class Variables(NamedTuple):
@@ -70,10 +73,7 @@ and Model.from_nnx make one of a Flax module
     checks.takes(f"{owner}: apply", given.apply, *arguments)
 
   def start(
-    self,
-    key: jax.Array,
-    owner: str = "a model",
-    given: Variables | None = None,
+    self, key: jax.Array, owner: str = "a model", given: Variables | None = None
   ) -> Variables:
     """Calls `init`, or copies given variables if they have the same shapes.
 
@@ -108,19 +108,13 @@ Variables(params, stats); without mutable collections, stats are {}
 
     if given is None:
       return jax.tree.map(jnp.copy, new(key))
-    try:
-      wanted = jax.eval_shape(new, key)
-    except jax.errors.JAXTypeError:  # An init that cannot be traced.
-      wanted = given
-    checks.alike(owner, given, wanted)
+    # An init that cannot be traced tells no shapes.
+    with contextlib.suppress(jax.errors.JAXTypeError):
+      checks.alike(owner, given, jax.eval_shape(new, key))
     return jax.tree.map(jnp.copy, given)
 
   def outputs(
-    self,
-    variables: Variables,
-    x: PyTree,
-    key: jax.Array | None,
-    train: bool,
+    self, variables: Variables, x: PyTree, key: jax.Array | None, train: bool
   ) -> tuple[PyTree, PyTree]:
     """Calls `apply`, and checks that it returns logits and statistics.
 
@@ -203,17 +197,16 @@ Variables(params, stats); without mutable collections, stats are {}
         f"{type(module).__name__} is not a Flax Linen module; use"
         " Model.from_nnx for NNX, and Model(init, apply) for other libraries"
       )
-    takes_train = _takes_train(module)
-    leaves, tree = jax.tree.flatten(example)
-    if any(isinstance(x, int | float) for x in leaves):
+    train = _takes_train(module)
+    if any(isinstance(x, int | float) for x in jax.tree.leaves(example)):
       raise ValueError(
         f"example={example}: give an input, such as jnp.zeros((1, 32)), and not"
         " its shape"
       )
-    shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+    shapes = jax.eval_shape(lambda: example)
     return cls(
-      _FlaxInit(module, takes_train, shapes, tree),
-      _FlaxApply(module, takes_train),
+      _Alike(_flax_init, module, train, shapes),
+      _Alike(_flax_apply, module, train),
     )
 
   @classmethod
@@ -245,8 +238,42 @@ Variables(params, stats); without mutable collections, stats are {}
     >>> logits.shape
     (5, 3)
     """
-    module = _Nnx(make)
-    return cls(module.init, module.apply)
+    from flax import nnx  # Only when needed: the import takes a while.
+
+    # A module given in place of `make` may be callable too.
+    module = None if isinstance(make, nnx.Module) else make(nnx.Rngs(0))
+    if not isinstance(module, nnx.Module):
+      raise ValueError(
+        "make: give a function from nnx.Rngs to an NNX module, such as lambda"
+        " rngs: Net(rngs=rngs)"
+      )
+    takes_train = _takes_train(module)
+    split = lambda module: nnx.split(module, nnx.Param, nnx.RngState, ...)
+    graph, *states = split(module)
+    of_params, of_streams, of_stats = jax.eval_shape(lambda: states)
+
+    def init(key):
+      _, params, _, stats = split(make(nnx.Rngs(key)))
+      return Variables(_by_path(params), _by_path(stats))
+
+    def apply(variables, x, key, train):
+      module = nnx.merge(
+        graph,
+        _filled(of_params, variables.params),
+        _seeded(of_streams, jax.random.key(0) if key is None else key),
+        _filled(of_stats, variables.stats),
+      )
+      mode = {"train": train} if takes_train else {}
+      if not train:
+        module.eval()
+        return module(x, **mode), variables.stats
+      module.train()
+      logits = module(x, **mode)
+      stats = _by_path(split(module)[-1])
+      # Without the variables that the module sows in this call.
+      return logits, {name: stats[name] for name in variables.stats}
+
+    return cls(init, apply)
 
 
 def _takes_train(module: Any) -> bool:
@@ -256,13 +283,7 @@ def _takes_train(module: Any) -> bool:
     ValueError: this argument has another name.
   """
   arguments = inspect.signature(module.__call__).parameters
-  for name in (
-    "training",
-    "is_training",
-    "deterministic",
-    "inference",
-    "use_running_average",
-  ):
+  for name in _OTHER_MODES.split():
     if name in arguments and "train" not in arguments:
       raise ValueError(
         f"{type(module).__name__} takes {name!r}, which hetfl does not pass:"
@@ -271,133 +292,65 @@ def _takes_train(module: Any) -> bool:
   return "train" in arguments
 
 
-class _Nnx:
-  """An NNX module as pure functions; see `Model.from_nnx`."""
-
-  def __init__(self, make):
-    from flax import nnx  # Only when needed: the import takes a while.
-
-    self._make, self._nnx = make, nnx
-    # A module given in place of `make` may be callable too.
-    module = None if isinstance(make, nnx.Module) else make(nnx.Rngs(0))
-    if not isinstance(module, nnx.Module):
-      raise ValueError(
-        "make: give a function from nnx.Rngs to an NNX module, such as lambda"
-        " rngs: Net(rngs=rngs)"
-      )
-    self._takes_train = _takes_train(module)
-    self._graph, *states = self._split(module)
-    self._states = jax.tree.map(
-      lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)),
-      states,
-    )
-
-  def init(self, key):
-    _, params, _, stats = self._split(self._make(self._nnx.Rngs(key)))
-    return Variables(self._flat(params), self._flat(stats))
-
-  def apply(self, variables, x, key, train):
-    params, streams, stats = self._states
-    module = self._nnx.merge(
-      self._graph,
-      self._filled(params, variables.params),
-      self._filled(streams, self._seeded(key)),
-      self._filled(stats, variables.stats),
-    )
-    mode = {"train": train} if self._takes_train else {}
-    if not train:
-      module.eval()
-      return module(x, **mode), variables.stats
-    module.train()
-    logits = module(x, **mode)
-    stats = self._flat(self._split(module)[3])
-    # Without the variables that the module sows in this call.
-    return logits, {name: stats[name] for name in variables.stats}
-
-  def _split(self, module):
-    nnx = self._nnx
-    return nnx.split(module, nnx.Param, nnx.RngState, ...)
-
-  def _flat(self, state):
-    """A state's arrays by path, such as `layers/0/kernel`."""
-    arrays = flax.traverse_util.flatten_dict(self._nnx.to_pure_dict(state))
-    return {
-      "/".join(map(str, path)): a if hasattr(a, "dtype") else jnp.asarray(a)
-      for path, a in arrays.items()
-    }
-
-  def _filled(self, state, arrays):
-    """A state of the same structure, filled with these arrays."""
-    paths = flax.traverse_util.flatten_dict(self._nnx.to_pure_dict(state))
-    pure = {path: arrays["/".join(map(str, path))] for path in paths}
-    state = jax.tree.map(lambda leaf: leaf, state)  # A copy, filled in place.
-    self._nnx.replace_by_pure_dict(
-      state, flax.traverse_util.unflatten_dict(pure)
-    )
-    return state
-
-  def _seeded(self, key):
-    """Keys and counts of all random streams; without a key, from `key(0)`."""
-    key = jax.random.key(0) if key is None else key
-    arrays = {}
-    for i, (name, leaf) in enumerate(self._flat(self._states[1]).items()):
-      if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        stream = jax.random.fold_in(key, i)
-        split = jax.random.split(stream, leaf.shape) if leaf.shape else stream
-        arrays[name] = split
-      else:
-        arrays[name] = jnp.zeros(leaf.shape, leaf.dtype)
-    return arrays
-
-
-class _Alike:
-  """Equal to another if the fields are, even if they have no hashes."""
+class _Alike(functools.partial):
+  """Equal to another if function and arguments are, hashable or not."""
 
   def __eq__(self, other):
     try:
-      return type(self) is type(other) and vars(self) == vars(other)
-    except (TypeError, ValueError):  # Fields that cannot be compared: arrays.
+      return (self.func, *self.args) == (other.func, *other.args)
+    except (AttributeError, TypeError, ValueError):  # Such as arrays.
       return False
 
   def __hash__(self):
-    return hash(type(self))
+    return hash(self.func)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _FlaxInit(_Alike):
+def _flax_init(module, takes_train, shapes, key):
   """Initialises a Flax module on zeros of an example's shapes and types."""
-
-  module: nn.Module
-  takes_train: bool
-  shapes: tuple[tuple[tuple[int, ...], Any], ...]
-  tree: Any
-
-  def __call__(self, key):
-    params_key, dropout_key = jax.random.split(key)
-    example = self.tree.unflatten([jnp.zeros(*leaf) for leaf in self.shapes])
-    mode = {"train": False} if self.takes_train else {}
-    variables = dict(
-      self.module.init(
-        {"params": params_key, "dropout": dropout_key}, example, **mode
-      )
-    )
-    return Variables(variables.pop("params", {}), variables)
+  params_key, dropout_key = jax.random.split(key)
+  rngs = {"params": params_key, "dropout": dropout_key}
+  example = jax.tree.map(jnp.zeros_like, shapes)
+  mode = {"train": False} if takes_train else {}
+  variables = dict(module.init(rngs, example, **mode))
+  return Variables(variables.pop("params", {}), variables)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _FlaxApply(_Alike):
+def _flax_apply(module, takes_train, variables, x, key, train):
   """Applies a Flax module; see `Model.from_flax`."""
+  mode = {"train": train} if takes_train else {}
+  collections = {"params": variables.params, **variables.stats}
+  if not train:
+    return module.apply(collections, x, **mode), variables.stats
+  rngs, mutable = checks.given(dropout=key), list(variables.stats)
+  return module.apply(collections, x, rngs=rngs, mutable=mutable, **mode)
 
-  module: nn.Module
-  takes_train: bool
 
-  def __call__(self, variables, x, key, train):
-    mode = {"train": train} if self.takes_train else {}
-    rngs = {"dropout": key} if train and key is not None else {}
-    collections = {"params": variables.params, **variables.stats}
-    if train and variables.stats:
-      return self.module.apply(
-        collections, x, rngs=rngs, mutable=list(variables.stats), **mode
-      )
-    logits = self.module.apply(collections, x, rngs=rngs, **mode)
-    return logits, variables.stats
+def _paths(state):
+  """The paths of an NNX state's arrays, such as `layers/0/kernel`."""
+  keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+  leaves = jax.tree.leaves_with_path(state)
+  return [keystr(path).removesuffix("/value") for path, _ in leaves]
+
+
+def _by_path(state):
+  """An NNX state's arrays by their paths."""
+  return dict(zip(_paths(state), map(jnp.asarray, jax.tree.leaves(state))))
+
+
+def _filled(state, arrays):
+  """An NNX state of the same structure, of arrays by their paths."""
+  leaves = [arrays[path] for path in _paths(state)]
+  return jax.tree.structure(state).unflatten(leaves)
+
+
+def _seeded(state, key):
+  """A state of random streams, with keys that come from this one."""
+
+  def seeded(i, like):
+    if not jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+      return jnp.zeros(like.shape, like.dtype)  # A count.
+    own = jax.random.fold_in(key, i)
+    return jax.random.split(own, like.shape) if like.shape else own
+
+  leaves, tree = jax.tree.flatten(state)
+  return tree.unflatten(seeded(i, like) for i, like in enumerate(leaves))

@@ -81,23 +81,6 @@ class Subset(NamedTuple):
     return Subset(self.bank, self.index[np.sort(order[:n])])
 
 
-def _integers(positions: Any, name: str) -> np.ndarray:
-  """Positions as `int32[n]`, if they are whole numbers of at least zero."""
-  array = np.asarray(positions)
-  if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
-    hint = "; give np.flatnonzero of a mask" if array.dtype == bool else ""
-    raise ValueError(
-      f"{name}: positions must be integers, int[n], not {array.dtype}"
-      f" {list(array.shape)}{hint}"
-    )
-  if len(array) and not 0 <= array.min() <= array.max() < 2**31:
-    raise ValueError(
-      f"{name}: positions from {array.min()} to {array.max()} are outside the"
-      " bank"
-    )
-  return array.astype(np.int32)
-
-
 def positions_in(bank: AnyBank, positions: Any, name: str) -> np.ndarray:
   """Positions as `int32[n]`, if they are positions in the bank.
 
@@ -118,12 +101,19 @@ def positions_in(bank: AnyBank, positions: Any, name: str) -> np.ndarray:
   ValueError: index: positions must be integers, int[n], not bool [3]; give \
 np.flatnonzero of a mask
   """
-  array, n = _integers(positions, name), checks.num_examples(bank)
-  if len(array) and array.max() >= n:
+  array, n = np.asarray(positions), checks.num_examples(bank)
+  if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+    hint = "; give np.flatnonzero of a mask" if array.dtype == bool else ""
     raise ValueError(
-      f"{name}: position {array.max()} is outside the bank of {n} examples"
+      f"{name}: positions must be integers, int[n], not {array.dtype}"
+      f" {list(array.shape)}{hint}"
     )
-  return array
+  outside = array[(array < 0) | (array >= n)]
+  if len(outside):
+    raise ValueError(
+      f"{name}: position {outside[0]} is outside the bank of {n} examples"
+    )
+  return array.astype(np.int32)
 
 
 def check_kind(given: Any, name: str, want: type) -> None:
@@ -189,11 +179,7 @@ class ClientPopulation:
         f"offsets: from {self.offsets[0]} to {self.offsets[-1]}, want 0 to"
         f" {len(self.members)}, the number of members"
       )
-    name = "members"
-    if len(self.members):  # Whose the first position outside the bank would be.
-      last = np.searchsorted(self.offsets, np.argmax(self.members), "right") - 1
-      name = f"client {self.ids[last]!r}"
-    positions_in(self.bank, self.members, name)
+    positions_in(self.bank, self.members, "members")
     if len(self.sizes) and self.sizes.min() < 1:
       empty = self.ids[int(self.sizes.argmin())]
       raise ValueError(f"client {empty!r} holds no examples; leave it out")
@@ -230,17 +216,16 @@ class ClientPopulation:
         "assignment: give each client's positions, not one number per example;"
         " ClientPopulation.from_ids(bank, ids) takes the examples' client ids"
       )
-    if ids is None:
-      ids = [str(k) for k in range(len(assignment))]
-    sizes = np.array([len(a) for a in assignment], np.int64)
+    names = tuple(map(str, range(len(assignment))) if ids is None else ids)
     members = [
-      _integers(a, f"assignment[{k}]") for k, a in enumerate(assignment)
+      positions_in(bank, own, f"client {name!r}")
+      for name, own in zip(names, assignment)
     ]
     return cls(
       bank=bank,
       members=np.concatenate([np.zeros(0, np.int32), *members]),
-      offsets=np.concatenate([[0], np.cumsum(sizes)]),
-      ids=tuple(ids),
+      offsets=np.cumsum([0, *map(len, assignment)], dtype=np.int64),
+      ids=names,
     )
 
   @classmethod

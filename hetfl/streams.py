@@ -1,5 +1,6 @@
 """Streams of random numbers: one for each kind of draw."""
 
+from collections.abc import Callable
 import enum
 
 import numpy as np
@@ -53,3 +54,33 @@ def generator(stream: Stream, *numbers: int) -> np.random.Generator:
   [811, 811, 978]
   """
   return np.random.default_rng([stream, *numbers])
+
+
+def generators(
+  stream: Stream, *numbers: int
+) -> Callable[[int], np.random.Generator]:
+  """Generators by the number of a client, much faster than `generator`.
+
+  They are the same PCG64 at places as far apart as its method `jumped` has
+  them: use one up before the next is made.
+
+  Args:
+    stream: what is drawn.
+    *numbers: as for `generator`.
+
+  Returns:
+    `client -> generator`.
+
+  >>> of_client = generators(Stream.ORDER, 0)
+  >>> [of_client(k).integers(1000).item() for k in (3, 5, 3)]
+  [744, 972, 744]
+  """
+  bits = np.random.PCG64([stream, *numbers])
+  start, rng = bits.state, np.random.Generator(bits)
+
+  def of_client(k: int) -> np.random.Generator:
+    bits.state = start
+    bits.advance(k * 210306068529402873165736369884012333109)
+    return rng
+
+  return of_client

@@ -52,7 +52,7 @@ def federation_of_three(**settings):
     "a",
     learning_rate=1.0,
     server_lr=1.0,
-    server_optimizer=hetfl.fedavg_server,
+    server_optimizer=hetfl.optimizers.fedavg_server,
     **settings,
   )
   return pool, plan, {"a": bank}
@@ -95,12 +95,14 @@ def test_a_median_by_hand():
 @pytest.mark.parametrize("name", engines())
 def test_each_update_is_that_of_its_client_alone(name):
   pools = federation.make_pools(
-    2, server_optimizer=hetfl.fedavg_server, server_lr=1.0
+    2, server_optimizer=hetfl.optimizers.fedavg_server, server_lr=1.0
   )
   algorithm = hetfl.fedavg(pools, rounds=None)
   state, data = algorithm.init(jax.random.key(0)), federation.make_data()
   plan = federation.make_plan(1)
-  each = hetfl.client_updates(pools, state, plan, data, engine=engines()[name])
+  each = hetfl.algorithms.fedavg.client_updates(
+    pools, state, plan, data, engine=engines()[name]
+  )
   for i, updates in enumerate(each):
     batches = plan.batches[f"pool{i}"]
     np.testing.assert_array_equal(updates.client, batches.client)
@@ -170,7 +172,7 @@ def test_memes_may_be_merged_in_another_way(runner):
       clients,
       global_model=linear,
       learning_rate=1.0,
-      optimizer=hetfl.fedavg_server,
+      optimizer=hetfl.optimizers.fedavg_server,
       merge=merge,
       engine=runner,
     )
@@ -200,7 +202,7 @@ def test_what_is_sent_is_noisy_in_the_same_way(runner):
   )
   plan, data = federation.make_plan(1), federation.make_data()
   assert len(set(plan.batches["pool0"].steps.tolist())) > 1
-  kinds = engines() | {"lanes": engine.Inline(max_lanes=2)}
+  kinds = engines() | {"lanes": engine.Inline(at_once=2)}
 
   def after_a_round(name):
     algorithm = hetfl.fedavg(pools, rounds=3, engine=kinds[name])

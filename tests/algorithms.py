@@ -87,7 +87,7 @@ def make_distiller(**settings):
 
 def make_pools(**settings):
   return federation.make_pools(
-    server_optimizer=hetfl.fedavg_server, server_lr=1.0, **settings
+    server_optimizer=hetfl.optimizers.fedavg_server, server_lr=1.0, **settings
   )
 
 

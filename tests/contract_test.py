@@ -55,15 +55,15 @@ those_with_pools = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def reference():
-  """Each algorithm's state after all rounds: side by side, one program."""
+  """Each algorithm's state after all rounds, in one program."""
   return functools.cache(lambda name: run(name, build(name), ROUNDS))
 
 
 RUNNERS = {
-  "lanes1": lambda: engine.Inline(max_lanes=1),
-  "lanes3": lambda: engine.Inline(max_lanes=3),
+  "side by side": lambda: engine.Inline(at_once=1000),
+  "lanes3": lambda: engine.Inline(at_once=3),
   "mesh4": lambda: engine.Inline(federation.mesh(4)),
-  "mesh2lanes1": lambda: engine.Inline(federation.mesh(2), max_lanes=1),
+  "mesh2lanes1": lambda: engine.Inline(federation.mesh(2), at_once=1),
   "mesh8": lambda: engine.Inline(federation.mesh(8)),  # More than there are.
   "threads1": lambda: engine.Threads(1),
   "threads2": lambda: engine.Threads(2),
@@ -452,7 +452,10 @@ def test_one_client_with_all_data_is_centralised_sgd():
   n = 8
   everything = federation.make_population((n,))
   (pool,) = federation.make_pools(
-    1, server_optimizer=hetfl.fedavg_server, server_lr=1.0, learning_rate=0.1
+    1,
+    server_optimizer=hetfl.optimizers.fedavg_server,
+    server_lr=1.0,
+    learning_rate=0.1,
   )
   algorithm = hetfl.fedavg([pool], rounds=10**9)
   state = algorithm.init(jax.random.key(0))
@@ -476,7 +479,9 @@ def test_one_client_with_all_data_is_centralised_sgd():
 
 
 def test_periodic_resets_the_servers_moments():
-  pools = federation.make_pools(server_optimizer=hetfl.fedadam_server)
+  pools = federation.make_pools(
+    server_optimizer=hetfl.optimizers.fedadam_server
+  )
   algorithm = hetfl.periodic_codist(
     pools, make_distiller(), period=2, rounds=ROUNDS
   )
@@ -502,7 +507,9 @@ def test_two_devices_are_two_halves_of_a_batch_to_batch_normalisation():
   model = core.Model.from_flax(Normed(), jnp.zeros(federation.EXAMPLE.shape))
   pools = [
     dataclasses.replace(pool, model=model)
-    for pool in federation.make_pools(server_optimizer=hetfl.fedavg_server)
+    for pool in federation.make_pools(
+      server_optimizer=hetfl.optimizers.fedavg_server
+    )
   ]
 
   def after_a_round(period, microbatch=None, runner=None):
@@ -571,7 +578,7 @@ def recorded(build):
       learning_rate=0.125,
       server_lr=1.0,
       transform=noisy,
-      server_optimizer=hetfl.fedavg_server,
+      server_optimizer=hetfl.optimizers.fedavg_server,
     )
     for name in "ab"
   ]
@@ -621,7 +628,7 @@ def test_statistics_are_the_clients_weighted_mean():
     "a",
     learning_rate=0.125,
     server_lr=1.0,
-    server_optimizer=hetfl.fedavg_server,
+    server_optimizer=hetfl.optimizers.fedavg_server,
   )
   bank = {"x": jnp.array([[1.0], [5], [5], [5]]), "y": jnp.zeros(4, jnp.int32)}
   clients = population.ClientPopulation.from_lists(bank, [[0], [1, 2, 3]])

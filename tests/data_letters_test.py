@@ -3,12 +3,13 @@
 import gzip
 import struct
 
+import fedjax
 import numpy as np
 import pytest
 from scipy import io
 
 from hetfl.data import DataError, letters
-from hetfl.data.fedjax_source import write_sqlite
+from hetfl.data.fedjax_source import to_fedjax
 from hetfl.population import ClientPopulation
 
 SIZES = {"train": 30, "test": 27}
@@ -37,14 +38,14 @@ def _expected():
 
 def _check(found, source, writers=True):
   assert (found.name, found.num_classes) == (source, 26)
+  assert (found.clients is not None) == writers
   for split, (x, y, writer) in _expected().items():
     bank = getattr(found, split)
+    if writers and split == "train":
+      np.testing.assert_array_equal(found.clients, writer)
     np.testing.assert_array_equal(bank["x"][..., 0], x)
     np.testing.assert_array_equal(bank["y"], y)
     assert bank["x"].dtype == np.uint8 and bank["y"].dtype == np.int32
-    assert ("writer" in bank) == writers
-    if writers:
-      np.testing.assert_array_equal(bank["writer"], writer)
 
 
 def _write_mat(path, labels_from=1):
@@ -88,10 +89,10 @@ def test_idx_in_a_folder_of_the_folder(tmp_path, compressed):
         content = gzip.compress(content)
       path.write_bytes(content)
   _check(letters.load_letters(tmp_path), "idx", writers=False)
-  with pytest.raises(DataError, match="do not say who wrote them: get"):
+  with pytest.raises(DataError, match="letters.npz nor, without writers, emn"):
     letters.load_letters(tmp_path, writers=True)
   path.unlink()
-  with pytest.raises(DataError, match="labels-idx1-ubyte: one is missing"):
+  with pytest.raises(DataError, match="test-labels-idx1-ubyte.*no such file"):
     letters.load_letters(tmp_path)
 
 
@@ -109,7 +110,11 @@ def test_fedjax(tmp_path):
       [np.flatnonzero(writer == w) for w in np.unique(writer)],
       [f"f{w:04d}_00" for w in np.unique(writer)],
     )
-    write_sqlite(population, tmp_path / f"federated_emnist_{split}.sqlite")
+    with fedjax.SQLiteFederatedDataBuilder(
+      str(tmp_path / f"federated_emnist_{split}.sqlite")
+    ) as builder:
+      data = to_fedjax(population)
+      builder.add_many((k, c.all_examples()) for k, c in data.clients())
   _check(letters.load_letters(tmp_path), "fedjax")
   # The idx files come first, unless writers are requested.
   (tmp_path / "emnist-letters-train-images-idx3-ubyte").write_bytes(b"")
@@ -126,8 +131,7 @@ def test_npz_writers_are_for_training_or_for_testing(tmp_path):
   np.savez(tmp_path / "letters.npz", **arrays)
   found = letters.load_letters(tmp_path)
   # Five writers 1, 3, 4 | 7, 9.
-  assert set(found.train["writer"]) == {1, 3, 4}
-  assert set(found.test["writer"]) == {7, 9}
+  assert set(found.clients) == {1, 3, 4}
   kept = np.isin(arrays["writers"], [1, 3, 4])
   np.testing.assert_array_equal(
     found.train["x"][..., 0], arrays["images"][kept]
@@ -159,13 +163,15 @@ def test_bad_files_are_named(tmp_path):
   with pytest.raises(DataError, match="data_dir=None"):
     letters.load_letters()
   images = np.zeros((2, 28, 28), np.uint8)
-  refused("letters.npz: has {'images': .*want images", images=images)
+  refused(
+    r"letters.npz: cannot be read \(has {'images': .*want images", images=images
+  )
   # A pickle is never opened.
   objects = np.array([{}], object)
   refused("npz: cannot be read", images=objects, labels=[0], writers=[0])
   for writers in (["ann", "ben"], [0.1, 0.2]):
     arrays = dict(images=images, labels=[0, 1], writers=writers)
-    refused("letters.npz: has .*'writers'.*want images", **arrays)
+    refused("letters.npz: .*has .*'writers'.*want images", **arrays)
   (tmp_path / "letters.npz").write_bytes(b"PK\3\4 not a zip")
   refused("letters.npz: cannot be read")
   mat = tmp_path / "emnist-letters.mat"
@@ -175,5 +181,5 @@ def test_bad_files_are_named(tmp_path):
   refused("labels are not those of 26 letters")
   _write_mat(mat)
   letters.SIZES["test"] = 28
-  refused(r"mat \(test\): 27 images and 27 of y, want 28")
+  refused("mat: .*27 images and 27 labels, want 28")
   letters.SIZES["test"] = 27

@@ -15,7 +15,6 @@ from hetfl import (
   engine,
   Evaluator,
   fedavg,
-  fedavg_server,
   fedmd,
   fit,
   fml,
@@ -29,7 +28,9 @@ from hetfl import (
   Subset,
   with_hyper,
 )
-from hetfl.algorithms.fedmd import absolute_error, Translator
+from hetfl.algorithms.fedmd import Translator
+from hetfl.distill import absolute_error
+from hetfl.optimizers import fedavg_server
 from tests import algorithms, federation
 from tests.algorithms import CASES
 

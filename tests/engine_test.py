@@ -33,9 +33,10 @@ SCALE = np.float32(0.5)
 ENGINES = {
   "threads": lambda: engine.Threads(2),
   "one": lambda: engine.Inline(),
-  "lanes": lambda: engine.Inline(max_lanes=2),
+  "all": lambda: engine.Inline(at_once=1000),
+  "lanes": lambda: engine.Inline(at_once=2),
   "mesh": lambda: engine.Inline(federation.mesh(4)),
-  "mesh_lanes": lambda: engine.Inline(federation.mesh(2), max_lanes=2),
+  "mesh_lanes": lambda: engine.Inline(federation.mesh(2), at_once=2),
 }
 STEPS = {
   "one row": [3],

@@ -34,8 +34,9 @@ from hetfl import (
   with_hyper,
 )
 from hetfl.algorithms import codist
-from hetfl.algorithms.fedmd import absolute_error, consensus, squared_error
-from hetfl.distill import mutual_loss
+from hetfl.algorithms.fedmd import consensus
+from hetfl.batches import gather, prepare
+from hetfl.distill import absolute_error, mutual_loss, squared_error
 from hetfl.models import language, layers, next_word
 from tests import algorithms, federation
 from tests.algorithms import CASES, make_distiller
@@ -154,7 +155,7 @@ WRONG = {
   "mesh: has the axes ('a', 'b'); give one": lambda: Inline(
     jax.make_mesh((1, 1), ("a", "b"))
   ),
-  "max_lanes=0:": lambda: Inline(max_lanes=0),
+  "at_once=0:": lambda: Inline(at_once=0),
   "learning_rate=-1:": lambda: pool(learning_rate=-1),
   "server_lr=nan:": lambda: pool(server_lr=float("nan")),
   "server_lr=inf: must be finite, at least 0": lambda: pool(server_lr=np.inf),
@@ -189,9 +190,7 @@ WRONG = {
     jnp.zeros((2, 4, 3)), jnp.ones(3)
   ),
   # Who holds what.
-  "assignment[0]: positions must be integers": lambda: from_lists(
-    BANK["y"] == 0
-  ),
+  "client '0': positions must be integers": lambda: from_lists(BANK["y"] == 0),
   "client '1' holds no examples": lambda: from_lists([0], []),
   "client '1': position 999 is outside": lambda: from_lists([7], [3, 999], [9]),
   "give each client's positions, not one number": lambda: (
@@ -199,7 +198,7 @@ WRONG = {
   ),
   "bank: give arrays by name": lambda: Subset.whole((BANK["x"], BANK["y"])),
   "bank['x']: must be an array": lambda: Subset.whole({"x": {"a": np.ones(2)}}),
-  "bank: arrays of different lengths {'x': 3, 'y': 2}": lambda: core.gather(
+  "bank: arrays of different lengths {'x': 3, 'y': 2}": lambda: gather(
     {"x": jnp.zeros(3), "y": jnp.zeros(2)}, jnp.array([0])
   ),
   "ids: of shape (3,) for a bank of": lambda: ClientPopulation.from_ids(
@@ -338,7 +337,7 @@ WRONG = {
   "a transform is called with (batch) here": lambda: evaluator(
     transform=lambda key, b: b
   )([MLP.start(KEY)]),
-  "a batch holds ['mask', 'y']": lambda: core.prepare(
+  "a batch holds ['mask', 'y']": lambda: prepare(
     lambda batch: {"y": batch["y"]}, {"y": 0, "mask": 1}
   ),
   "no set 'tset'": lambda: evaluator(only=[["tset"]]),

@@ -11,13 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
 import pytest
 
-from tests.runs import error_of, everything, manifest, outcome, ROOT, stop
+from tests.runs import error_of, everything, last_state, outcome, ROOT, stop
 
 QUICK = ("--rounds=6", "--eval_every=3", "--codist_period=4")
 
@@ -183,59 +182,20 @@ def test_dropout_is_of_the_pool_that_has_it(codist, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigkill_ten_times(codist, tmp_path):
-  run = (
-    "--algorithm=merged",
-    "--rounds=60",
-    "--eval_every=4",
-    "--checkpoint_every=1",
-    "--notensorboard",
-  )
+def test_sigkill_three_times(codist, tmp_path):
+  run = ("--algorithm=merged", "--rounds=20", "--eval_every=4")
+  run += ("--checkpoint_every=1", "--notensorboard")
   done = codist(*run, f"--workdir={tmp_path}/undisturbed")
   assert done.returncode == 0, done.stderr
   draw = random.Random(0)
-  in_the_rounds = 0
-  for kill in range(10):
+  for _ in range(3):
     process = codist.start(*run, f"--workdir={tmp_path}/killed")
-    # Half of the kills come in start-up, half when rounds are being run.
-    if kill % 2:
-      code = stop(process, tmp_path / "killed", draw.uniform(0, 0.4))
-      in_the_rounds += code == -signal.SIGKILL
-    else:
-      time.sleep(draw.uniform(0, 4))
-      process.kill()
-      process.wait()
-  assert in_the_rounds >= 3, "too fast to be killed"
+    code = stop(process, tmp_path / "killed", draw.uniform(0, 0.2))
+    assert code == -signal.SIGKILL, "too fast to be killed"
   done = codist(*run, f"--workdir={tmp_path}/killed")
   assert done.returncode == 0, done.stderr
   assert outcome(tmp_path / "killed") == outcome(tmp_path / "undisturbed")
-  assert manifest(tmp_path / "killed") == manifest(tmp_path / "undisturbed")
-
-
-@pytest.mark.slow
-def test_a_corrupted_checkpoint_is_passed_over(codist, tmp_path):
-  run = (
-    "--algorithm=fedavg",
-    "--rounds=6",
-    "--eval_every=3",
-    "--checkpoint_every=2",
-    f"--workdir={tmp_path}/run",
-  )
-  assert codist(*run).returncode == 0
-  expected = outcome(tmp_path / "run"), manifest(tmp_path / "run")
-  (tmp_path / "run/result.json").unlink()
-  last = tmp_path / "run/checkpoints/000006"
-  largest = max(
-    (p for p in last.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
-  )
-  content = bytearray(largest.read_bytes())
-  content[len(content) // 2] ^= 1
-  largest.write_bytes(content)
-  done = codist(*run)
-  assert done.returncode == 0, done.stderr
-  assert "000006 is damaged" in done.stderr
-  assert "using 000004" in done.stderr
-  assert (outcome(tmp_path / "run"), manifest(tmp_path / "run")) == expected
+  assert last_state(tmp_path / "killed") == last_state(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow
@@ -453,13 +413,13 @@ def test_language_models_of_two_domains(codist, tmp_path):
     png = (tmp_path / f"run/curves{curve}.png").read_bytes()
     assert png.startswith(b"\x89PNG")
   # A run that was stopped goes on, bit for bit.
-  expected = outcome(tmp_path / "run"), manifest(tmp_path / "run")
+  expected = outcome(tmp_path / "run"), last_state(tmp_path / "run")
   (tmp_path / "run/result.json").unlink()
   for late in ("000003", "000004"):
     shutil.rmtree(tmp_path / "run/checkpoints" / late)
   done = codist(*run, f"--workdir={tmp_path}/run")
   assert done.returncode == 0, done.stderr
-  assert (outcome(tmp_path / "run"), manifest(tmp_path / "run")) == expected
+  assert (outcome(tmp_path / "run"), last_state(tmp_path / "run")) == expected
   cases = [
     (("--recipe=pad32",), "--recipe=pad32: not for --dataset=stackexchange"),
     (("--high_capacity_clients=3",), "pools by domain have none"),
@@ -506,21 +466,23 @@ def _run_python_of(path):
 
 
 @pytest.mark.slow
-def test_the_readme_examples_run():
+def test_the_readmes_example_learns():
   names = _run_python_of("README.md")
-  # The first example learns, of ten classes.
-  for result in names["evaluate"]([p.variables for p in names["state"].server]):
-    assert result["test_accuracy"] > 0.5
+  server = [learner.variables for learner in names["state"].server]
+  for result in names["evaluate"](server):
+    assert result["test_accuracy"] > 0.5  # Of ten classes.
+
+
+@pytest.mark.slow
+def test_the_library_guides_examples_run():
+  names = _run_python_of("docs/library.md")
+  for result in names["accuracies"]:
+    assert result["test_accuracy"] > 0.5  # Of ten classes.
   # The second example's: two rounds of each of three trials.
   assert names["metrics"]["large/client_loss"].value.shape == (3, 2)
   count = names["metrics"]["large/distill_loss"].count
-  assert count.tolist() == [[10, 10]] * 3
-
-
-def test_the_library_guides_example_learns():
-  small, large = _run_python_of("docs/library.md")["accuracies"]
-  assert small["test_accuracy"] > 0.5  # Of ten classes.
-  assert large["test_accuracy"] > 0.5
+  assert count.tolist() == [[4, 4]] * 3
+  assert names["small"]["test_accuracy"].value.shape == (3,)
 
 
 def test_reproduce_puts_our_numbers_beside_the_published(environment, tmp_path):

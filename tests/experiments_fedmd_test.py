@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hetfl.run import logs
-from tests.runs import error_of, manifest, outcome, stop
+from tests.runs import error_of, last_state, outcome, stop
 
 PHASES = ("public", "transfer", "pooled")
 # Two parties, one of them dense, and a few epochs and rounds.
@@ -90,7 +90,7 @@ def test_sigkill_in_every_phase(undisturbed, fedmd, tmp_path):
   for folder in (".", *PHASES):
     ours, theirs = killed / folder, undisturbed[0] / folder
     assert outcome(ours) == outcome(theirs)
-    assert manifest(ours) == manifest(theirs)
+    assert last_state(ours) == last_state(theirs)
   # The same command with other data of one phase.
   (killed / "transfer/data.json").write_text('{"crc32": "00000000"}\n')
   assert "data.json is not what this run" in error_of(fedmd(*run))
@@ -169,7 +169,7 @@ def test_a_finished_run_may_be_lengthened(undisturbed, fedmd, tmp_path):
     done = fedmd(*TINY[:-1], f"--rounds={rounds}", f"--workdir={path}")
     assert done.returncode == 0, done.stderr
   assert outcome(path) == outcome(undisturbed[0])
-  assert manifest(path) == manifest(undisturbed[0])
+  assert last_state(path) == last_state(undisturbed[0])
   assert "--rounds=4\n" in (path / "config.flags").read_text()
 
 
@@ -241,7 +241,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--consensus_weights=1,1,1,1,-1",), "-1 must be at least 0"),
     (("--num_parties=2", "--weak_parties=3"), "--weak_parties=3: there are 2"),
     (("--public_subset=9999",), "--public_subset=9999: there are 771"),
-    (("--examples_per_class=99",), "examples_per_class=99: 5 parties need"),
+    (("--examples_per_class=99",), "examples_per_class=99: 495 are wanted"),
     (
       ("--heldout_examples=5000",),
       "--heldout_examples=5000: must lie between 0 and 870",
@@ -260,7 +260,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
   ]
   fedmd.refuse(cases, fresh=tmp_path / "fresh")
   path, _ = undisturbed
-  before = outcome(path), manifest(path)
+  before = outcome(path), last_state(path)
   done = fedmd(*TINY[:-1], "--rounds=3", f"--workdir={path}")
   assert done.returncode != 0 and "rounds: there 4, here 3" in done.stderr
-  assert (outcome(path), manifest(path)) == before
+  assert (outcome(path), last_state(path)) == before

@@ -16,7 +16,6 @@ from hetfl import (
   engine,
   fedmd,
   fit,
-  keras_adam,
   Learner,
   Participant,
   plan_fedmd,
@@ -24,8 +23,10 @@ from hetfl import (
   plan_round,
   Subset,
 )
-from hetfl.algorithms.fedmd import consensus, squared_error
+from hetfl.algorithms.fedmd import consensus
+from hetfl.distill import squared_error
 from hetfl.models import fedmd as models
+from hetfl.optimizers import keras_adam
 from tests import algorithms, federation
 from tests.algorithms import PARTY_CLASSES, PartyMlp
 from tests.oracles import codist as codist_oracle

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-from absl import logging
 import chex
 import flax.linen as nn
 import jax
@@ -17,9 +16,7 @@ from hetfl import (
   core,
   engine,
   fedavg,
-  fedavg_server,
   fml,
-  independent,
   local_model,
   meme_model,
   plan_round,
@@ -28,9 +25,8 @@ from hetfl import (
 )
 from hetfl.algorithms.fml import group_clients, weighted_mean
 from hetfl.distill import mutual_loss
-from hetfl.models import fml as nets
-from hetfl.models import layers
-from hetfl.optimizers import momentum_sgd
+from hetfl.models import layers, vision
+from hetfl.optimizers import fedavg_server, momentum_sgd
 from tests import federation
 from tests.algorithms import (
   CNN,
@@ -51,7 +47,7 @@ TOLERANCE = dict(rtol=2e-4, atol=2e-6)
 assert_close = functools.partial(chex.assert_trees_all_close, **TOLERANCE)
 assert_equal = chex.assert_trees_all_equal
 
-TRUNK = model(nets.Net((2, 3), 3, (), None, padding="SAME"))
+TRUNK = model(vision.CNN((2, 3), 3, (), None))
 
 
 class Stage(nn.Module):
@@ -254,7 +250,7 @@ def test_with_beta_one_the_global_model_is_fedavgs():
 def test_with_alpha_one_clients_learn_alone():
   clients = clients_with(transform=noisy)
   mutual, _ = run(build(clients, alpha=1.0))
-  alone = independent(clients, learning_rate=0.125)
+  alone = fml(clients, global_model=None, learning_rate=0.125)
   alone = alone._replace(step=jax.jit(alone.step))
   state, metrics = run(alone)
   assert state.server is None
@@ -529,16 +525,6 @@ def test_equal_clients_form_a_group():
   )
   named = dataclasses.replace(a, name="c")
   assert group_clients([a, b, named]) == ((0, 2), (1,))
-
-
-def test_mutual_learning_switched_off_is_said(caplog):
-  logging.use_absl_handler()
-  with caplog.at_level("WARNING"):
-    build(alpha=0.5, beta=0.5)
-    assert not caplog.text
-    build(alpha=1, beta=1.0)
-  assert "alpha=1 switches mutual learning off" in caplog.text
-  assert "beta=1 switches mutual learning off" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import hetfl
 from hetfl import augment, core, engine
 from hetfl.models import fedmd, fml, kernels, layers, vision
 from hetfl.models.kernels import convolution
-from hetfl.models.kernels.winograd import winograd_conv
 from tests import federation
 from tests.oracles import codist as codist_oracle
 from tests.oracles import fedmd as fedmd_oracle
@@ -37,9 +36,9 @@ def test_parameter_counts_in_both_recipes(cnn, name):
 
 
 def test_dropout_is_in_training_alone():
-  x = jax.random.normal(jax.random.key(0), (4, 8, 8, 1))
+  x = jax.random.normal(jax.random.key(0), (4, 2, 2, 1))
   with_dropout, without = (
-    core.Model.from_flax(vision.small_cnn(10, dropout=rate), x)
+    core.Model.from_flax(vision.CNN((), 3, (8,), 10, dropout=rate), x)
     for rate in (0.5, 0.0)
   )
   variables = with_dropout.init(jax.random.key(1))
@@ -54,38 +53,55 @@ def test_dropout_is_in_training_alone():
   assert not jnp.allclose(trained(2), trained(3))
 
 
-@pytest.mark.parametrize("channels", [3, 32])  # Few, and enough for any form.
-@pytest.mark.parametrize("padding", ["SAME", "VALID"])
-@pytest.mark.parametrize("form", typing.get_args(kernels.ConvForm))
-def test_conv_is_flaxs_conv(form, padding, channels):
-  ours = layers.Conv(5, (3, 3), padding, form)
-  theirs = nn.Conv(5, (3, 3), padding=padding)
-  clients = 3
-  # Tiles of Winograd's two sizes, and a side that is no whole tile.
-  x = jax.random.normal(jax.random.key(0), (clients, 2, 7, 6, channels))
-  variables = jax.vmap(theirs.init)(
-    jax.random.split(jax.random.key(1), clients), x
-  )
-  weights = jax.random.normal(jax.random.key(2), (5,))
+@pytest.mark.parametrize(
+  "form,size,strides,padding,channels,pool",
+  [
+    ("native", (4, 5), (3, 2), "SAME", 3, False),
+    ("patches", (3, 3), (1, 1), "SAME", 3, True),  # Few channels: in columns.
+    ("patches", (3, 2), (2, 1), "SAME", 3, False),
+    ("patches", (2, 2), (2, 2), "VALID", 32, False),
+    ("patches", (4, 5), (3, 2), "SAME", 32, False),
+    ("winograd", (3, 3), (1, 1), "SAME", 32, True),  # In tiles of 4x2.
+    ("winograd", (3, 3), (1, 1), "VALID", 32, False),  # In tiles of 2x2.
+    ("winograd", (3, 3), (2, 2), "VALID", 32, False),  # As patches.
+    ("planes", (3, 3), (1, 1), "SAME", 4, True),
+    ("planes", (5, 5), (1, 1), "VALID", 4, True),
+    ("planes", (3, 4), (1, 1), "VALID", 4, True),
+    ("planes", (4, 3), (1, 1), "SAME", 4, True),
+  ],
+)
+def test_conv_is_flaxs_conv(form, size, strides, padding, channels, pool):
+  conv = layers.Conv(5, size, padding, form, strides=strides, pool=pool)
+  of_flax = nn.Conv(5, size, strides, padding)
+  turn = lambda x: x.transpose(3, 1, 2, 0) if form == "planes" else x
 
-  def value_and_grads(module):
-    # Each client with weights of its own, as in a round.
-    def loss(variables, x):
-      y = module.apply(variables, x)
-      return jnp.sum(jnp.sin(y) * weights.reshape(1, 1, 1, -1))
+  def ours(variables, x):
+    return turn(conv.apply(variables, turn(x)))
 
-    return jax.vmap(jax.value_and_grad(loss, (0, 1)))(variables, x)
+  def theirs(variables, x):
+    y = of_flax.apply(variables, x)
+    return nn.max_pool(y, (2, 2), (2, 2)) if pool else y
 
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
-    value_and_grads(ours),
-    value_and_grads(theirs),
-  )
+  # No whole number of tiles; each client has weights of its own.
+  x = jax.random.normal(jax.random.key(0), (3, 2, 7, 9, channels))
+  keys = jax.random.split(jax.random.key(1), 3)
+  variables = jax.jit(jax.vmap(of_flax.init))(keys, x)
+  variables["params"]["bias"] += jnp.arange(5.0).reshape(1, 5)
+  weights = jax.random.normal(jax.random.key(2), (1, 1, 1, 5))
+
+  def value_and_grads(apply):
+    loss = lambda variables, x: jnp.sum(jnp.sin(apply(variables, x)) * weights)
+    return jax.jit(jax.vmap(jax.value_and_grad(loss, (0, 1))))(variables, x)
+
+  with jax.numpy_rank_promotion("allow"):  # Flax's.
+    chex.assert_trees_all_close(
+      value_and_grads(ours), value_and_grads(theirs), rtol=2e-4, atol=2e-5
+    )
 
 
-@pytest.mark.parametrize("padding", ["SAME", "VALID"])
-@pytest.mark.parametrize("strides", [(1, 1), (2, 3)])
-@pytest.mark.parametrize("batch", [0, 3])
+@pytest.mark.parametrize(
+  "padding,strides,batch", [("SAME", (2, 3), 3), ("VALID", (1, 1), 0)]
+)
 def test_a_gpus_patches_are_the_others(monkeypatch, padding, strides, batch):
   x = jax.random.normal(jax.random.key(0), (2, batch, 7, 6, 16))
   tangent = jax.random.normal(jax.random.key(1), x.shape)
@@ -135,34 +151,21 @@ class Wide(nn.Module):
     return nn.Dense(federation.CLASSES)(x.reshape(x.shape[0], -1))
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_a_gpus_round_is_the_others(monkeypatch, devices):
+def test_a_gpus_round_is_the_others(monkeypatch):
   model = core.Model.from_flax(Wide(), jnp.zeros(federation.EXAMPLE.shape))
 
   def trained():
-    mesh = jax.make_mesh((devices,), (engine.AXIS,)) if devices > 1 else None
-    inline = engine.Inline(mesh)
-    pools = [
-      dataclasses.replace(p, model=model) for p in federation.make_pools()
-    ]
-    algorithm = hetfl.merged_codist(
-      pools,
-      hetfl.Distiller(learning_rate=0.01),
-      alpha=0.5,
-      rounds=3,
-      engine=inline,
-    )
+    inline = engine.Inline(federation.mesh(4))
+    (pool,) = federation.make_pools(1)
+    pools = [dataclasses.replace(pool, model=model)]
+    algorithm = hetfl.fedavg(pools, rounds=None, engine=inline)
     algorithm = algorithm._replace(step=inline.compile(algorithm.step))
-    state, _ = federation.run(algorithm, 2)
+    state, _ = federation.run(algorithm, 1, distill=False)
     return federation.params(state)
 
   expected = trained()
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
-    trained(),
-    expected,
-  )
+  chex.assert_trees_all_close(trained(), expected, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("height", [6, 12])  # Tiles of 2x2 and of 4x2.
@@ -177,32 +180,11 @@ def test_winograd_is_about_as_exact_as_patches(height):
     for j in range(3)
   )
   error = lambda y: np.sqrt(np.mean((np.asarray(y, float) - exact) ** 2))
-  tiled = error(winograd_conv(x, kernel))
+  tiled = error(convolution.winograd_conv(x, kernel, "SAME"))
   patches = convolution.extract_patches(x, (3, 3), "SAME")
   direct = error(patches @ kernel.reshape(-1, 64))
   # 0.7 and 1.3 times; with the points 1 and 2 in place of 2/3 and 3/2, 1.9.
   assert tiled < 1.5 * direct, (tiled, direct)
-
-
-@pytest.mark.parametrize("form", typing.get_args(kernels.ConvForm))
-def test_pooling_before_the_bias_is_pooling_after_it(form):
-  x = jax.random.normal(jax.random.key(0), (2, 7, 6, 16))
-  conv = layers.Conv(5, (3, 3), form=form)
-  variables = conv.init(jax.random.key(1), x)
-  variables["params"]["bias"] += jnp.arange(5.0)
-  weights = jax.random.normal(jax.random.key(2), (2, 3, 3, 5))
-  pooled = layers.Conv(5, (3, 3), form=form, pool=True).apply
-  theirs = lambda v, x: nn.max_pool(conv.apply(v, x), (2, 2), (2, 2))
-  value_and_grads = [
-    jax.value_and_grad(
-      lambda v, x, f=apply: jnp.sum(jnp.sin(f(v, x)) * weights), (0, 1)
-    )(variables, x)
-    for apply in (pooled, theirs)
-  ]
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
-    *value_and_grads,
-  )
 
 
 FML_COUNTS = {
@@ -214,25 +196,27 @@ FML_COUNTS = {
 }
 
 
-@pytest.mark.parametrize("name", fml.NAMES)
-def test_fmls_networks(name):
+def test_parameter_counts_of_fmls_networks():
   sets = ((10, (28, 28, 1)), (10, (32, 32, 3)), (100, (32, 32, 3)))
-  for (classes, shape), count in zip(sets, FML_COUNTS[name]):
-    x = jnp.zeros((1, *shape))
-    shapes = jax.eval_shape(
-      fml.net(name, classes, shape).init, jax.random.key(0), x
-    )
-    assert core.num_parameters(shapes["params"]) == count
-  # All forms are one function of the same parameters.
-  x = jax.random.normal(jax.random.key(0), (3, 28, 28, 1))
-  forms = typing.get_args(kernels.ConvForm)
-  nets = [fml.net(name, 10, (28, 28, 1), conv=form) for form in forms]
-  variables = nets[0].init(jax.random.key(1), x)
-  first, *others = (net.apply(variables, x) for net in nets)
-  for other in others:
-    np.testing.assert_allclose(first, other, rtol=1e-4, atol=1e-5)
+  for name, counts in FML_COUNTS.items():
+    for (classes, shape), count in zip(sets, counts):
+      net, x = fml.net(name, classes, shape), jnp.zeros((1, *shape))
+      shapes = jax.eval_shape(net.init, jax.random.key(0), x)
+      assert core.num_parameters(shapes["params"]) == count
   with pytest.raises(ValueError, match="choose from mlp"):
     fml.net("resnet", 10, (32, 32, 3))
+
+
+def test_networks_are_the_same_in_all_forms():
+  x = jax.random.normal(jax.random.key(0), (3, 18, 18, 2))
+  forms = typing.get_args(kernels.ConvForm)
+  # Of both `patches` puts the batch last, `winograd` of the first alone.
+  for filters in ((3, 4), (16, 4)):
+    nets = [vision.CNN(filters, 3, (5,), 3, conv=form) for form in forms]
+    variables = jax.jit(nets[0].init)(jax.random.key(1), x)
+    first, *others = (jax.jit(net.apply)(variables, x) for net in nets)
+    for other in others:
+      np.testing.assert_allclose(first, other, rtol=1e-4, atol=1e-5)
 
 
 def test_convolutions_alone_have_no_classes():
@@ -247,44 +231,14 @@ def test_convolutions_alone_have_no_classes():
     fml.net("mlp", None, shape)
 
 
-@pytest.mark.parametrize("padding", ["SAME", "VALID"])
-@pytest.mark.parametrize("size", [(3, 3), (5, 5), (3, 4), (4, 3)])
-def test_pooled_planes_are_flaxs_conv_and_pool(size, padding):
-  ours = layers.Conv(5, size, padding, "planes", pool=True)
-  theirs = nn.Conv(5, size, padding=padding)
-  x = jax.random.normal(jax.random.key(0), (2, 9, 8, 4))  # One side is odd.
-  pooled = lambda v, x: nn.max_pool(theirs.apply(v, x), (2, 2), (2, 2))
-  variables = jax.vmap(theirs.init, (0, None))(
-    jax.random.split(jax.random.key(1), 3), x
-  )
-  weights = jax.random.normal(jax.random.key(2), (2, 1, 1, 5))
-
-  def value_and_grads(apply):
-    # The same images for three kernels, as for trials.
-    loss = lambda variables, x: jnp.sum(jnp.sin(apply(variables, x)) * weights)
-    grad = jax.value_and_grad(loss, (0, 1))
-    with jax.numpy_rank_promotion("allow"):
-      return jax.vmap(grad, (0, None))(variables, x)
-
-  planes = lambda v, x: ours.apply(v, x.transpose(3, 1, 2, 0)).transpose(
-    3, 1, 2, 0
-  )
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
-    value_and_grads(planes),
-    value_and_grads(pooled),
-  )
-
-
 def test_forms_of_convolution_say_what_they_cannot_do():
   x, kernel = jnp.zeros((0, 4, 4, 2)), jnp.zeros((3, 3, 2, 5))
-  assert winograd_conv(x, kernel).shape == (0, 4, 4, 5)
+  assert convolution.winograd_conv(x, kernel, "SAME").shape == (0, 4, 4, 5)
   for form in ("patches", "winograd", "native", "planes"):
     small = jnp.zeros((32, 2, 4, 1) if form == "planes" else (1, 2, 4, 32))
     with pytest.raises(ValueError, match="2x4 are too small for a conv"):
-      layers.Conv(5, (3, 3), "VALID", form, pool=True).init(
-        jax.random.key(0), small
-      )
+      conv = layers.Conv(5, (3, 3), "VALID", form, pool=True)
+      jax.eval_shape(conv.init, jax.random.key(0), small)
   # Not taken for another one, which would be silent.
   for options in ({"form": "xla"}, {"padding": "same"}):
     ((name, value),) = options.items()
@@ -295,52 +249,14 @@ def test_forms_of_convolution_say_what_they_cannot_do():
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tpu"])
-@pytest.mark.parametrize("shape", [(2, 6, 8, 3), (1, 5, 7, 2)])
-def test_max_pool_is_flaxs(shape, backend, monkeypatch):
+def test_max_pool_is_flaxs(backend, monkeypatch):
   ours = convolution.max_pool_2x2
   monkeypatch.setattr(jax, "default_backend", lambda: backend)
-  x = jax.random.normal(jax.random.key(0), shape)
+  x = jax.random.normal(jax.random.key(0), (2, 5, 7, 2))
   theirs = lambda x: nn.max_pool(x, (2, 2), (2, 2))
   np.testing.assert_array_equal(ours(x), theirs(x))
   grad = lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
   np.testing.assert_allclose(grad(ours), grad(theirs), rtol=1e-6)
-
-
-@pytest.mark.parametrize("form", typing.get_args(kernels.ConvForm))
-@pytest.mark.parametrize(
-  "kernel,strides,padding",
-  [
-    ((3, 3), (2, 2), "VALID"),
-    ((2, 2), (2, 2), "VALID"),
-    ((3, 2), (2, 1), "SAME"),
-    ((4, 5), (3, 2), "SAME"),
-  ],
-)
-def test_strided_conv_is_flaxs_conv(form, kernel, strides, padding):
-  x = jax.random.normal(jax.random.key(0), (2, 9, 8, 3))
-  ours = layers.Conv(5, kernel, padding, form, strides=strides)
-  theirs = nn.Conv(5, kernel, strides, padding)
-  variables = theirs.init(jax.random.key(1), x)
-  grad = lambda module: jax.grad(
-    lambda v, x: jnp.sum(jnp.sin(module.apply(v, x))), (0, 1)
-  )(variables, x)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
-    (ours.apply(variables, x), grad(ours)),
-    (theirs.apply(variables, x), grad(theirs)),
-  )
-
-
-@pytest.mark.parametrize("stride,padding", [(1, "SAME"), (2, "VALID")])
-def test_avg_pool_leaves_padding_out(stride, padding):
-  x = jax.random.normal(jax.random.key(0), (2, 7, 6, 3))
-  ours = lambda x: convolution.avg_pool_2x2(x, stride)
-  theirs = lambda x: nn.avg_pool(
-    x, (2, 2), (stride, stride), padding, count_include_pad=False
-  )
-  np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-6, atol=1e-7)
-  grad = lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
-  np.testing.assert_allclose(grad(ours), grad(theirs), rtol=1e-5, atol=1e-6)
 
 
 def test_dropout_is_fair_and_independent():
@@ -425,8 +341,8 @@ def test_whole_networks_are_numpys():
   rng = np.random.default_rng(0)
   image = lambda side, channels: rng.normal(size=(2, side, side, channels))
   crop, pad = (augment.RECIPES[name] for name in ("crop24", "pad32"))
-  small = lambda recipe: vision.CodistCNN(
-    (2, 3, 4), (5, 6), 3, recipe.padding, recipe.pool_after
+  small = lambda recipe: vision.CNN(
+    (2, 3, 4), 3, (5, 6), 3, recipe.padding, recipe.pool_after
   )
   with_edges = lambda x: np.pad(x, [(0, 0), (2, 2), (2, 2), (0, 0)], "edge")
   cases = [

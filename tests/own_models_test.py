@@ -174,7 +174,7 @@ class Last(nn.Module):
     shape = (6, self.vocabulary_size)
     kernel = self.param("kernel", nn.initializers.ones, shape)
     bias = self.param("bias", nn.initializers.zeros, (self.vocabulary_size,))
-    return hetfl.TokenLogits(h, kernel, bias, self.chunk)
+    return hetfl.models.language.TokenLogits(h, kernel, bias, self.chunk)
 
 
 def last(vocabulary_size):
@@ -231,7 +231,9 @@ def test_logits_of_text_are_computed_in_chunks(monkeypatch):
   codist_language = importlib.import_module("codist_language")
 
   def chunk_of(stated, given):
-    logits = hetfl.TokenLogits(*map(np.zeros, ((1, 2, 3), (3, 4), 4)), stated)
+    logits = hetfl.models.language.TokenLogits(
+      *map(np.zeros, ((1, 2, 3), (3, 4), 4)), stated
+    )
     model = hetfl.Model(None, lambda variables, x, key, train: (logits, {}))
     in_chunks = codist_language.in_chunks(model, given)
     assert codist_language.in_chunks(model, given) is in_chunks

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetfl import core, engine, localize, plan_round, population
-from hetfl.batches import plan_clients, plan_distillation
+from hetfl import engine, localize, plan_round, population
+from hetfl.batches import gather, plan_clients, plan_distillation
 from hetfl.engine import packing
 from tests import federation
 
@@ -195,7 +195,7 @@ def test_on_tpus_images_lie_one_after_another(devices, monkeypatch):
 
   def take(bank, index):
     seen.update(jax.tree.map(lambda a: a.shape, bank))
-    return core.gather(bank, index)
+    return gather(bank, index)
 
   step = runner.compile(take)
   batch = step(there, np.array([4, 1]))

@@ -41,11 +41,12 @@ def run(name, folder, runner, dispatch=1):
     return {"algorithm": name, "norm": evaluation["norm"]}
 
   return training.run(
-    algorithm._replace(step=runner.compile(algorithm.step, donate=(0,))),
+    algorithm,
     jax.random.key(0),
     case.plan,
     case.data(),
     norms,
+    engine=runner,
     rounds=ROUNDS,
     folder=logs.RunFolder(path, {"name": name}),
     summarize=summarize,
@@ -53,7 +54,6 @@ def run(name, folder, runner, dispatch=1):
     checkpoint_every=2,
     tensorboard=False,
     rounds_per_dispatch=dispatch,
-    scanned_step=runner.compile(training.scanned(algorithm.step), donate=(0,)),
   )
 
 

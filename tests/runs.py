@@ -8,6 +8,9 @@ import subprocess
 import sys
 import time
 
+import numpy as np
+import orbax.checkpoint
+
 SECONDS = 300  # A run may take no longer.
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -129,12 +132,14 @@ def outcome(workdir):
   return result, rows
 
 
-def manifest(workdir):
-  """The digests and shapes of the last checkpoint's arrays."""
+def last_state(workdir):
+  """The round of the last checkpoint, and the bits of its arrays."""
   last = sorted((workdir / "checkpoints").iterdir())[-1]
-  text = (last / "manifest.json").read_text().split("\n")[1]
-  stored = json.loads(text)
-  return last.name, stored["sha256"], stored["leaves"]
+  handler = orbax.checkpoint.StandardCheckpointHandler()
+  with orbax.checkpoint.Checkpointer(handler) as checkpointer:
+    arrays = checkpointer.restore(last / "state")
+  bits = {n: np.asarray(a).tobytes() for n, a in arrays.items()}
+  return last.name, bits
 
 
 def everything(workdir):

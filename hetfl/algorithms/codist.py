@@ -86,7 +86,7 @@ class _Exchange:
     plan: Plan,
     data: dict[str, core.Batch],
     decay: jax.Array,
-    due: jax.Array,
+    due: jax.Array | np.bool_,
   ) -> list[Work]:
     """Runs the teachers and returns the works that distil to each student.
 
@@ -103,17 +103,16 @@ class _Exchange:
     """
     batches = local.of_round(plan, "distill", 1)
     bank = checks.bank(data, "distill")
-    due = due.astype(np.int32)  # It multiplies numbers of steps.
+    when = due.astype(np.int32)
     *_, key = round_keys(state.key, plan.round, len(teachers))
     variables = [teacher.variables for teacher in teachers]
     views = self._engine.run(
       *(
-        self._distiller.look(view, of, key, bank, batches, due)
+        self._distiller.look(view, of, key, bank, batches, when)
         for view, of in zip(self._views, variables)
       )
     )
-    names = self._distiller.hyper(len(teachers))
-    context = {name: state.hyper[name] for name in names} | {
+    context = state.hyper | {
       "decay": decay,
       "key": key,
       "teachers": variables,
@@ -121,22 +120,18 @@ class _Exchange:
     }
     # Differs from the batches' keys.
     student_key = jax.random.fold_in(key, np.uint32(2**31))
-    one_row = jax.tree.map(lambda a: a[0], batches)
     return [
-      Work(
+      local.work(
         student,
-        (context, student_key, bank),
-        ((), one_row._replace(client=np.int32(i))),
-        due * one_row.steps,
+        context,
+        student_key,
+        bank,
+        (),
+        local.row_of(plan, "distill", i),
+        when=when,
       )
       for i, student in enumerate(self._students)
     ]
-
-
-def _distill_losses(pools, losses) -> core.Metrics:
-  return {
-    f"{pool.name}/distill_loss": loss for pool, loss in zip(pools, losses)
-  }
 
 
 def periodic_codist(
@@ -162,8 +157,7 @@ def periodic_codist(
     period: p; more than `rounds` gives FedAvg.
     rounds: T, over which all learning rates but the clients' fall linearly;
       `None` keeps them constant.
-    engine: where the work runs; `Inline()` by default. With `Threads()` the
-      step dispatches programs itself and must not be traced.
+    engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
 
   Returns:
     The algorithm. Its `init` takes a key and, to continue from existing models,
@@ -181,13 +175,13 @@ def periodic_codist(
   (3/4, 1/4). FedAvg brings the first one to logits (1/2, -1/2); then each model
   learns from the other.
 
-  >>> from hetfl import ClientPopulation, fedavg_server, plan_round
+  >>> from hetfl import ClientPopulation, optimizers, plan_round
   >>> def pool(name, *w):
   ...   model = core.Model(
   ...       lambda key: core.Variables(jnp.array([w]), {}),
   ...       lambda v, x, key, train: (x @ v.params, v.stats))
   ...   return Pool(model, name, learning_rate=1., server_lr=1.,
-  ...               server_optimizer=fedavg_server)
+  ...               server_optimizer=optimizers.fedavg_server)
   >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
   >>> clients = ClientPopulation.from_lists(bank, [[0]])
   >>> plan = plan_round({'a': clients, 'b': clients}, clients.examples(),
@@ -229,7 +223,9 @@ def periodic_codist(
         for replace, *args in zip(replaced, state.server, students)
       )
     )
-    metrics = client_losses(pools, sent) | _distill_losses(pools, losses)
+    metrics = local.metrics_of(
+      pools, client_loss=client_losses(sent), distill_loss=losses
+    )
     return state, metrics
 
   return core.Algorithm(init, step)
@@ -269,8 +265,7 @@ def merged_codist(
     rounds: T, over which all learning rates but the clients' fall linearly;
       `None` keeps them constant.
     every: alpha is 1 except in every `every`-th round.
-    engine: where the work runs; `Inline()` by default. With `Threads()` the
-      step dispatches programs itself and must not be traced.
+    engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
 
   Returns:
     The algorithm. Its `init` takes a key and, to continue from existing models,
@@ -289,13 +284,13 @@ def merged_codist(
   (3/4, 1/4). For the first model the clients' and the distillation gradient
   agree, so that it moves by ||g||; for the second they are opposite and cancel.
 
-  >>> from hetfl import ClientPopulation, fedavg_server, plan_round
+  >>> from hetfl import ClientPopulation, optimizers, plan_round
   >>> def pool(name, *w):
   ...   model = core.Model(
   ...       lambda key: core.Variables(jnp.array([w]), {}),
   ...       lambda v, x, key, train: (x @ v.params, v.stats))
   ...   return Pool(model, name, learning_rate=1., server_lr=1.,
-  ...               server_optimizer=fedavg_server)
+  ...               server_optimizer=optimizers.fedavg_server)
   >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
   >>> clients = ClientPopulation.from_lists(bank, [[0]])
   >>> plan = plan_round({'a': clients, 'b': clients}, clients.examples(),
@@ -352,7 +347,9 @@ def merged_codist(
     ]
     # Line 9: apply FedAvg with the merged gradient.
     state = step_servers(pools, state, merged, decay)
-    metrics = client_losses(pools, sent) | _distill_losses(pools, losses)
+    metrics = local.metrics_of(
+      pools, client_loss=client_losses(sent), distill_loss=losses
+    )
     return state, metrics
 
   return core.Algorithm(init, step)

@@ -18,6 +18,7 @@ import optax
 
 from hetfl import checks, core, local
 from hetfl.batches import Batches, Plan
+from hetfl.clients import weighted_mean
 from hetfl.engine import Engine, Inline, Task, Work
 from hetfl.optimizers import fedadam_server
 
@@ -150,12 +151,9 @@ class Pool(local.Participant):
     """
     local.check_full(self.label, batches, server.stats)
     each = each or self.aggregate is not None
-    return Work(
-      self.clients[each],
-      ({**hyper, "server": server.variables}, key, bank),
-      ((), batches),
-      batches.steps,
-      total=not each,
+    context = {**hyper, "server": server.variables}
+    return local.work(
+      self.clients[each], context, key, bank, (), batches, total=not each
     )
 
   @functools.cached_property
@@ -177,10 +175,7 @@ class Pool(local.Participant):
       gradient = self.aggregate(sent)
       one = jax.tree.map(lambda a: a[0], sent.delta)
       checks.alike(f"{self.label}: aggregate", gradient, one)
-      weight = sent.weight / jnp.sum(sent.weight)
-      highest = jax.lax.Precision.HIGHEST
-      mean = lambda x: jnp.tensordot(weight, x, 1, precision=highest)
-      return gradient, jax.tree.map(mean, sent.stats)
+      return gradient, weighted_mean(sent.stats, sent.weight)
 
     return combine
 
@@ -273,22 +268,14 @@ def init_pools(
     ValueError: there are not P `Variables`.
   """
   init_key, run_key = jax.random.split(key)
-  given: list[Any] = [None] * len(pools) if variables is None else [*variables]
-  if len(given) != len(pools):
-    raise ValueError(f"variables: give {len(pools)}, not {len(given)}")
-  keys = [jax.random.fold_in(init_key, i) for i in range(len(pools))]
-  models = [
-    pool.model.start(k, pool.label, v) for pool, k, v in zip(pools, keys, given)
-  ]
   values = {"server_lr": [pool.server_lr for pool in pools]}
   if any(pool.prox_mu is not None for pool in pools):
     values["prox_mu"] = [pool.prox_mu or 0.0 for pool in pools]
   return core.State(
     run_key,
     local.hyper_of(pools) | core.hyper(len(pools), **values) | hyper,
-    server=tuple(
-      local.Learner.start(v, pool.server_optimizer)
-      for pool, v in zip(pools, models)
+    server=local.start_learners(
+      pools, [pool.server_optimizer for pool in pools], init_key, variables
     ),
   )
 
@@ -417,14 +404,9 @@ def step_servers(
   )
 
 
-def client_losses(
-  pools: Sequence[Pool], sent: Sequence[ClientUpdates]
-) -> core.Metrics:
-  """`NAME/client_loss`, a mean over the steps of a pool's clients, in nats."""
-  return {
-    f"{pool.name}/client_loss": jax.tree.map(jnp.sum, update.loss)
-    for pool, update in zip(pools, sent)
-  }
+def client_losses(sent: Sequence[ClientUpdates]) -> list[core.Mean]:
+  """Each pool's loss, a mean over the steps of its clients, in nats."""
+  return [jax.tree.map(jnp.sum, update.loss) for update in sent]
 
 
 def fedavg(
@@ -438,15 +420,14 @@ def fedavg(
   `w <- server_optimizer(w, sum_k n_k (w - w_k) / sum_k n_k)`
 
   Each pool has its own server optimizer, by default FedAdam. With
-  `server_optimizer=hetfl.fedavg_server, server_lr=1., rounds=None` the
-  algorithm is McMahan's FedAvg, whose plans have `tail="short"`.
+  `server_optimizer=optax.sgd, server_lr=1., rounds=None` the algorithm is
+  McMahan's FedAvg, whose plans have `tail="short"`.
 
   Args:
     pools: P pools.
     rounds: T, over which the servers' learning rates fall linearly to zero, so
       that later rounds change no parameters; `None` keeps them constant.
-    engine: where the work runs; `Inline()` by default. With `Threads()` the
-      step dispatches programs itself and must not be traced.
+    engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
 
   Returns:
     The algorithm. Its `init` takes a key and, to continue from existing models,
@@ -465,12 +446,12 @@ def fedavg(
   With one client, one image of class 0 and logits (0, 0), the client moves to
   (1/2, -1/2), and so does the server, at a learning rate of 1.
 
-  >>> from hetfl import ClientPopulation, fedavg_server, plan_round
+  >>> from hetfl import ClientPopulation, optimizers, plan_round
   >>> model = core.Model(
   ...     lambda key: core.Variables(jnp.zeros((1, 2)), {}),
   ...     lambda v, x, key, train: (x @ v.params, v.stats))
   >>> pool = Pool(model, 'a', learning_rate=1., server_lr=1.,
-  ...             server_optimizer=fedavg_server)
+  ...             server_optimizer=optimizers.fedavg_server)
   >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
   >>> clients = ClientPopulation.from_lists(bank, [[0]])
   >>> plan = plan_round({'a': clients}, seed=0, round=1, batch_size=1)
@@ -494,6 +475,6 @@ def fedavg(
     gradients = [pool.combine(s) for pool, s in zip(pools, sent)]
     decay = linear_decay(plan.round, rounds)
     state = step_servers(pools, state, gradients, decay)
-    return state, client_losses(pools, sent)
+    return state, local.metrics_of(pools, client_loss=client_losses(sent))
 
   return core.Algorithm(init, step)

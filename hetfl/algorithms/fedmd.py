@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import checks, core, distill, local
-from hetfl.algorithms.fit import fresh_learners
-from hetfl.batches import in_order, order, Plan, plan_clients, rows_of
+from hetfl import checks, core, distill, local, population
+from hetfl.batches import gather, in_order, Plan, plan_clients, prepare
 from hetfl.engine import batch_size_or_default, Engine, Inline, Task, Work
-from hetfl.population import check_kind, positions_in, stratified, Subset
+from hetfl.population import ClientPopulation, Subset
 from hetfl.streams import generator, Stream
 
 PyTree = Any
@@ -40,53 +39,6 @@ class Translator(NamedTuple):
   loss: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def absolute_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
-  """`mean_c |f_c - f~_c|` of each example.
-
-  Args:
-    logits: `float[B, C]`.
-    consensus: `float[B, C]`.
-
-  Returns:
-    `float[B]`.
-
-  Reference: the released code's `mean_absolute_error`, over all outputs; the
-  paper gives no loss.
-
-  >>> float(absolute_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
-  1.5
-  >>> jax.grad(lambda z: absolute_error(z, jnp.zeros(2)))(jnp.array([0., 3.]))
-  Array([0. , 0.5], dtype=float32)
-  """
-  distance = _distance(logits, consensus)
-  # The gradient of JAX's abs is 1 at 0, where there is nothing to learn.
-  distance = jnp.where(distance == 0, 0.0, jnp.abs(distance))
-  return jnp.mean(distance, axis=-1)
-
-
-def squared_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
-  """`mean_c (f_c - f~_c)^2` of each example.
-
-  Args:
-    logits: `float[B, C]`.
-    consensus: `float[B, C]`.
-
-  Returns:
-    `float[B]`.
-
-  >>> float(squared_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
-  2.5
-  """
-  return jnp.mean(_distance(logits, consensus) ** 2, axis=-1)
-
-
-def _distance(logits, consensus):
-  """The difference; 0 where both are minus infinity, as for masked classes."""
-  logits, consensus = core.wide(logits), core.wide(consensus)
-  alike = jnp.isinf(logits) & (logits == consensus)
-  return jnp.where(alike, 0.0, logits - consensus)
-
-
 def _tempered_scores(logits, temperature):
   if logits.ndim < 2:
     raise ValueError(
@@ -101,8 +53,12 @@ def _tempered_divergence(logits, consensus, temperature):
 
 
 TRANSLATORS = {
-  "mae": Translator(lambda z, t: z, lambda z, f, t: absolute_error(z, f)),
-  "mse": Translator(lambda z, t: z, lambda z, f, t: squared_error(z, f)),
+  "mae": Translator(
+    lambda z, t: z, lambda z, f, t: distill.absolute_error(z, f)
+  ),
+  "mse": Translator(
+    lambda z, t: z, lambda z, f, t: distill.squared_error(z, f)
+  ),
   "kl": Translator(_tempered_scores, _tempered_divergence),
 }
 
@@ -166,8 +122,7 @@ def fedmd(
       party's own transform is for its private batches.
     eval_batch_size: examples at once in Communicate, by default 40 on CPUs and
       1,000 elsewhere; changes speed only.
-    engine: where the work runs; `Inline()` by default. With `Threads()` the
-      step dispatches programs itself and must not be traced.
+    engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
 
   Returns:
     The algorithm. Its `init` takes a key and, to start from parties that have
@@ -216,53 +171,61 @@ def fedmd(
         " give a Translator"
       )
     digest_loss = TRANSLATORS[digest_loss]
-  weights = _weights(consensus_weights, len(parties))
+  weights = 1.0 if consensus_weights is None else consensus_weights
+  (shares,) = core.hyper(len(parties), consensus_weights=weights).values()
+  checks.between(0, np.inf, consensus_weights=jnp.min(shares))
+  checks.positive(sum_of_consensus_weights=jnp.sum(shares))
   checks.positive(temperature=temperature)
   at_once = batch_size_or_default(eval_batch_size)
-  scores_of = [
-    _scores_task(party, digest_loss, public_transform) for party in parties
-  ]
-  digest = [
-    _digest_task(party, digest_loss, public_transform) for party in parties
-  ]
+  how = digest_loss, public_transform
+  scores_of = [_scores_task(party, *how) for party in parties]
+  digest = [_digest_task(party, *how) for party in parties]
   revisit = [local.own_training(party) for party in parties]
+  everyone = range(len(parties))
 
   def init(key, trained=None):
-    learners = fresh_learners(parties, key)
+    optimizers = [party.optimizer for party in parties]
+    # The number differs from any round.
+    learners = local.start_learners(parties, optimizers, key, first=2**31)
     if trained is not None:
       learners = [
         new.adopt(party.label, given)
         for party, new, given in zip(parties, learners, trained, strict=True)
       ]
-    both = lambda party, of: {
-      "digest": party.optimizer(0.0).init(of.params),
-      "revisit": of.opt_state,
-    }
-    return core.State(
-      jnp.copy(key),  # States may be donated.
-      local.hyper_of(parties)
-      | core.hyper(len(parties), consensus_weights=weights)
-      | core.hyper(temperature=temperature),
-      clients=tuple(
-        of._replace(opt_state=both(party, of))
-        for party, of in zip(parties, learners)
-      ),
+    clients = tuple(
+      of._replace(
+        opt_state={
+          "digest": party.optimizer(0.0).init(of.params),
+          "revisit": of.opt_state,
+        }
+      )
+      for party, of in zip(parties, learners)
     )
+    values = local.hyper_of(parties) | core.hyper(temperature=temperature)
+    values |= core.hyper(len(parties), consensus_weights=weights)
+    return core.State(jnp.copy(key), values, clients=clients)  # If donated.
 
   def step(state, plan, data):
-    digest_key, revisit_key = _keys(state.key, plan.round)
-    public = checks.bank(data, "public")
-    subset = local.of_round(plan, "public", 1).index[0, 0]
+    key = jax.random.fold_in(state.key, plan.round)
+    digest_key, revisit_key = jax.random.split(key)
+    clients, public = state.clients, checks.bank(data, "public")
+    subset = local.row_of(plan, "public").index[0]
     lots = in_order(subset, at_once).index[0]
     temperature = {"temperature": state.hyper["temperature"]}
-    context = [
-      local.values_of(state, k) | temperature for k in range(len(parties))
-    ]
+    context = [local.values_of(state, k) | temperature for k in everyone]
+
+    def train(tasks, key, *each):  # Returns the learners and their losses.
+      works = [
+        local.work(task, of, key, *own)
+        for task, of, *own in zip(tasks, context, *each)
+      ]
+      return zip(*engine.run(*works))
+
     # Communicate: each party computes its scores on the public subset.
     scores = engine.run(
       *(
         Work(task, (of, kept.variables, public), lots, np.ones(len(lots), int))
-        for task, of, kept in zip(scores_of, context, state.clients)
+        for task, of, kept in zip(scores_of, context, clients)
       )
     )
     # Aggregate: the server computes the consensus, before any party trains.
@@ -270,49 +233,41 @@ def fedmd(
     # Distribute: the subset becomes a bank, with the consensus in it.
     shown = _distribute(public, subset, agreed)
     # Digest: each party approaches the consensus on the public subset.
-    rows = local.of_round(plan, "digest", len(parties))
-    works = []
-    for k, (task, kept) in enumerate(zip(digest, state.clients)):
-      learner = kept._replace(opt_state=kept.opt_state["digest"])
-      batches = jax.tree.map(lambda a, k=k: a[k], rows)
-      shared = (context[k], digest_key, shown)
-      works.append(Work(task, shared, (learner, batches), batches.steps))
-    digested, digest_losses = zip(*engine.run(*works))
+    digested, digest_losses = train(
+      digest,
+      digest_key,
+      [shown] * len(parties),
+      [kept._replace(opt_state=kept.opt_state["digest"]) for kept in clients],
+      [local.row_of(plan, "digest", k, of=len(parties)) for k in everyone],
+    )
     # Revisit: each party trains on its own private data for a few epochs.
-    works = []
-    for k, (party, task, kept) in enumerate(
-      zip(parties, revisit, state.clients)
-    ):
-      learner = digested[k]._replace(opt_state=kept.opt_state["revisit"])
-      rows = local.of_round(plan, party.name, 1)
-      batches = jax.tree.map(lambda a: a[0], rows)._replace(client=np.int32(k))
-      shared = (context[k], revisit_key, checks.bank(data, party.name))
-      works.append(Work(task, shared, (learner, batches), batches.steps))
-    revisited, revisit_losses = zip(*engine.run(*works))
+    revisited, revisit_losses = train(
+      revisit,
+      revisit_key,
+      [checks.bank(data, party.name) for party in parties],
+      [
+        learner._replace(opt_state=kept.opt_state["revisit"])
+        for learner, kept in zip(digested, clients)
+      ],
+      [local.row_of(plan, parties[k].name, k) for k in everyone],
+    )
     clients = tuple(
       last._replace(
         opt_state={"digest": first.opt_state, "revisit": last.opt_state}
       )
       for first, last in zip(digested, revisited)
     )
-    metrics = {}
-    for party, *losses in zip(parties, digest_losses, revisit_losses):
-      metrics[f"{party.name}/digest_loss"] = losses[0]
-      metrics[f"{party.name}/revisit_loss"] = losses[1]
-    return state.replace(clients=clients), metrics
+    return state.replace(clients=clients), local.metrics_of(
+      parties, digest_loss=digest_losses, revisit_loss=revisit_losses
+    )
 
   return core.Algorithm(init, step)
 
 
 @jax.jit
-def _keys(key, round):
-  return jax.random.split(jax.random.fold_in(key, round))
-
-
-@jax.jit
 def _distribute(public, subset, agreed):
   """The public subset and the consensus on it, as a bank."""
-  shown = core.gather(public, subset)
+  shown = gather(public, subset)
   # NaN for positions beyond the bank.
   known = shown.pop("mask").reshape(-1, *[1] * (agreed.ndim - 2))
   agreed = agreed.reshape(-1, *agreed.shape[2:])[: len(subset)]
@@ -323,7 +278,7 @@ def _scores_task(party, translator, transform) -> Task:
   """A party's scores on a batch of public examples, in inference mode."""
 
   def scores(context, variables, bank, index):
-    batch = core.prepare(transform, core.gather(bank, index))
+    batch = prepare(transform, gather(bank, index))
     logits, _ = local.outputs_of(
       party.label, party.model, variables, batch, None, train=False
     )
@@ -336,10 +291,10 @@ def _scores_task(party, translator, transform) -> Task:
 def _digest_task(party, translator, transform) -> Task:
   """A party's training towards the consensus, on what `_distribute` made."""
 
-  def prepare(context, key, bank, index, s):
+  def make_batch(context, key, bank, index, s):
     del context, s
-    shown = core.gather(bank, index)
-    batch = core.prepare(transform, shown, key)
+    shown = gather(bank, index)
+    batch = prepare(transform, shown, key)
     return {**batch, "consensus": shown["consensus"]}
 
   def towards(variables, batch, key, context):
@@ -350,7 +305,7 @@ def _digest_task(party, translator, transform) -> Task:
     losses = translator.loss(logits, target, context["temperature"])
     return losses, stats, {}
 
-  return local.own_training(party, towards, prepare)
+  return local.own_training(party, towards, make_batch)
 
 
 def plan_fedmd(
@@ -400,65 +355,45 @@ def plan_fedmd(
   ([0, 0, 1, 1], [2])
   """
   checks.counts(
-    round=round,
     subset=subset,
     digest_batch_size=digest_batch_size,
     digest_epochs=digest_epochs,
     revisit_batch_size=revisit_batch_size,
     revisit_epochs=revisit_epochs,
   )
-  check_kind(public, "public", Subset)
+  population.check_kind(public, "public", Subset)
   if subset > len(public.index):
     raise ValueError(
       f"subset={subset}: exceeds the {len(public.index)} public examples"
     )
-  positions = positions_in(public.bank, public.index, "public")
+  positions = population.positions_in(public.bank, public.index, "public")
   draw, labels = (Stream.PUBLIC_SUBSET, seed, round), public.bank.get("y")
   if labels is not None and np.ndim(labels) == 1:
-    drawn = stratified(np.asarray(labels)[positions], size=subset, seed=draw)
+    drawn = population.stratified(
+      np.asarray(labels)[positions], size=subset, seed=draw
+    )
   else:
     drawn = generator(*draw).permutation(len(positions))[:subset]
-  digest = [
-    order(
-      np.arange(subset),
-      generator(Stream.DIGEST, seed, round, k),
-      batch_size=min(digest_batch_size, subset),
-      epochs=digest_epochs,
-      tail="repeat",
-    )
-    for k in range(len(private))
-  ]
-  numbers = np.arange(len(private))
+  shown = {"public": positions[drawn]}
+  learners = [np.arange(subset)] * len(private)
+  options: dict[str, Any] = {"seed": seed, "round": round, "tail": "repeat"}
   batches = {
     "public": in_order(positions[drawn], subset),
-    "digest": rows_of(digest, numbers, np.ones(len(private))),
+    "digest": plan_clients(
+      ClientPopulation.from_lists(shown, learners),
+      phase=Stream.DIGEST,
+      batch_size=min(digest_batch_size, subset),
+      epochs=digest_epochs,
+      **options,
+    ),
   }
   for k, (name, held) in enumerate(private.items()):
     batches[name] = plan_clients(
       held,
-      seed=seed,
       phase=Stream.REVISIT,
-      round=round,
       pool=k,
       batch_size=min(revisit_batch_size, len(held.index)),
       epochs=revisit_epochs,
-      tail="repeat",
+      **options,
     )
   return Plan(np.int32(round), batches)
-
-
-def _weights(values, num_parties: int) -> jax.Array:
-  if values is None:
-    return jnp.full((num_parties,), 1 / num_parties, jnp.float32)
-  weights = jnp.asarray(values, jnp.float32)
-  if weights.shape != (num_parties,):
-    raise ValueError(
-      f"consensus_weights={values}: give {num_parties} values, one per party"
-    )
-  if not isinstance(weights, jax.core.Tracer) and not (
-    jnp.all(weights >= 0) and 0 < jnp.sum(weights) < jnp.inf
-  ):
-    raise ValueError(
-      f"consensus_weights={values}: must not be negative, nor all zero"
-    )
-  return weights

@@ -7,7 +7,6 @@ the released code, github.com/diogenes0319/FedMD_clean.
 
 from collections.abc import Mapping, Sequence
 import functools
-from typing import Any
 
 import flax.struct
 import jax
@@ -61,8 +60,7 @@ def fit(
       as progress.
     eval_batch_size: examples evaluated at once, by default 40 on CPUs and 1,000
       elsewhere; changes speed only.
-    engine: where the work runs; `Inline()` by default. With `Threads()` the
-      step dispatches programs itself and must not be traced.
+    engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
 
   Returns:
     The algorithm. Its `init` takes a key and, to start from existing models, P
@@ -102,6 +100,7 @@ def fit(
   measure = [
     evaluate.measure_task(party.model, party.transform) for party in parties
   ]
+  optimizers = [party.optimizer for party in parties]
 
   def init(key, variables=None):
     return core.State(
@@ -116,37 +115,40 @@ def fit(
           wait=jnp.zeros((), jnp.int32),
           epochs=jnp.zeros((), jnp.int32),
         )
-        for learner in fresh_learners(parties, key, variables)
+        for learner in local.start_learners(
+          parties, optimizers, key, variables, first=2**31
+        )
       ),
     )
 
   def step(state, plan, data):
     key = jax.random.fold_in(state.key, plan.round)
-    active = [party.wait < patience for party in state.clients]
+    active = [
+      (party.wait < patience).astype(np.int32) for party in state.clients
+    ]
     works = []
     for k, (party, task) in enumerate(zip(parties, train)):
-      rows = local.of_round(plan, party.name, 1)
-      batches = jax.tree.map(lambda a: a[0], rows)._replace(client=np.int32(k))
-      own = (state.clients[k].learner, batches)
-      shared = (local.values_of(state, k), key, checks.bank(data, party.name))
-      steps = jnp.where(active[k], batches.steps, 0)
-      works.append(Work(task, shared, own, steps))
+      works.append(
+        local.work(
+          task,
+          local.values_of(state, k),
+          key,
+          checks.bank(data, party.name),
+          state.clients[k].learner,
+          local.row_of(plan, party.name, k),
+          when=active[k],
+        )
+      )
     learners, losses = zip(*engine.run(*works))
     accuracy = [party.accuracy for party in state.clients]
     stops = "stopping" in plan.batches
     if stops:
-      index = local.of_round(plan, "stopping", 1).index[0, 0]
-      lots = in_order(index, eval_batch_size)
-      one_row = jax.tree.map(lambda a: a[0], lots)
       bank = checks.bank(data, "stopping")
+      index = local.row_of(plan, "stopping").index[0]
+      (index,), (steps,), *_ = in_order(index, eval_batch_size)
       measured = engine.run(
         *(
-          Work(
-            task,
-            (learner.variables, bank),
-            one_row.index,
-            jnp.where(on, one_row.steps, 0),
-          )
+          Work(task, (learner.variables, bank), index, on * steps)
           for task, learner, on in zip(measure, learners, active)
         )
       )
@@ -155,9 +157,7 @@ def fit(
       _after_epoch(*args, min_delta, stops)
       for args in zip(state.clients, learners, accuracy, active)
     )
-    metrics = {
-      f"{party.name}/loss": loss for party, loss in zip(parties, losses)
-    }
+    metrics = local.metrics_of(parties, loss=losses)
     return state.replace(clients=clients), metrics
 
   return core.Algorithm(init, step)
@@ -229,32 +229,3 @@ def plan_fit(
     index = positions_in(stopping.bank, stopping.index, "stopping")
     batches["stopping"] = in_order(index, len(index))
   return Plan(np.int32(round), batches)
-
-
-def fresh_learners(
-  parties: Sequence[local.Participant],
-  key: jax.Array,
-  variables: Sequence[core.Variables] | None = None,
-) -> list[local.Learner]:
-  """Models with new optimizers.
-
-  Args:
-    parties: P parties.
-    key: the run's key; 2**31 + k, folded into it, differs from any round.
-    variables: P models to start from; by default new ones.
-
-  Returns:
-    P learners.
-  """
-  keys = [
-    jax.random.fold_in(key, np.uint32(2**31 + k)) for k in range(len(parties))
-  ]
-  given: list[Any] = (
-    [None] * len(parties) if variables is None else [*variables]
-  )
-  each = zip(parties, keys, given, strict=True)
-  variables = [party.model.start(k, party.label, v) for party, k, v in each]
-  return [
-    local.Learner.start(v, party.optimizer)
-    for party, v in zip(parties, variables)
-  ]

@@ -1,4 +1,4 @@
-"""Federated Mutual Learning, and clients that learn alone.
+"""Federated Mutual Learning.
 
 Each client has a local model that never leaves it, and a *meme* model: a copy
 of the global model. It trains both on the same batches, and each learns from
@@ -14,7 +14,6 @@ import dataclasses
 import functools
 from typing import Any
 
-from absl import logging
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,14 @@ import numpy as np
 
 from hetfl import checks, core, distill, local
 from hetfl.algorithms.fedavg import round_keys
-from hetfl.clients import group_clients, put_rows, rows_of_group, take_rows
-from hetfl.engine import Engine, Inline, Task, Work
+from hetfl.clients import (
+  group_clients,
+  put_rows,
+  rows_of_group,
+  take_rows,
+  weighted_mean,
+)
+from hetfl.engine import Engine, Inline, Task
 from hetfl.models.spliced import fork, joined, parted, splice
 from hetfl.optimizers import by_name, momentum_sgd
 
@@ -58,9 +63,13 @@ class Client(local.Participant):
 
   def __post_init__(self):
     super().__post_init__()
-    for name, part in (("adaptor", self.adaptor), ("encoder", self.encoder)):
-      if part is not None:
-        core.Model.check(f"{self.label}: {name}", part)
+    for name, part in self.parts.items():
+      core.Model.check(f"{self.label}: {name}", part)
+
+  @property
+  def parts(self) -> dict[str, core.Model]:
+    """The adaptor and the encoder by name, if it has them."""
+    return checks.given(adaptor=self.adaptor, encoder=self.encoder)
 
 
 @flax.struct.dataclass
@@ -69,14 +78,12 @@ class Group:
 
   Attributes:
     learner: their local models and optimizers, arrays with a first axis K.
-    adaptor: their adaptors' variables, likewise; `None` without adaptors.
-    encoder: the same for their encoders.
+    parts: the variables of their adaptors and encoders by name, likewise.
     clients: K client numbers.
   """
 
   learner: local.Learner
-  adaptor: core.Variables | None
-  encoder: core.Variables | None
+  parts: dict[str, core.Variables]
   clients: tuple[int, ...] = flax.struct.field(pytree_node=False)
 
 
@@ -91,7 +98,7 @@ def meme_model(state: core.State, client: int) -> core.Variables:
   They are of the model `splice(global_model, adaptor, encoder=encoder)`.
   """
   kept = _kept(state, client)
-  return fork(state.server, kept.adaptor, kept.encoder)
+  return fork(state.server, **kept.parts)
 
 
 def _kept(state, client) -> Group:
@@ -103,15 +110,6 @@ def _kept(state, client) -> Group:
   raise ValueError(
     f"client={client}: there is no such client; or the state holds several"
     " trials: use jax.vmap(lambda state: local_model(state, client))(states)"
-  )
-
-
-def weighted_mean(memes: core.Variables, weights: jax.Array) -> core.Variables:
-  """`global <- sum_k w_k meme_k / sum_k w_k`, over arrays `[K, ...]`."""
-  share = weights / jnp.sum(weights)
-  highest = jax.lax.Precision.HIGHEST
-  return jax.tree.map(
-    lambda a: jnp.tensordot(share, a, 1, precision=highest), memes
   )
 
 
@@ -188,9 +186,7 @@ def _client_update(client, global_model, optimizer, sequential) -> Task:
   """ClientUpdate of algorithm 1; without a global model, learning alone."""
   models = {"local": client.model}
   if global_model is not None:
-    models["meme"] = splice(
-      global_model, client.adaptor, encoder=client.encoder
-    )
+    models["meme"] = splice(global_model, **client.parts)
 
   def optimizers(of):
     rate = of["learning_rate"]
@@ -203,21 +199,20 @@ def _client_update(client, global_model, optimizer, sequential) -> Task:
     variables = {"local": kept.learner.variables}
     states = {"local": kept.learner.opt_state}
     if global_model is not None:  # Line 3: fork, with a new optimizer.
-      variables["meme"] = fork(of["server"], kept.adaptor, kept.encoder)
+      variables["meme"] = fork(of["server"], **kept.parts)
       meme = {"meme": variables["meme"].params}
       states |= optimizers(of).init(meme)
     return local.Learner(joined(variables), states)
 
   def end(of, kept, learner, metrics, batches, key):
     del of, batches, key
-    parts = parted(learner.variables)
-    meme, states = parts.get("meme"), learner.opt_state
-    if client.adaptor is not None or client.encoder is not None:
-      if meme is not None:  # Only the trunk is sent.
-        spliced = parted(meme)
-        meme, kept = spliced.pop("trunk"), kept.replace(**spliced)
-    kept = kept.replace(learner=local.Learner(parts["local"], states["local"]))
-    return kept, meme, metrics
+    models, states = parted(learner.variables), learner.opt_state
+    meme = models.get("meme")
+    if kept.parts and meme is not None:  # Only the trunk is sent.
+      parts = parted(meme)
+      meme, kept = parts.pop("trunk"), kept.replace(parts=parts)
+    own = local.Learner(models["local"], states["local"])
+    return kept.replace(learner=own), meme, metrics
 
   step = local.descend(
     _objective(client, models), optimizers, microbatch=client.microbatch
@@ -260,9 +255,10 @@ def fml(
 
   Args:
     clients: K clients; the plan says which of them take part in a round.
-    global_model: the global model; `None` for clients that learn alone. If its
-      outputs are features and not logits, every client needs an adaptor; if its
-      inputs are features, every client needs an encoder.
+    global_model: the global model. If its outputs are features and not logits,
+      every client needs an adaptor; if its inputs are features, every client
+      needs an encoder. `None` for clients that learn alone, with the batches
+      and draws of all others ("independently training", figures 5 and 6).
     alpha: weight of the labels in the local models' loss, in [0, 1]: a value,
       which trials may vary, or a schedule `round -> alpha`.
     beta: the same for the memes. The paper finds a falling alpha and a rising
@@ -280,8 +276,7 @@ def fml(
     merge: `(memes, weights) -> global`, such as a median: `memes` are
       `Variables` of arrays `[K, ...]`, `weights` `float32[K]`, 0 for clients
       that do not take part.
-    engine: where the work runs; `Inline()` by default. With `Threads()` the
-      step dispatches programs itself and must not be traced.
+    engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
 
   Returns:
     The algorithm. Its `init` takes a key and, to start from an existing global
@@ -327,20 +322,13 @@ def fml(
     raise ValueError(f"clients: give at least one Client, not {clients}")
   if from_global and all(c.model != global_model for c in clients):
     raise ValueError("from_global=True: no client's model equals global_model")
-  hyper = {"learning_rate": learning_rate}
+  hyper = {"learning_rate": (learning_rate, np.inf)}
   if global_model is not None:
     core.Model.check("global_model", global_model)
-    hyper |= {"alpha": alpha, "beta": beta, "temperature": temperature}
-    for name, value, effect in (
-      ("alpha", alpha, "the clients' models learn nothing from the memes"),
-      ("beta", beta, "the global model is FedAvg's"),
-    ):
-      if isinstance(value, float | int) and value == 1:
-        logging.warning("%s=1 switches mutual learning off: %s.", name, effect)
-  highest = {"alpha": 1.0, "beta": 1.0}
-  for name, value in hyper.items():
+    hyper |= {"alpha": (alpha, 1), "beta": (beta, 1)}
+    hyper |= {"temperature": (temperature, np.inf)}
+  for name, (value, high) in hyper.items():
     low = 1e-6 if name == "temperature" else 0  # T is a divisor.
-    high = highest.get(name, np.inf)
     core.check_schedule(name, value, 1, low=low, high=high)
   checks.optimizers(optimizer=optimizer)
   checks.takes("merge", merge, "memes", "weights")
@@ -362,9 +350,9 @@ def fml(
       server = global_model.start(server_key, "server", server)
 
     def start_all(model, group, part=0):
-      offset = 1 + part * len(clients)
-      keys = [jax.random.fold_in(init_key, offset + k) for k in group]
-      return jax.vmap(model.start)(jnp.stack(keys))
+      numbers = 1 + part * len(clients) + np.array(group)
+      start = lambda k: model.start(jax.random.fold_in(init_key, k))
+      return jax.vmap(start)(numbers)
 
     def group_state(group, client):
       variables = start_all(client.model, group)
@@ -372,25 +360,23 @@ def fml(
         variables = jax.tree.map(lambda a: jnp.stack([a] * len(group)), server)
       own = client.optimizer or optimizer
       start = jax.vmap(lambda variables: local.Learner.start(variables, own))
-      parts = [
-        part if part is None else start_all(part, group, i)
-        for i, part in enumerate((client.adaptor, client.encoder), 1)
-      ]
-      return Group(start(variables), *parts, group)
+      parts = {
+        name: start_all(part, group, i)
+        for i, (name, part) in enumerate(client.parts.items(), 1)
+      }
+      return Group(start(variables), parts, group)
 
-    values = {name: x for name, x in hyper.items() if not callable(x)}
-    groups_state = tuple(map(group_state, groups, first))
-    return core.State(run_key, core.hyper(**values), server, groups_state)
+    values = {name: x for name, (x, _) in hyper.items() if not callable(x)}
+    kept = tuple(map(group_state, groups, first))
+    return core.State(run_key, core.hyper(**values), server, kept)
 
   def step(state, plan, data):
     if (given := tuple(group.clients for group in state.clients)) != groups:
       raise ValueError(f"the state groups clients as {given}, not {groups}")
     key, *_ = round_keys(state.key, plan.round, 1)
     context = {"server": state.server} | {
-      name: core.scheduled(
-        name, x, state, plan.round, high=highest.get(name, np.inf)
-      )
-      for name, x in hyper.items()
+      name: core.scheduled(name, x, state, plan.round, high=high)
+      for name, (x, high) in hyper.items()
     }
     works, taking_part = [], []
     for kept, client, update in zip(state.clients, first, updates):
@@ -398,40 +384,17 @@ def fml(
       stats = kept.learner.stats, getattr(state.server, "stats", ())
       local.check_full(client.label, batches, stats)
       rows, batches = rows_of_group(batches, in_bank, kept.clients)
-      some = take_rows(kept, rows) if len(rows) < len(kept.clients) else kept
-      shared = (context, key, checks.bank(data, client.bank))
-      works.append(Work(update, shared, (some, batches), batches.steps))
+      some, bank = take_rows(kept, rows), checks.bank(data, client.bank)
+      works.append(local.work(update, context, key, bank, some, batches))
       taking_part.append((rows, batches.weight))
+    rows, weights = zip(*taking_part)
     kept, memes, means = zip(*engine.run(*works))  # Lines 4 to 6.
-    kept = tuple(
-      put_rows(old, rows, new) if len(rows) < len(old.clients) else new
-      for old, (rows, _), new in zip(state.clients, taking_part, kept)
-    )
+    kept = tuple(map(put_rows, state.clients, rows, kept))
     server = state.server
     if global_model is not None:  # Line 7.
-      server = _merge(merge, memes, [weight for _, weight in taking_part])
+      server = _merge(merge, memes, weights)
     total = lambda *of_groups: sum(map(jnp.sum, of_groups))
-    return state.replace(server=server, clients=kept), jax.tree.map(
-      total, *means
-    )
+    metrics = jax.tree.map(total, *means)
+    return state.replace(server=server, clients=kept), metrics
 
   return core.Algorithm(init, step)
-
-
-def independent(clients: Sequence[Client], **options: Any) -> core.Algorithm:
-  """Clients that learn alone: `fml` without a global model.
-
-  Their models equal the local models of `fml` with alpha = 1: batches and
-  random draws are the same, and optimizers persist.
-
-  Args:
-    clients: see `fml`; adaptors and encoders are not used.
-    **options: `learning_rate`, `optimizer`, `engine`; see `fml`.
-
-  Returns:
-    The algorithm. Its state's `server` is `None`; its metrics are
-    `local_loss`, the loss on the labels, and `local_kl`, which is 0.
-
-  Reference: Shen et al. 2020, figures 5 and 6 ("independently training").
-  """
-  return fml(clients, global_model=None, **options)

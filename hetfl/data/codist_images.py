@@ -5,15 +5,17 @@ differ only in their seed have the same clients in the same parts.
 """
 
 import dataclasses
+import functools
 import os
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hetfl import checks
 from hetfl.data import fedjax_source, files, partition, vision
-from hetfl.data.errors import DataError, one_of
+from hetfl.data.errors import one_of
 from hetfl.data.npz import check_npz, load_npz
-from hetfl.population import AnyBank, ClientPopulation, Subset
+from hetfl.population import ClientPopulation, Subset
 from hetfl.streams import Stream
 
 
@@ -46,34 +48,24 @@ class CodistImages:
   test: Subset
 
 
-@dataclasses.dataclass(frozen=True)
-class _Task:
-  """How many clients of a data set are in each part."""
+class _Task(NamedTuple):
+  """How many clients a data set has, and how many of them a part."""
 
-  clients: int
+  num_clients: int
   distill_clients: int
   heldout_clients: int
   high_capacity_clients: int
-  distill_data: tuple[str, ...]
 
 
 _TASKS = {
-  "digits": _Task(60, 12, 6, 8, ("in_domain",)),
-  "cifar10": _Task(500, 135, 50, 47, ("in_domain", "cifar100")),
-  "cifar100": _Task(500, 135, 50, 47, ("in_domain", "cifar10")),
+  "digits": _Task(60, 12, 6, 8),
+  "cifar10": _Task(500, 135, 50, 47),
+  "cifar100": _Task(500, 135, 50, 47),
 }
 DATASETS = (*_TASKS, "npz")
-_EXAMPLES_PER_CLIENT = 100  # of the CIFARs
+_OTHERS = {"cifar10": ("cifar100",), "cifar100": ("cifar10",)}
 # Concentrations of the Dirichlet over labels; coarse labels for CIFAR-100.
 _ALPHA = {"digits": 0.5, "cifar10": 0.5, "cifar100": 0.1, "npz": 0.5}
-_NPZ_CLIENTS = 100
-
-
-def _npz_task(clients: int) -> _Task:
-  """The parts of one's own clients: CIFAR-100's shares, a larger large pool."""
-  distill, heldout = (max(1, round(share * clients)) for share in (0.27, 0.1))
-  high = max(1, round(0.3 * (clients - distill - heldout)))
-  return _Task(clients, distill, heldout, high, ("in_domain",))
 
 
 def load_codist_images(
@@ -130,7 +122,7 @@ def load_codist_images(
     npz: the file of `npz`.
     num_clients: the number of clients into which to divide the images of
       `npz`; by default 100, or one for ten images if there are fewer than a
-      thousand. Not if the file has clients.
+      thousand, or those of the file.
 
   Returns:
     The pools and the server's data.
@@ -148,53 +140,50 @@ def load_codist_images(
   Reference: Lichtarge et al. 2023, appendix C and Tables 1, 3 and 4;
     `distill_examples` as in Figure 4.
   """
-  one_of(DATASETS, dataset=dataset)
-  check_npz(npz, [dataset])
-  own = None if npz is None else load_npz(npz)
-  if own is not None:
-    task = _npz_task(_number_of_own(own, npz, num_clients))
-  elif num_clients is not None:
-    raise ValueError(
-      f"num_clients={num_clients}: {dataset} has {_TASKS[dataset].clients}"
-    )
-  else:
-    task = _TASKS[dataset]
   # Arguments are checked first, before minutes of reading.
-  one_of(task.distill_data, distill_data=distill_data)
-  checks.counts(**checks.given(distill_examples=distill_examples))
-  if high_capacity_clients is None:
-    high_capacity_clients = task.high_capacity_clients
-  checks.counts(high_capacity_clients=high_capacity_clients)
-  split = partition.codist_split(
-    task.clients,
-    seed=partition_seed,
-    distill_clients=task.distill_clients,
-    heldout_clients=task.heldout_clients,
+  one_of(DATASETS, dataset=dataset)
+  one_of(("in_domain", *_OTHERS.get(dataset, ())), distill_data=distill_data)
+  check_npz(npz, [dataset])
+  optional = checks.given(
+    distill_examples=distill_examples,
     high_capacity_clients=high_capacity_clients,
+    num_clients=num_clients,
   )
+  checks.counts(**optional)
+  load = functools.partial(vision.load, data_dir=data_dir, download=download)
   tff = None
   if dataset == "cifar100":
     tff = files.find(data_dir, "federated_cifar100_train.sqlite")
-  if partition_alpha is not None and (tff or (own and own.clients is not None)):
-    raise ValueError(
-      f"partition_alpha={partition_alpha}: {tff or npz} says which client holds"
-      " which image; leave partition_alpha out, or use data without clients"
-    )
-
-  if tff is not None:
-    name, num_classes = "tff", 100
-    clients, test = _tff(tff, task, data_dir, download)
+  if npz is not None:
+    images = load_npz(npz)
+  elif tff is not None:
+    images = _tff(tff, data_dir, load)
   else:
-    images = own or vision.load(dataset, data_dir, download)
-    num_classes, test = images.num_classes, images.test
+    images = load(dataset)
+  task = _TASKS.get(dataset) or _own_task(images, num_clients)
+  if num_clients not in (None, task.num_clients):
+    there = task.num_clients
+    raise ValueError(f"num_clients={num_clients}: {dataset} has {there}")
+  if high_capacity_clients is not None:
+    task = task._replace(high_capacity_clients=high_capacity_clients)
+  split = partition.codist_split(**task._asdict(), seed=partition_seed)
+  bank = vision.plain(images.train)
+  if images.clients is None:
     alpha = _ALPHA[dataset] if partition_alpha is None else partition_alpha
-    name, clients = _clients(images, task.clients, alpha, partition_seed)
-  bank = vision.plain(clients.bank)
-  clients = dataclasses.replace(clients, bank=bank)
+    name, parts = _drawn(images, task.num_clients, alpha, partition_seed)
+    clients = ClientPopulation.from_lists(bank, parts)
+  elif partition_alpha is None:
+    name = "file" if dataset == "npz" else "tff"
+    clients = ClientPopulation.from_ids(bank, images.clients)
+  else:
+    raise ValueError(
+      f"partition_alpha={partition_alpha}: the file of {dataset} says which"
+      " client holds which image; leave it out"
+    )
   if distill_data == "in_domain":
     distill = clients.take(split.distill).examples()
   else:
-    other = vision.load(distill_data, data_dir, download)
+    other = load(distill_data)
     distill = Subset.whole(vision.plain(other.train))
   if distill_examples is not None:
     distill = distill.draw(
@@ -204,75 +193,51 @@ def load_codist_images(
     )
   return CodistImages(
     partition=name,
-    num_classes=num_classes,
+    num_classes=images.num_classes,
     image_shape=bank["x"].shape[1:],
     pools=(clients.take(split.pool), clients.take(split.high_capacity)),
     distill=distill,
     heldout=clients.take(split.heldout).examples(),
-    test=Subset.whole(vision.plain(test)),
+    test=Subset.whole(vision.plain(images.test)),
   )
 
 
-def _number_of_own(
-  own: vision.VisionDataset, path: str | os.PathLike | None, given: int | None
-) -> int:
-  """How many clients a file of one's own images has, or is to have."""
-  images = len(own.train["y"])
-  number = min(_NPZ_CLIENTS, images // 10) if given is None else given
-  if own.clients is not None:
-    number = len(np.unique(own.clients))
-    if given is not None:
-      raise ValueError(
-        f"num_clients={given}: {path} has clients of its own; leave it out"
-      )
-  if number < 3:
-    raise ValueError(
-      f"num_clients={number}, for the {images} training images of {path}: want"
-      " 3 or more, for the pool, for distillation and to be held out"
-    )
-  return number
-
-
-def _tff(
-  path: str, task: _Task, data_dir: str | os.PathLike | None, download: bool
-) -> tuple[ClientPopulation, AnyBank]:
-  """TFF's clients of CIFAR-100, and the test images."""
+def _tff(path, data_dir, load) -> vision.VisionDataset:
+  """CIFAR-100 with TFF's clients, by their numbers."""
   clients = fedjax_source.load_federated_cifar100(path)
-  sizes = set(clients.sizes.tolist())
-  if len(clients) != task.clients or sizes != {_EXAMPLES_PER_CLIENT}:
-    raise DataError(
-      f"{path}: {len(clients)} clients of {sorted(sizes)} images, want "
-      f"{task.clients} of {_EXAMPLES_PER_CLIENT}: make it again with "
-      "fedjax.datasets.cifar100.load_data()"
-    )
   # The test clients together are the test images of CIFAR-100.
-  test = files.find(data_dir, "federated_cifar100_test.sqlite")
-  if test is not None:
-    return clients, fedjax_source.load_federated_cifar100(test).bank
-  return clients, vision.load("cifar100", data_dir, download).test
-
-
-def _clients(
-  images: vision.VisionDataset, num_clients: int, alpha: float, seed: int
-) -> tuple[str, ClientPopulation]:
-  """The partition's name, and its clients: the file's own, or drawn ones."""
-  if images.clients is not None:
-    return "file", ClientPopulation.from_ids(images.train, images.clients)
-  name, y = "dirichlet", images.train["y"]
-  if images.name in ("digits", "npz"):
-    parts = partition.dirichlet(
-      y, num_clients=num_clients, seed=seed, alpha=alpha
-    )
+  path = files.find(data_dir, "federated_cifar100_test.sqlite")
+  if path is None:
+    test = load("cifar100").test
   else:
-    # With one level of labels Pachinko allocation is a Dirichlet label skew
-    # with clients of equal size (Hsu et al. 2019).
-    name = "pachinko" if "coarse" in images.train else "dirichlet"
-    parts = partition.pachinko(
-      images.train.get("coarse", y),
-      y,
-      num_clients=num_clients,
-      examples_per_client=_EXAMPLES_PER_CLIENT,
-      seed=seed,
-      alpha=alpha,
-    )
-  return name, ClientPopulation.from_lists(images.train, parts)
+    test = vision.plain(fedjax_source.load_federated_cifar100(path).bank)
+  numbers = np.repeat(np.arange(len(clients)), clients.sizes)
+  train = vision.plain(clients.bank)
+  return vision.VisionDataset("tff", train, test, 100, numbers)
+
+
+def _own_task(own: vision.VisionDataset, num_clients: int | None) -> _Task:
+  """The parts of one's own clients: CIFAR-100's shares, a larger large pool."""
+  clients = num_clients or min(100, len(own.train["y"]) // 10)
+  if own.clients is not None:
+    clients = len(np.unique(own.clients))
+  checks.between(3, len(own.train["y"]), num_clients=clients)
+  distill, heldout = (max(1, round(share * clients)) for share in (0.27, 0.1))
+  high = max(1, round(0.3 * (clients - distill - heldout)))
+  return _Task(clients, distill, heldout, high)
+
+
+def _drawn(
+  images: vision.VisionDataset, num_clients: int, alpha: float, seed: int
+) -> tuple[str, list[np.ndarray]]:
+  """The partition's name, and the positions of each client's images."""
+  train, y = images.train, images.train["y"]
+  draw: dict[str, Any] = dict(num_clients=num_clients, seed=seed, alpha=alpha)
+  if images.name in ("digits", "npz"):
+    return "dirichlet", partition.dirichlet(y, **draw)
+  # With one level of labels Pachinko allocation is a Dirichlet label skew
+  # with clients of equal size (Hsu et al. 2019).
+  name, coarse = "dirichlet", y
+  if "coarse" in train:
+    name, coarse = "pachinko", train["coarse"]
+  return name, partition.pachinko(coarse, y, examples_per_client=100, **draw)

@@ -7,10 +7,9 @@ before 2018. The vocabulary is trained on the users of the pools alone.
 """
 
 import dataclasses
+import functools
 import os
-from typing import NamedTuple
 
-from absl import logging
 import numpy as np
 
 from hetfl import checks
@@ -19,11 +18,12 @@ from hetfl.data.errors import DataError, one_of
 from hetfl.population import Bank, ClientPopulation, Subset
 from hetfl.streams import generator, Stream
 
-# Each pool's clients, by their numbers in the corpus: their sentences.
-_Pools = list[dict[int, np.ndarray]]
+# A corpus, the numbers of the pools' users in it and, for `distill`, `heldout`
+# and `test`, a corpus and the numbers of the part's sentences in it.
+_Parts = tuple[
+  text.Corpus, np.ndarray, dict[str, tuple[text.Corpus, np.ndarray]]
+]
 LENGTH = 20  # Positions of a sentence, as in FedJAX's task.
-# Of the small and the large pool.
-_DOMAINS = {text_sources.ANSWER: "answers", text_sources.QUESTION: "questions"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +93,8 @@ def load_codist_text(
     library; a client is a module. 25 % of the modules are for distillation, 5 %
     held out, 15 % for testing. Not in the paper; for trying out,
     without a download.
-  - `stackexchange`: users of a dump, `data_dir/Posts.xml` or
-    `data_dir/stackexchange/Posts.xml`; the shares are 25 %, 5 % and 10 %. Not
-    in the paper.
+  - `stackexchange`: users of a dump, `Posts.xml` in `data_dir` or in a folder
+    of it; the shares are 25 %, 5 % and 10 %. Not in the paper.
   - `stackoverflow`: FedJAX's files. The pool is 34,248 users of the training
     split; by domain, users are drawn until each domain has 30,000. Distillation
     sentences come from users that were not drawn; held-out and test sentences,
@@ -144,14 +143,11 @@ def load_codist_text(
   one_of(("capacity", "domain"), pools=pools)
   one_of(("in_domain", "c4"), distill_data=distill_data)
   if distill_data == "c4" and c4_path is None:
-    raise ValueError(
-      "distill_data=c4: give c4_path=PATH, a C4 shard (*.json.gz), a text file"
-      " or a folder of such"
-    )
+    raise ValueError("distill_data=c4: give c4_path=PATH, where C4 is")
   if pools == "domain" and high_capacity_clients is not None:
     raise ValueError(
       f"high_capacity_clients={high_capacity_clients}: pools by domain have"
-      " none; leave it out"
+      " none"
     )
   optional = checks.given(
     max_sentences_per_client=max_sentences_per_client,
@@ -160,122 +156,82 @@ def load_codist_text(
   )
   checks.counts(vocabulary_size=vocabulary_size, **optional)
   if dataset != "pydoc" and data_dir is None:
-    raise DataError(
-      f"data_dir=None: give the folder with {dataset}'s files (see"
-      " hetfl.data.text_sources), or use dataset=pydoc, which needs none"
-    )
+    raise DataError(f"data_dir=None: give the folder of {dataset}'s files")
 
+  cap = max_sentences_per_client
   if dataset == "stackoverflow":
     wanted = None
     if distill_data == "in_domain":
       wanted = distill_examples or SO_DISTILL_EXAMPLES
-    parts = _stackoverflow(
-      data_dir, pools, max_sentences_per_client, wanted, partition_seed
+    train, users, others = _stackoverflow(
+      data_dir, pools, cap, wanted, partition_seed
     )
   else:
-    parts = _shared_out(
-      dataset, data_dir, max_sentences_per_client, partition_seed
-    )
-  train = parts.train
-  if pools == "domain":
-    held = _by_domain(dataset, parts, max_sentences_per_client)
-    sizes = [f"{len(p)} {name}" for p, name in zip(held, _DOMAINS.values())]
-    if dataset == "stackoverflow" and min(map(len, held)) < _SO_DOMAIN_CLIENTS:
-      logging.warning(
-        "pools=domain: users write mostly %s, not %d of each as in the paper,"
-        " and all users are read.",
-        " and ".join(sizes),
-        _SO_DOMAIN_CLIENTS,
-      )
-  else:
-    most = min(_HIGH_CAPACITY[dataset], len(parts.train_clients))
-    large = high_capacity_clients or most
-    held = _by_capacity(parts, max_sentences_per_client, large, partition_seed)
-  learnt = np.concatenate([m for pool in held for m in pool.values()])
-  tokens = text.KINDS[vocabulary](train.counts(learnt), vocabulary_size)
-  bank = _bank(tokens, train)
-  first, second = (
-    ClientPopulation.from_lists(
-      bank, list(pool.values()), [train.ids[k] for k in pool]
-    )
-    for pool in held
-  )
-  # Of the pools' bank, if they are of the pools' corpus.
-  subsets = {
-    name: Subset(
-      bank if corpus is train else _bank(tokens, corpus),
-      chosen.astype(np.int32),
-    )
-    for name, (corpus, chosen) in parts.others.items()
-  }
-  skipped = dict(parts.skipped)
+    train, users, others = _shared_out(dataset, data_dir, cap, partition_seed)
   if distill_data == "c4" and c4_path is not None:
-    corpus = text_sources.c4_mod(
+    c4 = text_sources.c4_mod(
       c4_path,
       max_words=LENGTH,
       max_sentences=distill_examples or _C4_SENTENCES,
       tokenizer=c4_tokenizer,
     )
-    skipped |= {f"c4: {reason}": n for reason, n in corpus.skipped.items()}
-    subsets["distill"] = Subset.whole(_bank(tokens, corpus))
+    others["distill"] = c4, np.arange(len(c4.domains))
+  if pools == "domain":
+    held = _by_domain(train, users, cap)
+  else:
+    everyone = _of_users(train, users, cap)
+    most = min(_HIGH_CAPACITY[dataset], len(users))
+    split = partition.codist_split(
+      len(users),
+      seed=partition_seed,
+      high_capacity_clients=high_capacity_clients or most,
+    )
+    held = [everyone, everyone.take(split.high_capacity)]
+  learnt = np.concatenate([pool.members for pool in held])
+  tokens = text.KINDS[vocabulary](train.counts(learnt), vocabulary_size)
+
+  @functools.cache  # Several parts may be of one corpus.
+  def bank(corpus: text.Corpus) -> Bank:
+    domain = corpus.domains.astype(np.int32)
+    return {"tokens": tokens.encode(corpus, LENGTH), "domain": domain}
+
+  first, second = (dataclasses.replace(p, bank=bank(train)) for p in held)
+  skipped = dict(train.skipped)
+  subsets = {}
+  for name, (corpus, chosen) in others.items():
+    subsets[name] = Subset(bank(corpus), chosen.astype(np.int32))
+    if corpus is not train:
+      skipped |= {f"{name}: {why}": n for why, n in corpus.skipped.items()}
   if distill_examples is not None:
     subsets["distill"] = subsets["distill"].draw(
       distill_examples,
       seed=[Stream.DISTILL_SENTENCES, seed],
       name="distill_examples",
     )
-  for name, subset in subsets.items():
-    if not len(subset.index):
-      raise DataError(f"{dataset}: no sentences are left for {name}")
   return CodistText(tokens, (first, second), **subsets, skipped=skipped)
 
 
-class _Parts(NamedTuple):
-  """The corpora, and which users and sentences are in each part.
-
-  Attributes:
-    train: the corpus of the pools' users.
-    train_clients: the indices of these users in the corpus.
-    others: for `distill`, `heldout` and `test`, a corpus and the indices of
-      the part's sentences in it.
-    skipped: how much was left out while reading, by reason.
-  """
-
-  train: text.Corpus
-  train_clients: np.ndarray
-  others: dict[str, tuple[text.Corpus, np.ndarray]]
-  skipped: dict[str, int]
-
-
-def _shared_out(dataset, data_dir, max_sentences, partition_seed) -> _Parts:
+def _shared_out(dataset, data_dir, cap, partition_seed) -> _Parts:
   """Divides the users of one corpus among the parts."""
   if dataset == "pydoc":
     corpus = text_sources.pydoc(max_words=LENGTH)
   else:
-    folder = os.path.expanduser(data_dir)
-    if not os.path.isfile(os.path.join(folder, "Posts.xml")):
-      folder = os.path.join(folder, dataset)
-    corpus = text_sources.stackexchange(folder, max_words=LENGTH)
+    path = files.find(data_dir, "Posts.xml") or data_dir
+    corpus = text_sources.stackexchange(path, max_words=LENGTH)
   n = len(corpus.ids)
   sizes = [max(int(share * n), 1) for share in _SHARES[dataset]]
   if sum(sizes) >= n:
-    raise DataError(
-      f"{dataset}: {n} users are too few to be split into pool, distillation,"
-      " held-out and test users"
-    )
+    raise DataError(f"{dataset}: {n} users are too few for all parts")
   order = generator(Stream.TEXT_USERS, partition_seed).permutation(n)
   *others, pool = np.split(order, np.cumsum(sizes))
-  sentences = (
-    np.sort(np.concatenate([corpus.members[k][:max_sentences] for k in users]))
-    for users in others
-  )
-  names = ("heldout", "test", "distill")
-  chosen = {name: (corpus, m) for name, m in zip(names, sentences)}
-  return _Parts(corpus, np.sort(pool), chosen, corpus.skipped)
+  parts = {}
+  for name, users in zip(("heldout", "test", "distill"), others):
+    parts[name] = corpus, np.sort(_of_users(corpus, users, cap).members)
+  return corpus, np.sort(pool), parts
 
 
 def _stackoverflow(
-  data_dir, pools, max_sentences, distill_examples, partition_seed
+  data_dir, pools, cap, distill_examples, partition_seed
 ) -> _Parts:
   """Reads only what is needed of each of FedJAX's three files."""
 
@@ -294,68 +250,47 @@ def _stackoverflow(
   users = {"max_clients": _SO_POOL_CLIENTS}
   if pools == "domain":
     users = {"clients_per_domain": _SO_DOMAIN_CLIENTS}
-  train = read("train", max_sentences_per_client=max_sentences, **users)
-  everyone = np.arange(len(train.ids))
-  parts = _Parts(train, everyone, {}, _named("train", train))
-  if pools == "domain":
-    # Fails before other files are read.
-    _by_domain("stackoverflow", parts, None)
-  parts.others["heldout"] = sample("held_out", _SO_SENTENCES)
-  parts.others["test"] = sample("test", _SO_SENTENCES)
+  train = read("train", max_sentences_per_client=cap, **users)
+  others = {
+    "heldout": sample("held_out", _SO_SENTENCES),
+    "test": sample("test", _SO_SENTENCES),
+  }
   if distill_examples is not None:
-    parts.others["distill"] = sample(
+    others["distill"] = sample(
       "train", distill_examples, skip_clients=train.clients_read
     )
-  for name, (corpus, _) in parts.others.items():
-    parts.skipped.update(_named(name, corpus))
-  return parts
+  return train, np.arange(len(train.ids)), others
 
 
-def _named(part: str, corpus: text.Corpus) -> dict[str, int]:
-  return {f"{part}: {reason}": n for reason, n in corpus.skipped.items()}
+def _of_users(
+  corpus: text.Corpus, users: np.ndarray, cap: int | None, *domain: int
+) -> ClientPopulation:
+  """Some users' sentences, all or of a domain, before these are tokens."""
+  held = [corpus.members[k] for k in users]
+  if domain:
+    held = [own[np.isin(corpus.domains[own], domain)] for own in held]
+  return ClientPopulation.from_lists(
+    {"domain": corpus.domains},
+    [own[:cap] for own in held],
+    [corpus.ids[k] for k in users],
+  )
 
 
 def _by_domain(
-  dataset: str, parts: _Parts, max_sentences: int | None
-) -> _Pools:
-  """Clients by the domain of most of their sentences, with only those."""
-  corpus = parts.train
-  assigned: dict[int, dict[int, np.ndarray]]
-  assigned = {domain: {} for domain in _DOMAINS}
-  for k in parts.train_clients:
-    domains = corpus.domains[corpus.members[k]]
-    domain = text_sources.prevailing(domains)
-    kept = corpus.members[k][domains == domain]
-    assigned[domain][k] = kept[:max_sentences]
-  for domain, name in _DOMAINS.items():
-    if not assigned[domain]:
-      raise DataError(
-        f"pools=domain: no user of {dataset} writes mostly {name}, so one"
-        " domain is empty; use pools=capacity, or the whole file"
-      )
-  return list(assigned.values())
-
-
-def _by_capacity(
-  parts: _Parts, max_sentences: int | None, high_capacity: int, seed: int
-) -> _Pools:
-  """All clients, and those with high capacity."""
-  everyone = {
-    k: parts.train.members[k][:max_sentences] for k in parts.train_clients
-  }
-  split = partition.codist_split(
-    len(everyone),
-    seed=seed,
-    distill_clients=0,
-    heldout_clients=0,
-    high_capacity_clients=high_capacity,
+  corpus: text.Corpus, users: np.ndarray, cap: int | None
+) -> list[ClientPopulation]:
+  """Users by the domain of most of their sentences, with only those."""
+  prevails = np.array(
+    [text_sources.prevailing(corpus.domains[corpus.members[k]]) for k in users]
   )
-  large = parts.train_clients[split.high_capacity]
-  return [everyone, {k: everyone[k] for k in large}]
-
-
-def _bank(vocabulary: text.Vocabulary, corpus: text.Corpus) -> Bank:
-  return {
-    "tokens": vocabulary.encode(corpus, LENGTH),
-    "domain": corpus.domains.astype(np.int32),
-  }
+  pools = []
+  for domain in (text_sources.ANSWER, text_sources.QUESTION):
+    own = users[prevails == domain]
+    if not len(own):
+      name = "answers" if domain == text_sources.ANSWER else "questions"
+      raise DataError(
+        f"pools=domain: of {len(users)} users none writes mostly {name}; use"
+        " pools=capacity, or the whole file"
+      )
+    pools.append(_of_users(corpus, own, cap, domain))
+  return pools

@@ -14,19 +14,14 @@ import numpy as np
 from hetfl import checks
 from hetfl.data import letters, vision
 from hetfl.data.errors import DataError, one_of
-from hetfl.data.npz import check_npz, image_size, load_npz
+from hetfl.data.npz import check_npz, load_npz
 from hetfl.population import Bank, ClientPopulation, stratified, Subset
 from hetfl.streams import generator, Stream
 
 ENVIRONMENTS = (
-  "digits",
-  "mnist_letters_iid",
-  "mnist_letters_by_writer",
-  "cifar_iid",
-  "cifar_noniid",
-  "npz",
+  *("digits", "mnist_letters_iid", "mnist_letters_by_writer"),
+  *("cifar_iid", "cifar_noniid", "npz"),
 )
-_LETTERS = tuple(range(6))  # a to f
 _SUBCLASSES = (0, 2, 20, 63, 71, 82)
 # The paper's list, and the one that the released code trains on.
 SUPERCLASSES = {"paper": (0, 1, 2, 3, 4, 5), "code": (0, 1, 7, 9, 12, 18)}
@@ -142,15 +137,15 @@ def load_fedmd_images(
   """
   one_of(ENVIRONMENTS, environment=environment)
   one_of(SUPERCLASSES, superclasses=superclasses)
-  wanted = checks.given(examples_per_class=examples_per_class)
-  checks.counts(num_parties=num_parties, **wanted)
+  checks.counts(num_parties=num_parties)
   for argument, path in (("npz", npz), ("public_npz", public_npz)):
     check_npz(path, [environment], of="environment", argument=argument)
   label = "y"
+  by_writer = environment == "mnist_letters_by_writer"
   if npz is not None and public_npz is not None:
     public, private = _own(npz, public_npz)
     classes = tuple(range(private.num_classes))
-    min_writer_examples = 1
+    by_writer, min_writer_examples = private.clients is not None, 1
   elif environment == "digits":
     public, private = _digits()
     classes = tuple(range(public.num_classes, private.num_classes))
@@ -162,57 +157,46 @@ def load_fedmd_images(
       label, classes = "coarse", SUPERCLASSES[superclasses]
   else:
     public = vision.load("mnist", data_dir, download)
-    by_writer = environment == "mnist_letters_by_writer"
     private = letters.load_letters(data_dir, writers=by_writer)
-    classes = _LETTERS
-  most = len(public.train["y"]) - 1
-  checks.between(0, most, heldout_examples=heldout_examples)
+    classes = tuple(range(6))  # a to f
   train, test = (
     _relabelled(bank, label, classes, public.num_classes)
     for bank in (private.train, private.test)
   )
-  num_classes = public.num_classes + len(classes)
-  each: dict[str, Any] = dict(
-    classes=range(public.num_classes, num_classes),
-    num_clients=num_parties,
-    seed=partition_seed,
-  )
-  if environment == "mnist_letters_by_writer" or private.clients is not None:
+  draw: dict[str, Any] = dict(num_clients=num_parties, seed=partition_seed)
+  draw |= checks.given(examples_per_class=examples_per_class)
+  if by_writer and private.clients is not None:
     if examples_per_class is not None:
       raise ValueError(
         f"examples_per_class={examples_per_class}: a party has all images of a"
         " writer, or of a client of clients_train; leave it out"
       )
-    parts = one_writer(
-      train["y"], train["writer"], min_examples=min_writer_examples, **each
-    )
+    writers = private.clients[np.isin(private.train["y"], classes)]
+    parts = one_writer(writers, min_examples=min_writer_examples, **draw)
   elif environment == "cifar_noniid":
-    each["examples_per_class"] = examples_per_class or 20
-    parts = one_subclass(train["y"], train["fine"], **each)
+    parts = one_subclass(train["y"], train["fine"], **draw)
   else:
-    each["examples_per_class"] = examples_per_class or 3
-    parts = equal_classes(train["y"], **each)
+    parts = equal_classes(train["y"], **draw)
 
-  bank = vision.plain(train)
+  seed = lambda stream: [stream, partition_seed]
+  bank, shared = vision.plain(train), Subset.whole(public.train)
+  most = len(shared.index) - 1
+  checks.between(0, most, heldout_examples=heldout_examples)
   shared, public_stopping = _split_off(
-    Subset.whole(public.train),
-    heldout_examples,
-    [Stream.PUBLIC_HELDOUT, partition_seed],
+    shared, heldout_examples, seed(Stream.PUBLIC_HELDOUT)
   )
   if public_examples is not None:
     checks.between(1, len(shared.index), public_examples=public_examples)
-    seed = [Stream.PUBLIC_EXAMPLES, partition_seed]
-    shared = _split_off(shared, public_examples, seed)[1] or shared
-  free = np.ones(len(bank["y"]), bool)
-  free[np.concatenate(parts)] = False
+    of = seed(Stream.PUBLIC_EXAMPLES)
+    shared = _split_off(shared, public_examples, of)[1] or shared
+  held = np.concatenate(parts)
+  free = Subset(bank, np.setdiff1d(Subset.whole(bank).index, held))
   _, private_stopping = _split_off(
-    Subset(bank, np.flatnonzero(free).astype(np.int32)),
-    min(heldout_examples, int(free.sum())),
-    [Stream.PRIVATE_HELDOUT, partition_seed],
+    free, min(heldout_examples, len(free.index)), seed(Stream.PRIVATE_HELDOUT)
   )
   return FedMDImages(
     source=private.name,
-    num_classes=num_classes,
+    num_classes=public.num_classes + len(classes),
     image_shape=bank["x"].shape[1:],
     public=shared,
     public_stopping=public_stopping,
@@ -228,22 +212,20 @@ def load_fedmd_images(
 def equal_classes(
   labels: np.ndarray,
   *,
-  classes: Sequence[int],
   num_clients: int,
-  examples_per_class: int,
+  examples_per_class: int = 3,
   seed: int,
 ) -> list[np.ndarray]:
   """Gives each client the same number of examples per class, none twice.
 
   Args:
-    labels: `int[N]`, label of each example.
-    classes: the classes to distribute.
+    labels: `int[N]`, label of each example, of C classes.
     num_clients: K.
     examples_per_class: examples of each class per client.
     seed: non-negative integer; with the other arguments it fixes the result.
 
   Returns:
-    K arrays `int32[len(classes) * examples_per_class]`, class after class.
+    K arrays `int32[C * examples_per_class]`, class after class.
 
   Raises:
     ValueError: a class has too few examples, or clients want none.
@@ -251,47 +233,40 @@ def equal_classes(
   Reference: Li & Wang 2019, table 3, and the released code: FedMD's i.i.d.
   environments.
 
-  >>> clients = equal_classes(np.arange(12) % 3, classes=[0, 2],
-  ...                         num_clients=2, examples_per_class=2, seed=0)
+  >>> clients = equal_classes(np.arange(12) % 3, num_clients=2,
+  ...                         examples_per_class=2, seed=0)
   >>> [(c % 3).tolist() for c in clients], len(set(np.concatenate(clients)))
-  ([[0, 0, 2, 2], [0, 0, 2, 2]], 8)
+  ([[0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2]], 12)
   """
   checks.counts(examples_per_class=examples_per_class)
-  labels = np.asarray(labels)
   rng = generator(Stream.EQUAL_CLASSES, seed)
   parts = []
-  for c in classes:
-    members = np.flatnonzero(labels == c)
-    wanted = num_clients * examples_per_class
-    if len(members) < wanted:
-      raise ValueError(
-        f"examples_per_class={examples_per_class}: {num_clients} parties need"
-        f" {wanted} examples of class {c}, but there are only {len(members)};"
-        f" at most {len(members) // num_clients} per party"
-      )
-    drawn = rng.permutation(members)[:wanted]
+  for c in np.unique(labels):
+    drawn = _drawn(rng, labels == c, examples_per_class, num_clients)
     parts.append(np.split(drawn, num_clients))
-  return [np.concatenate(own).astype(np.int32) for own in zip(*parts)]
+  return [np.concatenate(own) for own in zip(*parts)]
+
+
+def _drawn(rng, of_class: np.ndarray, each: int, parties: int) -> np.ndarray:
+  """The positions of some examples of a class, for one or more parties."""
+  members = rng.permutation(np.flatnonzero(of_class)).astype(np.int32)
+  if len(members) < each * parties:
+    raise ValueError(
+      f"examples_per_class={each}: {each * parties} are wanted of a class that"
+      f" has {len(members)}"
+    )
+  return members[: each * parties]
 
 
 def one_writer(
-  labels: np.ndarray,
-  writers: np.ndarray,
-  *,
-  classes: Sequence[int],
-  num_clients: int,
-  min_examples: int,
-  seed: int,
+  writers: np.ndarray, *, num_clients: int, min_examples: int, seed: int
 ) -> list[np.ndarray]:
-  """Gives each client all examples of some classes by one writer.
+  """Gives each client all examples by one writer.
 
   Args:
-    labels: `int[N]`, label of each example.
     writers: `int[N]`, writer of each example.
-    classes: the classes to keep.
     num_clients: K.
-    min_examples: writers with fewer examples of those classes, taken
-      together, are left out.
+    min_examples: writers with fewer examples are left out.
     seed: non-negative integer; with the other arguments it fixes the result.
 
   Returns:
@@ -304,34 +279,28 @@ def one_writer(
   is a number per class and party; the released code takes writers of at least
   18 letters a to f, all classes together.
 
-  >>> clients = one_writer(np.array([0, 0, 1, 0, 7]), np.array([5, 5, 5, 6, 6]),
-  ...                      classes=[0, 1], num_clients=1, min_examples=2,
-  ...                      seed=0)
-  >>> clients[0].tolist()
-  [0, 1, 2]
+  >>> writers = np.array([5, 5, 6, 5, 7])
+  >>> one_writer(writers, num_clients=1, min_examples=2, seed=0)
+  [array([0, 1, 3], dtype=int32)]
   """
-  members = np.flatnonzero(np.isin(labels, classes))
-  of = np.asarray(writers)[members]
-  able, counts = np.unique(of, return_counts=True)
+  able, counts = np.unique(writers, return_counts=True)
   able = able[counts >= min_examples]
   if len(able) < num_clients:
     raise ValueError(
       f"num_parties={num_clients}: only {len(able)} writers have at least"
-      f" {min_examples} images (min_writer_examples), and each party needs one;"
-      f" give at most {len(able)} parties"
+      f" {min_examples} images (min_writer_examples); give at most {len(able)}"
     )
   rng = generator(Stream.WRITERS, seed)
   chosen = rng.choice(able, num_clients, replace=False)
-  return [members[of == writer].astype(np.int32) for writer in chosen]
+  return [np.flatnonzero(writers == w).astype(np.int32) for w in chosen]
 
 
 def one_subclass(
   coarse: np.ndarray,
   fine: np.ndarray,
   *,
-  classes: Sequence[int],
   num_clients: int,
-  examples_per_class: int,
+  examples_per_class: int = 20,
   seed: int,
 ) -> list[np.ndarray]:
   """Gives each client one fine class of each coarse class.
@@ -341,15 +310,14 @@ def one_subclass(
   and may hold the same examples.
 
   Args:
-    coarse: `int[N]`, coarse label of each example.
+    coarse: `int[N]`, coarse label of each example, of C classes.
     fine: `int[N]`, fine label of each example, within its coarse label.
-    classes: the coarse classes.
     num_clients: K.
     examples_per_class: examples of each coarse class per client.
     seed: non-negative integer; with the other arguments it fixes the result.
 
   Returns:
-    K arrays `int32[len(classes) * examples_per_class]`, class after class.
+    K arrays `int32[C * examples_per_class]`, class after class.
 
   Raises:
     ValueError: a fine class has too few examples, or clients want none.
@@ -359,28 +327,22 @@ def one_subclass(
   set. The order affects only which of them a client combines.
 
   >>> fine = np.repeat(np.arange(4), 3)
-  >>> clients = one_subclass(fine // 2, fine, classes=[0, 1], num_clients=3,
-  ...                        examples_per_class=2, seed=0)
+  >>> clients = one_subclass(
+  ...     fine // 2, fine, num_clients=3, examples_per_class=2, seed=0)
   >>> [fine[c].tolist() for c in clients]
   [[0, 0, 2, 2], [1, 1, 3, 3], [0, 0, 2, 2]]
   """
   checks.counts(examples_per_class=examples_per_class)
-  coarse, fine = np.asarray(coarse), np.asarray(fine)
   rng = generator(Stream.SUBCLASSES, seed)
-  subclasses = {c: np.unique(fine[coarse == c]) for c in classes}
   clients = []
   for k in range(num_clients):
     parts = []
-    for c in classes:
-      subclass = subclasses[c][k % len(subclasses[c])]
-      members = np.flatnonzero((coarse == c) & (fine == subclass))
-      if len(members) < examples_per_class:
-        raise ValueError(
-          f"examples_per_class={examples_per_class}: fine class {subclass} has"
-          f" only {len(members)}"
-        )
-      parts.append(rng.permutation(members)[:examples_per_class])
-    clients.append(np.concatenate(parts).astype(np.int32))
+    for c in np.unique(coarse):
+      subclasses = np.unique(fine[coarse == c])
+      subclass = subclasses[k % len(subclasses)]
+      of_class = (coarse == c) & (fine == subclass)
+      parts.append(_drawn(rng, of_class, examples_per_class, 1))
+    clients.append(np.concatenate(parts))
   return clients
 
 
@@ -403,15 +365,11 @@ def _digits() -> tuple[vision.VisionDataset, vision.VisionDataset]:
 def _own(npz, public_npz) -> tuple[vision.VisionDataset, vision.VisionDataset]:
   """One's own public and private images."""
   public, private = load_npz(public_npz), load_npz(npz)
-  size, public_size = image_size(private.train), image_size(public.train)
-  if size != public_size:
+  shapes = [images.train["x"].shape[1:] for images in (public, private)]
+  if shapes[0] != shapes[1]:
     raise DataError(
-      f"{public_npz}: images of {public_size}, but of {size} in {npz}; give"
-      " both the same shape"
+      f"{public_npz}: images of {shapes[0]}, but of {shapes[1]} in {npz}"
     )
-  if private.clients is not None:
-    writer = np.unique(private.clients, return_inverse=True)[1]
-    private = private._replace(train={**private.train, "writer": writer})
   return public, private
 
 
@@ -437,10 +395,10 @@ def _split_off(
   """The others, and a stratified sample, in their old order."""
   if not size:
     return subset, None
-  y = np.asarray(subset.bank["y"])[subset.index]
-  drawn = np.zeros(len(y), bool)
-  drawn[stratified(y, size=size, seed=seed)] = True
+  labels = np.asarray(subset.bank["y"])[subset.index]
+  drawn = np.zeros(len(labels), bool)
+  drawn[stratified(labels, size=size, seed=seed)] = True
   rest, sample = (
-    Subset(subset.bank, subset.index[part]) for part in (~drawn, drawn)
+    subset._replace(index=subset.index[part]) for part in (~drawn, drawn)
   )
   return rest, sample

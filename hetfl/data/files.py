@@ -1,30 +1,23 @@
-"""Files of data sets: their formats, hashes, downloads, and TFDS's sets."""
+"""Files of data sets: their formats, downloads, and TFDS's sets."""
 
-from collections.abc import Iterable, Iterator
-import contextlib
-import glob
+from collections.abc import Iterable
 import gzip
-import hashlib
 import json
 import logging
 import os
 import pathlib
 import re
-import shutil
-import sqlite3
 import struct
-import tempfile
 from typing import Any
 import urllib.request
 import zlib
 
 import numpy as np
 
-from hetfl.data.errors import DataError, reading
+from hetfl.data.errors import reading
 from hetfl.population import ClientPopulation, Subset
 
 _TIMEOUT_SECONDS = 10
-_IDX_TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 
 
 def record(sets: Iterable[Subset | ClientPopulation | None], **facts) -> bytes:
@@ -54,9 +47,7 @@ def record(sets: Iterable[Subset | ClientPopulation | None], **facts) -> bytes:
     arrays += [bank[name] for name in sorted(bank)]
   crc = 0
   for array in arrays:
-    # Any: NumPy's types declare arrays as buffers only from Python 3.12 on.
-    content: Any = np.ascontiguousarray(array)
-    crc = zlib.crc32(content, crc)
+    crc = zlib.crc32(np.ascontiguousarray(array).data, crc)
   return (json.dumps({**facts, "crc32": f"{crc:08x}"}) + "\n").encode()
 
 
@@ -70,14 +61,12 @@ def find(data_dir: str | os.PathLike | None, *names: str) -> str | None:
   Returns:
     The path; `None` if it is not there.
   """
-  if data_dir is None:
-    return None
-  folder = glob.escape(os.path.expanduser(os.fspath(data_dir)))
-  for name in names:
-    for where in (name, os.path.join("*", name)):
-      for path in sorted(glob.glob(os.path.join(folder, where))):
-        if os.path.isfile(path):
-          return path
+  if data_dir is not None:
+    folder = pathlib.Path(data_dir).expanduser()
+    for name in names:
+      for path in (folder / name, *sorted(folder.glob(f"*/{name}"))):
+        if path.is_file():
+          return str(path)
   return None
 
 
@@ -99,28 +88,27 @@ def content(path: str | os.PathLike) -> bytes:
 
 
 def parse_idx(content: bytes) -> np.ndarray:
-  """The array of an idx file: two zeros, type, rank, sizes, values.
+  """The array of an idx file of bytes: two zeros, 8, rank, sizes, values.
 
   Args:
     content: the file's bytes, uncompressed.
 
   Returns:
-    The array, of the type and shape that the head gives.
+    The array, `uint8` of the shape that the head gives.
 
   Raises:
-    ValueError: it is no idx file, or cut short.
+    ValueError: it is no idx file of bytes, or cut short.
 
   Reference: LeCun, Cortes and Burges, "The MNIST database", file formats.
 
   >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]))
   array([7, 8, 9], dtype=uint8)
   """
-  zeros, kind, rank = struct.unpack_from(">HBB", content)
-  if zeros or kind not in _IDX_TYPES:
-    raise ValueError("not an idx file")
-  shape = struct.unpack_from(f">{rank}I", content, 4)
-  values = np.frombuffer(content, _IDX_TYPES[kind], offset=4 + 4 * rank)
-  return values.reshape(shape).astype(values.dtype.newbyteorder("="))
+  if content[:3] != b"\0\0\x08":
+    raise ValueError("not an idx file of bytes")
+  shape = struct.unpack_from(f">{content[3]}I", content, 4)
+  values = np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape))
+  return values.reshape(shape).copy()
 
 
 def read_npz(
@@ -143,31 +131,9 @@ def read_npz(
     return {name: np.asarray(stored[name]) for name in names if name in stored}
 
 
-@contextlib.contextmanager
-def open_sqlite(
-  path: str | os.PathLike, remedy: str
-) -> Iterator[sqlite3.Connection]:
-  """Opens an SQLite file to read it.
-
-  Args:
-    path: the file.
-    remedy: what to do about a bad file, for errors.
-
-  Yields:
-    The connection.
-
-  Raises:
-    DataError: the file is missing or no SQLite file, or it cannot be read
-      within.
-  """
-  with reading(path, remedy):
-    uri = pathlib.Path(path).expanduser().resolve(strict=True).as_uri()
-    connection = sqlite3.connect(f"{uri}?mode=ro", uri=True)
-    with contextlib.closing(connection):
-      yield connection
-
-
-def find_tfds(name: str, data_dir: str | None) -> tuple[str | None, str]:
+def find_tfds(
+  name: str, data_dir: str | os.PathLike | None
+) -> tuple[str | None, str]:
   """Finds a set prepared by TFDS as array_record.
 
   Looks at the files only: asked for a missing set, TFDS would try the network
@@ -185,30 +151,23 @@ def find_tfds(name: str, data_dir: str | None) -> tuple[str | None, str]:
     DataError: a set's description cannot be read.
   """
   default = os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
-  roots = [] if data_dir is None else [data_dir]
-  roots.append(os.path.expanduser(default))
-  where = " or ".join(os.path.join(root, name) for root in roots)
-  missing = f"no set that TFDS prepared as array_record in {where}"
-  for root in roots:
-    pattern = os.path.join(glob.escape(root), name, "*", "dataset_info.json")
-    for path in sorted(glob.glob(pattern), key=_version, reverse=True):
-      folder = os.path.dirname(path)
+  roots = [root for root in (data_dir, default) if root is not None]
+  places = [pathlib.Path(root).expanduser() / name for root in roots]
+  missing = "no set that TFDS prepared as array_record in "
+  missing += " or ".join(map(str, places))
+  version = lambda path: [int(n) for n in re.findall(r"\d+", path.parent.name)]
+  for place in places:
+    found = place.glob("*/dataset_info.json")
+    for path in sorted(found, key=version, reverse=True):
       with reading(path, f"prepare {name} with TFDS again"):
-        info = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        if info.get("fileFormat") == "array_record":
-          return folder, ""
-      missing += f" ({folder} has another format: prepare it with"
-      missing += " file_format=array_record)"
+        info = json.loads(path.read_text(encoding="utf-8"))
+      if info.get("fileFormat") == "array_record":
+        return str(path.parent), ""
+      missing += f" ({path.parent} has another format)"
   return None, missing
 
 
-def _version(path: str) -> list[int]:
-  """The version in the path of a TFDS set, as numbers."""
-  folder = os.path.basename(os.path.dirname(path))
-  return [int(number) for number in re.findall(r"\d+", folder)]
-
-
-def read_tfds(folder: str, split: str) -> dict[str, np.ndarray]:
+def read_tfds(folder: str | os.PathLike, split: str) -> dict[str, np.ndarray]:
   """All examples of a set prepared by TFDS, in stored order.
 
   Args:
@@ -220,15 +179,10 @@ def read_tfds(folder: str, split: str) -> dict[str, np.ndarray]:
 
   Raises:
     DataError: the set cannot be read, or its examples are not of one shape.
-    ImportError: TFDS is not installed.
+    ImportError: TFDS, array_record or Pillow is not installed.
   """
-  try:
-    import tensorflow_datasets as tfds
-  except ImportError as error:
-    raise ImportError(
-      f"{folder}: reading it needs TFDS: pip install tensorflow-datasets "
-      "array_record importlib_resources pillow"
-    ) from error
+  import tensorflow_datasets as tfds
+
   remedy = "delete it and prepare it with TFDS again (array_record)"
   with reading(f"{folder} ({split})", remedy):
     examples = list(tfds.builder_from_directory(folder).as_data_source(split))
@@ -238,49 +192,23 @@ def read_tfds(folder: str, split: str) -> dict[str, np.ndarray]:
     }
 
 
-def download(url: str, path: str, md5: str) -> None:
-  """Downloads a file atomically and checks its hash.
+def download(url: str, path: pathlib.Path) -> None:
+  """Downloads a file atomically.
 
   Args:
     url: the file's address.
     path: where to write it.
-    md5: its expected hash, hexadecimal.
 
   Raises:
-    DataError: the download failed or gave another file.
+    DataError: the download failed.
   """
   logging.getLogger(__name__).info("downloading %s to %s", url, path)
-  folder, name = os.path.split(path)
-  os.makedirs(folder, exist_ok=True)
-  with tempfile.TemporaryDirectory(
-    dir=folder, prefix=".download-"
-  ) as temporary:
-    part = os.path.join(temporary, name)
-    with (
-      reading(url, f"download it elsewhere and put it into {folder}"),
-      urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as source,
-      open(part, "wb") as target,
-    ):
-      shutil.copyfileobj(source, target)
-    check_md5(part, md5, url)
-    os.replace(part, path)
-
-
-def check_md5(path: str, md5: str, url: str) -> None:
-  """Raises `DataError` if a file does not have the expected hash.
-
-  Args:
-    path: the file.
-    md5: its expected hash, hexadecimal.
-    url: where to get it.
-
-  Raises:
-    DataError: it has another hash.
-  """
-  with open(path, "rb") as stream:
-    found = hashlib.file_digest(stream, "md5").hexdigest()
-  if found != md5:
-    raise DataError(
-      f"{path}: damaged or cut short, its md5 is {found} and not {md5}: get it"
-      f" again from {url}"
-    )
+  with (
+    reading(url, f"download it elsewhere and put it into {path.parent}"),
+    urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as source,
+  ):
+    content = source.read()
+  path.parent.mkdir(parents=True, exist_ok=True)
+  part = path.with_name(f"{path.name}.part")
+  part.write_bytes(content)
+  part.replace(path)

@@ -136,38 +136,32 @@ def load_fml_images(
   one_of(PARTITIONS, partition=partition)
   check_npz(npz, datasets)
   checks.between(0, 1, bad_label_share=bad_label_share)
+  for k in bad_clients:
+    checks.between(0, num_clients - 1, bad_clients=k)
   if len(datasets) not in (1, num_clients):
     raise ValueError(
       f"datasets={','.join(datasets)}: {len(datasets)} data sets for"
       f" {num_clients} clients; give one, or one for each client"
     )
-  for k in bad_clients:
-    checks.between(0, num_clients - 1, bad_clients=k)
-  if heldout_examples < 0 or heldout_examples % num_clients:
+  kept, rest = divmod(heldout_examples, num_clients)
+  if kept < 0 or rest:
     raise ValueError(
       f"heldout_examples={heldout_examples}: give 0 or a multiple of the"
       f" {num_clients} clients"
     )
-  kept = heldout_examples // num_clients
   of = list(datasets) * (num_clients if len(datasets) == 1 else 1)
   clients: dict[int, ClientData] = {}
   test, num_classes, shapes = {}, {}, {}
   for dataset in dict.fromkeys(of):
     if npz is not None and dataset == "npz":
       images = load_npz(npz)
-      if images.clients is not None and partition != "file":
-        logging.warning(
-          "%s: its clients are not used with partition=%s, but with"
-          " partition=file.",
-          npz,
-          partition,
-        )
     else:
       images = vision.load(dataset, data_dir, download)
+    if images.clients is not None and partition != "file":
+      logging.warning("%s: its clients are for partition=file only", npz)
     members = [k for k in range(num_clients) if of[k] == dataset]
-    parts = _parts(
-      images, len(members), partition, partition_alpha, partition_seed
-    )
+    draw = dict(num_clients=len(members), seed=partition_seed)
+    parts = _parts(images, partition, partition_alpha, draw)
     bank = {"x": images.train["x"], "y": images.train["y"].copy()}
     test[dataset] = Subset.whole(vision.plain(images.test))
     num_classes[dataset] = images.num_classes
@@ -175,7 +169,7 @@ def load_fml_images(
     for k, held, validation in zip(members, *parts):
       if kept >= len(held):
         raise ValueError(
-          f"heldout_examples={heldout_examples}: client {k} has"
+          f"heldout_examples={heldout_examples}: client {k} has only"
           f" {len(held)} training images"
         )
       rng = generator(Stream.HELDOUT_IMAGES, partition_seed, k)
@@ -193,23 +187,18 @@ def load_fml_images(
       )
   if len(set(shapes.values())) > 1:
     raise ValueError(
-      f"datasets={','.join(datasets)}: images of different shapes"
-      f" {sorted(set(shapes.values()))}; one global model cannot see them all"
+      f"datasets={','.join(datasets)}: one global model cannot see images of"
+      f" different shapes {shapes}"
     )
   in_order = tuple(clients[k] for k in range(num_clients))
   return FmlImages(in_order, test, num_classes, shapes[of[0]])
 
 
 def _parts(
-  images: vision.VisionDataset,
-  num_clients: int,
-  split: str,
-  alpha: float,
-  seed: int,
+  images: vision.VisionDataset, split: str, alpha: float, draw: dict[str, int]
 ) -> list[list[np.ndarray]]:
   """Each client's training and validation positions."""
   labels = [images.train["y"], images.test["y"]]
-  draw = dict(num_clients=num_clients, seed=seed)
   if split == "iid":
     return [partition_lib.iid(len(y), **draw) for y in labels]
   if split in _SHARDS:
@@ -219,15 +208,16 @@ def _parts(
     train = partition_lib.dirichlet(labels[0], alpha=alpha, **draw)
   elif images.clients is None:
     raise ValueError(
-      f"partition=file: {images.name} does not say which client holds which"
-      " image; choose another partition, or add clients_train to an npz file"
+      f"partition=file: {images.name} has no clients; choose another partition"
+      " or, for npz, add clients_train"
     )
   else:
-    held = ClientPopulation.from_ids(images.train, images.clients)
-    if len(held) != num_clients:
+    held = ClientPopulation.from_ids(images.train, images.clients).subsets()
+    wanted, clients = draw["num_clients"], len(held)
+    if clients != wanted:
       raise ValueError(
-        f"num_clients={num_clients}: the file has {len(held)} clients, and"
-        f" partition=file takes them all; give num_clients={len(held)}"
+        f"num_clients={wanted}: partition=file takes all clients of the file;"
+        f" give num_clients={clients}"
       )
-    train = [held.positions(k) for k in range(len(held))]
-  return [train, partition_lib.matching(train, *labels, seed=seed)]
+    train = [subset.index for subset in held]
+  return [train, partition_lib.matching(train, *labels, seed=draw["seed"])]

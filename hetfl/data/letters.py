@@ -6,8 +6,8 @@ files, FedJAX's federated EMNIST, and a set prepared by TensorFlow Datasets
 idx files and TFDS do not name the writers. Nothing is ever unpickled.
 """
 
-from collections.abc import Sequence
 import os
+import pathlib
 
 import numpy as np
 
@@ -16,10 +16,13 @@ from hetfl.data.errors import DataError, reading
 from hetfl.data.vision import VisionDataset
 from hetfl.population import Bank
 
+# Images, labels from 0 and, if they are known, writers.
+_Letters = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 _PAGE = "https://www.nist.gov/itl/products-and-services/emnist-dataset"
-_AGAIN = f"get it again from {_PAGE}"
+_REMEDY = f"want a file as load_letters describes it; EMNIST is at {_PAGE}"
 _MAT = "emnist-letters.mat"
-_SQLITE = ("federated_emnist_train.sqlite", "federated_emnist_test.sqlite")
+_IDX = "emnist-letters-train-images-idx3-ubyte"
+_SQLITE = "federated_emnist_train.sqlite"
 _NPZ = "letters.npz"
 _LETTERS = 26
 _SIDE = 28
@@ -46,8 +49,8 @@ def load_letters(
 
   Returns:
     The letters, 28 x 28 x 1 with bright ink; label 0 is a, upper and lower case
-    alike. The name is the source: 'mat', 'idx', 'fedjax', 'tfds' or 'npz'; all
-    but 'idx' and 'tfds' also have `writer` `int32[N]`. `letters.npz` has no
+    alike. The name is the source: 'mat', 'idx', 'fedjax', 'tfds' or 'npz';
+    clients are the writers, but of 'idx' and 'tfds'. `letters.npz` has no
     official test images: the half of the writers with the larger numbers are
     the test writers. Images that are not 28 x 28 are brought to that size as
     MNIST's were (see `like_mnist`).
@@ -59,44 +62,27 @@ def load_letters(
   Reference: Cohen et al. 2017, EMNIST. Li & Wang 2019 call their letters
   FEMNIST; the released code reads `emnist-letters.mat`.
   """
-  if data_dir is not None:
-    data_dir = os.path.expanduser(os.fspath(data_dir))
-  mat, npz = files.find(data_dir, _MAT), files.find(data_dir, _NPZ)
-  sqlite = [files.find(data_dir, name) for name in _SQLITE]
-  idx = {
-    split: [
-      files.find(data_dir, name, f"{name}.gz")
-      for what in ("images-idx3", "labels-idx1")
-      for name in [f"emnist-letters-{split}-{what}-ubyte"]
-    ]
-    for split in SIZES
-  }
-  anonymous = next(filter(None, [*idx["train"], *idx["test"]]), None)
-  tfds, no_tfds = files.find_tfds("emnist/letters", data_dir)
-  if mat:
-    source, banks = "mat", [_read_mat(mat, split) for split in SIZES]
-  elif anonymous and not writers:
-    source, banks = "idx", [_read_idx(idx[split], split) for split in SIZES]
-  elif all(sqlite):
-    source, banks = "fedjax", [_read_sqlite(path) for path in sqlite if path]
-  elif tfds and not writers:
-    source, banks = "tfds", [_read_tfds(tfds, split) for split in SIZES]
-  elif npz:
-    source, banks = "npz", _read_npz(npz)
-  elif anonymous or tfds:
-    raise DataError(
-      f"the letters of {tfds or anonymous} do not say who wrote them: get"
-      f" {_MAT}, FedJAX's {' and '.join(_SQLITE)}, or {_NPZ}, and give"
-      " data_dir=DIRECTORY"
-    )
-  else:
-    raise DataError(
-      f"letters not found: data_dir={data_dir} and its folders hold none of"
-      f" {_MAT}, emnist-letters-train-images-idx3-ubyte[.gz],"
-      f" {' with '.join(_SQLITE)}, {_NPZ}, and there is {no_tfds}: get EMNIST"
-      f" from {_PAGE} and give data_dir=DIRECTORY"
-    )
-  return VisionDataset(source, banks[0], banks[1], _LETTERS)
+  find = lambda *names: files.find(data_dir, *names)
+  prepared, no_tfds = files.find_tfds("emnist/letters", data_dir)
+  for source, path, read in (
+    ("mat", find(_MAT), _read_mat),
+    ("idx", None if writers else find(_IDX, f"{_IDX}.gz"), _read_idx),
+    ("fedjax", find(_SQLITE), _read_sqlite),
+    ("tfds", None if writers else prepared, _read_tfds),
+    ("npz", find(_NPZ), _read_npz),
+  ):
+    if path is not None:
+      official = source in ("mat", "idx")
+      sizes = SIZES.values() if official else (None, None)
+      with reading(path, _REMEDY):
+        train, test = (read(pathlib.Path(path), split) for split in SIZES)
+        banks = [_bank(x, y, n) for (x, y, _), n in zip((train, test), sizes)]
+      return VisionDataset(source, banks[0], banks[1], _LETTERS, train[2])
+  raise DataError(
+    f"letters not found: data_dir={data_dir} and its folders hold none of"
+    f" {_MAT}, {_SQLITE}, {_NPZ} nor, without writers, {_IDX}[.gz], and there"
+    f" is {no_tfds}: get EMNIST from {_PAGE} and give data_dir=DIRECTORY"
+  )
 
 
 def like_mnist(image: np.ndarray) -> np.ndarray:
@@ -149,24 +135,14 @@ def _coverage(source: int, target: int) -> np.ndarray:
   return overlap / overlap.sum(1, keepdims=True)
 
 
-def _bank(where: str, x, y, writer=None, *, size: int | None = None) -> Bank:
+def _bank(x: np.ndarray, y: np.ndarray, size: int | None) -> Bank:
   """A bank of letters, checked; label 0 is the letter a."""
-  arrays = {"y": y} if writer is None else {"y": y, "writer": writer}
-  bank = {
-    name: np.asarray(a).reshape(-1).astype(np.int32)
-    for name, a in arrays.items()
-  }
-  for name, array in bank.items():
-    if len(array) != (size or len(x)) or len(array) != len(x):
-      raise DataError(
-        f"{where}: {len(x):,} images and {len(array):,} of {name}, want"
-        f" {size or len(x):,} of both: {_AGAIN}"
-      )
-  if bank["y"].min() < 0 or bank["y"].max() >= _LETTERS:
-    raise DataError(
-      f"{where}: labels are not those of {_LETTERS} letters: {_AGAIN}"
-    )
-  return {"x": np.ascontiguousarray(x[..., None], np.uint8), **bank}
+  y = np.asarray(y).reshape(-1).astype(np.int32)
+  if not 0 < len(y) == len(x) == (size or len(x)):
+    raise ValueError(f"{len(x)} images and {len(y)} labels, want {size}")
+  if y.min() < 0 or y.max() >= _LETTERS:
+    raise ValueError(f"labels are not those of {_LETTERS} letters")
+  return {"x": np.ascontiguousarray(x[..., None], np.uint8), "y": y}
 
 
 def _upright(images: np.ndarray) -> np.ndarray:
@@ -174,69 +150,58 @@ def _upright(images: np.ndarray) -> np.ndarray:
   return np.reshape(images, (-1, _SIDE, _SIDE)).swapaxes(1, 2)
 
 
-def _read_mat(path: str, split: str) -> Bank:
+def _read_mat(path: pathlib.Path, split: str) -> _Letters:
   from scipy import io
 
-  with reading(path, _AGAIN):
-    part = io.loadmat(path)["dataset"][0, 0][split][0, 0]
-    images, labels = _upright(part["images"]), part["labels"] - 1.0
-    writers = part["writers"]
-  where = f"{path} ({split})"
-  return _bank(where, images, labels, writers, size=SIZES[split])
+  part = io.loadmat(path)["dataset"][0, 0][split][0, 0]
+  writers = part["writers"].reshape(-1).astype(np.int32)
+  return _upright(part["images"]), part["labels"] - 1.0, writers
 
 
-def _read_idx(paths: Sequence[str | None], split: str) -> Bank:
-  images, labels = paths
-  if images is None or labels is None:
-    raise DataError(
-      f"emnist-letters-{split}-images-idx3-ubyte, ...-labels-idx1-ubyte: one is"
-      f" missing, though other files of EMNIST are there: get it from {_PAGE}"
-    )
-  with reading(f"{images}, {labels}", _AGAIN):
-    x, y = (files.parse_idx(files.content(path)) for path in (images, labels))
-    x, y = _upright(x), y.astype(np.int32) - 1
-  return _bank(images, x, y, size=SIZES[split])
-
-
-def _read_sqlite(path: str) -> Bank:
-  """FedJAX's file: ink dark on 1.0; labels digits, upper case, lower case."""
-  population = fedjax_source.read_sqlite(path, {"pixels": "x", "label": "y"})
-  writer = np.empty(len(population.members), np.int32)
-  writer[population.members] = np.repeat(
-    np.arange(len(population)), population.sizes
+def _read_idx(path: pathlib.Path, split: str) -> _Letters:
+  images = path.name.replace("train", split)
+  labels = images.replace("images-idx3", "labels-idx1")
+  x, y = (
+    files.parse_idx(files.content(path.with_name(name)))
+    for name in (images, labels)
   )
+  return _upright(x), y.astype(np.int32) - 1, None
+
+
+def _read_sqlite(path: pathlib.Path, split: str) -> _Letters:
+  """FedJAX's file: ink dark on 1.0; labels digits, upper case, lower case."""
+  population = fedjax_source.read_sqlite(
+    path.with_name(path.name.replace("train", split)),
+    {"pixels": "x", "label": "y"},
+  )
+  # Its clients' examples lie one after another in the bank.
+  writer = np.repeat(np.arange(len(population)), population.sizes)
   y = np.asarray(population.bank["y"])
   letters = np.flatnonzero((y >= 10) & (y < 10 + 2 * _LETTERS))
   x = np.clip(np.rint(255 * (1 - population.bank["x"][letters])), 0, 255)
-  return _bank(path, x, (y[letters] - 10) % _LETTERS, writer[letters])
+  return x, (y[letters] - 10) % _LETTERS, writer[letters]
 
 
-def _read_tfds(folder: str, split: str) -> Bank:
-  data = files.read_tfds(folder, split)
-  y = data["label"].astype(np.int32) - 1
-  return _bank(f"{folder} ({split})", _upright(data["image"]), y)
+def _read_tfds(path: pathlib.Path, split: str) -> _Letters:
+  data = files.read_tfds(path, split)
+  return _upright(data["image"]), data["label"].astype(np.int32) - 1, None
 
 
-def _read_npz(path: str) -> list[Bank]:
+def _read_npz(path: pathlib.Path, split: str) -> _Letters:
   names = ("images", "labels", "writers")
-  layout = f"want arrays {', '.join(names)}"
-  arrays = files.read_npz(path, *names, layout=layout)
-  found = {name: f"{a.dtype}{[*a.shape]}" for name, a in arrays.items()}
+  arrays = files.read_npz(path, *names, layout=_REMEDY)
   images, labels, writers = (arrays.get(n, np.zeros(0)) for n in names)
-  pixels = images.ndim == 3 and images.dtype == np.uint8 and len(images)
-  if not pixels or {labels.dtype.kind, writers.dtype.kind} - {"i", "u"}:
-    raise DataError(
-      f"{path}: has {found}, want images uint8[N, H, W], labels and writers"
-      " int32[N]"
+  found = {name: f"{a.dtype}{[*a.shape]}" for name, a in arrays.items()}
+  whole = {labels.dtype.kind, writers.dtype.kind} <= {"i", "u"}
+  pixels = images.ndim == 3 and images.dtype == np.uint8
+  if not (whole and pixels and len(images) == labels.size == writers.size):
+    raise ValueError(
+      f"has {found}, want images uint8[N, H, W], labels and writers int[N]"
     )
+  everybody = np.unique(writers)
+  is_test = writers > everybody[(len(everybody) - 1) // 2]
+  keep = is_test == (split == "test")
+  images = images[keep]
   if images.shape[1:] != (_SIDE, _SIDE):
     images = np.stack([like_mnist(image) for image in images])
-  bank = _bank(path, images, labels, writers)
-  everybody = np.unique(bank["writer"])
-  if len(everybody) < 2:
-    raise DataError(f"{path}: {len(everybody)} writers, want two or more")
-  is_test = bank["writer"] > everybody[(len(everybody) - 1) // 2]
-  return [
-    {name: array[keep] for name, array in bank.items()}
-    for keep in (~is_test, is_test)
-  ]
+  return images, labels[keep], writers[keep]

@@ -7,14 +7,14 @@ from absl import logging
 import numpy as np
 
 from hetfl.data import files
-from hetfl.data.errors import DataError
+from hetfl.data.errors import reading
 from hetfl.data.vision import VisionDataset
 from hetfl.population import Bank
 
 LAYOUT = (
   "want a file by np.savez(FILE, x_train=uint8[N, H, W] or [N, H, W, C],"
-  " y_train=int[N], x_test=..., y_test=...) and, if there are clients, their"
-  " ids, clients_train=[N]"
+  " y_train=int[N] from 0, x_test=..., y_test=...) and, if there are clients,"
+  " their numbers or names, clients_train=[N]"
 )
 
 
@@ -36,13 +36,11 @@ def check_npz(
   Raises:
     ValueError: there is a file but no such data set, or the reverse.
   """
-  if path is None and "npz" in datasets:
-    raise ValueError(f"{argument}=None: {of}=npz needs your file; {LAYOUT}")
-  if path is not None and "npz" not in datasets:
-    raise ValueError(
-      f"{argument}={path}: {of}={','.join(datasets)} does not read it; use"
-      f" {of}=npz"
-    )
+  if (path is None) == ("npz" in datasets):
+    needed = f"does not read it; use {of}=npz"
+    if path is None:
+      needed = f"needs your file; {LAYOUT}"
+    raise ValueError(f"{argument}={path}: {of}={','.join(datasets)} {needed}")
 
 
 def load_npz(path: str | os.PathLike) -> VisionDataset:
@@ -74,65 +72,44 @@ def load_npz(path: str | os.PathLike) -> VisionDataset:
   """
   names = ("x_train", "y_train", "x_test", "y_test", "clients_train")
   arrays = files.read_npz(path, *names, layout=LAYOUT)
-  train, test = (_bank(path, arrays, part) for part in ("train", "test"))
-  size, test_size = image_size(train), image_size(test)
-  if size != test_size:
-    raise DataError(
-      f"{path}: x_train has images of {size}, x_test of {test_size}; give both"
-      " the same shape"
-    )
-  clients = arrays.get("clients_train")
-  if clients is not None:
-    if clients.shape != train["y"].shape or clients.dtype.kind not in "iuU":
-      raise DataError(
-        f"{path}: clients_train is {clients.dtype}{[*clients.shape]} for"
-        f" {len(train['y'])} training images; give the number or name of each"
-        " one's client"
+  with reading(path, LAYOUT):
+    train, test = (_bank(arrays, part) for part in ("train", "test"))
+    shape, test_shape = train["x"].shape[1:], test["x"].shape[1:]
+    if shape != test_shape:
+      raise ValueError(f"x_train has images of {shape}, x_test of {test_shape}")
+    labels = np.concatenate([train["y"], test["y"]])
+    num_classes = int(labels.max()) + 1
+    if num_classes > len(labels):
+      raise ValueError(
+        f"a label is {labels.max()}, but there are only {len(labels)} images"
       )
-  labels = np.concatenate([train["y"], test["y"]])
-  num_classes = int(labels.max()) + 1
-  if num_classes > len(labels):
-    raise DataError(
-      f"{path}: a label is {num_classes - 1}, but there are only {len(labels)}"
-      " images; number the classes 0, 1, 2, ..."
-    )
+    clients = arrays.get("clients_train")
+    if clients is not None:
+      _check("clients_train", clients, "iuU", len(train["y"]))
   missing = num_classes - len(np.unique(labels))
   if missing:
-    logging.warning(
-      "%s: %d of %d classes have no image; if that is not meant, number the"
-      " classes 0, 1, 2, ...",
-      path,
-      missing,
-      num_classes,
-    )
+    text = "%s: %d of %d classes have no image; number them 0, 1, 2, ..."
+    logging.warning(text, path, missing, num_classes)
   return VisionDataset("npz", train, test, num_classes, clients)
 
 
-def _bank(path, arrays: dict[str, np.ndarray], part: str) -> Bank:
+def _bank(arrays: dict[str, np.ndarray], part: str) -> Bank:
   """The training or the test images, checked."""
-  for name in (f"x_{part}", f"y_{part}"):
-    if name not in arrays:
-      raise DataError(f"{path}: {name} is missing: {LAYOUT}")
+  if not {f"x_{part}", f"y_{part}"} <= arrays.keys():
+    raise ValueError(f"x_{part} or y_{part} is missing")
   x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
   if x.dtype != np.uint8 or x.ndim not in (3, 4) or not x.size:
-    raise DataError(
-      f"{path}: x_{part} is {x.dtype}{[*x.shape]}; give uint8 pixels, 0 to"
-      " 255, as [N, H, W] or [N, H, W, C]"
-    )
-  y = y.reshape(len(x)) if y.shape == (len(x), 1) else y  # Keras's CIFAR.
-  if y.dtype.kind not in "iu" or y.shape != (len(x),):
-    raise DataError(
-      f"{path}: y_{part} is {y.dtype}{[*y.shape]} for {len(x)} images; give"
-      " each a whole number, its class"
-    )
-  for label in (int(y.min()), int(y.max())):
-    if not 0 <= label < 2**31:
-      raise DataError(
-        f"{path}: y_{part} has a label {label}; number the classes from 0"
-      )
+    raise ValueError(f"x_{part} is {x.dtype}{[*x.shape]}")
+  y = y[:, 0] if y.shape == (len(x), 1) else y  # Keras's CIFAR.
+  _check(f"y_{part}", y, "iu", len(x))
+  if y.min() < 0 or y.max() >= 2**31:
+    raise ValueError(f"y_{part} has labels from {y.min()} to {y.max()}")
   return {"x": x[..., None] if x.ndim == 3 else x, "y": y.astype(np.int32)}
 
 
-def image_size(bank: Bank) -> str:
-  """The size of a bank's images, such as 28x28x1."""
-  return "x".join(map(str, bank["x"].shape[1:]))
+def _check(name: str, array: np.ndarray, kinds: str, images: int) -> None:
+  """Raises unless there is a value of some kind for each image."""
+  if array.dtype.kind not in kinds or array.shape != (images,):
+    raise ValueError(
+      f"{name} is {array.dtype}{[*array.shape]} for {images} images"
+    )

@@ -6,9 +6,7 @@ one integer array of example positions per client, as
 """
 
 import bisect
-from collections.abc import Callable, Sequence
-import heapq
-import itertools
+from collections.abc import Sequence
 import math
 from typing import NamedTuple
 
@@ -92,12 +90,8 @@ def pachinko(
   coarse, fine = np.asarray(coarse), np.asarray(fine)
   checks.positive(alpha=alpha, beta=beta)
   checks.counts(num_clients=num_clients)
-  if num_clients * examples_per_client > len(fine):
-    raise ValueError(
-      f"num_clients={num_clients}, examples_per_client="
-      f"{examples_per_client}: want {num_clients * examples_per_client} "
-      f"examples, there are {len(fine)}"
-    )
+  most = len(fine) // num_clients
+  checks.between(1, most, examples_per_client=examples_per_client)
   rng = generator(Stream.PACHINKO, seed)
 
   # A leaf is a (coarse, fine) pair. Its unused examples are a shuffled stack:
@@ -105,38 +99,59 @@ def pachinko(
   leaves, leaf_of = np.unique(
     np.stack([coarse, fine]), axis=1, return_inverse=True
   )
-  leaf_of = leaf_of.reshape(-1)
   order = rng.permutation(len(fine))
-  order = order[np.argsort(leaf_of[order], kind="stable")]
-  counts = np.bincount(leaf_of, minlength=leaves.shape[1])
-  stacks = [s.tolist() for s in np.split(order, np.cumsum(counts)[:-1])]
-  roots = np.unique(leaves[0])
-  children = [np.flatnonzero(leaves[0] == root).tolist() for root in roots]
+  piles = _by_owner(leaf_of.reshape(-1)[order], leaves.shape[1])
+  stacks = [order[pile].tolist() for pile in piles]
+  children = [
+    np.flatnonzero(leaves[0] == root) for root in np.unique(leaves[0])
+  ]
+  left = np.ones(len(stacks), bool)  # leaves that have unused examples
+  roots_left = lambda: np.array([left[leaves].any() for leaves in children])
 
-  alive = list(range(len(roots)))  # coarse labels that have unused examples
   clients = []
   for _ in range(num_clients):
-    to_root = _Multinomial(rng, alive, alpha)
+    to_root = _Multinomial(rng, roots_left(), alpha)
     # Only coarse labels that are drawn need a fine distribution. It does not
     # affect which ones are drawn, so it can be drawn late.
     to_leaf = {}
     picked = []
     for u, v in rng.random((examples_per_client, 2)).tolist():
       root = to_root.draw(u)
+      below = children[root]
       if root not in to_leaf:
-        to_leaf[root] = _Multinomial(rng, children[root], beta)
-      leaf = to_leaf[root].draw(v)
+        to_leaf[root] = _Multinomial(rng, left[below], beta)
+      leaf = below[to_leaf[root].draw(v)]
       picked.append(stacks[leaf].pop())
       if not stacks[leaf]:
-        children[root].remove(leaf)
-        if children[root]:
-          to_leaf[root].remove(leaf)
-        else:
-          alive.remove(root)
-          if alive:
-            to_root.remove(root)
+        left[leaf] = False
+        to_leaf[root].keep(left[below])
+        to_root.keep(roots_left())
     clients.append(np.array(picked, np.int32))
   return clients
+
+
+class _Multinomial:
+  """A Dirichlet draw over the outcomes that are left."""
+
+  def __init__(self, rng, left: np.ndarray, concentration: float):
+    self._rng, self._concentration = rng, concentration
+    self._weights = np.zeros(len(left))
+    self.keep(left)
+
+  def keep(self, left: np.ndarray):
+    """Outcomes that are not left are never drawn again."""
+    self._weights = np.where(left, self._weights, 0)
+    if left.any() and not self._weights.any():
+      concentration = np.full(left.sum(), float(self._concentration))
+      self._weights[left] = self._rng.dirichlet(concentration)
+    self._sums = np.cumsum(self._weights).tolist()
+
+  def draw(self, u: float) -> int:
+    """The outcome at quantile `u`, uniform in [0, 1)."""
+    total = self._sums[-1]
+    # Never one of weight zero, even if u * total is rounded to the total.
+    at = bisect.bisect_right(self._sums, u * total)
+    return min(at, bisect.bisect_left(self._sums, total))
 
 
 def dirichlet(
@@ -216,26 +231,17 @@ def matching(
   """
   labels, other = np.asarray(labels), np.asarray(other)
   _check_clients(len(clients), len(other))
-
-  holders = np.repeat(np.arange(len(clients)), [len(own) for own in clients])
-  theirs = labels[np.concatenate([*clients, np.zeros(0, np.int64)]).astype(int)]
-
-  def shares(label):
-    counts = np.bincount(holders[theirs == label], minlength=len(clients))
-    counts = counts if counts.any() else np.ones(len(clients))
-    return counts / counts.sum()
-
+  classes = 1 + max(labels.max(), other.max())
+  held = [labels[np.asarray(own, np.int64)] for own in clients]
+  counts = np.stack([np.bincount(y, minlength=classes) for y in held], axis=1)
+  counts[~counts.any(axis=1)] = 1
+  shares = counts / counts.sum(axis=1, keepdims=True)
   rng = generator(Stream.MATCHING, seed)
-  return _share_out(other, len(clients), shares, rng)
+  return _share_out(other, len(clients), lambda label: shares[label], rng)
 
 
-def _share_out(
-  labels: np.ndarray,
-  num_clients: int,
-  shares: Callable[[int], np.ndarray],
-  rng: np.random.Generator,
-) -> list[np.ndarray]:
-  """Cuts each label's shuffled examples at the shares' cumulative sums."""
+def _share_out(labels, num_clients, shares, rng) -> list[np.ndarray]:
+  """Cuts each label's shuffled examples at the sums of `shares(label)`."""
   owner = np.empty(len(labels), np.int64)
   for label in np.unique(labels):
     positions = rng.permutation(np.flatnonzero(labels == label))
@@ -245,15 +251,12 @@ def _share_out(
     cuts = np.clip(cuts, 0, len(positions))
     sizes: np.ndarray = np.diff(cuts, prepend=0)
     owner[positions] = np.repeat(np.arange(num_clients), sizes)
-  held = _by_owner(owner, num_clients)
-  largest_first = [(-len(own), k) for k, own in enumerate(held)]
-  heapq.heapify(largest_first)
-  for empty in [k for k, own in enumerate(held) if not len(own)]:
-    size, largest = largest_first[0]
-    moved = rng.choice(held[largest])
-    owner[moved] = empty
-    held[largest] = held[largest][held[largest] != moved]
-    heapq.heapreplace(largest_first, (size + 1, largest))
+  sizes = np.bincount(owner, minlength=num_clients)
+  for empty in np.flatnonzero(sizes == 0):
+    largest = np.argmax(sizes)
+    owner[rng.choice(np.flatnonzero(owner == largest))] = empty
+    sizes[largest] -= 1
+    sizes[empty] = 1
   return _by_owner(owner, num_clients)
 
 
@@ -288,10 +291,7 @@ def iid(num_examples: int, *, num_clients: int, seed: int) -> list[np.ndarray]:
 
 
 def shards(
-  *labels: np.ndarray,
-  num_clients: int,
-  shards_per_client: int,
-  seed: int,
+  *labels: np.ndarray, num_clients: int, shards_per_client: int, seed: int
 ) -> list[list[np.ndarray]]:
   """Cuts each class into shards and deals each client some of them.
 
@@ -333,14 +333,13 @@ def shards(
   labels = tuple(np.asarray(y) for y in labels)
   num_classes = 1 + max(int(y.max()) for y in labels)
   total = num_clients * shards_per_client
-  if total % num_classes:
+  each, rest = divmod(total, num_classes)
+  if rest:
     step = num_classes // math.gcd(num_classes, shards_per_client)
     raise ValueError(
-      f"num_clients={num_clients}: {total} shards ({shards_per_client} per"
-      f" client) cannot be divided evenly among {num_classes} classes; use a"
-      f" multiple of {step} clients, or partition=iid or dirichlet"
+      f"num_clients={num_clients}: {num_classes} classes cannot share {total}"
+      f" shards; use a multiple of {step} clients, or another partition"
     )
-  each = total // num_classes
   rng = generator(Stream.LABEL_SHARDS, seed)
   # Shard number c * each + i is the i-th of class c.
   dealt = rng.permutation(total).reshape(num_clients, shards_per_client)
@@ -351,8 +350,8 @@ def shards(
       members = rng.permutation(np.flatnonzero(y == c)).astype(np.int32)
       if len(members) < each:
         raise ValueError(
-          f"num_clients={num_clients}: class {c} has {len(members)} examples,"
-          f" too few for {each} shards; use fewer clients"
+          f"num_clients={num_clients}: class {c} has only {len(members)}"
+          f" examples for {each} shards; use fewer clients"
         )
       pieces += np.array_split(members, each)
     sets.append(
@@ -365,8 +364,8 @@ def codist_split(
   num_clients: int,
   *,
   seed: int,
-  distill_clients: int,
-  heldout_clients: int,
+  distill_clients: int = 0,
+  heldout_clients: int = 0,
   high_capacity_clients: int,
 ) -> CodistSplit:
   """Splits clients into pool, distillation and held-out clients.
@@ -402,63 +401,19 @@ def codist_split(
   checks.between(0, num_clients - 1, distill_clients=distill_clients)
   most = num_clients - 1 - distill_clients  # One is left for the pool.
   checks.between(0, most, heldout_clients=heldout_clients)
-  pool_clients = num_clients - distill_clients - heldout_clients
-  if not 0 <= high_capacity_clients <= pool_clients:
-    raise ValueError(
-      f"high_capacity_clients={high_capacity_clients}: the pool has "
-      f"{pool_clients} clients, want 0 to {pool_clients}"
-    )
+  most = num_clients - distill_clients - heldout_clients
+  checks.between(0, most, high_capacity_clients=high_capacity_clients)
   order = generator(Stream.POOLS, seed).permutation(num_clients)
   heldout, distill, pool = np.split(
     order, [heldout_clients, heldout_clients + distill_clients]
   )
-  return CodistSplit(
-    pool=np.sort(pool),
-    high_capacity=np.sort(pool[:high_capacity_clients]),
-    distill=np.sort(distill),
-    heldout=np.sort(heldout),
-  )
-
-
-class _Multinomial:
-  """A Dirichlet draw over some outcomes, any of which can be removed."""
-
-  def __init__(self, rng, outcomes, concentration):
-    self._rng = rng
-    self._concentration = float(concentration)
-    self._outcomes = list(outcomes)
-    self._draw_weights()
-
-  def draw(self, u: float) -> int:
-    """The outcome at quantile `u`, uniform in [0, 1)."""
-    # Bisecting to the right never stops at an outcome of weight zero, except
-    # where rounding carries u * total to the end.
-    at = bisect.bisect_right(self._sums, u * self._sums[-1])
-    return self._outcomes[min(at, self._last)]
-
-  def remove(self, outcome: int):
-    """Removes an outcome and renormalises the others."""
-    at = self._outcomes.index(outcome)
-    del self._outcomes[at], self._weights[at]
-    if sum(self._weights) > 0:
-      self._accumulate()
-    else:
-      self._draw_weights()
-
-  def _draw_weights(self):
-    weights = np.full(len(self._outcomes), self._concentration)
-    self._weights = self._rng.dirichlet(weights).tolist()
-    self._accumulate()
-
-  def _accumulate(self):
-    self._sums = list(itertools.accumulate(self._weights))
-    self._last = max(i for i, w in enumerate(self._weights) if w > 0)
+  high_capacity = pool[:high_capacity_clients]
+  return CodistSplit(*map(np.sort, (pool, high_capacity, distill, heldout)))
 
 
 def _check_clients(num_clients: int, num_examples: int):
   checks.counts(num_clients=num_clients)
   if num_clients > num_examples:
     raise ValueError(
-      f"num_clients={num_clients}: more than the {num_examples} examples, "
-      f"want 1 to {num_examples}"
+      f"num_clients={num_clients}: more than the {num_examples} examples"
     )

@@ -7,19 +7,21 @@ every other character is a word of its own, and the contractions listed in the
 paper's appendix G are rejoined.
 """
 
-from collections import Counter
+import array
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import functools
 import hashlib
 import heapq
 import json
+import os
 import re
 
 import numpy as np
 
 from hetfl import checks
-from hetfl.data.errors import DataError, one_of
+from hetfl.data.errors import DataError, one_of, reading
 from hetfl.models.next_word import BOS, EOS, PAD
 
 MAX_WORD = 64  # Characters; longer ones are cut.
@@ -93,7 +95,7 @@ def words(
   return _CONTRACTION.sub(together, " ".join(tokens)).split(" ")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
   """Sentences of clients, as indices of words in the corpus's own lexicon.
 
@@ -128,102 +130,71 @@ class Corpus:
     Returns:
       Words and counts, without words that do not occur.
 
-    >>> builder = CorpusBuilder(max_words=9)
-    >>> for words in (['a', 'b', 'a'], ['c'], ['b']):
-    ...   builder.add('ann', 0, words)
-    >>> sorted(builder.build().counts(np.array([0, 2])).items())
+    >>> three = [('ann', 0, words) for words in ('aba', 'c', 'b')]
+    >>> corpus = collect(three, max_words=9, skipped=Counter(), source='here')
+    >>> sorted(corpus.counts(np.array([0, 2])).items())
     [('a', 2), ('b', 2)]
     """
     inside = np.zeros(len(self.offsets) - 1, bool)
     inside[chosen] = True
-    mask = np.repeat(inside, np.diff(self.offsets))
-    numbers = np.bincount(self.words[mask], minlength=len(self.lexicon))
-    return Counter({w: int(n) for w, n in zip(self.lexicon, numbers) if n > 0})
+    words = self.words[np.repeat(inside, np.diff(self.offsets))]
+    numbers = np.bincount(words, minlength=len(self.lexicon)).tolist()
+    return +Counter(dict(zip(self.lexicon, numbers)))  # Without zeros.
 
 
-class CorpusBuilder:
+def collect(
+  sentences: Iterable[tuple[str, int, Sequence[str]]],
+  *,
+  max_words: int,
+  skipped: Counter[str],
+  source: str | os.PathLike,
+) -> Corpus:
   """Collects sentences, client by client or in any order.
 
   Args:
+    sentences: for each the client's id, the domain (see `Corpus`) and the
+      words. One without words is counted as skipped.
     max_words: words to keep of a sentence; models see no more.
-    max_sentences_per_client: sentences to keep of a client; `None` for all.
+    skipped: how much was left out before, by reason; it may change meanwhile.
+    source: where they come from, for errors.
+
+  Returns:
+    The corpus, with clients in the order of their first sentences.
 
   Raises:
-    ValueError: a number is not at least 1.
+    DataError: there are no sentences.
+    ValueError: `max_words` is not at least 1.
 
-  >>> builder = CorpusBuilder(max_words=2)
-  >>> builder.add('ann', 0, ['a', 'b', 'a'])
-  >>> builder.add('bob', 1, ['b'])
-  >>> corpus = builder.build()
+  >>> two = ('ann', 0, ['a', 'b', 'a']), ('bob', 1, ['b'])
+  >>> corpus = collect(two, max_words=2, skipped=Counter(), source='here')
   >>> corpus.lexicon, corpus.words, corpus.members
   (('a', 'b'), array([0, 1, 1], dtype=int32), (array([0]), array([1])))
   """
-
-  def __init__(
-    self, *, max_words: int, max_sentences_per_client: int | None = None
-  ):
-    checks.counts(
-      max_words=max_words,
-      **checks.given(max_sentences_per_client=max_sentences_per_client),
-    )
-    self.skipped: Counter[str] = Counter()
-    self._max_words = max_words
-    self._max_sentences = max_sentences_per_client
-    self._lexicon: dict[str, int] = {}
-    self._words: list[int] = []
-    self._chunks: list[np.ndarray] = []
-    self._lengths: list[int] = []
-    self._domains = bytearray()
-    self._members: dict[str, list[int]] = {}
-
-  def __len__(self) -> int:
-    """The number of sentences."""
-    return len(self._lengths)
-
-  def add(self, client: str, domain: int, words: Sequence[str]) -> None:
-    """Adds a sentence; one without words is counted as skipped.
-
-    A sentence beyond `max_sentences_per_client` is counted as skipped, too;
-    words beyond `max_words` are left out without being counted.
-
-    Args:
-      client: the client's id.
-      domain: 0 for a question, 1 for an answer; see `Corpus`.
-      words: the sentence's words.
-    """
+  checks.counts(max_words=max_words)
+  lexicon: dict[str, int] = {}
+  found = array.array("i")  # Four bytes each, of very many words.
+  lengths, domains = array.array("i"), bytearray()
+  members: dict[str, list[int]] = defaultdict(list)
+  for client, domain, words in sentences:
     if not words:
-      self.skipped["empty sentences"] += 1
-      return
-    members = self._members.setdefault(client, [])
-    if self._max_sentences and len(members) >= self._max_sentences:
-      self.skipped["sentences beyond max_sentences_per_client"] += 1
-      return
-    lexicon = self._lexicon
-    for word in words[: self._max_words]:
-      self._words.append(lexicon.setdefault(word, len(lexicon)))
-    if len(self._words) > 1 << 20:
-      self._flush()
-    members.append(len(self._lengths))
-    self._lengths.append(min(len(words), self._max_words))
-    self._domains.append(domain)
-
-  def build(self) -> Corpus:
-    """The corpus, with clients in the order in which they were first added."""
-    self._flush()
-    clients = {c: m for c, m in self._members.items() if m}
-    return Corpus(
-      lexicon=tuple(self._lexicon),
-      words=np.concatenate([np.zeros(0, np.int32), *self._chunks]),
-      offsets=np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]),
-      domains=np.frombuffer(bytes(self._domains), np.int8),
-      members=tuple(np.array(m, np.int64) for m in clients.values()),
-      ids=tuple(clients),
-      skipped=dict(sorted(self.skipped.items())),
-    )
-
-  def _flush(self):
-    self._chunks.append(np.array(self._words, np.int32))
-    self._words = []
+      skipped["empty sentences"] += 1
+      continue
+    words = words[:max_words]
+    found.extend(lexicon.setdefault(word, len(lexicon)) for word in words)
+    members[client].append(len(lengths))
+    lengths.append(len(words))
+    domains.append(domain)
+  if not lengths:
+    raise DataError(f"{source}: holds no sentences that can be read")
+  return Corpus(
+    lexicon=tuple(lexicon),
+    words=np.array(found, np.int32),
+    offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+    domains=np.array(domains, np.int8),
+    members=tuple(np.array(own, np.int64) for own in members.values()),
+    ids=tuple(members),
+    skipped=dict(sorted(skipped.items())),
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,31 +274,26 @@ class Vocabulary:
     Returns:
       `uint16[N, T + 1]`, or `int32` for vocabularies beyond 65,536.
     """
-    pieces = [self.pieces(word) for word in corpus.lexicon]
-    sizes = np.array([len(p) for p in pieces], np.int64)
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    flat = np.array([i for p in pieces for i in p] or [0], np.int32)
     kind = np.uint16 if self.size <= 1 << 16 else np.int32
+    pieces = [self.pieces(word)[:length] for word in corpus.lexicon]
+    spelt = np.full((len(pieces), max(map(len, pieces), default=0)), PAD, kind)
+    for row, found in zip(spelt, pieces):
+      row[: len(found)] = found
     n = len(corpus.offsets) - 1
     out = np.full((n, length + 1), PAD, kind)
     out[:, 0] = BOS
     block = 1 << 16  # Sentences at once, so that temporary arrays stay small.
     for first in range(0, n, block):
       offsets = corpus.offsets[first : first + block + 1]
-      word = corpus.words[offsets[0] : offsets[-1]]
-      repeats = sizes[word]
-      ends = np.cumsum(repeats)
-      within = np.arange(repeats.sum()) - np.repeat(ends - repeats, repeats)
-      tokens = flat[np.repeat(starts[word], repeats) + within]
-      cuts = np.concatenate([[0], ends])[offsets - offsets[0]]
-      counts = np.diff(cuts)
-      row = np.repeat(np.arange(len(counts)), counts)
-      column = np.arange(len(tokens)) - np.repeat(cuts[:-1], counts)
-      keep = column < length
-      part = out[first : first + block]
-      part[row[keep], column[keep] + 1] = tokens[keep]
-      short = counts < length
-      part[np.flatnonzero(short), counts[short] + 1] = EOS
+      tokens = spelt[corpus.words[offsets[0] : offsets[-1]]]
+      is_piece = tokens != PAD
+      ends = np.cumsum(is_piece.sum(axis=1))
+      ends = np.concatenate([[0], ends])[offsets - offsets[0]]
+      counts = np.diff(ends)[:, None]
+      place = np.arange(max(length, counts.max()))
+      rows = np.where(place == counts, EOS, PAD)
+      rows[place < counts] = tokens[is_piece]
+      out[first : first + block, 1:] = rows[:, :length]
     return out
 
   def to_bytes(self) -> bytes:
@@ -337,9 +303,8 @@ class Vocabulary:
       "special": {"PAD": PAD, "BOS": BOS, "EOS": EOS, "OOV": self.oov},
       "tokens": list(self.tokens),
     }
-    return (json.dumps(value, indent=0, ensure_ascii=False) + "\n").encode(
-      "utf-8", "surrogatepass"
-    )
+    lines = json.dumps(value, indent=0, ensure_ascii=False) + "\n"
+    return lines.encode("utf-8", "surrogatepass")
 
   @property
   def sha256(self) -> str:
@@ -388,54 +353,47 @@ def train_wordpiece(
   >>> train_wordpiece(Counter(abab=3, ab=2), 6).tokens  # ab: 5, ##ab: 3
   ('##b', 'a', '##a', 'ab', '##ab', 'abab')
   """
-  common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-  spelt = [
-    ([w[0], *("##" + c for c in w[1:])], n) for w, n in common[:max_words] if w
-  ]
+  words = [w for w in train_words(counts, max_words).tokens if w]
+  spelt = [[w[0], *(f"##{c}" for c in w[1:])] for w in words]
   characters: Counter[str] = Counter()
-  for pieces, n in spelt:
+  for word, pieces in zip(words, spelt):
     for piece in pieces:
-      characters[piece] += n
-  order = sorted(characters.items(), key=lambda item: (-item[1], item[0]))
-  tokens = {c: None for c, _ in order[: max(size // 2, 1)]}
+      characters[piece] += counts[word]
+  # A dictionary for its keys, which are in order.
+  tokens = dict.fromkeys(train_words(characters, max(size // 2, 1)).tokens)
   pairs: Counter[tuple[str, str]] = Counter()
-  where: dict[tuple[str, str], set[int]] = {}
-  for i, (pieces, n) in enumerate(spelt):
-    for pair in zip(pieces, pieces[1:]):
-      if pair[0] in tokens and pair[1] in tokens:
-        pairs[pair] += n
-        where.setdefault(pair, set()).add(i)
+  where: dict[tuple[str, str], set[int]] = defaultdict(set)
+
+  def count(i: int, sign: int) -> set[tuple[str, str]]:
+    """Adds the pairs of word i to the counts, or takes them away."""
+    both = zip(spelt[i], spelt[i][1:])
+    found = [(a, b) for a, b in both if a in tokens and b in tokens]
+    for pair in found:
+      pairs[pair] += sign * counts[words[i]]
+      where[pair].add(i)
+    return set(found)
+
+  for i in range(len(words)):
+    count(i, 1)
   heap = [(-n, pair) for pair, n in pairs.items()]
   heapq.heapify(heap)
   while heap and len(tokens) < size:
     n, pair = heapq.heappop(heap)
     if -n != pairs[pair]:
       continue  # Its count has changed; the new count is in the heap too.
-    left, right = pair
-    joined = left + right.removeprefix("##")
+    joined = pair[0] + pair[1].removeprefix("##")
     tokens[joined] = None
     changed = set()
     for i in where.pop(pair):
-      pieces, weight = spelt[i]
-      before = list(zip(pieces, pieces[1:]))
-      merged, j = [], 0
-      while j < len(pieces):
-        if tuple(pieces[j : j + 2]) == pair:
-          merged.append(joined)
-          j += 2
+      changed |= count(i, -1)
+      merged: list[str] = []
+      for piece in spelt[i]:
+        if (*merged[-1:], piece) == pair:
+          merged[-1] = joined
         else:
-          merged.append(pieces[j])
-          j += 1
-      spelt[i] = (merged, weight)
-      for sign, of in ((-weight, before), (weight, zip(merged, merged[1:]))):
-        for other in of:
-          if other[0] in tokens and other[1] in tokens:
-            pairs[other] += sign
-            changed.add(other)
-            if sign > 0:
-              where.setdefault(other, set()).add(i)
-    del pairs[pair]
-    changed.discard(pair)
+          merged.append(piece)
+      spelt[i] = merged
+      changed |= count(i, 1)
     for other in changed:
       if pairs[other] > 0:
         heapq.heappush(heap, (-pairs[other], other))
@@ -460,7 +418,8 @@ def first_sentences(
     The words of a sentence.
 
   Raises:
-    DataError: NLTK or its data is not installed.
+    DataError: NLTK's data is not installed.
+    ImportError: NLTK is not installed.
 
   Reference: Lichtarge et al. 2023, appendix C.2 and G.
 
@@ -470,18 +429,12 @@ def first_sentences(
   one_of(("rules", "nltk"), tokenizer=tokenizer)
   split, tokenize = sentences, _WORD.findall
   if tokenizer == "nltk":
-    try:
-      import nltk
+    import nltk
 
+    with reading("tokenizer=nltk", "python -m nltk.downloader punkt_tab"):
       nltk.sent_tokenize("One. Two.")
-    except (ImportError, LookupError) as error:
-      raise DataError(
-        "tokenizer=nltk: NLTK is not installed, or its data"
-        " tokenizers/punkt_tab is in none of its folders: pip install nltk and"
-        " python -m nltk.downloader punkt_tab, or use tokenizer=rules"
-      ) from error
     split, tokenize = nltk.sent_tokenize, nltk.wordpunct_tokenize
   for line in lines:
-    found = split(line.strip()) if line.strip() else []
+    found = split(line.strip())
     if found:
       yield words(found[0], tokenize)

@@ -23,16 +23,18 @@ import tokenize
 from xml.etree import ElementTree
 
 from hetfl import checks
-from hetfl.data import files, text
-from hetfl.data.errors import DataError, reading
+from hetfl.data import fedjax_source, text
+from hetfl.data.errors import reading
 
 QUESTION, ANSWER = 0, 1
+# A client's id, a domain and the words of a sentence.
+_Sentences = Iterator[tuple[str, int, list[str]]]
 _MAX_HTML = 100_000  # Characters; Stack Overflow's own limit is 30,000.
 # Parts of the standard library that are data, demonstrations or programs.
-_NOT_PROSE = (
-  *("antigravity", "encodings", "idlelib", "pydoc_data", "test"),
-  *("lib2to3", "turtledemo", "this"),
-)
+_NOT_PROSE = {
+  *("antigravity", "encodings", "idlelib", "lib2to3"),
+  *("pydoc_data", "test", "this", "turtledemo"),
+}
 
 
 def pydoc(*, max_words: int) -> text.Corpus:
@@ -43,7 +45,7 @@ def pydoc(*, max_words: int) -> text.Corpus:
   and underlines are left out.
 
   Args:
-    max_words: see `text.CorpusBuilder`.
+    max_words: see `text.collect`.
 
   Returns:
     The corpus.
@@ -52,44 +54,33 @@ def pydoc(*, max_words: int) -> text.Corpus:
     DataError: the standard library's sources are missing.
   """
   root = pathlib.Path(sysconfig.get_path("stdlib"))
-  builder = text.CorpusBuilder(max_words=max_words)
-  for name in sorted(sys.stdlib_module_names):
-    if name in _NOT_PROSE or name.startswith("_sysconfigdata"):
-      continue
-    files = [root / f"{name}.py"]
-    if (root / name).is_dir():
-      files = sorted((root / name).rglob("*.py"))
-    for path in files:
-      parts = path.relative_to(root).with_suffix("").parts
-      if path.is_file() and not {"test", "tests", "__pycache__"} & {*parts}:
-        _python(builder, ".".join(parts), path)
-  if not len(builder):
-    raise DataError(
-      f"pydoc: no Python sources in {root}; install Python with its"
-      " standard library as .py files"
-    )
-  return builder.build()
+
+  def sentences():
+    for name in sorted(sys.stdlib_module_names - _NOT_PROSE):
+      package = sorted((root / name).rglob("*.py"))
+      for path in (root / f"{name}.py", *package):
+        parts = path.relative_to(root).with_suffix("").parts
+        if path.is_file() and not {"test", "tests", "__pycache__"} & {*parts}:
+          yield from _python(".".join(parts), path)
+
+  return text.collect(
+    sentences(), max_words=max_words, skipped=Counter(), source=root
+  )
 
 
-def _python(builder: text.CorpusBuilder, client: str, path: pathlib.Path):
-  """Adds the docstrings and comments of a module."""
-  try:
-    with tokenize.open(path) as stream:
-      source = stream.read()
-    tree = ast.parse(source)
-  except (SyntaxError, UnicodeDecodeError, ValueError, OSError):
-    builder.skipped["modules that are not valid Python"] += 1
-    return
+def _python(client: str, path: pathlib.Path) -> _Sentences:
+  """The docstrings and comments of a module."""
+  with tokenize.open(path) as stream:
+    source = stream.read()
   strings: set[int] = set()
-  for node in ast.walk(tree):
+  for node in ast.walk(ast.parse(source)):
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
       strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     if isinstance(
       node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     ):
-      docstring = ast.get_docstring(node)
-      if docstring:
-        _prose(builder, client, QUESTION, docstring.splitlines())
+      docstring = ast.get_docstring(node) or ""
+      yield from _prose(client, QUESTION, docstring.splitlines())
   block = []
   lines = [*enumerate(source.splitlines(), 1), (0, "")]
   for number, line in lines:
@@ -97,22 +88,22 @@ def _python(builder: text.CorpusBuilder, client: str, path: pathlib.Path):
     if line.startswith("#") and number not in strings:
       block.append(line.lstrip("#!: "))
     elif block:
-      _prose(builder, client, ANSWER, block)
+      yield from _prose(client, ANSWER, block)
       block = []
 
 
-def _prose(builder, client, domain, lines):
-  """Adds the sentences of paragraphs; their line breaks mean nothing."""
+def _prose(client: str, domain: int, lines: list[str]) -> _Sentences:
+  """The sentences of paragraphs; their line breaks mean nothing."""
   for empty, group in itertools.groupby(lines, lambda line: not line.strip()):
-    group = [line.strip() for line in group]
-    if empty or any(line.startswith((">>>", "...")) for line in group):
+    paragraph = [line.strip() for line in group]
+    if empty or any(line.startswith((">>>", "...")) for line in paragraph):
       continue
-    paragraph = " ".join(line for line in group if line.strip("-=~*#+_ "))
-    for sentence in text.sentences(paragraph):
+    prose = " ".join(line for line in paragraph if line.strip("-=~*#+_ "))
+    for sentence in text.sentences(prose):
       words = text.words(sentence)
       # Signatures and section marks are not sentences.
       if len(words) > 3:
-        builder.add(client, domain, words)
+        yield client, domain, words
 
 
 def stackexchange(path: str | os.PathLike, *, max_words: int) -> text.Corpus:
@@ -123,7 +114,7 @@ def stackexchange(path: str | os.PathLike, *, max_words: int) -> text.Corpus:
 
   Args:
     path: the file, or the folder that it is in.
-    max_words: see `text.CorpusBuilder`.
+    max_words: see `text.collect`.
 
   Returns:
     The corpus; clients are owners' numbers.
@@ -136,31 +127,32 @@ def stackexchange(path: str | os.PathLike, *, max_words: int) -> text.Corpus:
   path = pathlib.Path(path).expanduser()
   if path.is_dir():
     path = path / "Posts.xml"
-  builder = text.CorpusBuilder(max_words=max_words)
-  for attributes in _rows(path):
-    kind = attributes.get("PostTypeId")
-    owner = attributes.get("OwnerUserId", "")
-    body = attributes.get("Body", "")
-    if kind not in ("1", "2"):
-      builder.skipped["rows that are neither question nor answer"] += 1
-    elif not (owner.isascii() and owner.isdigit() and len(owner) < 20):
-      builder.skipped["posts without an owner"] += 1
-    elif len(body) > _MAX_HTML:
-      builder.skipped[f"posts beyond {_MAX_HTML} characters"] += 1
-    elif not body.strip():
-      builder.skipped["empty posts"] += 1
-    else:
-      try:
-        found = text.sentences(strip_html(body))
-      except ValueError:
-        builder.skipped["posts whose HTML cannot be read"] += 1
-        continue
-      for sentence in found:
+  skipped: Counter[str] = Counter()
+
+  def sentences():
+    for attributes in _rows(path):
+      kind = attributes.get("PostTypeId")
+      owner = attributes.get("OwnerUserId", "")
+      body = attributes.get("Body", "")
+      if kind not in ("1", "2"):
+        skipped["rows that are neither question nor answer"] += 1
+      elif not (owner.isascii() and owner.isdigit() and len(owner) < 20):
+        skipped["posts without an owner"] += 1
+      elif len(body) > _MAX_HTML:
+        skipped[f"posts beyond {_MAX_HTML} characters"] += 1
+      else:
+        try:
+          found = text.sentences(strip_html(body))
+        except ValueError:
+          skipped["posts whose HTML cannot be read"] += 1
+          continue
         domain = QUESTION if kind == "1" else ANSWER
-        builder.add(owner, domain, text.words(sentence))
-  if not len(builder):
-    raise DataError(f"{path}: holds no posts with an owner and a body")
-  return builder.build()
+        for sentence in found:
+          yield owner, domain, text.words(sentence)
+
+  return text.collect(
+    sentences(), max_words=max_words, skipped=skipped, source=path
+  )
 
 
 def _rows(path: pathlib.Path) -> Iterator[dict[str, str]]:
@@ -236,7 +228,13 @@ def prevailing(domains: Sequence[int]) -> int:
   (0, 1)
   """
   answers = list(domains).count(ANSWER)
-  return ANSWER if answers > len(domains) - answers else QUESTION
+  return ANSWER if 2 * answers > len(domains) else QUESTION
+
+
+_STACKOVERFLOW = (
+  "want stackoverflow_{train,held_out,test}.sqlite as FedJAX publishes them"
+  " (fedjax.datasets.stackoverflow.load_data() fetches them)"
+)
 
 
 def stackoverflow(
@@ -259,10 +257,10 @@ def stackoverflow(
   Args:
     path: `stackoverflow_{train,held_out,test}.sqlite`.
     seed: draws the order of the clients, and their sentences for `share`.
-    max_words: see `text.CorpusBuilder`.
+    max_words: see `text.collect`.
     max_clients: clients to read; `None` for all.
     max_sentences: stop after the client that brings the total to this many.
-    max_sentences_per_client: see `text.CorpusBuilder`.
+    max_sentences_per_client: sentences to keep of a client; `None` for all.
     skip_clients: how many clients to skip at the start of the drawn order,
       because they are used elsewhere.
     clients_per_domain: read until each domain prevails in this many clients,
@@ -270,7 +268,7 @@ def stackoverflow(
       clients of any domain.
     share: the share of each client's sentences to read, roughly, in (0, 1], so
       that `max_sentences` come from many clients. If all clients together give
-      too few, the share is doubled, and so on.
+      too few, the others are read too.
 
   Returns:
     The corpus; words are the file's own tokens. Damaged clients are counted
@@ -279,100 +277,76 @@ def stackoverflow(
   Raises:
     DataError: the file is missing, damaged as a whole or of another kind, or
       no client is left after `skip_clients`.
-    ValueError: `share` is not positive.
+    ValueError: `share` is not between 0 and 1.
 
   Reference: `fedjax/datasets/stackoverflow.py`; type `question` is domain 0,
   `answer` 1.
   """
-  checks.positive(share=share)
-  builder = text.CorpusBuilder(
-    max_words=max_words, max_sentences_per_client=max_sentences_per_client
-  )
+  checks.between(0, 1, share=share)
+  skipped: Counter[str] = Counter()
   prevails: Counter[int] = Counter()
-  clients_read = 0
+  clients_read = found = 0
 
   def enough():
     if clients_per_domain is not None:
       return all(prevails[d] >= clients_per_domain for d in (QUESTION, ANSWER))
-    return max_sentences is not None and len(builder) >= max_sentences
+    return max_sentences is not None and found >= max_sentences
 
-  remedy = (
-    "want stackoverflow_{train,held_out,test}.sqlite as FedJAX publishes them"
-    " (fedjax.datasets.stackoverflow.load_data() fetches them)"
-  )
-  with files.open_sqlite(path, remedy) as connection:
-    rows = connection.execute("SELECT rowid FROM federated_data ORDER BY rowid")
-    numbers = [number for (number,) in rows]
-    random.Random(f"{seed}/clients").shuffle(numbers)
+  def sentences():
+    nonlocal clients_read, found
     end = None if max_clients is None else skip_clients + max_clients
-    for low, high in _parts(share):
-      for i, number in enumerate(numbers[skip_clients:end]):
-        if enough():
-          break
-        clients_read = max(clients_read, i + 1)
-        try:
-          client, kinds, sentences = _fedjax_client(connection, number)
-        except (sqlite3.Error, ImportError):
-          raise
-        except Exception:  # zlib, msgpack and FedJAX raise many kinds.
-          if low == 0:
-            builder.skipped["clients that cannot be read"] += 1
-          continue
-        domain, wanted = prevailing(kinds), {QUESTION, ANSWER}
-        if clients_per_domain is not None:
-          if prevails[domain] >= clients_per_domain:
-            builder.skipped["clients of a domain that has enough"] += 1
+    with fedjax_source.open_sqlite(path, _STACKOVERFLOW) as data:
+      clients = [*enumerate(data.client_ids(), 1)]
+      random.Random(f"{seed}/clients").shuffle(clients)
+      for low, high in itertools.pairwise(sorted({0, share, 1})):
+        for i, (number, name) in enumerate(clients[skip_clients:end], 1):
+          if enough():
+            return
+          clients_read = max(clients_read, i)
+          try:
+            kinds, texts = _typed(data.get_client(name).all_examples())
+          except sqlite3.Error:
+            raise
+          except Exception:  # zlib, msgpack and FedJAX raise many kinds.
+            skipped["clients that cannot be read"] += low == 0
             continue
-          wanted = {domain}
-        before = len(builder)
-        draw = random.Random(f"{seed}/{number}").random if share < 1 else None
-        for kind, sentence in zip(kinds, sentences):
-          if kind in wanted and (draw is None or low <= draw() < high):
+          domain, wanted = prevailing(kinds), {QUESTION, ANSWER}
+          if clients_per_domain is not None:
+            if prevails[domain] >= clients_per_domain:
+              skipped["clients of a domain that has enough"] += 1
+              continue
+            wanted = {domain}
+          draw = random.Random(f"{seed}/{number}").random if share < 1 else None
+          chosen = [
+            (kind, sentence)
+            for kind, sentence in zip(kinds, texts)
+            if kind in wanted
+            and (draw is None or low <= draw() < high)
+            and sentence.strip()
+          ][:max_sentences_per_client]
+          prevails[domain] += bool(chosen)
+          found += len(chosen)
+          for kind, sentence in chosen:
             words = sentence.decode("utf-8", "replace").split()
-            builder.add(client, kind, [w[: text.MAX_WORD] for w in words])
-        prevails[domain] += len(builder) > before
-  if not len(builder) and skip_clients:
-    raise DataError(
-      f"{path}: has no users besides the {skip_clients} of the pools, but"
-      " in-domain distillation needs others; download the whole file, or use"
-      " distill_data=c4"
-    )
-  if not len(builder):
-    raise DataError(f"{path}: holds no sentences that can be read")
-  return dataclasses.replace(builder.build(), clients_read=clients_read)
+            words = [word[: text.MAX_WORD] for word in words]
+            yield fedjax_source.decoded(name), kind, words
+
+  source = str(path)
+  if skip_clients:
+    source += f", of users besides the {skip_clients} of the pools"
+  corpus = text.collect(
+    sentences(), max_words=max_words, skipped=skipped, source=source
+  )
+  return dataclasses.replace(corpus, clients_read=clients_read)
 
 
-def _parts(share: float) -> Iterator[tuple[float, float]]:
-  """[0, share), then as much again as there is so far, and so on up to 1.
-
-  >>> list(_parts(0.3))
-  [(0.0, 0.3), (0.3, 0.6), (0.6, 1.0)]
-  """
-  low, high = 0.0, min(share, 1.0)
-  while low < 1:
-    yield low, high
-    low, high = high, min(2 * high, 1.0)
-
-
-def _fedjax_client(
-  connection: sqlite3.Connection, number: int
-) -> tuple[str, list[int], list[bytes]]:
-  """One client's id, domains and sentences; raises any error if damaged."""
-  from fedjax.core import sqlite_federated_data
-
-  client_id, data = connection.execute(
-    "SELECT client_id, data FROM federated_data WHERE rowid = ?", (number,)
-  ).fetchone()
-  examples = sqlite_federated_data.decompress_and_deserialize(data)
+def _typed(examples) -> tuple[list[int], list[bytes]]:
+  """The domains and sentences of a client; raises any error if damaged."""
   domain = {b"question": QUESTION, b"answer": ANSWER}
-  kinds = [domain[kind] for kind in examples["type"]]
-  sentences = list(examples["tokens"])
-  types = set(map(type, sentences))
-  if len(kinds) != len(sentences) or types - {bytes}:
+  kinds, sentences = examples["type"], [*examples["tokens"]]
+  if len(kinds) != len(sentences) or {*map(type, sentences)} - {bytes}:
     raise ValueError("not a type and a string for each sentence")
-  if isinstance(client_id, bytes):
-    client_id = client_id.decode("utf-8", "surrogateescape")
-  return str(client_id), kinds, sentences
+  return [domain[kind] for kind in kinds], sentences
 
 
 _C4_PATH = "want a C4 shard (*.json.gz), a text file or a folder of such"
@@ -392,7 +366,7 @@ def c4_mod(
   Args:
     path: a C4 shard (`*.json.gz` or `*.json`: one JSON object with `text` per
       line), any other text file (one paragraph per line), or a folder of such.
-    max_words: see `text.CorpusBuilder`.
+    max_words: see `text.collect`.
     max_sentences: how many to read at most; 4,488,694 in the paper.
     tokenizer: see `text.first_sentences`.
 
@@ -409,7 +383,7 @@ def c4_mod(
   if path.is_dir():
     # A copy by way of another system leaves hidden files beside the shards.
     shards = [p for p in sorted(path.glob("[!.]*")) if p.is_file()]
-  builder = text.CorpusBuilder(max_words=max_words)
+  skipped: Counter[str] = Counter()
 
   def paragraphs():
     for shard in shards:
@@ -423,14 +397,15 @@ def c4_mod(
             if ".json" in shard.name:
               line = json.loads(line)["text"].strip()
           except (ValueError, LookupError, TypeError, AttributeError):
-            builder.skipped["lines that are not C4 documents"] += 1
+            skipped["lines that are not C4 documents"] += 1
           else:
             yield from line.split("\n")
 
-  for words in text.first_sentences(paragraphs(), tokenizer):
-    if max_sentences is not None and len(builder) >= max_sentences:
-      break
-    builder.add("c4", ANSWER, words)
-  if not len(builder):
-    raise DataError(f"{path}: holds no text: {_C4_PATH}")
-  return builder.build()
+  found = text.first_sentences(paragraphs(), tokenizer)
+  sentences = itertools.islice(found, max_sentences)
+  return text.collect(
+    (("c4", ANSWER, words) for words in sentences),
+    max_words=max_words,
+    skipped=skipped,
+    source=path,
+  )

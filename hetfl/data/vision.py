@@ -6,23 +6,23 @@ TensorFlow), and, only if asked for, a download of what is published. Nothing is
 ever unpickled.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import functools
 import hashlib
 from importlib import resources
 import os
+import pathlib
 import tarfile
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetfl.data import files as files_lib
+from hetfl.data import files
 from hetfl.data.errors import DataError, one_of, reading
 from hetfl.population import AnyBank, Bank
 
 # The digits come without official test images: these 20% are our choice.
 _DIGITS_TEST = 360
-_DIGITS_SPLIT_SEED = 0
 
 
 class VisionDataset(NamedTuple):
@@ -55,25 +55,22 @@ class _Official(NamedTuple):
 
   name: str
   classes: int
-  shape: tuple[int, int, int]
-  sizes: tuple[int, int]  # images for training and for testing
   page: str
   url: str  # of the folder of the downloads
   archive: str  # of all files; '' if each is published as a .gz
-  md5: dict[str, str]  # of what is published
   folders: tuple[str, ...]  # where the files may be
   # By file: the first half of its SHA-256 or, if none is published, its size.
   train: dict[str, str | int]
   test: dict[str, str | int]
-  parse: Callable[[Sequence[bytes]], Bank]  # the files of a split
+  parse: Callable[..., Bank]  # the contents of a split's files
 
 
-def _parse_mnist(contents: Sequence[bytes]) -> Bank:
-  images, labels = map(files_lib.parse_idx, contents)
-  return {"x": images[..., np.newaxis], "y": labels.astype(np.int32)}
+def _parse_mnist(images: bytes, labels: bytes) -> Bank:
+  x, y = files.parse_idx(images), files.parse_idx(labels)
+  return {"x": x[..., np.newaxis], "y": y.astype(np.int32)}
 
 
-def _parse_cifar(classes: dict[str, int], contents: Sequence[bytes]) -> Bank:
+def _parse_cifar(classes: dict[str, int], *contents: bytes) -> Bank:
   """Rows of label bytes, one of each kind, and 3072 bytes by channel."""
   data = np.frombuffer(b"".join(contents), np.uint8)
   rows = data.reshape(-1, len(classes) + 3 * 32 * 32)
@@ -81,29 +78,20 @@ def _parse_cifar(classes: dict[str, int], contents: Sequence[bytes]) -> Bank:
   bank = {"x": np.ascontiguousarray(pixels.transpose(0, 2, 3, 1))}
   for column, (key, number) in enumerate(classes.items()):
     bank[key] = rows[:, column].astype(np.int32)
-    counts = np.bincount(bank[key], minlength=number)
-    want = [len(rows) // number] * number
-    if counts.tolist() != want:
-      raise ValueError(f"not {want[0]} images of each of {number} {key!r}")
+    each = len(rows) // number
+    if np.bincount(bank[key]).tolist() != [each] * number:
+      raise ValueError(f"not {each} images of each of {number} {key!r}")
   return bank
 
 
 _MNIST = _Official(
   name="mnist",
   classes=10,
-  shape=(28, 28, 1),
-  sizes=(60_000, 10_000),
   page="http://yann.lecun.com/exdb/mnist",
   # Where torchvision and TFDS fetch the official files, too.
   url="https://ossci-datasets.s3.amazonaws.com/mnist",
   archive="",
-  md5={
-    "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-    "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-    "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-    "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
-  },
-  folders=("mnist", os.path.join("MNIST", "raw"), ""),
+  folders=("mnist", "MNIST/raw", ""),
   train={
     "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738",
     "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5",
@@ -117,12 +105,9 @@ _MNIST = _Official(
 _CIFAR100 = _Official(
   name="cifar100",
   classes=100,
-  shape=(32, 32, 3),
-  sizes=(50_000, 10_000),
   page="https://www.cs.toronto.edu/~kriz/cifar.html",
   url="https://www.cs.toronto.edu/~kriz",
   archive="cifar-100-binary.tar.gz",
-  md5={"cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8"},
   folders=("cifar-100-binary", ""),
   train={"train.bin": "f31298fc616915fa142368359df1c4ca"},
   test={"test.bin": "d8b1e6b7b3bee4020055f0699b111f60"},
@@ -133,7 +118,6 @@ _CIFAR10 = _CIFAR100._replace(
   name="cifar10",
   classes=10,
   archive="cifar-10-binary.tar.gz",
-  md5={"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
   folders=("cifar-10-batches-bin", ""),
   train={f"data_batch_{i}.bin": 10_000 * 3073 for i in range(1, 6)},
   test={"test_batch.bin": 10_000 * 3073},
@@ -165,20 +149,15 @@ def load_digits() -> VisionDataset:
     digits = np.load(file)
     images, y = digits["images"], digits["labels"].astype(np.int32)
   x = np.rint(images * (255 / 16)).astype(np.uint8)[..., np.newaxis]
-  order = np.random.default_rng(_DIGITS_SPLIT_SEED).permutation(len(y))
-  test, train = np.split(order, [_DIGITS_TEST])
-  return VisionDataset(
-    name="digits",
-    train={"x": x[train], "y": y[train]},
-    test={"x": x[test], "y": y[test]},
-    num_classes=10,
+  order = np.random.default_rng(0).permutation(len(y))
+  test, train = (
+    {"x": x[own], "y": y[own]} for own in np.split(order, [_DIGITS_TEST])
   )
+  return VisionDataset("digits", train, test, 10)
 
 
 def load(
-  name: str,
-  data_dir: str | os.PathLike | None = None,
-  download: bool = False,
+  name: str, data_dir: str | os.PathLike | None = None, download: bool = False
 ) -> VisionDataset:
   """One of the image data sets.
 
@@ -227,110 +206,73 @@ def _load(
   official: _Official, data_dir: str | os.PathLike | None, download: bool
 ) -> VisionDataset:
   """Reads a data set from the first source that is found."""
-  if data_dir is not None:
-    data_dir = os.path.expanduser(os.fspath(data_dir))
-  names = [*official.train, *official.test]
-  found = {} if data_dir is None else _find(official, names, data_dir)
-  if not found:
-    folder, tfds = files_lib.find_tfds(official.name, data_dir)
-    if folder is not None:
-      train, test = (
-        _from_tfds(official, folder, split, n)
-        for split, n in zip(("train", "test"), official.sizes)
-      )
+  wanted = official.train | official.test
+  folder = None if data_dir is None else pathlib.Path(data_dir).expanduser()
+  contents = {} if folder is None else _contents(official, folder)
+  if not contents:
+    prepared, no_tfds = files.find_tfds(official.name, folder)
+    if prepared is not None:
+      train, test = (_from_tfds(prepared, s) for s in ("train", "test"))
       return VisionDataset(official.name, train, test, official.classes)
-    if data_dir is None or not download:
+    if folder is None or not download:
       places = filter(None, [*official.folders, official.archive])
       raise DataError(
         f"{official.name} not found: data_dir={data_dir} holds no"
-        f" {', '.join(names)}, nor do {', '.join(places)} there, and there is"
-        f" {tfds}: get {', '.join(official.md5)} from {official.page} and give"
-        " data_dir=DIRECTORY, or data_dir=DIRECTORY and download=True"
+        f" {', '.join(wanted)}, nor do {', '.join(places)} there, and there is"
+        f" {no_tfds}: get it from {official.page} and give data_dir=DIRECTORY,"
+        " or data_dir=DIRECTORY and download=True"
       )
-  if data_dir is not None and download:
-    into = "" if official.archive else official.folders[0]
-    for name in names:
-      if name not in found:
-        published = official.archive or f"{name}.gz"
-        found[name] = os.path.join(data_dir, into, published)
-        if not os.path.exists(found[name]):
-          url = f"{official.url}/{published}"
-          files_lib.download(url, found[name], official.md5[published])
-  contents = _contents(official, found)
-  train, test = (
-    _parse(official, files, found, contents)
-    for files in (official.train, official.test)
-  )
+  missing = wanted.keys() - contents.keys()
+  if missing and folder is not None and download:
+    into = folder if official.archive else folder / official.folders[0]
+    for file in {official.archive or f"{name}.gz" for name in missing}:
+      files.download(f"{official.url}/{file}", into / file)
+    contents = _contents(official, folder)
+  with reading(f"{folder} ({official.name})", f"get it from {official.page}"):
+    if missing := wanted.keys() - contents.keys():
+      raise ValueError(f"there is no {', '.join(sorted(missing))}")
+    train, test = (
+      official.parse(*(contents[name] for name in split))
+      for split in (official.train, official.test)
+    )
   return VisionDataset(official.name, train, test, official.classes)
 
 
-def _find(
-  official: _Official, names: Sequence[str], data_dir: str
-) -> dict[str, str]:
-  """The path of each official file that is there, or of the archive."""
-  found: dict[str, str] = {}
-  for name in names:
-    for folder in official.folders:
-      for end in (".gz", ""):
-        path = os.path.join(data_dir, folder, name + end)
-        if os.path.isfile(path):
-          found.setdefault(name, path)
-  archive = os.path.join(data_dir, official.archive)
-  if len(found) < len(names) and os.path.isfile(archive):
-    return dict.fromkeys(names, archive)
-  return found
+def _contents(official: _Official, folder: pathlib.Path) -> dict[str, bytes]:
+  """The official files that are there, by name, uncompressed and checked."""
+  wanted = official.train | official.test
+  contents: dict[str, bytes] = {}
 
+  def add(name: str, content: bytes):
+    size, digest = len(content), hashlib.sha256(content).hexdigest()[:32]
+    if wanted[name] not in (size, digest):
+      raise ValueError(
+        f"damaged or cut short: {name} has {size} bytes whose sha256 begins"
+        f" with {digest}, want {wanted[name]}"
+      )
+    contents.setdefault(name, content)
 
-def _contents(official: _Official, found: dict[str, str]) -> dict[str, bytes]:
-  """The uncompressed bytes of the official files, by name."""
-  contents = {}
-  for name, path in found.items():
-    if os.path.basename(path) != official.archive:
-      contents[name] = files_lib.content(path)
-    elif name not in contents:
-      url = f"{official.url}/{official.archive}"
-      files_lib.check_md5(path, official.md5[official.archive], url)
-      with reading(path, f"get it again from {url}"), tarfile.open(path) as tar:
-        for member in filter(tarfile.TarInfo.isfile, tar):
-          file = tar.extractfile(member)
-          contents[os.path.basename(member.name)] = file.read()  # type: ignore
+  remedy = f"get it again from {official.page}"
+  for name in wanted:
+    for inside in official.folders:
+      for path in (folder / inside / f"{name}.gz", folder / inside / name):
+        if path.is_file() and name not in contents:
+          with reading(path, remedy):
+            add(name, files.content(path))
+  archive = folder / official.archive
+  if len(contents) < len(wanted) and archive.is_file():
+    with reading(archive, remedy), tarfile.open(archive) as tar:
+      for member in tar:
+        name = os.path.basename(member.name)
+        if name in wanted:
+          add(name, tar.extractfile(member).read())  # type: ignore
   return contents
 
 
-def _parse(
-  official: _Official,
-  files: dict[str, str | int],
-  found: dict[str, str],
-  contents: dict[str, bytes],
-) -> Bank:
-  """The bank of a split, of files that are as they are published."""
-  remedy = f"get it again from {official.page}"
-  for name, want in files.items():
-    if name not in contents:
-      where = os.path.dirname(next(iter(found.values())))
-      raise DataError(
-        f"{os.path.join(where, name)}: missing, though other files of"
-        f" {official.name} are there: {remedy}"
-      )
-    n, digest = len(contents[name]), hashlib.sha256(contents[name]).hexdigest()
-    if want not in (n, digest[:32]):
-      raise DataError(
-        f"{found[name]}: damaged or cut short, {n} bytes whose sha256 begins"
-        f" with {digest[:32]}, want {want}: {remedy}"
-      )
-  with reading(found[next(iter(files))], remedy):
-    return official.parse([contents[name] for name in files])
-
-
-def _from_tfds(official: _Official, folder: str, split: str, n: int) -> Bank:
+def _from_tfds(folder: str, split: str) -> Bank:
   """A split of a prepared set, in the official order if it is known."""
-  data = files_lib.read_tfds(folder, split)
-  if data["image"].shape != (n, *official.shape):
-    raise DataError(
-      f"{folder}: {split} images of shape {data['image'].shape}, want"
-      f" {(n, *official.shape)}: delete it and prepare it with TFDS again"
-    )
-  order = np.arange(n)
+  data = files.read_tfds(folder, split)
+  order = np.arange(len(data["image"]))
   if "id" in data:
     # TFDS shuffles the images, but keeps their official positions in the ids:
     # "train_00017".

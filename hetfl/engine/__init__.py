@@ -23,37 +23,24 @@ a batch:
 
 import jax
 
+from hetfl.engine.compilation import bank_format as bank_format
 from hetfl.engine.compilation import (
-  bank_format,
-  batch_size_or_default,
-  compiler_options,
-  jit,
+  batch_size_or_default as batch_size_or_default,
 )
-from hetfl.engine.inline import Inline
-from hetfl.engine.processes import bytes_from_first, from_first
-from hetfl.engine.threads import num_cores, Threads
-from hetfl.engine.work import Engine, Shard, Task, Work, zeros_of
+from hetfl.engine.compilation import compiler_options as compiler_options
+from hetfl.engine.compilation import jit as jit
+from hetfl.engine.inline import Inline as Inline
+from hetfl.engine.processes import bytes_from_first as bytes_from_first
+from hetfl.engine.processes import from_first as from_first
+from hetfl.engine.threads import num_cores as num_cores
+from hetfl.engine.threads import Threads as Threads
+from hetfl.engine.work import Engine as Engine
+from hetfl.engine.work import Shard as Shard
+from hetfl.engine.work import Task as Task
+from hetfl.engine.work import Work as Work
+from hetfl.engine.work import zeros_of as zeros_of
 
 AXIS = "lanes"
-
-__all__ = [
-  "AXIS",
-  "Engine",
-  "Inline",
-  "Shard",
-  "Task",
-  "Threads",
-  "Work",
-  "bank_format",
-  "batch_size_or_default",
-  "bytes_from_first",
-  "compiler_options",
-  "default_engine",
-  "from_first",
-  "jit",
-  "num_cores",
-  "zeros_of",
-]
 
 
 def default_engine(num_threads: int | None = None) -> Engine:

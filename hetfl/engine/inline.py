@@ -31,12 +31,12 @@ class Inline:
     mesh: a mesh with one axis, whose devices share the rows. It may span
       processes, all of which then call the same functions with the same
       arguments. `None` for one device.
-    max_lanes: how many rows to run side by side on a device; the others wait
-      for a lane to be free. `None` for all, which suits accelerators if rows
-      have about as many steps; `packing.enough_lanes` helps if not.
+    at_once: how many rows to run side by side on a device; the others wait for
+      one to end. `None` for one on a CPU and all on an accelerator, which suits
+      it if rows have about as many steps; `packing.enough_lanes` helps if not.
 
   Raises:
-    ValueError: the mesh has several axes, or `max_lanes` is below 1.
+    ValueError: the mesh has several axes, or `at_once` is below 1.
 
   >>> double = Task.of(lambda x: 2 * x)
   >>> work = Work(double, (), jnp.ones(3), np.array([1, 0, 1]))
@@ -48,9 +48,9 @@ class Inline:
     self,
     mesh: jax.sharding.Mesh | None = None,
     *,
-    max_lanes: int | None = None,
+    at_once: int | None = None,
   ):
-    checks.counts(**checks.given(max_lanes=max_lanes))
+    checks.counts(**checks.given(at_once=at_once))
     if mesh is not None:
       if len(mesh.axis_names) != 1:
         raise ValueError(
@@ -61,7 +61,9 @@ class Inline:
       auto = (jax.sharding.AxisType.Auto,)
       mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
     self._mesh = mesh
-    self._max_lanes = max_lanes
+    self._at_once = at_once
+    if at_once is None and jax.default_backend() == "cpu":
+      self._at_once = 1
     self.num_pieces = mesh.size if mesh else 1
     # On CPUs a device may begin one loop with collectives before it has ended
     # another, in an order of its own, and mix up their collectives. There the
@@ -89,16 +91,18 @@ class Inline:
     rows, task = num_rows(work), work.task
     if rows is None:
       return _masked(task, work.steps, most_of(work.steps), work)(work.rows)
-    if work.total:
-      lanes = min(rows, work.at_once or self._max_lanes or rows)
-      if lanes == rows:
-        return jax.tree.map(lambda a: jnp.sum(a, axis=0), _side_by_side(work))
-      ids, number = jnp.arange(rows)[None], jnp.array([rows])
-      if lanes > 1:
-        steps = jnp.maximum(jnp.asarray(work.steps), 1)
-        ids, number = traced_longest_first(steps, lanes)
-      return _in_lanes(work, ids, number)
-    return _side_by_side(work, work.at_once or self._max_lanes)
+    at_once = min(work.at_once or rows, self._at_once or rows, rows)
+    if not work.total:
+      return _side_by_side(work, at_once)
+    # A loop whose length is not known could not be differentiated.
+    if at_once == rows or isinstance(work.steps, np.ndarray):
+      results = _side_by_side(work, at_once)
+      return jax.tree.map(lambda a: jnp.sum(a, axis=0), results)
+    ids, number = jnp.arange(rows)[None], jnp.array([rows])
+    if at_once > 1:
+      steps = jnp.maximum(jnp.asarray(work.steps), 1)
+      ids, number = traced_longest_first(steps, at_once)
+    return _in_lanes(work, ids, number)
 
   def _split(self, work: Work) -> PyTree:
     """A work whose rows, or steps, the devices share."""
@@ -115,17 +119,17 @@ class Inline:
 
       return self._on_devices(share, *shared)
 
-    if work.total and (lanes := work.at_once or self._max_lanes):
-      if size * lanes < rows:
+    lanes = size * min(work.at_once or rows, self._at_once or rows)
+    if work.total and lanes < rows:
 
-        def some(shared, rows, steps, shard):
-          ids, number = shard.take(
-            traced_longest_first(jnp.maximum(steps, 1), size * lanes)
-          )
-          there = work._replace(shared=shared, rows=rows, steps=steps)
-          return shard.sum(_in_lanes(there, ids, number))
+      def some(shared, rows, steps, shard):
+        ids, number = shard.take(
+          traced_longest_first(jnp.maximum(steps, 1), lanes)
+        )
+        there = work._replace(shared=shared, rows=rows, steps=steps)
+        return shard.sum(_in_lanes(there, ids, number))
 
-        return self._on_devices(some, *shared)
+      return self._on_devices(some, *shared)
 
     # Repeats the last row, until all devices have equally many rows.
     padded = -(-rows // size) * size
@@ -316,12 +320,15 @@ def _masked(task: Task, steps, most, work: Work) -> Callable[[PyTree], PyTree]:
   return lambda one: masked.whole(most, *work.shared, one)
 
 
-def _side_by_side(work: Work, at_once: int | None = None) -> PyTree:
+def _side_by_side(work: Work, at_once: int) -> PyTree:
   """The results of all rows, some at once, in loops as long as the longest."""
-  most = most_of(work.steps)
   args = jax.tree.map(jnp.asarray, (work.rows, work.steps))
+  if at_once == 1 and isinstance(work.steps, jax.Array):
+    one = lambda args: work.task.whole(args[1], *work.shared, args[0])
+    return jax.lax.map(one, args)
+  most = most_of(work.steps)
   one = lambda args: _masked(work.task, args[1], most, work)(args[0])
-  if at_once is None or at_once >= len(work.steps):
+  if at_once == len(work.steps):
     return jax.vmap(one)(args)
   return jax.lax.map(one, args, batch_size=None if at_once == 1 else at_once)
 

@@ -94,10 +94,9 @@ class Threads:
   def _parts(self, work: Work) -> list["_Part | _Turns"]:
     """Cuts a work into programs that can run at once."""
     steps, rows = np.asarray(work.steps), num_rows(work)
-    if work.task.is_function and not work.total and not steps.any():
-      return []
     if rows is None:
-      return [_Part(_whole_program(work.task), work, (), int(steps))]
+      args = (work.shared, work.rows, steps.astype(np.int32))
+      return [_Part(_program(work.task, "whole"), args, int(steps))]
     lanes = longest_first(steps.tolist(), self.num_threads)
     longest = max(int(steps[lane].sum()) for lane in lanes)
     equal = longest * self.num_threads <= 1.05 * steps.sum()
@@ -118,13 +117,12 @@ class Threads:
       size = -(-rows // (2 * self.num_pieces))  # Equal parts share a program.
       lanes = [[*range(i, min(i + size, rows))] for i in range(0, rows, size)]
       ids = np.arange(len(lanes) * size, dtype=np.int32).reshape(-1, size)
-    shared_rows = jax.tree.map(jnp.asarray, work.rows)
-    program = _lane_program(work.task, work.total)
+    program = _program(work.task, "total" if work.total else "rows")
+    every = jax.tree.map(jnp.asarray, work.rows), steps.astype(np.int32)
     return [
       _Part(
         program,
-        work._replace(rows=shared_rows),
-        (steps.astype(np.int32), lane, np.int32(len(members))),
+        (work.shared, *every, lane, np.int32(len(members))),
         int(steps[members].sum()),
       )
       for lane, members in zip(ids, lanes)
@@ -168,10 +166,8 @@ class _Program:
 class _Part:
   """Some rows of a work, run by one program."""
 
-  def __init__(self, program: _Program, work: Work, more: tuple, size: int):
-    self._program, self._size = program, size
-    more = more or (np.int32(size),)
-    self._args = (work.shared, work.rows, *more)
+  def __init__(self, program: _Program, args: tuple, size: int):
+    self._program, self._args, self._size = program, args, size
 
   def seconds(self) -> float:
     """How long it may take; infinite if the program never ran."""
@@ -194,7 +190,7 @@ class _Turns:
 
   def seconds(self) -> float:
     """How long it may take; infinite if the program never ran."""
-    advance = _program(self._work.task, "advance", _advance)
+    advance = _program(self._work.task, "advance")
     return advance.seconds * max(self._size, 1)
 
   def start(self, pool: futures.Executor) -> futures.Future:
@@ -208,81 +204,55 @@ class _Turns:
     task, shared, one = self._work[:3]
     try:
       if i == 0:
-        carry = _program(task, "begin", _begin)(shared, one)
+        carry = _program(task, "begin")(shared, one)
       first, last = self._cuts[i], self._cuts[i + 1]
       if last > first:
-        advance = _program(task, "advance", _advance)
+        advance = _program(task, "advance")
         carry = advance(shared, one, carry, first, last, size=int(last - first))
       if i + 2 < len(self._cuts):
         pool.submit(self._piece, pool, result, i + 1, carry)
       else:
-        result.set_result(_program(task, "end", _end)(shared, one, carry))
+        result.set_result(_program(task, "end")(shared, one, carry))
     except BaseException as error:
       result.set_exception(error)
 
 
-def _program(task: Task, name: str, make: Callable) -> _Program:
+def _program(task: Task, name: str) -> _Program:
   """A program of a task, which keeps it."""
   if name not in task.programs:
-    task.programs.setdefault(name, _Program(make(task)))
+    fn = functools.partial(_FUNCTIONS[name], task)
+    task.programs.setdefault(name, _Program(fn))
   return task.programs[name]
 
 
-def _begin(task):
-  return lambda shared, one: task.begin(*shared, one)
+def _rows(task, total, shared, rows, steps, ids, count):
+  """Runs some rows one after another."""
+  one = lambda i: task.whole(steps[ids[i]], *shared, row(rows, ids[i]))
+  if len(ids) == 1:
+    return one(0) if total else stack(one(0))
+  zeros = task.zeros(*shared, row(rows, 0))
+  if total:
+    return jax.lax.fori_loop(0, count, lambda i, sums: add(sums, one(i)), zeros)
+  put = lambda i, out: jax.tree.map(lambda a, b: a.at[i].set(b), out, one(i))
+  zeros = jax.tree.map(lambda a: jnp.stack([a] * len(ids)), zeros)
+  return jax.lax.fori_loop(0, count, put, zeros)
 
 
-def _advance(task):
-  def advance(shared, one, carry, first, last):
-    step = lambda s, carry: task.step(*shared, one, carry, s)
-    return jax.lax.fori_loop(first, last, step, carry)
-
-  return advance
-
-
-def _end(task):
-  return lambda shared, one, carry: task.end(*shared, one, carry)
-
-
-def _whole_program(task):
-  make = lambda task: lambda shared, one, steps: task.whole(steps, *shared, one)
-  return _program(task, "whole", make)
-
-
-def _lane_program(task, total):
-  """The program that runs some rows one after another."""
-
-  def make(task):
-    def lane(shared, rows, steps, ids, count):
-      one = lambda i: task.whole(steps[ids[i]], *shared, row(rows, ids[i]))
-      if len(ids) == 1:
-        result = one(0)
-        return result if total else stack(result)
-      zeros = task.zeros(*shared, row(rows, 0))
-      if total:
-        body = lambda i, sums: add(sums, one(i))
-        return jax.lax.fori_loop(0, count, body, zeros)
-      put = lambda i, out: jax.tree.map(
-        lambda a, b: a.at[i].set(b), out, one(i)
-      )
-      zeros = jax.tree.map(lambda a: jnp.stack([a] * len(ids)), zeros)
-      return jax.lax.fori_loop(0, count, put, zeros)
-
-    return lane
-
-  return _program(task, f"lane {total}", make)
+# What a task's programs do; `rows` and `total` return a list or the sum.
+_FUNCTIONS: dict[str, Callable] = {
+  "whole": lambda task, of, one, steps: task.whole(steps, *of, one),
+  "begin": lambda task, of, one: task.begin(*of, one),
+  "advance": lambda task, of, one, carry, first, last: task.advance(
+    first, last, (*of, one), carry
+  ),
+  "end": lambda task, of, one, carry: task.end(*of, one, carry),
+  "rows": lambda task, *args: _rows(task, False, *args),
+  "total": lambda task, *args: _rows(task, True, *args),
+}
 
 
 def _join(work: Work, parts: list, results: list[PyTree]) -> PyTree:
   rows = num_rows(work)
-  if not parts:
-    # Zeros of the full shapes that take no memory.
-    one = work.rows if rows is None else row(work.rows, 0)
-    lead = () if rows is None else (rows,)
-    return jax.tree.map(
-      lambda a: np.broadcast_to(np.zeros((), a.dtype), (*lead, *a.shape)),
-      jax.eval_shape(work.task.begin, *work.shared, one),
-    )
   if rows is None:
     return results[0]
   if work.total:

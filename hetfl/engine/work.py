@@ -34,7 +34,6 @@ class Task:
   ):
     self.begin, self.step, self.end = begin, step, end
     self.shares = shares
-    self.is_function = False
     self.programs: dict[str, Any] = {}
 
   @classmethod
@@ -51,13 +50,11 @@ class Task:
     >>> float(task.whole(1, jnp.ones(()))), float(task.whole(0, jnp.ones(())))
     (2.0, 0.0)
     """
-    task = cls(
+    return cls(
       lambda *args: zeros_of(fn, *args),
       lambda *args: fn(*args[:-2]),
       lambda *args: args[-1],
     )
-    task.is_function = True
-    return task
 
   def zeros(self, *args: PyTree) -> PyTree:
     """Zeros like the result; no step is traced, which may take a second."""
@@ -74,9 +71,19 @@ class Task:
       The result.
     """
     args = jax.tree.map(jnp.asarray, args)  # NumPy arrays, if not under jit.
-    step = lambda s, carry: self.step(*args, carry, s)
-    carry = jax.lax.fori_loop(0, steps, step, self.begin(*args))
+    carry = self.advance(0, steps, args, self.begin(*args))
     return self.end(*args, carry)
+
+  def advance(
+    self,
+    first: jax.Array | int,
+    last: jax.Array | int,
+    args: tuple[PyTree, ...],
+    carry: PyTree,
+  ) -> PyTree:
+    """Takes the steps from `first` to before `last`."""
+    step = lambda s, carry: self.step(*args, carry, s)
+    return jax.lax.fori_loop(first, last, step, carry)
 
 
 class Work(NamedTuple):

@@ -1,6 +1,7 @@
 """The models of FedMD's parties: CNNs of different depth, width and dropout."""
 
 from collections.abc import Mapping, Sequence
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 
 from hetfl import checks, core
 from hetfl.models import kernels, layers
-from hetfl.models.kernels.convolution import avg_pool_2x2, Padding
 
 # Filters of each convolution, and dropout.
 TABLE_1 = (
@@ -38,14 +38,8 @@ TABLE_2 = (
   ((64, 64, 64, 64), 0.2),
 )
 # Not in the paper: for images of 16 x 16.
-SMALL = (
-  ((8, 16), 0.2),
-  ((12, 24), 0.2),
-  ((16, 16), 0.3),
-  ((8, 12, 16), 0.2),
-)
+SMALL = (((8, 16), 0.2), ((12, 24), 0.2), ((16, 16), 0.3), ((8, 12, 16), 0.2))
 TABLES = {"table1": TABLE_1, "table2": TABLE_2, "small": SMALL}
-_HIDDEN = 128
 _glorot = nn.initializers.glorot_uniform()
 
 
@@ -57,13 +51,14 @@ class Block(NamedTuple):
     kernel: height and width of the kernel.
     stride: of the convolution.
     padding: `SAME` or `VALID`.
-    pool: stride of the 2x2 average pooling; 0 for none.
+    pool: stride of the 2x2 average pooling; 0 for none. With 1 the map keeps
+      its size; with 2 it loses an odd last row or column.
   """
 
   filters: int
   kernel: int
   stride: int
-  padding: Padding
+  padding: layers.Padding
   pool: int
 
 
@@ -143,23 +138,23 @@ class PartyCNN(nn.Module):
   @nn.compact
   def __call__(self, x, train: bool = False):
     """Maps images `float[B, H, W, c]` to logits `float[B, C]`."""
-    form = self.conv or kernels.default_conv(alone=True)
-    for block in self.blocks:
-      x = layers.Conv(
-        block.filters,
-        (block.kernel, block.kernel),
-        block.padding,
-        form,
-        _glorot,
-        (block.stride, block.stride),
-        dtype=self.dtype,
-      )(x)
-      x = nn.BatchNorm(
-        not train, momentum=self.momentum, epsilon=1e-3, dtype=self.dtype
-      )(x)
-      x = layers.Dropout(self.dropout)(nn.relu(x), train)
-      if block.pool:
-        x = avg_pool_2x2(x, block.pool)
+    conv = functools.partial(
+      layers.Conv,
+      form=self.conv or kernels.default_conv(alone=True),
+      kernel_init=_glorot,
+      dtype=self.dtype,
+    )
+    norm = functools.partial(
+      nn.BatchNorm, momentum=self.momentum, epsilon=1e-3, dtype=self.dtype
+    )
+    for filters, kernel, stride, padding, pool in self.blocks:
+      x = conv(filters, (kernel, kernel), padding, strides=(stride, stride))(x)
+      x = layers.Dropout(self.dropout)(nn.relu(norm(not train)(x)), train)
+      if pool:
+        # As in Keras, means over the pixels inside the image.
+        edges = "SAME" if pool == 1 else "VALID"
+        means = nn.avg_pool(x, (2, 2), (pool, pool), edges, False)
+        x = means.astype(x.dtype)
     return _head(self.num_classes)(core.wide(x.reshape(x.shape[0], -1)))
 
 
@@ -219,11 +214,11 @@ def has_head(params) -> bool:
   >>> has_head({'head': {'kernel': jnp.ones((1, 2))}}), has_head({'head': {}})
   (True, False)
   """
-  return isinstance(params, Mapping) and _head_kernel(params) is not None
+  return _head_kernel(params) is not None
 
 
 def _head_kernel(params):
-  arrays = flatten_dict(params)
+  arrays = flatten_dict(params) if isinstance(params, Mapping) else {}
   # `Model.from_nnx` has paths as names.
   return arrays.get(("head", "kernel"), arrays.get(("head/kernel",)))
 
@@ -267,17 +262,13 @@ def party_models(
   checks.positive(width=width)
   checks.between(0, num_parties, weak_parties=weak_parties)
   scaled = lambda n: max(1, round(width * n))
-  models: list[tuple[str, nn.Module]] = []
-  for k in range(num_parties):
-    if k >= num_parties - weak_parties:
-      hidden = scaled(_HIDDEN)
-      models.append((f"mlp({hidden})", PartyMLP(hidden, num_classes, dtype)))
-      continue
+  hidden, models = scaled(128), []
+  weak = f"mlp({hidden})", PartyMLP(hidden, num_classes, dtype)
+  for k in range(num_parties - weak_parties):
     filters, dropout = TABLES[table][k % len(TABLES[table])]
     filters = tuple(map(scaled, filters))
-    name = f"cnn({','.join(map(str, filters))})"
     module = PartyCNN(
       blocks_of(filters), dropout, num_classes, conv, batch_norm_momentum, dtype
     )
-    models.append((name, module))
-  return models
+    models.append((f"cnn({','.join(map(str, filters))})", module))
+  return models + [weak] * weak_parties

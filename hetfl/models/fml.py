@@ -1,13 +1,8 @@
 """The four networks of Federated Mutual Learning."""
 
-from collections.abc import Sequence
-
 import flax.linen as nn
-import jax.numpy as jnp
 
-from hetfl import core
-from hetfl.models import kernels, layers
-from hetfl.models.kernels.convolution import takes_tiles
+from hetfl.models import kernels, layers, vision
 
 # PyTorch's default weights: uniform in [-1, 1] / sqrt(fan_in).
 torch_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -22,81 +17,6 @@ _NETS = {
 NAMES = tuple(_NETS)
 
 
-class Net(nn.Module):
-  """Convolutions, each followed by 2x2 max pooling and ReLU; dense layers.
-
-  Attributes:
-    filters: channels of the convolutions; none for a multi-layer perceptron.
-    kernel: side of their kernels.
-    dense: widths of the hidden dense layers, each followed by ReLU.
-    num_classes: C; `None` gives the features before the first dense layer, one
-      row per image, for a global model that has only the convolutions.
-    padding: `SAME` or `VALID`.
-    border: number of rows and columns by which each edge of an image is first
-      extended, repeating the edge.
-    conv: the form of the convolutions, or `None` for that of
-      `kernels.default_conv`; changes speed only. For images of 16x16 or more,
-      `patches`, and `winograd` where no layer takes that form, put the batch
-      axis last.
-    dtype: the type of all layers but the last, such as `jnp.bfloat16`; `None`
-      for that of images and parameters. Parameters, logits and features are
-      float32.
-
-  >>> import jax
-  >>> net = Net((4,), 3, (), num_classes=None)
-  >>> features, _ = net.init_with_output(
-  ...     jax.random.key(0), jnp.zeros((2, 8, 8, 1)))
-  >>> features.shape
-  (2, 36)
-  """
-
-  filters: Sequence[int]
-  kernel: int
-  dense: Sequence[int]
-  num_classes: int | None
-  padding: layers.Padding = "VALID"
-  border: int = 0
-  conv: kernels.ConvForm | None = None
-  dtype: layers.DType | None = None
-
-  @nn.compact
-  def __call__(self, x):
-    """Maps images `float[B, H, W, c]` to logits `float[B, C]` or features."""
-    if self.border:
-      side = (self.border, self.border)
-      x = jnp.pad(x, ((0, 0), side, side, (0, 0)), mode="edge")
-    small = min(x.shape[1:3]) < 16  # There compile time dominates.
-    form = self.conv or kernels.default_conv(small=small)
-    size, dtype = (self.kernel, self.kernel), self.dtype or x.dtype
-    tiled = form == "winograd" and any(
-      takes_tiles(size, channels, dtype) for channels in self.filters[:-1]
-    )
-    planes = form != "native" and not tiled and not small
-    if planes:
-      x = x.transpose(3, 1, 2, 0)
-    for features in self.filters:
-      # ReLU after pooling: same value and gradient, a quarter of the elements.
-      x = nn.relu(
-        layers.Conv(
-          features,
-          size,
-          self.padding,
-          "planes" if planes else form,
-          torch_init,
-          pool=True,
-          dtype=self.dtype,
-        )(x)
-      )
-    if planes:
-      x = x.transpose(3, 1, 2, 0)
-    x = x.reshape(x.shape[0], -1)
-    if self.num_classes is None:
-      return core.wide(x)
-    for width in self.dense:
-      x = nn.relu(layers.Dense(width, torch_init, self.dtype)(x))
-    return nn.Dense(self.num_classes, kernel_init=torch_init)(core.wide(x))
-
-
 def net(
   name: str,
   num_classes: int | None,
@@ -104,7 +24,7 @@ def net(
   *,
   conv: kernels.ConvForm | None = None,
   dtype: layers.DType | None = None,
-) -> Net:
+) -> vision.CNN:
   """One of the paper's networks, for images of a data set.
 
   | | layers | MNIST | CIFAR-10 | CIFAR-100 |
@@ -126,8 +46,8 @@ def net(
     name: 'mlp', 'lenet5', 'cnn1' or 'cnn2'.
     num_classes: C; `None` gives the convolutions alone.
     image_shape: height, width, channels.
-    conv: see `Net`.
-    dtype: see `Net`.
+    conv: see `vision.CNN`.
+    dtype: see `vision.CNN`.
 
   Returns:
     The network.
@@ -154,13 +74,14 @@ def net(
   if small:
     filters = tuple(min(width, 32) for width in filters)
     dense = (32,) * len(dense)
-  return Net(
+  return vision.CNN(
     filters,
     kernel,
     dense,
     num_classes,
     padding="SAME" if small else "VALID",
     border=2 if name == "lenet5" and image_shape[:2] == (28, 28) else 0,
+    kernel_init=torch_init,
     conv=conv,
     dtype=dtype,
   )

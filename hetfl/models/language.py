@@ -36,7 +36,7 @@ class TokenLogits:
   def dense(self) -> jax.Array:
     """The logits themselves, `float[B, T, V]`."""
     product = products.wide_product(self.features, self.kernel)
-    return product + self.bias.reshape(1, 1, -1)
+    return products.add_bias(product, self.bias)
 
 
 class LSTM(nn.Module):
@@ -83,7 +83,7 @@ class LSTM(nn.Module):
     bias = self.param("bias", nn.initializers.zeros, (gates,), jnp.float32)
     x, kernel, recurrent = promote_dtype(x, kernel, recurrent, dtype=self.dtype)
     # The part that does not depend on h: one product for all time steps.
-    own = products.add_bias(x.reshape(-1, width) @ kernel, bias.reshape(1, -1))
+    own = products.add_bias(x.reshape(-1, width) @ kernel, bias)
     own = own.reshape(batch, length, gates).swapaxes(0, 1)
     return products.recur(own, recurrent).swapaxes(0, 1)
 
@@ -128,7 +128,7 @@ class LSTMLanguageModel(nn.Module):
   def __call__(self, x):
     """Maps tokens `int[B, T]` to `TokenLogits`."""
     size = self.vocabulary_size
-    normal = lambda key, *args: jax.random.truncated_normal(key, -2, 2, *args)
+    normal = nn.initializers.truncated_normal(1.0)
     table = self.param("embedding", normal, (size, self.embedding), jnp.float32)
     h = jnp.take(table, x, axis=0, mode="clip")
     for _ in range(self.num_layers):

@@ -12,6 +12,7 @@ from hetfl.models.kernels import ConvForm, convolution, products
 from hetfl.models.kernels.convolution import Padding
 
 DType = jax.typing.DTypeLike
+Form = Literal[ConvForm, "planes"]
 Initializer = nn.initializers.Initializer
 
 
@@ -81,7 +82,7 @@ class Conv(nn.Module):
   features: int
   kernel_size: tuple[int, int]
   padding: Padding = "SAME"
-  form: ConvForm | Literal["planes"] = "patches"
+  form: Form = "patches"
   kernel_init: Initializer = haiku_init
   strides: tuple[int, int] = (1, 1)
   pool: bool = False
@@ -90,13 +91,9 @@ class Conv(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps `float[B, H, W, c]` to `float[B, H', W', features]`."""
-    forms, paddings = (*get_args(ConvForm), "planes"), get_args(Padding)
-    for name, value, choices in (
-      ("form", self.form, forms),
-      ("padding", self.padding, paddings),
-    ):
-      if value not in choices:
-        raise ValueError(f"{name}={value!r}: choose one of {choices}")
+    for name, known in ("form", get_args(Form)), ("padding", get_args(Padding)):
+      if (value := getattr(self, name)) not in known:
+        raise ValueError(f"{name}={value!r}: choose one of {known}")
     planes = self.form == "planes"
     if planes and (not self.pool or self.strides != (1, 1)):
       raise ValueError("form='planes': give pool=True, and no strides")
@@ -108,7 +105,7 @@ class Conv(nn.Module):
     y = convolution.conv(x, kernel, self.padding, self.form, self.strides)
     if self.pool:
       y = convolution.max_pool_2x2(y)
-    return products.add_bias(y, bias.reshape(1, 1, 1, -1))
+    return products.add_bias(y, bias)
 
 
 def _kernel_and_bias(module, inputs):
@@ -146,8 +143,7 @@ class Dense(nn.Module):
     """Maps `float[..., c]` to `float[..., features]`."""
     kernel, bias = _kernel_and_bias(self, x.shape[-1:])
     x, kernel = promote_dtype(x, kernel, dtype=self.dtype)
-    shape = (1,) * (x.ndim - 1) + (-1,)
-    return products.add_bias(x @ kernel, bias.reshape(shape))
+    return products.add_bias(x @ kernel, bias)
 
 
 class Dropout(nn.Module):

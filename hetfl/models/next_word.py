@@ -11,22 +11,18 @@ logits of a whole batch never exist at once. Without it (on accelerators) one
 product computes them all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import functools
-import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hetfl import checks, core, distill
 from hetfl.models.kernels.products import wide_product
 from hetfl.models.language import TokenLogits
 
 PAD, BOS, EOS = 0, 1, 2
-PyTree = Any
-# (logits [n, V], rows, shared) -> (losses [n], their gradients [n, V])
-RowLoss = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def sentence_loss(expected_length: float = 13.3) -> core.Loss:
@@ -66,8 +62,7 @@ def sentence_loss(expected_length: float = 13.3) -> core.Loss:
   return loss
 
 
-def _cross_entropy(z, y, shared):
-  del shared
+def _cross_entropy(z, y, _):
   log_q = jax.nn.log_softmax(z, axis=-1)
   hit = jnp.arange(z.shape[-1]).reshape(1, -1) == y[:, None]
   # By a gather; a sum over `hit` would read all the logits once more.
@@ -140,24 +135,20 @@ def token_divergence(
   views = (*teachers, own)
   for view in (student, *views):
     _check_targets(view, batch)
-  rows = tuple(view.features for view in views), batch["y"]
+  rows = tuple(v.features for v in views), batch["y"] if label_weight else None
   heads = tuple((view.kernel, view.bias) for view in views)
-  v = jnp.asarray(label_weight, jnp.float32) if label_weight else None
-  shared = heads, tuple(temperatures), regularization, v
+  shared = heads, tuple(temperatures), regularization, label_weight
   return _weighted_sum(_kl, student, weights, rows, shared)
 
 
 def _kl(z, rows, shared):
   features, y = rows
   heads, temperatures, regularization, label_weight = shared
-  labels = None
-  if label_weight is not None:
-    labels = distill.label_target(z, {"y": y})
-  *teachers, own = [_logits(f, *head) for f, head in zip(features, heads)]
+  views = [TokenLogits(f, *head).dense() for f, head in zip(features, heads)]
   target = distill.codist_target(
-    teachers,
-    own,
-    labels,
+    views[:-1],
+    views[-1],
+    None if y is None else distill.label_target(z, {"y": y}),
     temperatures=temperatures,
     regularization=regularization,
     label_weight=label_weight,
@@ -165,24 +156,15 @@ def _kl(z, rows, shared):
   return distill.kl_divergence(target, z), jax.nn.softmax(z, axis=-1) - target
 
 
-def _logits(features, kernel, bias):
-  """Logits of some positions, float32 at least."""
-  return core.wide(wide_product(features, kernel) + bias.reshape(1, -1))
-
-
-def _weighted_sum(
-  divergence: RowLoss,
-  logits: TokenLogits,
-  weights: jax.Array,
-  rows: PyTree,
-  shared: PyTree = (),
-) -> jax.Array:
+def _weighted_sum(divergence, logits, weights, rows, shared=()):
   """`sum_bt w_bt divergence(z_bt, rows_bt, shared)`, for training.
 
   Args:
-    divergence: computes the losses of some positions and their gradients; a
-      function at module level, since compiled programs are cached by it.
-    logits: the student's logits; gradients flow to them and nowhere else.
+    divergence: from logits `[n, V]` to losses `[n]` and their gradients
+      `[n, V]`; a function at module level, since compiled programs are cached
+      by it.
+    logits: the student's `TokenLogits`; gradients flow to them and nowhere
+      else.
     weights: `float[B, T]`.
     rows: a pytree of `[B, T, ...]`, the divergence's arguments per position.
     shared: its arguments that are the same for all positions.
@@ -194,14 +176,11 @@ def _weighted_sum(
       " Distiller(weights=token_weights), float[B, T]"
     )
   features, weights, rows = _flat((logits.features, weights, rows))
-  head = logits.kernel, logits.bias
+  logits = logits.replace(features=features)
   if logits.chunk is not None:
-    return _fused(
-      divergence, logits.chunk, features, *head, weights, rows, shared
-    )
-  z = _logits(features, *head)
+    return _fused(divergence, logits, weights, rows, shared)
   weights, rows, shared = jax.lax.stop_gradient((weights, rows, shared))
-  return jnp.sum(weights * divergence(z, rows, shared)[0])
+  return jnp.sum(weights * divergence(logits.dense(), rows, shared)[0])
 
 
 def _flat(tree):
@@ -222,59 +201,66 @@ def _check_targets(logits, batch):
     )
 
 
-def _front(chunk, weights, rows):
-  """Counts the positions that count and puts them first, in whole chunks."""
+def _chunks(size, weights, rows):
+  """Puts the positions that count first, and cuts them into chunks.
+
+  Returns:
+    The order, the number of chunks, and a function from a chunk's number to
+    its weights and rows.
+  """
   n = len(weights)
   # Padded with n, which does not count and which the gather clips.
-  order = jnp.full(-(-n // chunk) * chunk, n, jnp.int32)
+  order = jnp.full(-(-n // size) * size, n, jnp.int32)
   place = jnp.where(weights != 0, jnp.cumsum(weights != 0) - 1, len(order))
   order = order.at[place].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
   take = lambda a: jnp.take(a, order, axis=0, mode="clip")
-  weights = jnp.where(order < n, take(weights), 0)
-  return order, jnp.sum(weights != 0), weights, jax.tree.map(take, rows)
+  weights, rows = jax.tree.map(take, (weights, rows))
+  weights = jnp.where(order < n, weights, 0)
+  part = lambda c: jax.tree.map(
+    lambda a: jax.lax.dynamic_slice_in_dim(a, c * size, size), (weights, rows)
+  )
+  return order, -(-jnp.sum(weights != 0) // size), part
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused(divergence, chunk, *args) -> jax.Array:
-  return _fused_forward(divergence, chunk, *args)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(divergence, logits, weights, rows, shared) -> jax.Array:
+  return _fused_forward(divergence, logits, weights, rows, shared)[0]
 
 
-def _fused_forward(
-  divergence, chunk, features, kernel, bias, weights, rows, shared
-):
-  packed = features, rows
-  order, count, weights, (packed, rows) = _front(chunk, weights, packed)
+def _fused_forward(divergence, logits, weights, rows, shared):
+  size, features, kernel = logits.chunk, logits.features, logits.kernel
+  order, number, part = _chunks(size, weights, (features, rows))
 
   def body(c, carry):
-    total, dpacked, dkernel, dbias = carry
-    part = lambda a: jax.lax.dynamic_slice_in_dim(a, c * chunk, chunk)
-    f, w = part(packed), part(weights)
-    z = _logits(f, kernel, bias)
-    losses, dz = divergence(z, jax.tree.map(part, rows), shared)
+    total, dfeatures, dkernel, dbias = carry
+    w, (f, rows) = part(c)
+    losses, dz = divergence(logits.replace(features=f).dense(), rows, shared)
     dz = w[:, None] * dz
     narrow = dz.astype(jnp.result_type(f, kernel))
-    total += jnp.sum(w * losses)
     df = wide_product(narrow, kernel.T).astype(wide)
     put = jax.lax.dynamic_update_slice_in_dim
-    dpacked = put(dpacked, df, c * chunk, axis=0)
+    dfeatures = put(dfeatures, df, c * size, axis=0)
     dkernel += wide_product(f.T, narrow)
-    return total, dpacked, dkernel, dbias + jnp.sum(dz, axis=0)
+    total += jnp.sum(w * losses)
+    return total, dfeatures, dkernel, dbias + jnp.sum(dz, axis=0)
 
   # Sums are float32 at least; gradients have their parameters' types.
-  wide = jnp.result_type(features, kernel, bias, weights)
-  zeros = lambda a: jnp.zeros(jnp.shape(a), wide)
-  start = jax.tree.map(zeros, (0.0, packed, kernel, bias))
-  total, dpacked, *dhead = jax.lax.fori_loop(0, -(-count // chunk), body, start)
-  dpacked = dpacked.astype(features.dtype)
-  dfeatures = jnp.zeros_like(features).at[order].set(dpacked, mode="drop")
-  dkernel, dbias = (d.astype(a.dtype) for d, a in zip(dhead, (kernel, bias)))
-  return total, (dfeatures, dkernel, dbias)
+  wide = jnp.result_type(features, kernel, logits.bias, weights)
+  packed = len(order), *features.shape[1:]
+  shapes = (), packed, kernel.shape, logits.bias.shape
+  start = tuple(jnp.zeros(shape, wide) for shape in shapes)
+  total, *sums = jax.lax.fori_loop(0, number, body, start)
+  arrays = features, kernel, logits.bias
+  dfeatures, *dhead = (d.astype(a.dtype) for d, a in zip(sums, arrays))
+  dfeatures = jnp.zeros_like(features).at[order].set(dfeatures, mode="drop")
+  return total, TokenLogits(dfeatures, *dhead, size)
 
 
-def _fused_backward(divergence, chunk, saved, cotangent):
-  del divergence, chunk
-  grads = [(cotangent * grad).astype(grad.dtype) for grad in saved]
-  return (*grads, None, None, None)  # weights, rows, shared: no gradient.
+def _fused_backward(divergence, grads, cotangent):
+  del divergence
+  scaled = lambda grad: (cotangent * grad).astype(grad.dtype)
+  # Weights, rows and what is shared have no gradient.
+  return jax.tree.map(scaled, grads), None, None, None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
@@ -315,47 +301,41 @@ def next_word_metrics(
   [1.0, 1.0]
   """
   _check_targets(logits, batch)
-  domain = None
-  if "domain" in batch:
-    shape = batch["y"].shape
-    domain = jnp.broadcast_to(batch["domain"].reshape(-1, 1), shape)
+  domain = batch.get("domain")
+  if domain is not None:
+    domain = jnp.broadcast_to(domain.reshape(-1, 1), batch["y"].shape)
 
-  def sums(known, features, y, domain):
-    z = _logits(features, logits.kernel, logits.bias)
+  def sums(known, rows):
+    features, y, domain = rows
+    z = logits.replace(features=features).dense()
     log_q = jax.nn.log_softmax(z, axis=-1)
-    nll = _negative_log_likelihood(log_q, y)
     word = jnp.argmax(z[:, EOS + 1 : -1], axis=-1) + EOS + 1
     # The argmax of NaN is the first entry, which must not count as a hit.
     hit = lambda word: (word == y) & ~jnp.isnan(log_q[:, 0])
-    mean = lambda x, w: core.Mean(jnp.sum(x * w), jnp.sum(w))
     counted = jnp.where(y != EOS, known, 0.0)
-    means = {
-      "accuracy": mean(hit(word), counted),
-      "accuracy_no_eos": mean(hit(jnp.argmax(z, axis=-1)), counted),
-      "loss": mean(nll, known),
+    weighted = {
+      "accuracy": (hit(word), counted),
+      "accuracy_no_eos": (hit(jnp.argmax(z, axis=-1)), counted),
+      "loss": (_negative_log_likelihood(log_q, y), known),
     }
     if domain is not None:
       for d, name in enumerate(("questions", "answers")):
         theirs = jnp.where(domain == d, counted, 0.0)
-        means[f"accuracy_{name}"] = mean(hit(word), theirs)
-    return means
+        weighted[f"accuracy_{name}"] = hit(word), theirs
+    return {
+      name: core.Mean(jnp.sum(x * w), jnp.sum(w))
+      for name, (x, w) in weighted.items()
+    }
 
   rows = _flat((logits.features, batch["y"], domain))
-  known, chunk = token_weights(batch).ravel(), logits.chunk
-  if chunk is None:
-    return sums(known, *rows)
+  known = token_weights(batch).ravel()
+  if logits.chunk is None:
+    return sums(known, rows)
   # Positions that do not count are cut off, not computed.
-  _, count, known, rows = _front(chunk, known, rows)
-  part = lambda c: jax.tree.map(
-    lambda a: jax.lax.dynamic_slice_in_dim(a, c * chunk, chunk), (known, *rows)
-  )
+  _, number, part = _chunks(logits.chunk, known, rows)
+  add = lambda c, total: jax.tree.map(jnp.add, total, sums(*part(c)))
   none = jax.tree.map(jnp.zeros_like, jax.eval_shape(sums, *part(0)))
-  return jax.lax.fori_loop(
-    0,
-    -(-count // chunk),
-    lambda c, total: jax.tree.map(jnp.add, total, sums(*part(c))),
-    none,
-  )
+  return jax.lax.fori_loop(0, number, add, none)
 
 
 def perplexity(loss: float) -> float:
@@ -370,7 +350,5 @@ def perplexity(loss: float) -> float:
   >>> perplexity(0.0)
   1.0
   """
-  try:
-    return math.exp(loss)
-  except OverflowError:
-    return math.inf
+  with np.errstate(over="ignore"):
+    return float(np.exp(loss))

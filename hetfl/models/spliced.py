@@ -42,21 +42,19 @@ def splice(
     return trunk
 
   def init(key):
-    keys = jax.random.split(key, 3)
-    return fork(*(m and m.start(k) for m, k in zip(parts.values(), keys)))
+    keys = dict(zip(("trunk", "adaptor", "encoder"), jax.random.split(key, 3)))
+    return joined({name: m.start(keys[name]) for name, m in parts.items()})
 
   def apply(variables, x, key, train):
-    stats = {}
+    stats, of = {}, parted(variables)
     for name, i in (("encoder", 2), ("trunk", 0), ("adaptor", 1)):
-      if (part := parts[name]) is None:
-        continue
-      own = core.Variables(variables.params[name], variables.stats[name])
-      part_key = None if key is None else jax.random.fold_in(key, i)
-      with checks.noted(f"in the {name} of a spliced model"):
-        x, stats[name] = part.outputs(own, x, part_key, train)
+      if name in parts:
+        own = None if key is None else jax.random.fold_in(key, i)
+        with checks.noted(f"in the {name} of a spliced model"):
+          x, stats[name] = parts[name].outputs(of[name], x, own, train)
     return x, stats
 
-  parts = {"trunk": trunk, "adaptor": adaptor, "encoder": encoder}
+  parts = checks.given(trunk=trunk, adaptor=adaptor, encoder=encoder)
   return core.Model(init, apply)
 
 
@@ -81,8 +79,7 @@ def fork(
   """
   if adaptor is None and encoder is None:
     return server
-  parts = {"trunk": server, "adaptor": adaptor, "encoder": encoder}
-  return joined({name: part for name, part in parts.items() if part})
+  return joined(checks.given(trunk=server, adaptor=adaptor, encoder=encoder))
 
 
 def joined(parts: Mapping[str, core.Variables]) -> core.Variables:

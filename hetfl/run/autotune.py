@@ -33,8 +33,7 @@ def cache_folder() -> pathlib.Path:
   Raises:
     OSError: there is no home folder.
   """
-  cache = os.environ.get("XDG_CACHE_HOME")
-  if cache:
+  if cache := os.environ.get("XDG_CACHE_HOME"):
     return pathlib.Path(cache, "hetfl")
   try:
     return pathlib.Path.home() / ".cache" / "hetfl"
@@ -51,11 +50,8 @@ def processor() -> str:
 
 def cpu_lines(*beginnings: str) -> list[str]:
   """The lines of Linux's `/proc/cpuinfo` that begin so; elsewhere none."""
-  try:
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-      lines = file.read().splitlines()
-  except OSError:
-    return []
+  path = pathlib.Path("/proc/cpuinfo")
+  lines = path.read_text().splitlines() if path.exists() else []
   return sorted({line for line in lines if line.startswith(beginnings)})
 
 
@@ -138,12 +134,9 @@ def choose(
   {'lanes': 3}
   """
   cache = pathlib.Path(cache or cache_folder() / "autotune.json")
-  choice = _remembered(cache).get(key)
-  if isinstance(choice, dict) and all(
-    choice.get(name) in values for name, values in candidates.items()
-  ):
-    choice = {name: choice[name] for name in candidates}
-    logging.info("Speed, measured before (%s): %s.", cache, _text(choice))
+  key = f"{key}, {json.dumps(dict(candidates))}"
+  if choice := _remembered(cache).get(key):
+    logging.info("Speed, measured before (%s): %s.", cache, choice)
     return choice
   choice = {name: values[0] for name, values in candidates.items()}
   best = None
@@ -151,12 +144,12 @@ def choose(
     for value in values[1:]:
       if best is None:
         best = measure(choice)
-        logging.info("Speed: %.4f s a round with %s.", best, _text(choice))
+        logging.info("Speed: %.4f s a round with %s.", best, choice)
       seconds = measure(choice | {name: value})
       logging.info("Speed: %.4f s with %s=%s.", seconds, name, value)
       if seconds < 0.95 * best:
         choice, best = choice | {name: value}, seconds
-  logging.info("Speed, chosen: %s.", _text(choice))
+  logging.info("Speed, chosen: %s.", choice)
   try:
     cache.parent.mkdir(parents=True, exist_ok=True)
     # Read again: other processes may have written to it meanwhile.
@@ -169,14 +162,9 @@ def choose(
   return choice
 
 
-def _remembered(cache: pathlib.Path) -> dict[str, Any]:
+def _remembered(cache: pathlib.Path) -> dict[str, Choice]:
   """The contents of the file; empty if it cannot be read."""
   try:
-    content = json.loads(cache.read_bytes())
-  except (OSError, ValueError):
+    return dict(json.loads(cache.read_bytes()))
+  except (OSError, ValueError, TypeError):
     return {}
-  return content if isinstance(content, dict) else {}
-
-
-def _text(choice: Choice) -> str:
-  return ", ".join(f"{name}={value}" for name, value in choice.items())

@@ -8,6 +8,7 @@ is not finite is written as `null`.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -20,12 +21,6 @@ from typing import Any
 from absl import logging
 import tqdm
 
-try:
-  import fcntl
-except ImportError:  # not on Windows
-  fcntl = None  # type: ignore[assignment]
-
-_FORMAT = 1
 # Up to so many clients or parties are shown one by one in tables and curves.
 FEW = 10
 # The same on the line of an evaluation.
@@ -41,18 +36,14 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
   path = pathlib.Path(path)
   # Other processes, on other hosts too, may be writing the same file.
   part = path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}.part")
-  with open(part, "wb") as f:
-    f.write(content)
-    f.flush()
-    os.fsync(f.fileno())
+  part.write_bytes(content)
+  sync(part)
   os.replace(part, path)
-  sync_folder(path.parent)
+  sync(path.parent)
 
 
-def sync_folder(path: str | os.PathLike[str]) -> None:
-  """Flushes the names in a folder to disk."""
-  if os.name == "nt":  # Windows cannot open folders.
-    return
+def sync(path: str | os.PathLike[str]) -> None:
+  """Flushes a file's content, or the names in a folder, to disk."""
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
@@ -81,8 +72,6 @@ def to_json(value: Any) -> Any:
     return {str(k): to_json(v) for k, v in value.items()}
   if isinstance(value, list | tuple):
     return [to_json(v) for v in value]
-  if isinstance(value, os.PathLike):
-    return os.fspath(value)
   if getattr(value, "size", 0) == 1:
     value = value.item()
   if isinstance(value, float) and not math.isfinite(value):
@@ -157,21 +146,21 @@ def differences(
   ]
 
 
-def _why_no_longer(
-  there: Mapping[str, Any], here: Mapping[str, Any], lengthens: bool
-) -> str:
-  """Why a run cannot be extended to other `rounds`; empty if it can."""
-  last = there["rounds"]
-  if last > here["rounds"]:
-    return f" It is a run of {last} rounds, which cannot be shortened."
-  if not lengthens:
-    return (
-      " It cannot be extended: schedules over all rounds, such as learning-rate"
-      " decay, would differ."
-    )
-  if last % there["eval_every"]:
-    return f" {last} is not a multiple of eval_every={there['eval_every']}."
-  return ""
+def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
+  """The values of a run's flags, from its folder's `config.json`.
+
+  Args:
+    workdir: the folder.
+
+  Returns:
+    `config`, the values that change the result, and `speed`, the others; an
+    empty dict if the folder is not a run's.
+  """
+  try:
+    stored = json.loads(pathlib.Path(workdir, "config.json").read_bytes())
+    return {"config": dict(stored["config"]), "speed": dict(stored["speed"])}
+  except (OSError, ValueError, KeyError, TypeError):
+    return {}
 
 
 class RunFolder:
@@ -234,45 +223,36 @@ class RunFolder:
     self.metrics = self.path / "metrics.jsonl"
     self._named = named
     config, speed = to_json(config), to_json(speed or {})
-    file = self.path / "config.json"
-    if file.exists():
-      try:
-        stored = json.loads(file.read_bytes())
-        there = dict(stored["config"])
-        if stored["format"] != _FORMAT:
-          raise ValueError(f"format {stored['format']}, not {_FORMAT}")
-      except (ValueError, KeyError, TypeError) as e:
-        raise ConfigMismatch(
-          f"{named}={workdir}: its config.json cannot be read ({e!r})."
-          f" Use another {named}."
-        ) from e
-      missing = config.keys() - there.keys()
-      assumed = {n: d for n, d in (defaults or {}).items() if n in missing}
-      there |= to_json(assumed)
-      unlike, why = differences(there, config, ignoring=idle), ""
-      if unlike and not differences(there, config, {*idle, "rounds"}):
-        why = _why_no_longer(there, config, lengthens)
-        if not why:
-          unlike = []
-        elif not lengthens and not named.startswith("-"):
-          why += " (Without any give RunFolder lengthens=True.)"
-      if unlike:
-        raise ConfigMismatch(
-          f"{named}={workdir} holds another run: {'; '.join(unlike)}.{why}"
-          f" Use another {named}, or the same values."
-        )
-    # Hidden files are the system's, or were left by a killed process.
-    elif self.path.is_file() or any(self.path.glob("[!.]*")):
-      raise ConfigMismatch(
-        f"{named}={workdir} exists, but is not the folder of a run (it has no"
-        f" config.json). Use another {named}."
-      )
-    self._config = {"format": _FORMAT, "config": config, "speed": speed}
+    self._config = {"format": 1, "config": config, "speed": speed}
     flags = flags or flags_text({**config, **speed})
     self._flags = flags.rstrip("\n") + "\n"
-    if not file.exists():
+    stored = read_config(self.path)
+    # Hidden files are the system's, or were left by a killed process.
+    if not stored and (self.path.is_file() or any(self.path.glob("[!.]*"))):
+      raise ConfigMismatch(
+        f"{named}={workdir} exists, but is not the folder of a run (it has no"
+        f" config.json of one). Use another {named}."
+      )
+    if not stored:
       self.path.mkdir(parents=True, exist_ok=True)
       self._write_config()
+      return
+    assumed = {n: d for n, d in (defaults or {}).items() if n in config}
+    there = to_json(assumed) | stored["config"]
+    unlike, hint = differences(there, config, ignoring=idle), ""
+    if unlike and not differences(there, config, {*idle, "rounds"}):
+      last, every = there["rounds"], there.get("eval_every", 1)
+      if lengthens and last < config["rounds"] and last % every == 0:
+        return
+      hint = (
+        " Rounds can only be added, to a multiple of eval_every, and only if"
+        " nothing depends on their number, such as learning rates that decay."
+      )
+    if unlike:
+      raise ConfigMismatch(
+        f"{named}={workdir} holds another run: {'; '.join(unlike)}.{hint}"
+        f" Use another {named}, or the same values."
+      )
 
   def _write_config(self) -> None:
     write_json(self.path / "config.json", self._config)
@@ -293,8 +273,7 @@ class RunFolder:
     """
     with open(self.path / ".lock", "wb") as file:
       try:
-        if fcntl is not None:
-          fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError as error:
         raise ConfigMismatch(
           f"{self._named}={self.path}: another process is using the folder."
@@ -326,13 +305,9 @@ class RunFolder:
         )
 
   def result(self) -> dict[str, Any] | None:
-    """The contents of `result.json`; None if it is missing or not JSON."""
+    """The contents of `result.json`; None if there is none."""
     path = self.path / "result.json"
-    try:
-      return json.loads(path.read_bytes()) if path.exists() else None
-    except ValueError as e:
-      logging.warning("%s: not valid JSON (%s)", path, e)
-      return None
+    return json.loads(path.read_bytes()) if path.exists() else None
 
   def write_result(self, result: Mapping[str, Any]) -> None:
     """Writes `result.json`."""
@@ -352,41 +327,24 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     ValueError: a line before the last is not JSON.
   """
   try:
-    lines = pathlib.Path(path).read_bytes().split(b"\n")
+    *lines, _ = pathlib.Path(path).read_bytes().split(b"\n")
   except FileNotFoundError:
     return []
-  rows = []
-  for i, line in enumerate(lines[:-1]):  # the last is empty or half a line
-    try:
-      rows.append(json.loads(line))
-    except ValueError as e:
-      if any(lines[i + 1 :]):
-        raise ValueError(f"{path}, line {i + 1}: not a row of metrics") from e
-  return rows
+  try:
+    return list(map(json.loads, lines))
+  except ValueError as error:
+    raise ValueError(f"{path} holds a line that is not JSON: {error}") from None
 
 
 def write_rows(
-  path: str | os.PathLike[str],
-  rows: Iterable[Mapping[str, Any]],
-  *,
-  append: bool = False,
+  path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]
 ) -> None:
-  """Writes rows as lines of JSON; they are on the disk when this returns.
+  """Writes rows as lines of JSON, atomically."""
+  write_bytes(path, b"".join(map(_line, rows)))
 
-  Args:
-    path: the file.
-    rows: the rows.
-    append: whether to append them instead of replacing the file atomically.
-  """
-  lines = [json.dumps(to_json(row), allow_nan=False) + "\n" for row in rows]
-  content = "".join(lines).encode()
-  if not append:
-    write_bytes(path, content)
-    return
-  with open(path, "ab") as f:
-    f.write(content)
-    f.flush()
-    os.fsync(f.fileno())
+
+def _line(row: Mapping[str, Any]) -> bytes:
+  return json.dumps(to_json(row), allow_nan=False).encode() + b"\n"
 
 
 @contextlib.contextmanager
@@ -414,24 +372,30 @@ def metrics_log(
   {"round": 2, "loss": null}
   """
   rows = read_rows(folder.metrics)
-  write_rows(folder.metrics, [r for r in rows if r.get("round", 0) <= after])
-  if not tensorboard:
-    yield lambda row: write_rows(folder.metrics, [row], append=True)
-    return
-  import tensorboardX  # importing it takes seconds
+  write_rows(folder.metrics, [row for row in rows if row["round"] <= after])
+  with contextlib.ExitStack() as stack:
+    file = stack.enter_context(open(folder.metrics, "ab"))
+    board = None
+    if tensorboard:
+      import tensorboardX  # importing it takes seconds
 
-  def write(row):
-    write_rows(folder.metrics, [row], append=True)
-    for name, value in to_json(row).items():
-      # TensorBoard cannot draw floats that are not finite, None.
-      if name != "round" and isinstance(value, int | float):
-        board.add_scalar(name, value, row["round"])
-    board.flush()
+      board = tensorboardX.SummaryWriter(
+        str(folder.path / "tensorboard"),
+        purge_step=after + 1,  # Drops what a killed process wrote.
+      )
+      stack.enter_context(board)
 
-  with tensorboardX.SummaryWriter(
-    str(folder.path / "tensorboard"),
-    purge_step=after + 1,  # Drops what a killed process wrote.
-  ) as board:
+    def write(row):
+      file.write(_line(row))
+      file.flush()
+      os.fsync(file)
+      for name, value in to_json(row).items() if board else ():
+        # TensorBoard cannot draw floats that are not finite, None.
+        if name != "round" and isinstance(value, int | float):
+          board.add_scalar(name, value, row["round"])
+      if board:
+        board.flush()
+
     yield write
 
 
@@ -446,56 +410,26 @@ def bar(total: int, **options: Any) -> tqdm.tqdm:
     The bar.
   """
   # The file is given here, since tqdm's default is fixed at import.
-  return tqdm.tqdm(
-    total=total,
-    disable=None,
-    unit="round",
-    file=sys.stderr,
-    dynamic_ncols=True,
-    **options,
-  )
+  options |= dict(unit="round", file=sys.stderr, dynamic_ncols=True)
+  return tqdm.tqdm(total=total, disable=None, **options)
 
 
-class Progress:
-  """A progress bar on a terminal; elsewhere one log line per evaluation."""
+def show(row: Mapping[str, Any], bar: tqdm.tqdm) -> None:
+  """Shows a row of metrics beside the bar or, where there is none, in the log.
 
-  def __init__(self, rounds: int, done: int = 0):
-    """Shows `rounds` rounds, of which `done` are done."""
-    self._bar = bar(rounds, initial=done)
-    self._shown: dict[str, float] = {}
-
-  def update(
-    self, losses: Mapping[str, float] | None = None, rounds: int = 1
-  ) -> None:
-    """Advances the bar; shows losses if they are given.
-
-    Args:
-      losses: by name; shown beside the bar, replacing older ones of that name.
-      rounds: how many were done since the last update.
-    """
-    self._bar.update(rounds)
-    self._shown |= losses or {}
-    self._bar.set_postfix_str(_text(self._shown), refresh=False)
-
-  def evaluated(self, row: Mapping[str, Any]) -> None:
-    """Logs a row of metrics, where there is no bar.
-
-    Args:
-      row: metrics, with their `round` and `seconds`; only its accuracies are
-        logged, if it has any.
-    """
-    numbers = {k: v for k, v in row.items() if k not in ("round", "seconds")}
-    self._shown |= numbers
-    if self._bar.disable:
-      accuracies = {k: v for k, v in numbers.items() if k.endswith("accuracy")}
-      logging.info(
-        f"round {row['round']} of {self._bar.total}, {row['seconds']:.1f} s:"
-        f" {_text(accuracies or numbers)}"
-      )
-
-  def close(self) -> None:
-    """Closes the bar and leaves it as it is."""
-    self._bar.close()
+  Args:
+    row: metrics, with their `round` and `seconds`; only its accuracies are
+      logged, if it has any.
+    bar: the bar of a run's rounds.
+  """
+  numbers = {k: v for k, v in row.items() if k not in ("round", "seconds")}
+  bar.set_postfix_str(_text(numbers), refresh=False)
+  if bar.disable:
+    accuracies = {k: v for k, v in numbers.items() if k.endswith("accuracy")}
+    logging.info(
+      f"round {row['round']} of {bar.total}, {row['seconds']:.1f} s:"
+      f" {_text(accuracies or numbers)}"
+    )
 
 
 def _text(numbers: Mapping[str, float]) -> str:

@@ -6,8 +6,7 @@ metrics since the last evaluation and the last evaluation itself, and a round's
 plan is a pure function of the round.
 """
 
-import collections
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import importlib.metadata
@@ -16,6 +15,7 @@ import math
 import os
 import pathlib
 import platform
+import shutil
 import signal
 import subprocess
 import threading
@@ -24,10 +24,10 @@ from typing import Any
 
 from absl import logging
 import jax
-import numpy as np
 
 import hetfl
-from hetfl import checks, core, engine
+from hetfl import checks, core
+from hetfl import engine as engine_lib
 from hetfl.run import checkpoint, logs
 
 # Metrics of this many dispatches are fetched at once, after as many more have
@@ -39,54 +39,42 @@ class _Sums:
   """Sums of metrics since the last evaluation.
 
   Args:
-    totals: by metric, of a checkpoint.
-    counts: the same.
+    stored: `totals` and `counts` by metric, of a checkpoint; else empty.
     stop_on_nonfinite: see `run`.
   """
 
-  def __init__(
-    self,
-    totals: dict[str, float],
-    counts: dict[str, float],
-    stop_on_nonfinite: bool,
-  ):
-    self.totals, self.counts = totals, counts
-    self._stop = stop_on_nonfinite
-    self._warned = False
+  def __init__(self, stored: Mapping[str, Any], stop_on_nonfinite: bool):
+    self.totals: dict[str, float] = stored.get("totals", {})
+    self.counts: dict[str, float] = stored.get("counts", {})
+    self._stop, self._warned = stop_on_nonfinite, False
     self._pending: list[tuple[range, core.Metrics]] = []
 
-  def add(
-    self, rounds: range, metrics: core.Metrics
-  ) -> dict[str, float] | None:
+  def add(self, rounds: range, metrics: core.Metrics) -> None:
     """Adds a dispatch's metrics; fetches a batch once enough are pending.
 
     Args:
       rounds: the rounds of the dispatch.
       metrics: their metrics, with a leading axis of rounds if there are
         several.
-
-    Returns:
-      The values of the last round that was fetched, or None.
     """
     self._pending.append((rounds, metrics))
-    return self.fetch(_BATCH) if len(self._pending) >= 2 * _BATCH else None
+    if len(self._pending) >= 2 * _BATCH:
+      self.fetch(_BATCH)
 
-  def fetch(self, number: int | None = None) -> dict[str, float] | None:
-    """Fetches the oldest metrics, by default all; returns the last round's."""
+  def fetch(self, number: int | None = None) -> None:
+    """Fetches the oldest metrics, by default all."""
     batch = self._pending[:number]
     del self._pending[:number]
-    values = None
     for rounds, metrics in jax.device_get(batch):
       for i, round in enumerate(rounds):
-        several = len(rounds) > 1
-        one = jax.tree.map(lambda a, i=i: a[i], metrics) if several else metrics
-        values = core.values(one)
-        self._check(round, values)
+        one = metrics
+        if len(rounds) > 1:
+          one = jax.tree.map(lambda a, i=i: a[i], metrics)
+        self._check(round, core.values(one))
         for name, (total, count) in one.items():
           # In this order and in float64, however fetches were batched.
           self.totals[name] = self.totals.get(name, 0.0) + float(total)
           self.counts[name] = self.counts.get(name, 0.0) + float(count)
-    return values
 
   def take(self) -> dict[str, float]:
     """The means of the rounds that were fetched since the last call."""
@@ -100,20 +88,17 @@ class _Sums:
       for name, value in values.items()
       if name.endswith("loss") and not math.isfinite(value)
     ]
+    if not bad or self._warned:
+      return
     message = (
-      f"round {round}: {', '.join(bad)}: training has diverged, or a label is"
-      " out of the model's range of classes, or the plan is for a larger bank"
+      f"round {round}: {', '.join(bad)}: training has diverged (lower the"
+      " learning rate), or a label is out of the model's range of classes, or"
+      " the plan is for a larger bank"
     )
-    if bad and self._stop:
-      raise FloatingPointError(
-        f"{message} (stop_on_nonfinite); lower the learning rate, or look"
-        " at the last checkpoint"
-      )
-    if bad and not self._warned:
-      logging.warning(
-        "%s. Continuing; further non-finite losses are not reported.", message
-      )
-      self._warned = True
+    if self._stop:
+      raise FloatingPointError(f"{message} (stop_on_nonfinite)")
+    logging.warning("%s. Later ones are not reported.", message)
+    self._warned = True
 
 
 def run(
@@ -123,16 +108,15 @@ def run(
   data: Any,
   evaluate: Callable[[Any], Mapping[str, float]],
   *,
+  engine: engine_lib.Engine,
   rounds: int,
   folder: logs.RunFolder,
   summarize: Callable[[Any, dict[str, float]], Mapping[str, Any]],
   eval_every: int = 50,
   checkpoint_every: int = 50,
-  keep: int = 3,
   tensorboard: bool = True,
   stop_on_nonfinite: bool = False,
   rounds_per_dispatch: int = 1,
-  scanned_step: Callable | None = None,
 ) -> dict[str, Any]:
   """Trains to the last round, resuming from the newest checkpoint if any.
 
@@ -151,13 +135,14 @@ def run(
   then acts after the next evaluation or checkpoint.
 
   Args:
-    algorithm: the pair `init` and `step`; `step` is called as it is, so it
-      should be compiled: `engine.compile(algorithm.step, donate=(0,))`.
+    algorithm: the pair `init` and `step`.
     key: for `algorithm.init`.
     plan_fn: round -> plan, a pure function; called one dispatch ahead, from
       another thread.
     data: passed to each `step` unchanged.
     evaluate: state -> numbers by name; must not change anything.
+    engine: the algorithm's; compiles its step, which then may reuse the memory
+      of the state it is given.
     rounds: how many rounds the run has in all.
     folder: the run's folder. Its config should hold every value that changes
       the result, including `rounds` and `eval_every`.
@@ -165,16 +150,13 @@ def run(
     eval_every: rounds from one evaluation to the next.
     checkpoint_every: rounds from one checkpoint to the next; changes only the
       time and, with several rounds per dispatch, rounding.
-    keep: how many checkpoints are kept.
     tensorboard: whether to write `tensorboard/`.
     stop_on_nonfinite: whether to end the run when a metric whose name ends in
       "loss" is not finite, instead of warning once.
     rounds_per_dispatch: how many rounds are dispatched as one program, if no
       evaluation or checkpoint falls between them; other rounds are dispatched
-      one by one. Changes results by floating-point rounding only.
-    scanned_step: the program of several rounds, required if
-      `rounds_per_dispatch` is above 1:
-      `engine.compile(scanned(step), donate=(0,))`.
+      one by one. Changes results by floating-point rounding only. With more
+      than one the step must be traceable, not one on `Threads`.
 
   Returns:
     The contents of `result.json`: what `summarize` returned, `rounds`,
@@ -184,32 +166,31 @@ def run(
   Raises:
     FloatingPointError: see `stop_on_nonfinite`.
     SystemExit: after a signal.
-    ValueError: an argument is out of its range; `scanned_step` is missing for
-      more than one round per dispatch; `evaluate` and the step return a metric
-      of the same name, or one named `round` or `seconds`; another process is
-      using the folder; or its checkpoint is of another kind of state, or of a
-      later round than `rounds`.
+    ValueError: an argument is out of its range; `evaluate` and the step return
+      a metric of the same name, or one named `round` or `seconds`; another
+      process is using the folder; or its checkpoint is of another kind of
+      state, or of a later round than `rounds`.
   """
   checks.counts(
-    rounds=rounds, eval_every=eval_every, checkpoint_every=checkpoint_every
+    rounds=rounds,
+    eval_every=eval_every,
+    checkpoint_every=checkpoint_every,
+    rounds_per_dispatch=rounds_per_dispatch,
   )
-  if rounds_per_dispatch > 1 and scanned_step is None:
-    raise ValueError(
-      f"rounds_per_dispatch={rounds_per_dispatch}: give scanned_step too"
-    )
   finished = (folder.result() or {}).get("rounds") == rounds
-  if engine.from_first(finished):
-    logging.info(
-      f"{folder.path}: the run is finished; this is its result.json. For"
-      " another run, use another folder."
-    )
+  if engine_lib.from_first(finished):
+    logging.info("%s: the run is finished already.", folder.path)
     return _shared(folder)
 
   started = time.monotonic()
-  commit = git_commit()  # Of the running code, not of a later checkout.
-  checkpoints = checkpoint.Checkpoints(folder.checkpoints, keep)
+  code = provenance()  # Of the running code, not of a later checkout.
+  checkpoints = checkpoint.Checkpoints(folder.checkpoints)
+  step_one = engine.compile(algorithm.step, donate=(0,))
+  step_several = engine.compile(scanned(algorithm.step), donate=(0,))
   with contextlib.ExitStack() as stack:
     caught = stack.enter_context(stop_signals())
+    # Processes stop together, when the first was told to.
+    stopped = lambda: bool(engine_lib.from_first(bool(caught)))
     stack.enter_context(folder.at_work())
     done, state, extra = _latest(algorithm, key, checkpoints)
     if done > rounds:
@@ -221,20 +202,12 @@ def run(
       logging.info("%s: resuming after round %d.", folder.path, done)
     evaluation = extra.get("evaluation", {})
     started -= extra.get("seconds", 0.0)
-    sums = _Sums(
-      extra.get("totals", {}), extra.get("counts", {}), stop_on_nonfinite
-    )
+    seconds = lambda: time.monotonic() - started
+    sums = _Sums(extra, stop_on_nonfinite)
     write = stack.enter_context(
       logs.metrics_log(folder, after=done, tensorboard=tensorboard)
     )
-    progress = stack.enter_context(
-      contextlib.closing(logs.Progress(rounds, done))
-    )
-    dispatches = _dispatches(
-      done + 1, rounds, (eval_every, checkpoint_every), rounds_per_dispatch
-    )
-    plans = stack.enter_context(contextlib.closing(_ahead(plan_fn, dispatches)))
-    seconds = lambda: time.monotonic() - started
+    bar = stack.enter_context(logs.bar(rounds, initial=done))
 
     def save() -> None:
       sums.fetch()
@@ -243,53 +216,43 @@ def run(
         extra |= {"seconds": seconds(), "evaluation": evaluation}
         checkpoints.save(done, state, extra)
 
-    saved = stop = False
-    while done < rounds and not stop:
-      dispatch, plan = next(plans)
-      step = algorithm.step
-      if scanned_step is not None and len(dispatch) > 1:
-        step = scanned_step
+    every = (eval_every, checkpoint_every)
+    dispatches = _dispatches(done + 1, rounds, every, rounds_per_dispatch)
+    for dispatch, plan in _ahead(plan_fn, dispatches):
+      step = step_one if len(dispatch) == 1 else step_several
       state, metrics = step(state, plan, data)
       state = core.strong(state)
       done = dispatch[-1]
-      last = sums.add(dispatch, metrics)
+      sums.add(dispatch, metrics)
       evaluated = done % eval_every == 0 or done == rounds
       if evaluated:
-        given = evaluate(state)
-        if not isinstance(given, dict):
+        evaluation = {n: float(v) for n, v in evaluate(state).items()}
+        sums.fetch()
+        means = sums.take()
+        row = {"round": done, **evaluation, **means, "seconds": seconds()}
+        if len(row) < len(evaluation) + len(means) + 2:
           raise ValueError(
-            f"evaluate returned a {type(given).__name__}, not a dict; an"
-            " Evaluator's list has one for each model"
+            "evaluate: a metric has the name of one of the step's, or round or"
+            f" seconds: {sorted(evaluation)}, {sorted(means)}"
           )
-        evaluation = {n: float(v) for n, v in given.items()}
-        last = sums.fetch() or last
-        row = _row(done, evaluation, sums.take(), seconds())
         write(row)
-        progress.evaluated(row)
-      progress.update(last, len(dispatch))
-      saved = done % checkpoint_every == 0 or done == rounds
-      if saved:
-        save()
+        logs.show(row, bar)
+      bar.update(len(dispatch))
+      due = done % checkpoint_every == 0 or done == rounds
       # Several processes stop where they wait for each other anyway.
-      if jax.process_count() == 1 or saved or evaluated:
-        stop = bool(engine.from_first(bool(caught)))
-    if stop and not saved:
-      save()
+      stop = (jax.process_count() == 1 or due or evaluated) and stopped()
+      if due or stop:
+        save()
+      if stop:
+        break
     if done == rounds:
-      result = {"rounds": rounds, "seconds": seconds()}
-      result |= {"versions": versions(), "git_commit": commit}
+      result = {"rounds": rounds, "seconds": seconds(), **code}
       folder.write_result({**summarize(state, evaluation), **result})
-  if jax.process_count() == 1:
-    stop = bool(caught)  # A signal may have come after the last round.
-  if stop:
-    # Another process may have received the signal.
-    number = caught[0] if caught else signal.SIGTERM
-    so_far = "Checkpoint saved; run the same command to resume"
-    logging.warning(
-      f"{folder.path}: {signal.Signals(number).name} after round {done} of"
-      f" {rounds}. {'Finished' if done == rounds else so_far}."
-    )
-    raise SystemExit(128 + number)
+    if stopped():  # Perhaps after the last round.
+      logging.warning(
+        "%s: stopped after round %d of %d.", folder.path, done, rounds
+      )
+      raise SystemExit(128 + (caught or [signal.SIGTERM])[0])
   return _shared(folder)
 
 
@@ -310,12 +273,12 @@ def final_state(
     ValueError: the run is not finished, or the checkpoint of its last round is
       gone.
   """
-  rounds = _shared(folder)["rounds"]
   checkpoints = checkpoint.Checkpoints(folder.checkpoints)
   done, state, _ = _latest(algorithm, key, checkpoints)
-  if done != rounds:
+  rounds = (folder.result() or {}).get("rounds")
+  if engine_lib.from_first(done != rounds):
     raise ValueError(
-      f"{folder.path}: the run is finished, but its last checkpoint is missing;"
+      f"{folder.path}: no checkpoint of the last round of a finished run;"
       " delete the folder and run the same command again"
     )
   return state
@@ -332,7 +295,8 @@ def scanned(step: Callable) -> Callable:
     array in plans and metrics is the round; pass it to `engine.compile`.
 
   >>> step = lambda state, plan, data: (state + plan, {'sum': state + plan})
-  >>> state, metrics = scanned(step)(jax.numpy.zeros(()), np.ones(3), None)
+  >>> zero, ones = jax.numpy.zeros(()), jax.numpy.ones(3)
+  >>> state, metrics = scanned(step)(zero, ones, None)
   >>> float(state), metrics['sum'].tolist()
   (3.0, [1.0, 2.0, 3.0])
   """
@@ -347,103 +311,113 @@ def scanned(step: Callable) -> Callable:
   return scan
 
 
-def versions(*more: str) -> dict[str, str]:
-  """The device, and the versions of the packages that results depend on.
+def provenance(*packages: str) -> dict[str, Any]:
+  """What a result depends on besides its flags.
 
   Args:
-    *more: packages besides those that every run depends on.
+    *packages: packages besides those that every run depends on.
 
   Returns:
-    Version by package; the device's `platform` and `device_kind`.
+    `versions`: by package, and the device's `platform` and `device_kind`.
+    `git_commit`: that of hetfl's checkout, `-dirty` if it was changed; None if
+    hetfl is installed otherwise.
   """
-  device = jax.devices()[0]
   found = {"python": platform.python_version()}
-  for name in ("hetfl", "jax", "jaxlib", "flax", "optax", "numpy", *more):
+  for name in ("hetfl", "jax", "jaxlib", "flax", "optax", "numpy", *packages):
     try:
       found[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
       found[name] = "not installed"
+  device = jax.devices()[0]
   found |= {"platform": device.platform, "device_kind": device.device_kind}
-  return found
+  root, commit = pathlib.Path(__file__).resolve().parents[2], None
+  # A package installed inside another project's checkout is not part of it.
+  if (root / ".git").exists() and shutil.which("git"):
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    done = subprocess.run(
+      [*git, "--exclude=*"], cwd=root, capture_output=True, text=True
+    )
+    commit = done.stdout.strip() or None
+  return {"versions": found, "git_commit": commit}
 
 
-def git_commit() -> str | None:
-  """The commit of hetfl's checkout, `-dirty` if changed; None without one."""
-  root = pathlib.Path(__file__).resolve().parents[2]
+def num_bytes(tree: Any) -> int:
+  """The bytes of a pytree's arrays, such as of the variables that are sent.
 
-  def git(*args: str) -> str:
-    return subprocess.run(
-      ["git", "-C", str(root), *args],
-      check=True,
-      capture_output=True,
-      text=True,
-      timeout=10,
-    ).stdout.strip()
+  >>> num_bytes({'w': jax.numpy.zeros((3, 2)), 'b': jax.numpy.zeros(2, 'f2')})
+  28
+  """
+  return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
+
+@contextlib.contextmanager
+def stop_signals(
+  then: Callable[[int], None] = lambda number: None,
+) -> Iterator[list[int]]:
+  """Collects stop signals in a list; a second one ends the process at once.
+
+  Stop signals are SIGINT, SIGTERM, and SIGUSR1, which batch systems send when a
+  job's time is nearly over. Outside the main thread they are left alone.
+
+  Args:
+    then: called with each signal's number.
+
+  Yields:
+    The list; the previous handlers are restored afterwards.
+  """
+  caught: list[int] = []
+  since = 0.0
+
+  def handler(number, _):
+    nonlocal since
+    then(number)
+    if not caught:
+      caught.append(number)
+      since = time.monotonic()
+      # Not by `logging`: the signal may have interrupted a call of it.
+      name = signal.Signals(number).name
+      message = f"{name}: stopping soon; the same command resumes. Send it"
+      os.write(2, f"{message} again to stop at once.\n".encode())
+    # The same may come twice: to a group of processes, and from one of them.
+    elif number != caught[0] or time.monotonic() - since > 1:
+      raise SystemExit(128 + number)
+
+  before = {}
+  if threading.current_thread() is threading.main_thread():
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+      before[number] = signal.signal(number, handler)
   try:
-    # A package installed inside another project's checkout is not part of it.
-    if pathlib.Path(git("rev-parse", "--show-toplevel")).resolve() != root:
-      return None
-    return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-  except (OSError, subprocess.SubprocessError):
-    return None
-
-
-def _row(
-  round: int,
-  evaluation: Mapping[str, float],
-  means: Mapping[str, float],
-  seconds: float,
-) -> dict[str, Any]:
-  names = ["round", *evaluation, *means, "seconds"]
-  for name in names:
-    if names.count(name) > 1:
-      raise ValueError(
-        f"evaluate, step: metric name {name!r} is used by both, or is reserved"
-        " (round, seconds)"
-      )
-  return {"round": round, **evaluation, **means, "seconds": seconds}
+    yield caught
+  finally:
+    for number, old in before.items():
+      # A handler not set from Python reads as None and cannot be restored.
+      signal.signal(number, old or signal.SIG_DFL)
 
 
 def _latest(
   algorithm: core.Algorithm, key: Any, checkpoints: checkpoint.Checkpoints
 ) -> tuple[int, Any, dict[str, Any]]:
   """The first process's newest checkpoint, else initial state, in all."""
-  state = core.strong(engine.jit(algorithm.init, once=True)(key))
-  first = jax.process_index() == 0  # The other folders do not count.
-  found = checkpoints.latest(like=state) if first else None
-  done, state, extra = found or (0, state, {})
-  if jax.process_count() == 1 or not engine.from_first(done):
-    return done, state, extra
-  extra = json.loads(engine.bytes_from_first(json.dumps(extra).encode()))
-  is_key = lambda a: jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)
-  data = lambda a: np.asarray(jax.random.key_data(a) if is_key(a) else a)
-  done, arrays = engine.from_first((done, jax.tree.map(data, state)))
-
-  def like(a, b):
-    if is_key(a):
-      return jax.random.wrap_key_data(b, impl=jax.random.key_impl(a))
-    return jax.numpy.asarray(b)
-
-  return int(done), jax.tree.map(like, state, arrays), extra
+  state = core.strong(engine_lib.jit(algorithm.init, once=True)(key))
+  # The other folders do not count.
+  found = checkpoints.latest(like=state) if jax.process_index() == 0 else None
+  done, like, extra = found or (0, state, {})
+  if jax.process_count() == 1:
+    return done, like, extra
+  text = engine_lib.bytes_from_first(json.dumps(extra).encode())
+  sent = engine_lib.from_first((done, checkpoint.to_host(like)))
+  return int(sent[0]), checkpoint.from_host(sent[1], state), json.loads(text)
 
 
 def _shared(folder: logs.RunFolder) -> dict[str, Any]:
-  """Returns the first process's result; copies its files to the others."""
-  if not engine.from_first(folder.result() is not None):
-    raise ValueError(
-      f"{folder.path}: the run is not finished: it has no result.json; resume"
-      " it first"
-    )
-  if jax.process_count() > 1:
-    for path in (folder.metrics, folder.path / "result.json"):
-      first = jax.process_index() == 0
-      content = engine.bytes_from_first(path.read_bytes() if first else b"")
-      if not first:
-        logs.write_bytes(path, content)
-  result = folder.result()
-  assert result is not None  # The first process has a result, so all do.
-  return result
+  """The first process's result; copies its files to the others' folders."""
+  first = jax.process_index() == 0
+  for path in (folder.metrics, folder.path / "result.json"):
+    content = path.read_bytes() if first else b""
+    content = engine_lib.bytes_from_first(content)
+    if not first:
+      logs.write_bytes(path, content)
+  return folder.result() or {}
 
 
 def _dispatches(
@@ -465,88 +439,17 @@ def _dispatches(
 
 
 def _ahead(
-  plan_fn: Callable[[int], Any],
-  dispatches: Iterator[range],
-) -> Generator[tuple[range, Any], None, None]:
+  plan_fn: Callable[[int], Any], dispatches: Iterator[range]
+) -> Iterator[tuple[range, Any]]:
   """Yields dispatches with their plans, made while earlier ones run."""
 
-  def plan(rounds):
+  def planned(rounds):
     plans = [plan_fn(round) for round in rounds]
-    several = len(plans) > 1
-    return rounds, hetfl.stack_plans(plans) if several else plans[0]
+    return rounds, plans[0] if len(plans) == 1 else hetfl.stack_plans(plans)
 
-  executor = futures.ThreadPoolExecutor(1, thread_name_prefix="plan")
-  waiting: collections.deque[futures.Future] = collections.deque()
-  try:
-    for rounds in dispatches:
-      waiting.append(executor.submit(plan, rounds))
-      if len(waiting) > 1:
-        yield waiting.popleft().result()
-    while waiting:
-      yield waiting.popleft().result()
-  finally:
-    executor.shutdown(wait=False, cancel_futures=True)
-
-
-def num_bytes(tree: Any) -> int:
-  """The bytes of a pytree's arrays, such as of the variables that are sent.
-
-  >>> num_bytes({'w': np.zeros((3, 2), np.float32), 'mean': np.zeros(2, 'f2')})
-  28
-  """
-  return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
-  """Collects stop signals in a list; a second one acts at once."""
-  caught: list[int] = []
-  since = 0.0
-  when = "this round"
-  if jax.process_count() > 1:
-    when = "the next evaluation or checkpoint"
-
-  def handler(number):
-    nonlocal since
-    if caught:
-      # Sent to a group of processes, and handed on by one of them.
-      if number == caught[0] and time.monotonic() - since < 1:
-        return
-      if number == signal.SIGINT:
-        raise KeyboardInterrupt
-      raise SystemExit(128 + number)
-    caught.append(number)
-    since = time.monotonic()
-    name = signal.Signals(number).name
-    # Not by `logging`: the signal may have interrupted a call of it.
-    message = f"{name}: stopping after {when}; send it again to stop at once\n"
-    os.write(2, message.encode())
-
-  with on_signals(handler):
-    yield caught
-
-
-@contextlib.contextmanager
-def on_signals(handler: Callable[[int], None]) -> Iterator[None]:
-  """Makes stop signals call a handler; does nothing outside the main thread.
-
-  Stop signals are SIGINT, SIGTERM, and SIGUSR1, which batch systems send when a
-  job's time is nearly over.
-
-  Args:
-    handler: called with the signal's number.
-
-  Yields:
-    Nothing; the previous handlers are restored afterwards.
-  """
-  before = {}
-  if threading.current_thread() is threading.main_thread():
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
-      if number := getattr(signal, name, None):  # Windows has no SIGUSR1.
-        before[number] = signal.signal(number, lambda n, _: handler(n))
-  try:
-    yield
-  finally:
-    for number, old in before.items():
-      # A handler not set from Python reads as None and cannot be restored.
-      signal.signal(number, old or signal.SIG_DFL)
+  with futures.ThreadPoolExecutor(1, thread_name_prefix="plan") as executor:
+    made = (executor.submit(planned, rounds) for rounds in dispatches)
+    coming = next(made, None)
+    while coming:
+      now, coming = coming, next(made, None)
+      yield now.result()

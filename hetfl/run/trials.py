@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 import functools
 import math
-import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -141,6 +140,7 @@ class Runner(abc.ABC):
   def __init__(self, problem: Problem, seeds: Sequence[int] = (0,)):
     self.seeds = tuple(seeds)
     self._problem = problem
+    self._new = lambda values, seed: core.strong(problem.init(values, seed))
 
   @abc.abstractmethod
   def start(self, values: Sequence[Values]) -> PyTree:
@@ -157,23 +157,22 @@ class Runner(abc.ABC):
   def advance(
     self,
     states: PyTree,
-    alive: np.ndarray,
-    first: int,
+    done: np.ndarray,
     last: int,
-    tick: Callable[[float], None] = lambda trials: None,
+    tick: Callable[[int], None] = lambda runs: None,
   ) -> tuple[PyTree, np.ndarray]:
-    """Runs rounds of the trials that are alive.
+    """Runs rounds of the trials that have not diverged.
 
     Args:
-      states: the states after round `first - 1`; they may be donated.
-      alive: `bool[N]`; the states of the other trials do not change.
-      first: the first round.
+      states: the states of N trials; they may be donated.
+      done: `int[N]`, the round up to which each trial has been run. Those that
+        are behind the others have diverged, and their states do not change.
       last: the last round.
-      tick: called, from any thread, with the number of trials that have done
-        another round; with several seeds, a round of one seed is a fraction.
+      tick: called, from any thread, with the number of runs, each a trial with
+        a seed, that have done another round.
 
     Returns:
-      The states, and `int[N]`: the round up to which each trial was finite.
+      The states, and `done` after these rounds.
     """
 
   @abc.abstractmethod
@@ -229,9 +228,7 @@ class SideBySide(Runner):
   ):
     super().__init__(problem, seeds)
     self._at_once = at_once
-    self._init = jit(
-      lambda v, seed: core.strong(problem.init(v, seed)), once=True
-    )
+    self._init = jit(self._new, once=True)
     self._finite = jax.jit(all_finite)
 
   def start(self, values):
@@ -242,39 +239,28 @@ class SideBySide(Runner):
       for v in scalars
     )
 
-  def advance(self, states, alive, first, last, tick=lambda trials: None):
+  def advance(self, states, done, last, tick=lambda runs: None):
     """See `Runner`."""
-    number = len(self.seeds)
-    plan = functools.cache(self._problem.plan)  # The same for all trials.
-    lock, stop = threading.Lock(), threading.Event()
+    problem, first = self._problem, int(np.max(done)) + 1
+    rounds = range(first, last + 1)
+    plans = [[problem.plan(seed, t) for t in rounds] for seed in self.seeds]
 
-    def run(state, seed, going):
-      for round in range(first, last + 1) if going else ():
-        if stop.is_set():
-          break
-        with lock:
-          now = plan(seed, round)
-        new, _ = self._problem.step(state, now, self._problem.data)
+    def run(state, done, plans):
+      for plan in plans if done == first - 1 else ():
+        new, _ = problem.step(state, plan, problem.data)
         if not self._finite(new):
-          return state, round - 1
-        state = new
-        tick(1 / number)
-      return state, last
+          break
+        state, done = new, done + 1
+        tick(1)
+      return state, done
 
-    runs = zip(
-      (state for trial in states for state in trial),
-      self.seeds * len(states),
-      np.repeat(alive, number),
-    )
+    number = len(self.seeds)
+    flat = [state for trial in states for state in trial]
     with futures.ThreadPoolExecutor(self._at_once, "trial") as pool:
-      try:
-        states, ended = zip(*pool.map(run, *zip(*runs)))
-      finally:
-        stop.set()
-    return (
-      tuple(states[i : i + number] for i in range(0, len(states), number)),
-      np.min(np.reshape(ended, (-1, number)), axis=1),
-    )
+      each = pool.map(run, flat, np.repeat(done, number), plans * len(states))
+      flat, done = zip(*each)
+    states = zip(*(flat[i::number] for i in range(number)))
+    return tuple(states), np.min(np.reshape(done, (-1, number)), axis=1)
 
   def take(self, states, trials):
     """See `Runner`."""
@@ -330,16 +316,11 @@ class Vmapped(Runner):
     mesh = jax.sharding.Mesh(np.array(devices), ("trials",))
     split, same = jax.P("trials"), jax.P()
     self._split = jax.sharding.NamedSharding(mesh, split)
-    self._init = jit(
-      jax.vmap(lambda v, seed: core.strong(problem.init(v, seed)), (0, None)),
-      once=True,
-    )
+    self._init = jit(jax.vmap(self._new, (0, None)), once=True)
     # Transferred once, not in each round.
     everywhere = jax.sharding.NamedSharding(mesh, same)
-    self._data = jax.tree.map(
-      lambda a: jax.device_put(a, bank_format(a, everywhere)),
-      problem.data,
-    )
+    put = lambda a: jax.device_put(a, bank_format(a, everywhere))
+    self._data = jax.tree.map(put, problem.data)
     self._eval_data = jax.device_put(problem.eval_data, everywhere)
     step = lambda states, done, plan, data: of_each(
       lambda trial: self._guarded(trial[0], trial[1], plan, data),
@@ -359,28 +340,24 @@ class Vmapped(Runner):
 
   def start(self, values):
     """See `Runner`."""
-    stacked = {
-      name: jnp.asarray([v[name] for v in values]) for name in values[0]
-    }
+    stacked = jax.tree.map(lambda *each: jnp.asarray(each), *values)
     return tuple(self._init(stacked, np.uint32(seed)) for seed in self.seeds)
 
-  def advance(self, states, alive, first, last, tick=lambda trials: None):
+  def advance(self, states, done, last, tick=lambda runs: None):
     """See `Runner`."""
-    share = int(np.sum(alive)) / len(self.seeds)
-    states, number = self._padded(states)
-    ended = np.where(alive, last, first - 1)
+    first, active = int(np.max(done)) + 1, int(np.sum(done == np.max(done)))
+    states, index = self._padded(states, len(done))
     results = []
     for state, seed in zip(states, self.seeds):
-      done = np.full(len(jax.tree.leaves(state)[0]), -1, np.int32)
-      done[:number][alive] = first - 1
-      state, done = jax.device_put((state, done), self._split)
+      now = np.asarray(done, np.int32)[index]
+      state, now = jax.device_put((state, now), self._split)
       for round in range(first, last + 1):
         plan = self._problem.plan(seed, round)
-        state, done = self._step(state, done, plan, self._data)
-        tick(share)
-      results.append(jax.tree.map(lambda a: a[:number], state))
-      ended = np.where(alive, np.minimum(ended, done[:number]), last)
-    return tuple(results), ended
+        state, now = self._step(state, now, plan, self._data)
+        tick(active)
+      results.append((state, now))
+    states, each = zip(*jax.tree.map(lambda a: a[: len(done)], results))
+    return states, np.min(each, axis=0)
 
   def take(self, states, trials):
     """See `Runner`."""
@@ -388,7 +365,8 @@ class Vmapped(Runner):
     return jax.tree.map(lambda a: a[index], states)
 
   def _sums(self, states, which):
-    states, number = self._padded(states)
+    number = len(jax.tree.leaves(states)[0])
+    states, _ = self._padded(states, number)
     data = self._eval_data[which]
     sums = jax.device_get([self._evaluate(state, data) for state in states])
     return [
@@ -399,16 +377,17 @@ class Vmapped(Runner):
   def _guarded(self, state, done, plan, data):
     """A step that keeps the last finite state of a diverged trial.
 
-    `done` is the last round with a finite state; -1 for a masked trial.
+    `done` is the last round with a finite state.
     """
     new, _ = self._problem.step(state, plan, data)
     fine = (done == plan.round - 1) & all_finite(new)
     state = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, state)
     return state, jnp.where(fine, plan.round, done)
 
-  def _padded(self, states):
-    """Pads trials to a multiple of the devices; returns the old number too."""
-    number = len(jax.tree.leaves(states)[0])
-    if missing := -number % self._devices:
-      states = self.take(states, [*range(number), *[0] * missing])
-    return states, number
+  def _padded(self, states, number):
+    """Pads trials to a multiple of the devices, by copies of the first.
+
+    Returns the states, and of which of the `number` trials each is.
+    """
+    index = [*range(number), *[0] * (-number % self._devices)]
+    return states if len(index) == number else self.take(states, index), index

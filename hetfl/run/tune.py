@@ -11,170 +11,105 @@ Reference: Lichtarge et al. 2023, appendix F; Jamieson & Talwalkar 2016
 algorithm; here by random search or Optuna's TPE.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import json
 import os
 import pathlib
 import shutil
-import signal
+from statistics import fmean
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from absl import logging
 import numpy as np
 
 from hetfl import checks
 from hetfl.run import checkpoint, logs, report, training
-from hetfl.run import trials as trials_lib
-from hetfl.run.trials import Space, Values
+from hetfl.run.trials import Problem, Runner, Space, Values
 
 # The results of a trial; see `search`.
 Row = dict[str, Any]
+# (the rows of all earlier trials in order, the number of the next trial, how
+# many) -> the values of these trials; the same for the same arguments
+Proposer = Callable[[Sequence[Row], int, int], list[Values]]
 
 
-class Proposer(Protocol):
-  """Proposes the values to try next."""
-
-  def propose(
-    self, rows: Sequence[Row], first: int, number: int
-  ) -> list[Values]:
-    """Proposes trials `first` to `first + number - 1`.
-
-    Args:
-      rows: the rows of all trials before `first`, in order.
-      first: the first trial's number.
-      number: how many trials.
-
-    Returns:
-      For each trial, a value for each dimension; the same arguments give the
-      same values.
-    """
-
-
-class RandomSearch:
+def random_search(space: Space, seed: int) -> Proposer:
   """Seeded random search: trial i's values depend on the seed and i alone.
 
   Args:
     space: what to vary.
     seed: the search's seed.
 
-  >>> rates = trials_lib.Dimension(0.01, 1., log=True)
-  >>> search = RandomSearch({'lr': rates}, seed=0)
-  >>> search.propose([], 0, 2) == (
-  ...     search.propose([], 0, 1) + search.propose([], 1, 1))
+  Returns:
+    The proposer.
+
+  >>> from hetfl.run.trials import Dimension
+  >>> propose = random_search({'lr': Dimension(0.01, 1., log=True)}, seed=0)
+  >>> propose([], 0, 2) == propose([], 0, 1) + propose([], 1, 1)
   True
   """
 
-  def __init__(self, space: Space, seed: int):
-    self._space = dict(sorted(space.items()))
-    self._seed = seed
-
-  def propose(
-    self, rows: Sequence[Row], first: int, number: int
-  ) -> list[Values]:
-    """Proposes trials; see `Proposer`."""
+  def propose(rows, first, number):
     del rows
-    trials = range(first, first + number)
-    rngs = [np.random.default_rng([self._seed, trial]) for trial in trials]
-    return [
-      {
-        name: dimension.at(share)
-        for (name, dimension), share in zip(
-          self._space.items(), rng.random(len(self._space))
-        )
-      }
-      for rng in rngs
-    ]
+    rngs = [np.random.default_rng([seed, first + i]) for i in range(number)]
+    shares = [dict(zip(sorted(space), r.random(len(space)))) for r in rngs]
+    return [{n: space[n].at(x) for n, x in of.items()} for of in shares]
+
+  return propose
 
 
-class OptunaSearch:
+def optuna_search(space: Space, seed: int) -> Proposer:
   """Optuna's TPE sampler; a diverged trial counts as an objective of 0.
 
-  Finished trials are kept in an Optuna journal, for Optuna's own tools. Each
-  block is drawn by a new sampler that has seen all earlier blocks.
+  Each block is drawn by a new sampler that has seen all earlier blocks.
 
   Args:
     space: what to vary.
     seed: the search's seed.
-    journal: the journal's file; if it does not fit the rows, it is renamed to
-      `.old` and rebuilt from them.
+
+  Returns:
+    The proposer.
 
   Raises:
     ImportError: Optuna is not installed.
   """
+  try:
+    import optuna
+  except ImportError as error:
+    raise ImportError(
+      "Optuna is not installed: pip install -e '.[tune]', or propose by random"
+      " search (proposer=random)"
+    ) from error
+  optuna.logging.set_verbosity(optuna.logging.WARNING)
+  distributions: dict[str, Any] = {
+    name: optuna.distributions.FloatDistribution(d.low, d.high, log=d.log)
+    for name, d in sorted(space.items())
+  }
+  states = optuna.trial.TrialState
+  rounded = lambda of: {n: space[n].rounded(of[n]) for n in distributions}
 
-  def __init__(self, space: Space, seed: int, journal: pathlib.Path):
-    try:
-      import optuna
-    except ImportError as error:
-      raise ImportError(
-        "Optuna is not installed: pip install -e '.[tune]', or"
-        " use RandomSearch (proposer=random)"
-      ) from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    self._optuna = optuna
-    self._space = dict(sorted(space.items()))
-    self._distributions: dict[str, Any] = {
-      name: optuna.distributions.FloatDistribution(d.low, d.high, log=d.log)
-      for name, d in self._space.items()
-    }
-    self._seed = seed
-    self._journal = journal
-
-  def propose(
-    self, rows: Sequence[Row], first: int, number: int
-  ) -> list[Values]:
-    """Proposes trials; see `Proposer`."""
-    self.record(rows)
-    sampler = self._optuna.samplers.TPESampler(
-      seed=int(np.random.default_rng([self._seed, first]).integers(2**31)),
-      n_startup_trials=max(10, 2 * len(self._space)),
-      constant_liar=True,  # A block is proposed before it has any results.
-    )
-    study = self._optuna.create_study(direction="maximize", sampler=sampler)
-    study.add_trials(map(self._trial, rows))
-    asked = [study.ask(self._distributions).params for _ in range(number)]
-    return list(map(self._rounded, asked))
-
-  def record(self, rows: Sequence[Row]) -> None:
-    """Adds those of the rows of all trials that the journal does not have."""
-    optuna = self._optuna
-
-    def add():
-      backend = optuna.storages.journal.JournalFileBackend(str(self._journal))
-      study = optuna.create_study(
-        storage=optuna.storages.JournalStorage(backend),
-        study_name="hetfl",
-        direction="maximize",
-        load_if_exists=True,
-      )
-      known = [t.user_attrs.get("trial") for t in study.trials]
-      if known != [row["trial"] for row in rows[: len(known)]]:
-        raise ValueError(f"{self._journal} holds other trials")
-      study.add_trials(map(self._trial, rows[len(known) :]))
-
-    try:
-      add()
-    except (ValueError, AssertionError):  # Other trials, or a cut-off line.
-      if self._journal.exists():
-        self._journal.replace(self._journal.with_suffix(".old"))
-      add()
-
-  def _rounded(self, values: Values) -> Values:
-    return {name: d.rounded(values[name]) for name, d in self._space.items()}
-
-  def _trial(self, row: Row):
-    states = self._optuna.trial.TrialState
-    halved = row["status"] == "halved"
-    return self._optuna.create_trial(
+  def trial(row):
+    return optuna.create_trial(
       # A search's start may lie outside the ranges, which Optuna refuses.
-      params=self._rounded(row["values"]),
-      distributions=self._distributions,
-      state=states.PRUNED if halved else states.COMPLETE,
+      params=rounded(row["values"]),
+      distributions=distributions,
+      state=states.PRUNED if row["status"] == "halved" else states.COMPLETE,
       value=row["objective"] or 0.0,
       intermediate_values={int(t): v for t, v in row["rungs"].items()},
-      user_attrs={"trial": row["trial"], "status": row["status"]},
     )
+
+  def propose(rows, first, number):
+    sampler = optuna.samplers.TPESampler(
+      seed=int(np.random.default_rng([seed, first]).integers(2**31)),
+      n_startup_trials=max(10, 2 * len(space)),
+      constant_liar=True,  # A block is proposed before it has any results.
+    )
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    study.add_trials(map(trial, rows))
+    return [rounded(study.ask(distributions).params) for _ in range(number)]
+
+  return propose
 
 
 def rungs(rounds: int, halvings: int) -> list[int]:
@@ -198,9 +133,9 @@ def rungs(rounds: int, halvings: int) -> list[int]:
 
 
 def search(
-  problem: trials_lib.Problem,
-  proposer: Proposer,
-  runner: trials_lib.Runner,
+  problem: Problem,
+  propose: Proposer,
+  runner: Runner,
   *,
   folder: str | os.PathLike[str],
   trials: int,
@@ -212,12 +147,12 @@ def search(
   """Runs a search, or resumes it.
 
   A progress bar shows the block's rounds on a terminal; a log line reports each
-  rung. SIGINT, SIGTERM and SIGUSR1 end the process with status 128 + signal;
-  the next call resumes the block from its last checkpoint.
+  rung. On SIGINT, SIGTERM or SIGUSR1 the process ends after the next round with
+  status 128 + signal; the next call resumes the block from its last checkpoint.
 
   Args:
     problem: the experiment.
-    proposer: proposes the values to try.
+    propose: proposes the values to try.
     runner: trains the trials.
     folder: holds `trials.jsonl` and the checkpoints of the current block.
     trials: how many trials in all.
@@ -242,43 +177,21 @@ def search(
   checks.counts(trials=trials, block=block, checkpoint_every=checkpoint_every)
   folder = pathlib.Path(folder).absolute()
   folder.mkdir(parents=True, exist_ok=True)
-  path = folder / "trials.jsonl"
-  rows = logs.read_rows(path)
-  # A row says where its block ends; one that was only partly written is cut.
-  while rows and rows[-1]["trial"] != rows[-1]["block_end"] - 1:
-    rows.pop()
-  logs.write_rows(path, rows)
-  if rows and len(rows) < trials and len(rows) % block:
-    logging.warning(
-      f"The {len(rows)} earlier trials are not a multiple of block={block}, so"
-      " the last of them were halved in a smaller block than with"
-      f" trials={trials} from the start."
-    )
-  while len(rows) < trials:
-    first = len(rows)
-    values = proposer.propose(rows, first, min(block, trials - first))
-    own = start if first == 0 else None
-    work = _Block(problem, runner, folder / "checkpoints", first, values, own)
-    try:
-      with training.on_signals(_exit):
-        done = work.run(rungs(problem.rounds, halvings), checkpoint_every)
-        logs.write_rows(path, done, append=True)
-        work.clean()
-    except SystemExit as end:
-      name = signal.Signals(end.code - 128).name  # type: ignore[operator]
-      logging.warning(
-        f"{work.name}: {name}; run the same command to resume after round"
-        f" {work.saved}."
-      )
-      raise
-    rows += logs.to_json(done)  # As they will be read back.
-    logging.info(
-      f"{len(rows)} of {trials} trials, best {_best(rows)}; of the last"
-      f" {len(done)}, in {done[-1]['seconds']:.1f} s,"
-      f" {_counts(done, 'complete')}."
-    )
-  if hasattr(proposer, "record"):
-    proposer.record(rows)
+  rows = logs.read_rows(folder / "trials.jsonl")
+  with training.stop_signals() as caught:
+    while len(rows) < trials:
+      first = len(rows)
+      values = propose(rows, first, min(block, trials - first))
+      work = _Block(problem, runner, folder / "checkpoints", first, values)
+      if start is not None and not first:
+        work.rows[0] |= {"values": start, "start": True}
+      work.run(rungs(problem.rounds, halvings), checkpoint_every, caught)
+      rows += logs.to_json(work.rows)  # As they will be read back.
+      logs.write_rows(folder / "trials.jsonl", rows)
+      shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+      logging.info(f"{len(rows)} of {trials} trials: {_standing(rows)}.")
+    if caught:
+      raise SystemExit(128 + caught[0])
   return rows
 
 
@@ -315,22 +228,11 @@ def join(searches: Sequence[str | os.PathLike[str]]) -> list[Row]:
   return rows
 
 
-def _exit(number: int) -> None:
-  """Ends the process on a signal."""
-  raise SystemExit(128 + number)
-
-
-def _counts(rows: Sequence[Row], going: str) -> str:
+def _standing(rows: Sequence[Row]) -> str:
   status = [row["status"] for row in rows]
-  counts = {"complete": going, "halved": "halved", "diverged": "diverged"}
-  return ", ".join(f"{status.count(s)} {word}" for s, word in counts.items())
-
-
-def _best(rows: Sequence[Row]) -> str:
-  best = top(rows, 1)
-  if not best:
-    return "none"
-  return f"trial {best[0]['trial']}, {best[0]['objective']:.4f}"
+  counts = [f"{status.count(name)} {name}" for name in ("halved", "diverged")]
+  best = [f"best {r['trial']}, {r['objective']:.4f}" for r in top(rows, 1)]
+  return ", ".join([*counts, *best])
 
 
 def _rank(row: Row) -> tuple[float, int]:
@@ -342,140 +244,113 @@ class _Block:
   """Trains some trials from their first round to their last.
 
   Attributes:
-    name: which trials.
-    saved: the round of its last checkpoint.
+    rows: the trials' rows.
   """
 
-  def __init__(self, problem, runner, folder, first, values, start):
-    self.name = f"Trials {first} to {first + len(values) - 1}"
-    self.saved = 0
-    self._problem = problem
-    self._runner = runner
-    self._folder = folder
-    self._first = first
-    self._rows: list[Row] = [
-      {"trial": first + i, "block_end": first + len(values), "values": v}
+  def __init__(self, problem, runner, folder, first, values):
+    self._problem, self._runner, self._folder = problem, runner, folder
+    last = first + len(values) - 1
+    self._name, self._first = f"Trials {first} to {last}", first
+    self.rows: list[Row] = [
+      {"trial": first + i, "block_end": last + 1, "values": of_trial}
       | {"status": "complete", "round": 0, "objective": None}
       | {"heldout": None, "test": None, "rungs": {}}
-      for i, v in enumerate(values)
+      for i, of_trial in enumerate(values)
     ]
-    if start is not None:
-      self._rows[0] |= {"values": start, "start": True}
+    self._members = list(range(len(values)))  # whose states are kept
+    self._before = 0.0  # seconds before the last checkpoint
 
-  def run(self, rungs: list[int], checkpoint_every: int) -> list[Row]:
-    """Trains the block and returns its rows."""
-    rounds = self._problem.rounds
-    started = time.monotonic()
-    done, before, members, states = self._restore()
-    seconds = lambda: before + time.monotonic() - started
+  def run(
+    self, rungs: Sequence[int], checkpoint_every: int, caught: Sequence[int]
+  ) -> None:
+    """Trains the trials, from their last checkpoint if there is one."""
+    rounds, started = self._problem.rounds, time.monotonic()
+    saved, states = self._restore()
+    seconds = lambda: self._before + time.monotonic() - started
     ends = {*rungs, *range(checkpoint_every, rounds, checkpoint_every), rounds}
-    for end in sorted(e for e in ends if e > done):
-      rows = [self._rows[i] for i in members]
-      alive = np.array([row["status"] == "complete" for row in rows])
-      if not alive.any():
+    for end in sorted(end for end in ends if end > saved):
+      rows = [self.rows[i] for i in self._members]
+      alive = sum(row["status"] == "complete" for row in rows)
+      if not alive:
         break
       with logs.bar(
-        int(alive.sum()) * (end - done),
-        desc=f"{self.name}, rounds {done + 1} to {end}",
-        bar_format="{l_bar}{bar}| [{elapsed}<{remaining}, {rate_fmt}]",
+        alive * len(self._runner.seeds) * (end - saved),
+        desc=f"{self._name}, rounds {saved + 1} to {end}",
         leave=False,
       ) as bar:
-        states, ended = self._runner.advance(
-          states, alive, done + 1, end, bar.update
-        )
-      for j in np.flatnonzero(alive):
-        rows[j]["round"] = int(ended[j])
-        if ended[j] < end:
-          rows[j] |= dict(status="diverged", objective=None, heldout=None)
-      done = end
+
+        def tick(runs, bar=bar):
+          bar.update(runs)
+          if caught:
+            raise SystemExit(128 + caught[0])
+
+        done = np.array([row["round"] for row in rows])
+        states, done = self._runner.advance(states, done, end, tick)
+      for row, round in zip(rows, done.tolist()):
+        row["round"] = round
+        if round < end:
+          row |= dict(status="diverged", objective=None, heldout=None)
       if end in rungs or end == rounds:
-        members, states = self._judge(members, states, end)
+        states = self._judge(states, rows, end)
+        logging.info(
+          f"{self._name}: round {end} of {rounds}, {seconds():.1f} s;"
+          f" {_standing(self.rows)}."
+        )
       if end != rounds:
-        self._save(done, seconds(), members, states)
-        if end in rungs:
-          logging.info(
-            f"{self.name}: round {done} of {rounds}, {seconds():.1f} s;"
-            f" {_counts(self._rows, 'continue')}; best {_best(self._rows)}."
-          )
-    for row in self._rows:
+        extra = {"rows": self.rows, "members": self._members}
+        extra = logs.to_json(extra | {"seconds": seconds()})
+        self._checkpoints(len(self._members)).save(end, states, extra)
+        saved = end
+    for row in self.rows:
       row["seconds"] = seconds()
-    return self._rows
 
-  def clean(self) -> None:
-    """Deletes the block's checkpoints."""
-    shutil.rmtree(self._folder, ignore_errors=True)
+  def _judge(self, states, rows, round):
+    """Evaluates the trials, and drops the worse half; at the end tests them.
 
-  def _judge(self, members, states, round):
-    """Evaluates the block; drops its worse half, or at the end tests it.
-
-    Returns the members and states that go on. Trials that have ended are left
-    out once half of the members have; with the start, half of the others.
+    Returns the states of those that go on.
     """
     results = self._runner.evaluate(states)
-    places = self._alive(members)
-    rows = [self._rows[members[j]] for j in places]
-    for j, row in zip(places, rows):
+    alive = [j for j, row in enumerate(rows) if row["status"] == "complete"]
+    for j in alive:
       objective = self._problem.objective(results[j])
-      row |= dict(objective=objective, heldout=results[j])
-      row["rungs"] |= {str(round): objective}
-    if round < self._problem.rounds:
-      # The start goes on, and the others are halved among themselves.
-      others = sorted((r for r in rows if not r.get("start")), key=_rank)
-      for row in others[-(-len(others) // 2) :]:
-        row["status"] = "halved"
-    elif rows and "test" in self._problem.eval_data:
-      tests = self._runner.evaluate(self._runner.take(states, places), "test")
-      for row, test in zip(rows, tests):
-        row["test"] = test
-    alive = self._alive(members)
-    if not alive or len(alive) > len(members) // 2 + 1:
-      return members, states
-    return [members[j] for j in alive], self._runner.take(states, alive)
+      rows[j] |= dict(objective=objective, heldout=results[j])
+      rows[j]["rungs"] |= {str(round): objective}
+    if round == self._problem.rounds:
+      if "test" in self._problem.eval_data:
+        tests = self._runner.evaluate(states, "test")
+        for j in alive:
+          rows[j]["test"] = tests[j]
+      return states
+    # The start goes on, and the others are halved among themselves.
+    others = [rows[j] for j in alive if not rows[j].get("start")]
+    for row in sorted(others, key=_rank)[-(-len(others) // 2) :]:
+      row["status"] = "halved"
+    alive = [j for j in alive if rows[j]["status"] == "complete"]
+    self._members = [self._members[j] for j in alive] or self._members
+    return self._runner.take(states, alive) if alive else states
 
-  def _alive(self, members) -> list[int]:
-    """Places of the members that were neither halved nor diverged."""
-    return [
-      j for j, i in enumerate(members) if self._rows[i]["status"] == "complete"
-    ]
-
-  def _checkpoints(self, number) -> checkpoint.Checkpoints:
+  def _checkpoints(self, number):
+    """The checkpoints of so many members, the fewer the newer."""
     name = f"trial{self._first:06d}-of{number:06d}"
     return checkpoint.Checkpoints(self._folder / name, keep=1)
 
-  def _save(self, done, seconds, members, states):
-    store = self._checkpoints(len(members))
-    extra = {"rows": self._rows, "members": members, "seconds": seconds}
-    caught: list[int] = []
-    with training.on_signals(caught.append):  # Orbax must not be interrupted.
-      store.save(done, states, logs.to_json(extra))
-    self.saved = done
-    if caught:
-      _exit(caught[0])
-    for other in self._folder.iterdir():
-      if other != store.folder:
-        shutil.rmtree(other, ignore_errors=True)
-
   def _restore(self):
-    """The newest checkpoint of the block, or its initial states."""
-    values = [row["values"] for row in self._rows]
+    """The newest checkpoint's round and states, or 0 and the first states."""
+    values = [row["values"] for row in self.rows]
     start = self._runner.start(values)
-    # The fewer trials a checkpoint holds, the newer it is.
     for number in range(1, len(values) + 1):
       store = self._checkpoints(number)
-      if not store.folder.is_dir():
+      if not store.rounds():
         continue
       found = store.latest(self._runner.take(start, range(number)))
-      if found is None:
-        continue
-      done, states, extra = found
-      if [row["values"] for row in extra["rows"]] != values:
-        break
-      self._rows, self.saved = extra["rows"], done
-      logging.info("%s: resuming after round %d.", self.name, done)
-      return done, extra["seconds"], extra["members"], states
-    # Other checkpoints are of another block, such as one that has ended.
-    self.clean()
-    return 0, 0.0, list(range(len(values))), start
+      # Otherwise of another block, such as one of other --trials.
+      if found and [row["values"] for row in found[2]["rows"]] == values:
+        round, states, extra = found
+        self.rows, self._members = extra["rows"], extra["members"]
+        self._before = extra["seconds"]
+        logging.info("%s: resuming after round %d.", self._name, round)
+        return round, states
+    return 0, start
 
 
 def top(rows: Sequence[Row], k: int) -> list[Row]:
@@ -514,10 +389,7 @@ def summary(rows: Sequence[Row], k: int) -> dict[str, Any]:
   complete = top(rows, len(rows))
   best = complete[:k]
   means = {
-    which: {
-      name: sum(row[which][name] for row in best) / len(best)
-      for name in best[0][which]
-    }
+    which: {n: fmean(r[which][n] for r in best) for n in best[0][which]}
     for which in ("heldout", "test")
     if all(row.get(which) for row in best)
   }
@@ -529,27 +401,26 @@ def table(rows: Sequence[Row], space: Space, k: int = 10) -> str:
   """Formats the k best trials, one line each.
 
   Args:
-    rows: the search's rows.
+    rows: the search's rows, at least one of them complete.
     space: what was varied.
     k: how many.
 
   Returns:
     The table: accuracies on held-out data in percent, and the values.
 
+  >>> from hetfl.run.trials import Dimension
   >>> row = dict(trial=3, status='complete', objective=.75,
   ...            heldout={'small': .5, 'large': 1.}, values={'lr': .01})
-  >>> print(table([row], {'lr': trials_lib.Dimension(0., 1.)}))
+  >>> print(table([row], {'lr': Dimension(0., 1.)}))
   trial  objective %  small %  large %    lr
   -----  -----------  -------  -------  ----
       3        75.00    50.00   100.00  0.01
   """
-  best = top(rows, k)
-  names = list(best[0]["heldout"]) if best else []
-  columns = [["trial", *(str(row["trial"]) for row in best)]]
-  scores = {"objective": [row["objective"] for row in best]}
-  scores |= {name: [row["heldout"][name] for row in best] for name in names}
-  for name, of_each in scores.items():
-    columns.append([f"{name} %", *(f"{100 * x:.2f}" for x in of_each)])
-  for name in space:
-    columns.append([name, *(f"{row['values'][name]:.4g}" for row in best)])
+  lines = []
+  for row in top(rows, k):
+    scores = {"objective": row["objective"], **row["heldout"]}
+    line = {"trial": str(row["trial"])}
+    line |= {f"{name} %": f"{100 * x:.2f}" for name, x in scores.items()}
+    lines.append(line | {name: f"{row['values'][name]:.4g}" for name in space})
+  columns = [[name, *(line[name] for line in lines)] for name in lines[0]]
   return report.align(columns, names=0)

@@ -18,14 +18,15 @@ def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
 
   Args:
     y: `float[..., f]`, such as bfloat16.
-    bias: as many axes, such as float32.
+    bias: `float[f]`, such as float32; or with more of the last axes.
 
   Returns:
     `float[..., f]`.
 
-  >>> add_bias(jnp.ones((2, 1), jnp.bfloat16), jnp.ones((1, 1))).dtype
+  >>> add_bias(jnp.ones((2, 1), jnp.bfloat16), jnp.ones(1)).dtype
   dtype(bfloat16)
   """
+  bias = bias.reshape(*[1] * (y.ndim - bias.ndim), *bias.shape)
   return (y + bias).astype(y.dtype)
 
 
