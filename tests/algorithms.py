@@ -230,7 +230,7 @@ def codistilling(build, **options):
   def of_pools(runner, rounds, **changes):
     transform = changes.get("transform", noisy)
     return build(
-      changed(make_pools(), **changes),
+      changed(make_pools(models=federation.DENSE), **changes),
       make_distiller(transform=transform),
       rounds=rounds,
       engine=runner,
