@@ -14,10 +14,10 @@ import pathlib
 import sys
 import types
 
-import common
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from settings import UsageError
 
 from hetfl import core
 from hetfl.models.language import TokenLogits
@@ -49,21 +49,10 @@ def check(flag: str, names: Sequence[str], known: Sequence[str]) -> None:
     if is_own(name):
       _function(flag, name)
     elif name not in known:
-      raise common.UsageError(
+      raise UsageError(
         f"--{flag}={name}: choose from {', '.join(known)}, or give a model of"
         " your own as FILE.py:FUNCTION"
       )
-
-
-def warn_of_idle(names: Sequence[str], *flags: str) -> None:
-  """Warns of flags that have no effect if all models are the user's.
-
-  Args:
-    names: names of all models of a run.
-    *flags: flags of hetfl's models.
-  """
-  if all(map(is_own, names)):
-    common.warn_of_idle("models of your own choose it themselves", *flags)
 
 
 @functools.cache
@@ -92,7 +81,7 @@ def load(flag: str, name: str, size: int, shape: tuple[int, ...]) -> core.Model:
     if isinstance(model, nn.Module):
       model = core.Model.from_flax(model, example)
   if not isinstance(model, core.Model):
-    raise common.UsageError(
+    raise UsageError(
       f"{shown}: returned a {type(model).__name__}, not a Flax Linen module or"
       " a hetfl.Model, such as hetfl.Model.from_nnx(lambda rngs: Net(rngs))"
     )
@@ -104,7 +93,7 @@ def load(flag: str, name: str, size: int, shape: tuple[int, ...]) -> core.Model:
   if is_text:
     _check_tokens(shown, outputs, size, shape[0])
   elif getattr(outputs, "shape", None) != (1, size):
-    raise common.UsageError(
+    raise UsageError(
       f"{shown}: given one image {shape}, the model's output is"
       f" {jax.tree.map(jnp.shape, outputs)}, but {size} classes need"
       f" logits of shape (1, {size})"
@@ -121,7 +110,7 @@ def _check_tokens(shown: str, outputs, size: int, length: int) -> None:
       (1, length, *width), (*width, size), (size,), outputs.chunk
     ):
       return
-  raise common.UsageError(
+  raise UsageError(
     f"{shown}: given one sentence of {length} tokens, the model's output is"
     f" {found}, but a vocabulary of {size} needs hetfl.TokenLogits of features"
     f" (1, {length}, E), kernel (E, {size}) and bias ({size},)"
@@ -171,7 +160,7 @@ def sources(names: Sequence[str]) -> dict[str, bytes]:
   paths = {_path(name) for name in names if is_own(name)}
   kept = {f"model-{path.name}": _loaded(path)[1] for path in paths}
   if len(kept) < len(paths):
-    raise common.UsageError(
+    raise UsageError(
       "the files of two models have the same name,"
       f" {', '.join(map(str, sorted(paths)))}: rename one"
     )
@@ -186,19 +175,17 @@ def _function(flag: str, name: str):
   """The function; raises a `UsageError` if there is none."""
   shown, path = f"--{flag}={name}", _path(name)
   if not path.is_file():
-    raise common.UsageError(
-      f"{shown}: there is no file {path}; give FILE.py:FUNCTION"
-    )
+    raise UsageError(f"{shown}: there is no file {path}; give FILE.py:FUNCTION")
   with _traced(f"{shown}, importing {path}"):
     module, _ = _loaded(path)
   called = name.rpartition(":")[2]
   function = getattr(module, called, None)
   if not callable(function):
-    raise common.UsageError(f"{shown}: {path} has no function {called!r}")
+    raise UsageError(f"{shown}: {path} has no function {called!r}")
   try:
     inspect.signature(function).bind(10)
   except TypeError as error:
-    raise common.UsageError(
+    raise UsageError(
       f"{shown}: must take one argument, the number of classes (for text, of"
       f" tokens): {error}"
     ) from None
