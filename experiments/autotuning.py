@@ -9,7 +9,7 @@ import jax
 import launch
 from settings import Given, Settings, UsageError
 
-from hetfl import stack_plans
+import hetfl
 from hetfl.run import autotune as autotune_lib
 from hetfl.run import training
 
@@ -74,7 +74,7 @@ def measure(
 
     def seconds_from(first: int) -> float:
       plans = [one.plan(s, first + i) for i in range(number)]
-      plan = plans[0] if number == 1 else stack_plans(plans)
+      plan = plans[0] if number == 1 else hetfl.stack_plans(plans)
       data = one.device_data(s)
       return autotune_lib.seconds_of(step, algorithm.init, plan, data) / number
 

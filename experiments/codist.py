@@ -17,7 +17,7 @@ import sys
 from typing import Literal
 
 import settings
-from settings import setting
+from settings import count, setting, share
 import shared
 
 POOLS = ("small", "large")
@@ -141,16 +141,8 @@ class Codist(shared.Rounds):
   ] = setting("digits")
   models: tuple[str, ...] | None = setting(each=POOLS)
   recipe: Literal[
-    "pad32",
-    "crop24",
-    "digits8",
-    "mnist28",
-    "crop",
-    "crop_flip",
-    "plain",
-  ] = setting(
-    "pad32", cases={"digits": "digits8", "npz": "crop"}, only="images"
-  )
+    "pad32", "crop24", "digits8", "mnist28", "crop", "crop_flip", "plain"
+  ] = setting("pad32", {"digits": "digits8", "npz": "crop"}, only="images")
   num_clients: int | None = setting(only="images", low=3)
   partition_alpha: float | None = setting(only="images", low=1e-6)
   dropout: tuple[float, ...] = setting(
@@ -158,60 +150,50 @@ class Codist(shared.Rounds):
   )
   mixup_beta: float = setting(2.0, only=f"images, {_STUDENTS}", low=0)
   model_size: Literal["paper", "half"] = setting(
-    "paper", cases={"pydoc": "half"}, only="text, hetfl_models"
+    "paper", {"pydoc": "half"}, only="text, hetfl_models"
   )
   vocabulary: Literal["word", "wordpiece"] = setting("word", only="text")
-  vocabulary_size: int = setting(
-    10_000, cases={"stackexchange": 4000, "pydoc": 2000}, only="text", low=1
+  vocabulary_size: int = count(
+    10_000, {"stackexchange": 4000, "pydoc": 2000}, only="text"
   )
   pools: Literal["capacity", "domain"] = setting("capacity", only="text")
-  max_sentences_per_client: int | None = setting(
-    cases={"stackexchange pydoc": 100}, only="text", low=1
+  max_sentences_per_client: int | None = count(
+    None, {"stackexchange pydoc": 100}, only="text"
   )
-  high_capacity_clients: int | None = setting(low=1)
+  high_capacity_clients: int | None = count()
   distill_data: Literal["in_domain", "cifar10", "cifar100", "c4"] = setting(
     "in_domain"
   )
-  distill_examples: int | None = setting(low=1)
+  distill_examples: int | None = count()
   c4_path: str | None = setting(kind="place", only="c4")
   c4_tokenizer: Literal["rules", "nltk"] = setting("rules", only="c4")
   bank: Literal["device", "round"] = setting("device", kind="speed")
-  rounds: int = setting(
-    1500,
-    cases={"digits": 120, "npz stackexchange": 300, "pydoc": 50},
-    low=1,
+  rounds: int = count(
+    1500, {"digits": 120, "npz stackexchange": 300, "pydoc": 50}
   )
-  eval_every: int = setting(
-    50, cases={"digits npz pydoc": 10, "stackexchange": 25}, low=1
+  eval_every: int = count(50, {"digits npz pydoc": 10, "stackexchange": 25})
+  # On digits a checkpoint takes as long as two rounds.
+  checkpoint_every: int | None = count(None, {"digits": 40}, kind="speed")
+  clients_per_round: tuple[int, ...] = count(
+    20, {"digits": 6, "npz pydoc": 10}, each=POOLS
   )
-  checkpoint_every: int | None = setting(
-    # On digits a checkpoint takes as long as two rounds.
-    cases={"digits": 40},
-    kind="speed",
-    low=1,
-  )
-  clients_per_round: tuple[int, ...] = setting(
-    20, cases={"digits": 6, "npz pydoc": 10}, each=POOLS, low=1
-  )
-  client_batch_size: int = setting(
-    20, cases={"digits": 5, "stackexchange pydoc": 10}, low=1
-  )
-  client_epochs: int = setting(1, low=1)
+  client_batch_size: int = count(20, {"digits": 5, "stackexchange pydoc": 10})
+  client_epochs: int = count(1)
   client_lr: tuple[float, ...] = setting(
     0.05,
-    cases={f"{_CIFAR}, periodic": 0.02, "text": 0.3},
+    {f"{_CIFAR}, periodic": 0.02, "text": 0.3},
     each=POOLS,
     low=1e-6,
     search=_RATE,
     argument="learning_rate",
   )
-  client_momentum: float = setting(0.0, low=0, high=1)
+  client_momentum: float = share(0.0)
   prox_mu: float = setting(0.0, low=0)
   client_weights: Literal["examples", "uniform"] = setting("examples")
   server_optimizer: Literal["adam", "yogi", "momentum", "sgd"] = setting("adam")
   server_lr: tuple[float, ...] = setting(
     (0.005, 0.002),
-    cases={"digits text": 0.01},
+    {"digits text": 0.01},
     each=POOLS,
     low=1e-6,
     search=_RATE,
@@ -219,46 +201,33 @@ class Codist(shared.Rounds):
   )
   distill_lr: tuple[float, ...] = setting(
     1e-3,
-    cases={f"{_CIFAR}, merged": 5e-3},
+    {f"{_CIFAR}, merged": 5e-3},
     only=_STUDENTS,
     each=POOLS,
     low=0,
     search=_RATE,
     search_each=True,
   )
-  distill_lr_decay: tuple[float, ...] = setting(
+  distill_lr_decay: tuple[float, ...] = share(
     0.0,
     only=_STUDENTS,
     each=POOLS,
-    low=0,
-    high=1,
     search="log:1e-3:1",
     search_each=True,
     argument="final_share",
   )
   distill_epsilon: float = setting(
-    1e-8, cases={f"{_CIFAR}, merged": 1e-3}, only=_STUDENTS, low=0
+    1e-8, {f"{_CIFAR}, merged": 1e-3}, only=_STUDENTS, low=0
   )
-  distill_steps: int = setting(
+  distill_steps: int = count(
     200,
-    cases={
-      "stackexchange": 100,
-      "merged npz": 32,
-      "digits": 10,
-      "pydoc": 20,
-    },
+    {"stackexchange": 100, "merged npz": 32, "digits": 10, "pydoc": 20},
     only=_STUDENTS,
-    low=1,
   )
-  distill_batch_size: int = setting(
+  distill_batch_size: int = count(
     128,
-    cases={
-      f"{_CIFAR}, merged": 32,
-      "digits stackexchange": 64,
-      "pydoc": 32,
-    },
+    {f"{_CIFAR}, merged": 32, "digits stackexchange": 64, "pydoc": 32},
     only=_STUDENTS,
-    low=1,
   )
   teacher_temperature: tuple[float, ...] = setting(
     1.0,
@@ -269,51 +238,42 @@ class Codist(shared.Rounds):
     search_each=True,
     argument="temperature",
   )
-  student_regularization: tuple[float, ...] = setting(
+  student_regularization: tuple[float, ...] = share(
     0.01,
     only=_STUDENTS,
     each=POOLS,
-    low=0,
-    high=1,
     search="log:1e-3:0.5",
     search_each=True,
     argument="regularization",
   )
-  label_weight: float = setting(0.0, only=_STUDENTS, low=0, high=1)
-  codist_period: int = setting(
+  label_weight: float = share(0.0, only=_STUDENTS)
+  codist_period: int = count(
     200,
-    cases={"digits pydoc": 10, "npz": 20, "stackexchange": 50},
+    {"digits pydoc": 10, "npz": 20, "stackexchange": 50},
     only="periodic",
-    low=1,
     argument="period",
   )
-  merge_alpha: tuple[float, ...] = setting(
+  # In every round, as in the paper, models that have not learned much yet
+  # hold each other back (BUILD_NOTES.md).
+  merge_alpha: tuple[float, ...] = share(
     0.9,
-    cases={
+    {
       _CIFAR: 0.95,
       "digits": 0.8,
       "stackoverflow": 0.5,
-      # In every round, as in the paper, models that have not learned much yet
-      # hold each other back (BUILD_NOTES.md).
       "stackexchange pydoc": 0.7,
     },
     only="merged",
     most=2,
-    low=0,
-    high=1,
     search="linear:0.05:0.95",
     argument="alpha",
   )
-  merge_every: int = setting(
-    1,
-    cases={"stackexchange pydoc": 4},
-    only="merged",
-    low=1,
-    argument="every",
+  merge_every: int = count(
+    1, {"stackexchange pydoc": 4}, only="merged", argument="every"
   )
   microbatch: int = setting(
     0,
-    cases={"cpu, images": 16, "own_models": 0},
+    {"cpu, images": 16, "own_models": 0},
     kind="speed",
     only=_STUDENTS,
     matters="dropout own_models",

@@ -16,20 +16,8 @@ import optax
 import own_models
 from settings import Given, UsageError
 
-from hetfl import (
-  core,
-  Distiller,
-  Evaluator,
-  fedavg,
-  localize,
-  merged_codist,
-  periodic_codist,
-  Plan,
-  plan_round,
-  Pool,
-  put_banks,
-  Subset,
-)
+import hetfl
+from hetfl import core
 from hetfl.batches import in_order, number_of_steps
 from hetfl.data import codist_text, files
 from hetfl.engine.packing import enough_lanes
@@ -94,14 +82,14 @@ class Experiment:
     sets = {"test": self.data.test, "heldout": self.data.heldout}
     if s.bank == "round":
       sets = {name: subset.alone() for name, subset in sets.items()}
-      banks = put_banks(*sets.values())
+      banks = hetfl.put_banks(*sets.values())
     else:
-      banks = put_banks(*sets.values(), *self.sets.values())
+      banks = hetfl.put_banks(*sets.values(), *self.sets.values())
       self._banks = dict(zip(self.sets, banks[len(sets) :]))
-    self.evaluator = Evaluator(
+    self.evaluator = hetfl.Evaluator(
       self.models,
       {
-        name: Subset(bank, subset.index)
+        name: hetfl.Subset(bank, subset.index)
         for bank, (name, subset) in zip(banks, sets.items())
       },
       engine=self.engine,
@@ -109,14 +97,14 @@ class Experiment:
       **self.task.evaluator,
     )
 
-  def pools(self, s: Codist) -> list[Pool]:
+  def pools(self, s: Codist) -> list[hetfl.Pool]:
     """The pools; equal rates share pools and so their compiled programs."""
     rates = (s.client_lr, s.server_lr)
     if rates not in self._pools:
       # Without momentum there is no state.
       momentum = s.client_momentum or None
       self._pools[rates] = [
-        Pool(
+        hetfl.Pool(
           model,
           name,
           learning_rate=client_lr,
@@ -157,8 +145,8 @@ class Experiment:
   def _algorithm(self, s: Codist, options: dict) -> core.Algorithm:
     pools = self.pools(s)
     if s.algorithm == "fedavg":
-      return fedavg(pools, **options)
-    distiller = Distiller(
+      return hetfl.fedavg(pools, **options)
+    distiller = hetfl.Distiller(
       learning_rate=s.distill_lr,
       final_share=s.distill_lr_decay,
       temperature=s.teacher_temperature,
@@ -169,10 +157,10 @@ class Experiment:
       **self.task.distiller,
     )
     if s.algorithm == "periodic":
-      return periodic_codist(
+      return hetfl.periodic_codist(
         pools, distiller, period=s.codist_period, **options
       )
-    return merged_codist(
+    return hetfl.merged_codist(
       pools,
       distiller,
       alpha=launch.linear(s.merge_alpha, s.rounds),
@@ -198,25 +186,23 @@ class Experiment:
     """The plan of a round, with --bank=round with its examples."""
     every = s.exchange_every
     due = every and round % every == 0
-    steps, batch_size = s.distill_steps, s.distill_batch_size
-    plan: Plan = plan_round(
-      dict(zip(POOLS, self.data.pools)),
-      self.data.distill if due else None,
-      seed=s.seed,
+    options = s.arguments(
+      hetfl.plan_round,
+      clients=dict(zip(POOLS, self.data.pools)),
+      distill=self.data.distill if due else None,
       round=round,
-      clients_per_round=s.clients_per_round,
       batch_size=s.client_batch_size,
       epochs=s.client_epochs,
       uniform_weights=s.client_weights == "uniform",
-      distill_steps=steps,
-      distill_batch_size=batch_size,
     )
+    plan = hetfl.plan_round(**options)
     if every and not due:  # Plans have the same structure in all rounds.
-      nothing = np.full(steps * batch_size, -1, np.int32)
-      plan.batches["distill"] = in_order(nothing, batch_size)
+      size = s.distill_batch_size
+      nothing = np.full(s.distill_steps * size, -1, np.int32)
+      plan.batches["distill"] = in_order(nothing, size)
     if s.bank == "device":
       return plan
-    work = localize(plan, self.sets)
+    work = hetfl.localize(plan, self.sets)
     # Over several processes the engine places them, as it does the plan.
     return work if jax.process_count() > 1 else jax.device_put(work)
 

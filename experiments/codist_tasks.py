@@ -64,19 +64,8 @@ def task_of(s: Codist) -> Task:
 
 
 def _images(s: Codist) -> Task:
-  data = codist_images.load_codist_images(
-    s.dataset,
-    data_dir=s.data_dir,
-    high_capacity_clients=s.high_capacity_clients,
-    distill_data=s.distill_data,
-    distill_examples=s.distill_examples,
-    seed=s.seed,
-    partition_alpha=s.partition_alpha,
-    partition_seed=s.partition_seed,
-    download=s.download,
-    npz=s.npz,
-    num_clients=s.num_clients,
-  )
+  load = codist_images.load_codist_images
+  data = load(**s.arguments(load))
   recipe = augment.RECIPES.get(s.recipe) or augment.fitted(
     s.recipe, data.pools[0].bank["x"]
   )
@@ -143,21 +132,8 @@ def in_chunks(model: core.Model, chunk: int | None) -> core.Model:
 
 
 def _text(s: Codist) -> Task:
-  data = codist_text.load_codist_text(
-    s.dataset,
-    vocabulary=s.vocabulary,
-    vocabulary_size=s.vocabulary_size,
-    pools=s.pools,
-    data_dir=s.data_dir,
-    high_capacity_clients=s.high_capacity_clients,
-    max_sentences_per_client=s.max_sentences_per_client,
-    distill_data=s.distill_data,
-    distill_examples=s.distill_examples,
-    c4_path=s.c4_path,
-    c4_tokenizer=s.c4_tokenizer,
-    seed=s.seed,
-    partition_seed=s.partition_seed,
-  )
+  load = codist_text.load_codist_text
+  data = load(**s.arguments(load))
   words = data.vocabulary
   # In one program for all clients, computing all logits at once is faster.
   chunk = _CHUNK if "threads" in s.words else None

@@ -21,7 +21,7 @@ import sys
 from typing import Literal
 
 import settings
-from settings import setting
+from settings import count, setting, share
 import shared
 
 # A phase's folder is compared by the settings that it depends on.
@@ -116,98 +116,67 @@ class FedMD(shared.Run):
   ] = setting("digits", only=_PRIVATE)
   public_npz: str | None = setting(kind="place")
   models: tuple[str, ...] = setting(
-    "table1", cases={"digits": "small", "cifar_iid cifar_noniid npz": "table2"}
+    "table1", {"digits": "small", "cifar_iid cifar_noniid npz": "table2"}
   )
   width: float = setting(1.0, only="hetfl_models", low=1e-6)
-  num_parties: int = setting(10, cases={"digits": 5}, low=1)
-  weak_parties: int = setting(0, cases={"digits": 1, "own_models": 0}, low=0)
-  examples_per_class: int | None = setting(
-    3,
-    cases={"cifar_noniid": 20, "mnist_letters_by_writer npz": None},
-    only=_PRIVATE,
-    low=1,
+  num_parties: int = count(10, {"digits": 5})
+  weak_parties: int = setting(0, {"digits": 1, "own_models": 0}, low=0)
+  examples_per_class: int | None = count(
+    3, {"cifar_noniid": 20, "mnist_letters_by_writer npz": None}, only=_PRIVATE
   )
-  min_writer_examples: int = setting(
-    18, only=f"mnist_letters_by_writer, {_PRIVATE}", low=1
+  min_writer_examples: int = count(
+    18, only=f"mnist_letters_by_writer, {_PRIVATE}"
   )
   superclasses: Literal["paper", "code"] = setting(
     "paper", only=f"cifar_noniid, {_PRIVATE}"
   )
-  public_examples: int | None = setting(low=1)
-  learning_rate: float = setting(1e-3, cases={"digits": 3e-3}, low=0)
-  batch_norm_momentum: float = setting(0.99, only="hetfl_models", low=0, high=1)
+  public_examples: int | None = count()
+  learning_rate: float = setting(1e-3, {"digits": 3e-3}, low=0)
+  batch_norm_momentum: float = share(0.99, only="hetfl_models")
   l2: float = setting(1e-3, low=0)
   stopping_set: Literal["heldout", "test", "none"] = setting("heldout")
-  heldout_examples: int = setting(
-    2000, cases={"digits": 100, "npz": 200}, only="heldout", low=1
+  heldout_examples: int = count(
+    2000, {"digits": 100, "npz": 200}, only="heldout"
   )
-  public_epochs: int = setting(20, only="public", low=1)
-  public_batch_size: int = setting(
-    128, cases={"digits": 32}, only="public", low=1
+  public_epochs: int = count(20, only="public")
+  public_batch_size: int = count(128, {"digits": 32}, only="public")
+  public_patience: int = count(3, {"digits": 20}, only=f"public, {_STOPS}")
+  public_min_delta: float = share(
+    0.001, {"cifar_iid cifar_noniid npz": 0.005}, only=f"public, {_STOPS}"
   )
-  public_patience: int = setting(
-    3, cases={"digits": 20}, only=f"public, {_STOPS}", low=1
+  transfer_epochs: int = count(
+    25, {"digits cifar_iid cifar_noniid npz": 100}, only="transfer"
   )
-  public_min_delta: float = setting(
-    0.001,
-    cases={"cifar_iid cifar_noniid npz": 0.005},
-    only=f"public, {_STOPS}",
-    low=0,
-    high=1,
-  )
-  transfer_epochs: int = setting(
-    25,
-    cases={"digits cifar_iid cifar_noniid npz": 100},
-    only="transfer",
-    low=1,
-  )
-  transfer_batch_size: int = setting(32, cases={"digits": 6}, only=_BOTH, low=1)
-  transfer_patience: int = setting(
+  transfer_batch_size: int = count(32, {"digits": 6}, only=_BOTH)
+  # Of non-i.i.d. parties an epoch has four steps.
+  transfer_patience: int = count(
     10,
-    # Of non-i.i.d. parties an epoch has four steps.
-    cases={"digits cifar_iid npz": 100, "cifar_noniid": 25},
+    {"digits cifar_iid npz": 100, "cifar_noniid": 25},
     only=f"{_BOTH}, {_STOPS}",
-    low=1,
   )
-  transfer_min_delta: float = setting(
-    0.001, only=f"{_BOTH}, {_STOPS}", low=0, high=1
+  transfer_min_delta: float = share(0.001, only=f"{_BOTH}, {_STOPS}")
+  pooled_epochs: int = count(
+    50, {"cifar_iid cifar_noniid npz": 100}, only="pooled"
   )
-  pooled_epochs: int = setting(
-    50, cases={"cifar_iid cifar_noniid npz": 100}, only="pooled", low=1
-  )
-  rounds: int = setting(
-    20, cases={"digits": 12, "cifar_noniid": 13}, only=_TOGETHER, low=1
-  )
-  eval_every: int = setting(1, only=_TOGETHER, low=1)
-  checkpoint_every: int = setting(
-    # Elsewhere a round takes less time than a checkpoint.
-    10,
-    cases={"cpu": 1, "digits": 10},
-    kind="speed",
-    low=1,
-  )
-  public_subset: int = setting(
-    5000,
-    cases={"digits": 300, "npz": 1000},
-    only=_TOGETHER,
-    argument="subset",
-    low=1,
+  rounds: int = count(20, {"digits": 12, "cifar_noniid": 13}, only=_TOGETHER)
+  eval_every: int = count(1, only=_TOGETHER)
+  # Elsewhere a round takes less time than a checkpoint.
+  checkpoint_every: int = count(10, {"cpu": 1, "digits": 10}, kind="speed")
+  public_subset: int = count(
+    5000, {"digits": 300, "npz": 1000}, only=_TOGETHER, argument="subset"
   )
   consensus_weights: tuple[float, ...] | None = setting(only=_TOGETHER, low=0)
   digest_loss: Literal["kl", "mae", "mse"] = setting("mae", only=_TOGETHER)
   temperature: float = setting(1.0, only=f"kl, {_TOGETHER}", low=1e-6)
-  digest_batch_size: int = setting(
-    256, cases={"digits": 32, "cifar_noniid": 128}, only=_TOGETHER, low=1
+  digest_batch_size: int = count(
+    256, {"digits": 32, "cifar_noniid": 128}, only=_TOGETHER
   )
-  digest_epochs: int = setting(1, only=_TOGETHER, low=1)
-  revisit_batch_size: int = setting(
-    5, cases={"cifar_noniid": 10}, only=_TOGETHER, low=1
-  )
-  revisit_epochs: int = setting(
+  digest_epochs: int = count(1, only=_TOGETHER)
+  revisit_batch_size: int = count(5, {"cifar_noniid": 10}, only=_TOGETHER)
+  revisit_epochs: int = count(
     2,
-    cases={"mnist_letters_by_writer cifar_iid npz": 4, "cifar_noniid": 10},
+    {"mnist_letters_by_writer cifar_iid npz": 4, "cifar_noniid": 10},
     only=_TOGETHER,
-    low=1,
   )
   pretrained: str | None = setting(kind="speed")
 

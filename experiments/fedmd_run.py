@@ -16,21 +16,8 @@ import launch
 import own_models
 from settings import Given, UsageError
 
-from hetfl import (
-  augment,
-  core,
-  Evaluator,
-  fedmd,
-  fit,
-  keras_adam,
-  Learner,
-  Participant,
-  Plan,
-  plan_fedmd,
-  plan_fit,
-  put_banks,
-  Subset,
-)
+import hetfl
+from hetfl import augment, core
 from hetfl.data import fedmd_images, files
 from hetfl.engine import from_first, jit
 from hetfl.models import fedmd as models
@@ -57,7 +44,7 @@ def make_parties(
   num_classes: int,
   image_shape: tuple[int, int, int],
   transform: core.Preparation,
-) -> tuple[list[str], list[Participant]]:
+) -> tuple[list[str], list[hetfl.Participant]]:
   """Makes a run's parties.
 
   Args:
@@ -87,16 +74,11 @@ def make_parties(
     for name in itertools.islice(itertools.cycle(own), strong if own else 0)
   ]
   if rest := s.num_parties - len(named):
-    of_paper = models.party_models(
-      # If all the rest are weak parties, the table does not matter.
-      "small" if own else s.models[0],
-      rest,
-      num_classes,
-      width=s.width,
-      weak_parties=s.weak_parties,
-      batch_norm_momentum=s.batch_norm_momentum,
-      conv=s.conv,
-      dtype=s.dtype,
+    # If all the rest are weak parties, the table does not matter.
+    table = "small" if own else s.models[0]
+    make, options = models.party_models, {"num_parties": rest}
+    of_paper = make(
+      table, **s.arguments(make, num_classes=num_classes, **options)
     )
     example = jnp.zeros((1, *image_shape))
     named += [(n, core.Model.from_flax(m, example)) for n, m in of_paper]
@@ -111,20 +93,13 @@ def make_parties(
         f" {height}x{width}: {error}"
       ) from error
     decays = models.has_head(variables.params)
-    if not decays:
-      logging.warning(
-        "--l2=%s has no effect on party%d: its model %s has no layer 'head'.",
-        s.l2,
-        k,
-        name,
-      )
     parties.append(
-      Participant(
+      hetfl.Participant(
         model,
         f"party{k}",
         learning_rate=s.learning_rate,
         transform=transform,
-        optimizer=keras_adam,
+        optimizer=hetfl.keras_adam,
         l2=s.l2,
         penalty=models.head_penalty if decays else None,
       )
@@ -138,20 +113,8 @@ class Experiment:
   def __init__(self, s: FedMD):
     heldout = s.stopping_set == "heldout"
     self.s, self.engine = s, launch.engine_of(s)
-    self.data = data = fedmd_images.load_fedmd_images(
-      s.environment,
-      data_dir=s.data_dir,
-      num_parties=s.num_parties,
-      examples_per_class=s.examples_per_class,
-      min_writer_examples=s.min_writer_examples,
-      superclasses=s.superclasses,
-      heldout_examples=s.heldout_examples if heldout else 0,
-      public_examples=s.public_examples,
-      npz=s.npz,
-      public_npz=s.public_npz,
-      partition_seed=s.partition_seed,
-      download=s.download,
-    )
+    load, none = fedmd_images.load_fedmd_images, {"heldout_examples": 0}
+    self.data = data = load(**s.arguments(load, **({} if heldout else none)))
     self.transforms = {
       "public": functools.partial(augment.center, mean=data.public_mean),
       "private": functools.partial(augment.center, mean=data.private_mean),
@@ -165,15 +128,17 @@ class Experiment:
     public_sets = (data.public, data.public_test, data.public_stopping)
     private_sets = (self.private, data.private_test, data.private_stopping)
     given = [x for x in (*public_sets, *private_sets) if x is not None]
-    banks = iter(put_banks(*given))
+    banks = iter(hetfl.put_banks(*given))
     self.banks, self.stopping, self.evaluators = {}, {}, {}
     for of, sets in (("public", public_sets), ("private", private_sets)):
-      train, test, stopping = (x and Subset(next(banks), x.index) for x in sets)
+      train, test, stopping = (
+        x and hetfl.Subset(next(banks), x.index) for x in sets
+      )
       self.banks[of] = train.bank
       self.stopping[of] = {"heldout": stopping, "test": test, "none": None}[
         s.stopping_set
       ]
-      self.evaluators[of] = Evaluator(
+      self.evaluators[of] = hetfl.Evaluator(
         [party.model for party in self.parties],
         {"test": test},
         transform=self.transforms[of],
@@ -204,20 +169,6 @@ class Experiment:
     sets = (data.public, data.public_stopping, data.public_test)
     return self.files | {"data.json": files.record(sets, **classes)}
 
-  def run(self, algorithm, start, plan, data, evaluate, **options) -> dict:
-    """Runs or resumes a phase; see `training.run`."""
-    return training.run(
-      algorithm,
-      start,
-      plan,
-      data,
-      evaluate,
-      checkpoint_every=self.s.checkpoint_every,
-      tensorboard=self.s.tensorboard,
-      stop_on_nonfinite=self.s.stop_on_nonfinite,
-      **options,
-    )
-
   def compiled(self, algorithm: core.Algorithm) -> core.Algorithm:
     """The compiled algorithm; `init` takes its arguments as a tuple."""
     return core.Algorithm(
@@ -233,7 +184,7 @@ class Experiment:
   def fit_algorithm(self, phase: str) -> core.Algorithm:
     """The training of one phase before the collaboration."""
     transform, kind = self.transforms[data_of(phase)], settings_of(phase)
-    return fit(
+    return hetfl.fit(
       [dataclasses.replace(p, transform=transform) for p in self.parties],
       patience=getattr(self.s, f"{kind}_patience"),
       min_delta=getattr(self.s, f"{kind}_min_delta"),
@@ -241,14 +192,14 @@ class Experiment:
       engine=self.engine,
     )
 
-  def fit_plan(self, phase: str, round: int) -> Plan:
+  def fit_plan(self, phase: str, round: int) -> hetfl.Plan:
     """An epoch's plan; a pure function of the epoch."""
     examples = {
       "public": dict.fromkeys(self.names, self.data.public),
       "transfer": self.held,
       "pooled": dict.fromkeys(self.names, self.private),
     }
-    return plan_fit(
+    return hetfl.plan_fit(
       examples[phase],
       self.stopping[data_of(phase)],
       seed=self.s.seed,
@@ -281,7 +232,7 @@ class Experiment:
     phase: str,
     workdir: pathlib.Path,
     variables: Sequence[core.Variables] | None = None,
-  ) -> tuple[list[Learner], dict]:
+  ) -> tuple[list[hetfl.Learner], dict]:
     """Runs or resumes a phase before the collaboration, or reads its result.
 
     Args:
@@ -325,45 +276,33 @@ class Experiment:
         ],
       }
 
-    result = self.run(
-      algorithm,
-      start,
-      functools.partial(self.fit_plan, phase),
-      data,
-      watch,
+    options = self.s.arguments(
+      training.run,
       rounds=getattr(self.s, f"{phase}_epochs"),
       eval_every=1,
       folder=folder,
       summarize=summarize,
     )
+    plan = functools.partial(self.fit_plan, phase)
+    result = training.run(algorithm, start, plan, data, watch, **options)
     state = training.final_state(algorithm, start, folder)
     return [progress.learner for progress in state.clients], result
 
   def algorithm(self) -> core.Algorithm:
     """The collaboration."""
-    return fedmd(
+    return hetfl.fedmd(
       self.parties,
-      digest_loss=self.s.digest_loss,
-      consensus_weights=self.s.consensus_weights,
-      temperature=self.s.temperature,
-      public_transform=self.transforms["public"],
-      eval_batch_size=self.s.eval_batch_size,
-      engine=self.engine,
+      **self.s.arguments(
+        hetfl.fedmd,
+        public_transform=self.transforms["public"],
+        engine=self.engine,
+      ),
     )
 
-  def plan(self, round: int) -> Plan:
+  def plan(self, round: int) -> hetfl.Plan:
     """A round's plan; a pure function of the round."""
-    return plan_fedmd(
-      self.data.public,
-      self.held,
-      seed=self.s.seed,
-      round=round,
-      subset=self.s.public_subset,
-      digest_batch_size=self.s.digest_batch_size,
-      digest_epochs=self.s.digest_epochs,
-      revisit_batch_size=self.s.revisit_batch_size,
-      revisit_epochs=self.s.revisit_epochs,
-    )
+    options = self.s.arguments(hetfl.plan_fedmd, round=round)
+    return hetfl.plan_fedmd(self.data.public, self.held, **options)
 
   def evaluate(self, state) -> dict[str, float]:
     """Each party's accuracy and loss on the private task's test images."""
@@ -452,17 +391,15 @@ class Experiment:
         state = jit(algorithm.init, once=True)(start)
         write({"round": 0, **self.evaluate(state), "seconds": 0.0})
     logging.info("Collaboration, in %s", folder.path)
-    result = self.run(
-      algorithm,
-      start,
-      self.plan,
-      dict.fromkeys(self.names, self.banks["private"])
-      | {"public": self.banks["public"]},
-      self.evaluate,
-      rounds=self.s.rounds,
-      eval_every=self.s.eval_every,
+    data = dict.fromkeys(self.names, self.banks["private"])
+    data["public"] = self.banks["public"]
+    options = self.s.arguments(
+      training.run,
       folder=folder,
       summarize=functools.partial(self.summarize, folder, phases),
+    )
+    result = training.run(
+      algorithm, start, self.plan, data, self.evaluate, **options
     )
     rows = [launch.rows_to_draw(folder)]
     draw(self.s.environment, folder.path, rows, [result])

@@ -17,7 +17,7 @@ import sys
 from typing import Any, Literal, Self
 
 import settings
-from settings import setting
+from settings import count, setting, share
 import shared
 
 ALGORITHMS = ("fedavg", "fedprox", "fml", "independent")
@@ -91,39 +91,39 @@ class Fml(shared.Rounds):
   )
   dataset: tuple[
     Literal["digits", "mnist", "cifar10", "cifar100", "npz"], ...
-  ] = setting(("digits",), argument="datasets")
+  ] = setting(("digits"), argument="datasets")
   partition: Literal[
     "iid", "noniid1", "noniid2", "noniid3", "dirichlet", "file"
-  ] = setting("iid", cases={"digits": "noniid3", "several_datasets": "iid"})
+  ] = setting("iid", {"digits": "noniid3", "several_datasets": "iid"})
   partition_alpha: float = setting(0.5, only="dirichlet", low=1e-6)
-  num_clients: int = setting(low=1)
-  clients_per_round: int | None = setting(low=1)
-  global_model: str = setting("cnn1", cases={"mnist npz": "lenet5"})
+  num_clients: int = count()
+  clients_per_round: int | None = count()
+  global_model: str = setting("cnn1", {"mnist npz": "lenet5"})
   client_models: tuple[str, ...] = setting(
     "cnn1",
-    cases={
+    {
       "mnist npz": "lenet5",
       "digits": ("mlp", "lenet5", "cnn1", "cnn2", "cnn2"),
     },
     only="fml independent",
   )
-  alpha: tuple[float, ...] = setting(
-    0.5, only="fml", low=0, high=1, most=2, search="linear:0.05:0.95"
+  alpha: tuple[float, ...] = share(
+    0.5, only="fml", most=2, search="linear:0.05:0.95"
   )
-  beta: tuple[float, ...] = setting(
-    0.5, only="fml", low=0, high=1, most=2, search="linear:0.05:0.95"
+  beta: tuple[float, ...] = share(
+    0.5, only="fml", most=2, search="linear:0.05:0.95"
   )
   temperature: float = setting(1.0, only="fml", low=1e-6)
   sequential_updates: bool = setting(False, only="fml")
   prox_mu: float = setting(0.01, only="fedprox", low=0, search="log:1e-4:1")
-  rounds: int = setting(200, cases={"digits": 40}, low=1)
-  eval_every: int = setting(1, cases={"digits": 2}, low=1)
-  checkpoint_every: int = setting(10, kind="speed", low=1)
-  local_epochs: int = setting(5, cases={"digits": 2}, low=1)
-  batch_size: int = setting(128, cases={"digits": 16}, low=1)
-  full_batches: bool = setting(False, cases={"own_models": True})
+  rounds: int = count(200, {"digits": 40})
+  eval_every: int = count(1, {"digits": 2})
+  checkpoint_every: int = count(10, kind="speed")
+  local_epochs: int = count(5, {"digits": 2})
+  batch_size: int = count(128, {"digits": 16})
+  full_batches: bool = setting(False, {"own_models": True})
   learning_rate: float = setting(0.01, low=1e-12, search="log:1e-3:0.3")
-  momentum: float = setting(0.9, low=0, high=1)
+  momentum: float = share(0.9)
   weight_decay: float = setting(5e-4, low=0)
   clip_norm: float | None = setting(low=1e-6)
   clients_start: Literal["own", "global"] = setting("own", only="fml")
@@ -132,11 +132,11 @@ class Fml(shared.Rounds):
   )
   augment: bool = setting(True)
   bad_clients: tuple[int, ...] = setting((), low=0)
-  bad_label_share: float = setting(1.0, only="bad_clients", low=0, high=1)
+  bad_label_share: float = share(1.0, only="bad_clients")
   heldout_examples: int = setting(0, low=0)
   microbatch: int = setting(
     0,
-    cases={"cpu": 16, "mlps own_models": 0},
+    {"cpu": 16, "mlps own_models": 0},
     kind="speed",
     only="fml independent",
     matters="own_models",

@@ -15,24 +15,8 @@ import numpy as np
 import own_models
 from settings import Given, UsageError
 
-from hetfl import (
-  augment,
-  Client,
-  ClientPopulation,
-  core,
-  Evaluator,
-  fedavg,
-  fedavg_server,
-  fml,
-  independent,
-  local_model,
-  meme_model,
-  Plan,
-  plan_round,
-  Pool,
-  put_banks,
-  Subset,
-)
+import hetfl
+from hetfl import augment, core
 from hetfl.data import files, fml_images
 from hetfl.models import fml as nets
 from hetfl.models.spliced import splice
@@ -79,19 +63,8 @@ class Experiment:
         f"--dataset={','.join(s.dataset)}: npz cannot be combined with others,"
         " which are normalised in another way"
       )
-    self.data = fml_images.load_fml_images(
-      s.dataset,
-      num_clients=s.num_clients,
-      partition=s.partition,
-      data_dir=s.data_dir,
-      partition_alpha=s.partition_alpha,
-      partition_seed=s.partition_seed,
-      bad_clients=s.bad_clients,
-      bad_label_share=s.bad_label_share,
-      heldout_examples=s.heldout_examples,
-      download=s.download,
-      npz=s.npz,
-    )
+    load = fml_images.load_fml_images
+    self.data = load(**s.arguments(load))
     self.engine = launch.engine_of(s)
     classes = self.data.num_classes
     trunk = s.global_model in _TRUNKS
@@ -141,7 +114,7 @@ class Experiment:
     self.transform = recipe.train if s.augment else recipe.evaluate
     held = self.data.clients
     self.clients = [
-      Client(
+      hetfl.Client(
         model=model(name, classes[h.dataset]),
         transform=self.transform,
         bank=h.dataset,
@@ -156,19 +129,19 @@ class Experiment:
       sets |= {f"client{k}_heldout": h.heldout for k, h in enumerate(held)}
       if not trunk:
         everywhere = np.concatenate([h.heldout.index for h in held])
-        sets["heldout"] = Subset(held[0].heldout.bank, everywhere)
+        sets["heldout"] = hetfl.Subset(held[0].heldout.bank, everywhere)
     self.populations = {}
     for dataset in classes:
       own = [h.train for h in held if h.dataset == dataset]
-      self.populations[dataset] = ClientPopulation.from_lists(
+      self.populations[dataset] = hetfl.ClientPopulation.from_lists(
         own[0].bank, [subset.index for subset in own]
       )
-    banks = put_banks(*self.populations.values(), *sets.values())
+    banks = hetfl.put_banks(*self.populations.values(), *sets.values())
     self.banks = dict(zip(self.populations, banks))
     evaluator = functools.partial(
-      Evaluator,
+      hetfl.Evaluator,
       sets={
-        name: Subset(bank, subset.index)
+        name: hetfl.Subset(bank, subset.index)
         for (name, subset), bank in zip(sets.items(), banks[len(classes) :])
       },
       transform=recipe.evaluate,
@@ -216,14 +189,14 @@ class Experiment:
       for client in self.clients
     ]
     if s.algorithm == "independent":
-      return independent(clients, **options)
+      return hetfl.independent(clients, **options)
     if s.algorithm == "fml":
       if s.clients_start == "global" and s.global_model not in s.client_models:
         raise UsageError(
           "--clients_start=global: none of --client_models is the"
           f" --global_model={s.global_model}"
         )
-      return fml(
+      return hetfl.fml(
         clients,
         global_model=self.global_model,
         alpha=launch.linear(s.alpha, s.rounds),
@@ -239,27 +212,27 @@ class Experiment:
         f" --algorithm={s.algorithm} needs a complete model"
       )
     # A server step of rate 1 takes the mean of the clients' models.
-    pool = Pool(
+    pool = hetfl.Pool(
       self.global_model,
       "global",
       learning_rate=s.learning_rate,
       server_lr=1.0,
       transform=self.transform,
       optimizer=optimizer,
-      server_optimizer=fedavg_server,
+      server_optimizer=hetfl.fedavg_server,
       prox_mu=s.prox_mu if s.algorithm == "fedprox" else None,
     )
-    return fedavg([pool], rounds=None, engine=engine)
+    return hetfl.fedavg([pool], rounds=None, engine=engine)
 
   def device_data(self, s: Fml) -> dict:
     """The banks, as the algorithm takes them."""
     return _named(s, self.banks)
 
-  def plan(self, s: Fml, round: int) -> Plan:
+  def plan(self, s: Fml, round: int) -> hetfl.Plan:
     """A round's plan, alike for all algorithms; a pure function of `round`."""
     sampled, number = s.clients_per_round, len(self.populations)
     several = number > 1
-    plan = plan_round(
+    plan = hetfl.plan_round(
       _named(s, self.populations),
       seed=s.seed,
       round=round,
@@ -300,7 +273,7 @@ class Experiment:
           row[f"client{k}/{prefix}{kind}_{name}"] = value
 
     if s.algorithm in _PERSONAL:
-      models = [local_model(state, k) for k in clients]
+      models = [hetfl.local_model(state, k) for k in clients]
       for k, values in zip(clients, self.local_evaluator(models)):
         add(k, values, "")
     if s.algorithm != "independent":
@@ -311,7 +284,9 @@ class Experiment:
             row[f"global/{name}"] = value
         every = [values] * len(clients)
       else:
-        every = self.meme_evaluator([meme_model(state, k) for k in clients])
+        every = self.meme_evaluator(
+          [hetfl.meme_model(state, k) for k in clients]
+        )
       for k, values in zip(clients, every):
         add(k, values, "global_" if s.algorithm == "fml" else "")
     for kind in kinds:
@@ -352,7 +327,7 @@ class Experiment:
         sums = self.global_evaluator.sums([server], data["global"])
         (means["global"],) = launch.accuracies(sums)
       if "clients" in data:
-        models = [local_model(state, k) for k in clients]
+        models = [hetfl.local_model(state, k) for k in clients]
         sums = self.local_evaluator.sums(models, data["clients"])
         each = [mean.total / mean.count for mean in launch.accuracies(sums)]
         means["clients"] = core.Mean(sum(each), float(len(each)))
@@ -449,39 +424,6 @@ def curve_rows(models: Sequence[str], rows: Sequence[dict]) -> list[dict]:
   ]
 
 
-def titles(models: Sequence[str], algorithms: Sequence[str]) -> dict[str, str]:
-  """Titles of the panels, which say whose model is tested on which images.
-
-  Args:
-    models: the clients' models.
-    algorithms: the algorithms whose lines are in each panel.
-
-  Returns:
-    Panel -> title.
-
-  >>> titles(["mlp"], ["fml"])["client0"]
-  "client 0's own mlp, on its images"
-  >>> titles(["mlp"], ["fedavg"])["client0"]
-  "global model, on client 0's images"
-  >>> titles(["mlp"], ["fedavg", "fml"])["client0"]
-  "client 0's images (its own model: mlp)"
-  """
-  own = [name for name in algorithms if name in _PERSONAL]
-  if len(own) == len(algorithms):
-    mean = "clients' own models, on their images (mean)"
-    form = "client {}'s own {}, on its images"
-  elif own:
-    mean = "clients' images (mean)"
-    form = "client {}'s images (its own model: {})"
-  else:
-    mean = "global model, on clients' images (mean)"
-    form = "global model, on client {}'s images"
-  found = {"global": "global model, on test images", "clients": mean}
-  return found | {
-    f"client{k}": form.format(k, model) for k, model in enumerate(models)
-  }
-
-
 def draw(
   runs: dict[str, list[list[dict]]],
   s: Fml,
@@ -505,14 +447,14 @@ def draw(
       bests = [max(row.get(name) or 0.0 for row in rows) for rows in seeds]
       if name != "round":
         best[name.removesuffix("/accuracy")] = {"independent": np.mean(bests)}
-  whose = ""
-  own = [name for name in runs if name in _PERSONAL]
-  if 0 < len(own) < len(runs):
-    shared = ", ".join(name for name in runs if name not in own)
-    whose = (
-      f"\nOn clients' images: {shared} with the global model;"
-      f" {', '.join(own)} with the clients' own"
-    )
+  whose = ", ".join(
+    f"{name} with {'their own' if name in _PERSONAL else 'the global'} model"
+    for name in runs
+  )
+  titles = {"global": "global model, on test images"}
+  titles["clients"] = "clients' images (mean)"
+  for k, model in enumerate(s.client_models):
+    titles[f"client{k}"] = f"client {k}'s images (its own model: {model})"
   report.curves(
     drawn,
     folder / "curves.png",
@@ -520,8 +462,8 @@ def draw(
     ylabel="Test or validation accuracy (%)",
     published=best,
     dashed="best",
-    title=f"{','.join(s.dataset)}, {s.partition}{whose}",
-    titles=titles(s.client_models, list(runs)),
+    title=f"{','.join(s.dataset)}, {s.partition}\nOn clients' images: {whose}",
+    titles=titles,
   )
 
 

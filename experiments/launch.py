@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import tempfile
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from absl import flags, logging
 import jax
@@ -108,13 +108,14 @@ def _join_processes(s: Settings) -> None:
       "--distributed_coordinator=auto finds the number of processes and the"
       " id of this one itself; leave the other two flags out"
     )
-  if not automatic and None in (coordinator, *rest):
-    raise UsageError(
-      f"--distributed_coordinator={coordinator}: give"
-      " --distributed_coordinator, --distributed_processes and"
-      " --distributed_process_id, all three, or"
-      " --distributed_coordinator=auto alone"
-    )
+  names = ("coordinator", "processes", "process_id")
+  for name, value in zip(names, (coordinator, *rest)):
+    if value is None and not automatic:
+      raise UsageError(
+        f"--distributed_{name}: missing; give --distributed_coordinator,"
+        " --distributed_processes and --distributed_process_id, all three, or"
+        " --distributed_coordinator=auto alone"
+      )
   # For CPUs; other devices have their own collectives.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   try:
@@ -344,14 +345,11 @@ def only_holds(workdir: pathlib.Path, allowed: str, example: str) -> None:
   """
   # Hidden files are locks, partly written files or the system's.
   allowed += r"|\..*|curves\w*\.png|summary\.(csv|png)"
-  hint = ""
-  if (workdir / "config.json").exists():
-    hint = f", to which this run can be moved as WORKDIR/{example}"
   for path in sorted(workdir.iterdir()) if workdir.is_dir() else ():
     if not re.fullmatch(allowed, path.name):
       raise UsageError(
         f"--workdir={workdir} holds {path.name}, so it cannot hold several"
-        f" runs. Use another --workdir{hint}."
+        f" runs, each in a folder {example}. Use another --workdir."
       )
 
 
@@ -364,15 +362,6 @@ def rows_to_draw(folder: logs.RunFolder) -> list[dict[str, Any]]:
       " table is in result.json"
     )
   return rows
-
-
-class _Run(NamedTuple):
-  """One algorithm with one seed: where it runs, and its settings."""
-
-  seed: int
-  name: str
-  path: pathlib.Path
-  s: Settings
 
 
 def side_by_side(
@@ -414,34 +403,31 @@ def side_by_side(
       path = place / name if several else place
       s = settle(cls, given, words(given.values, name), path)
       s = dataclasses.replace(s, seed=seed, algorithm=name)
-      runs.append(_Run(seed, name, path, tuned(s, path)))
-  warn_of_idle(given, [run.s for run in runs])
+      runs.append((tuned(s, path), path))
+  warn_of_idle(given, [s for s, _ in runs])
   experiment_of = _keeper(build)
   # Raises errors before any folder is made.
-  for run in runs[: len(names)]:
-    experiment = experiment_of(run.s)
-    experiment.algorithm(run.s)
-    experiment.plan(run.s, 1)
+  for s, _ in runs[: len(names)]:
+    experiment = experiment_of(s)
+    experiment.algorithm(s)
+    experiment.plan(s, 1)
   for place in places.values() if several else ():
     only_holds(
       place, "|".join(cls.declared()["algorithm"].choices), "ALGORITHM"
     )
-  folders = [
-    open_folder(run.s, run.path, lengthens=lengthens(run.s)) for run in runs
-  ]
+  folders = [open_folder(s, path, lengthens=lengthens(s)) for s, path in runs]
   results, rows = {}, {}
-  for run, folder in zip(runs, folders):
-    experiment = None  # or two experiments would be alive at once
-    experiment = experiment_of(run.s)
-    result = train(experiment, run.s, folder)
-    results.setdefault(run.name, []).append(result)
-    rows.setdefault(run.name, []).append(rows_to_draw(folder))
+  for (s, path), folder in zip(runs, folders):
+    experiment, name = None, s.algorithm  # or two experiments would be alive
+    experiment = experiment_of(s)
+    results.setdefault(name, []).append(train(experiment, s, folder))
+    rows.setdefault(name, []).append(rows_to_draw(folder))
     latest = {name: of_seeds[-1:] for name, of_seeds in rows.items()}
-    draw({run.name: latest[run.name]}, run.s, run.path, experiment)
-    if several and run.name == names[-1]:
-      draw(latest, run.s, places[run.seed], experiment)
+    draw({name: latest[name]}, s, path, experiment)
+    if several and name == names[-1]:
+      draw(latest, s, places[s.seed], experiment)
   if "seeds" in given.values:
-    draw(rows, runs[-1].s, workdir, experiment)
+    draw(rows, s, workdir, experiment)
     write_summary(workdir, results, list(places))
   print(table(results))
   print(f"\nCurves: {workdir / 'curves.png'}")
@@ -482,22 +468,20 @@ def train(experiment: Any, s: Settings, folder: logs.RunFolder) -> dict:
   folder.keep(experiment.files(s))
   algorithm = experiment.algorithm(s)
   compile = functools.partial(experiment.engine.compile, donate=(0,))
-  return training.run(
-    algorithm._replace(step=compile(algorithm.step)),
-    jax.random.key(s.seed),
-    functools.partial(experiment.plan, s),
-    experiment.device_data(s),
-    functools.partial(experiment.evaluate, s),
-    rounds=s.rounds,
+  options = s.arguments(
+    training.run,
+    algorithm=algorithm._replace(step=compile(algorithm.step)),
+    key=jax.random.key(s.seed),
+    plan_fn=functools.partial(experiment.plan, s),
+    data=experiment.device_data(s),
+    evaluate=functools.partial(experiment.evaluate, s),
+    checkpoint_every=s.checkpoint_every or s.eval_every,
+    rounds_per_dispatch=s.of_kind("speed").get("rounds_per_dispatch", 1),
     folder=folder,
     summarize=functools.partial(experiment.summarize, s, folder),
-    eval_every=s.eval_every,
-    checkpoint_every=s.checkpoint_every or s.eval_every,
-    tensorboard=s.tensorboard,
-    stop_on_nonfinite=s.stop_on_nonfinite,
-    rounds_per_dispatch=s.of_kind("speed").get("rounds_per_dispatch", 1),
     scanned_step=compile(training.scanned(algorithm.step)),
   )
+  return training.run(**options)
 
 
 def write_summary(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
 import hashlib
-import inspect
 import pathlib
 import sys
 import types
@@ -182,15 +181,6 @@ def _function(flag: str, name: str):
   function = getattr(module, called, None)
   if not callable(function):
     raise UsageError(f"{shown}: {path} has no function {called!r}")
-  try:
-    inspect.signature(function).bind(10)
-  except TypeError as error:
-    raise UsageError(
-      f"{shown}: must take one argument, the number of classes (for text, of"
-      f" tokens): {error}"
-    ) from None
-  except ValueError:  # It has no signature.
-    pass
   return function
 
 

@@ -25,9 +25,9 @@ trial has the cell's own:
       --search=64 --search_rounds=300 --search_flags="--block=8"
 """
 
-import argparse
 from collections.abc import Collection, Mapping, Sequence
 import csv
+import dataclasses
 import io
 import json
 import pathlib
@@ -39,6 +39,8 @@ import subprocess
 import sys
 from typing import Any
 
+import settings
+from settings import count, setting, UsageError
 import tables
 
 from hetfl.run import logs, training
@@ -165,6 +167,47 @@ def draw(
       report.dependence(drawn, folder / name, axis=table.axis, title=title)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reproduce(settings.Settings):
+  """A table that is run.
+
+  Attributes:
+    table: The table or figure to run; --list names them.
+    list: List the tables, and run nothing.
+    only: Parts of cells' names.
+    workdir: Folder; by default runs/TABLE.
+    seeds: Seeds of each cell.
+    data_dir: Folder of the data sets; by default HETFL_DATA_DIR.
+    download: Download data sets that are not there into --data_dir.
+    keep_going: Go on with the next cell if one fails, and say which did at the
+      end.
+    search: Tune each cell first, by so many trials (1,024 in the codistillation
+      paper), and run it with the best one's values; not for FedMD. FML needs --
+      --heldout_examples.
+    search_rounds: Number of rounds of a trial; by default that of the cell.
+    search_flags: Flags of the searches, in quotes; see tune.py --help.
+    commands: Print the commands, a line for each cell and seed, and run
+      nothing; each cell of FedMD then trains on public data itself, unless --
+      --pretrained=FOLDER names a run to reuse.
+    tabulate: Write the table of the cells that are done, with the --seeds that
+      they were run with, and run nothing.
+  """
+
+  table: str | None = setting()
+  list: bool = setting(False)
+  only: tuple[str, ...] = setting(())
+  workdir: str | None = setting()
+  seeds: tuple[int, ...] = setting((), low=0)
+  data_dir: str | None = setting()
+  download: bool = setting(False)
+  keep_going: bool = setting(False)
+  search: int | None = count()
+  search_rounds: int | None = count()
+  search_flags: str = setting("")
+  commands: bool = setting(False)
+  tabulate: bool = setting(False)
+
+
 class Cells:
   """How the cells of a table are run.
 
@@ -175,7 +218,7 @@ class Cells:
   """
 
   def __init__(
-    self, table: tables.Table, args: argparse.Namespace, extra: Sequence[str]
+    self, table: tables.Table, args: Reproduce, extra: Sequence[str]
   ):
     self.table, self.args, self.extra = table, args, extra
     self.folder = pathlib.Path(
@@ -379,120 +422,41 @@ def _read(path: pathlib.Path) -> Any:
   return json.loads(path.read_bytes()) if path.exists() else None
 
 
-def make_parser(known: Mapping[str, tables.Table]) -> argparse.ArgumentParser:
-  """The parser of the arguments before `--`."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument(
-    "--table",
-    choices=list(known),
-    metavar="TABLE",
-    help="the table or figure to run; --list names them",
-  )
-  parser.add_argument("--list", action="store_true", help="list the tables")
-  parser.add_argument(
-    "--only", default="", help="parts of cells' names, with commas"
-  )
-  parser.add_argument("--workdir", help="folder; by default runs/TABLE")
-  parser.add_argument(
-    "--seeds",
-    type=lambda text: [int(seed) for seed in text.split(",")],
-    default=(),
-    help="seeds of each cell, with commas",
-  )
-  parser.add_argument(
-    "--data_dir", help="folder of the data sets; by default HETFL_DATA_DIR"
-  )
-  parser.add_argument(
-    "--download",
-    action="store_true",
-    help="download data sets that are not there into --data_dir",
-  )
-  parser.add_argument(
-    "--keep_going",
-    action="store_true",
-    help="go on with the next cell if one fails, and say which did at the end",
-  )
-  parser.add_argument(
-    "--search",
-    type=int,
-    metavar="N",
-    help="tune each cell first, by N trials (1,024 in the codistillation"
-    " paper), and run it with the best one's values; not for FedMD. FML needs"
-    " -- --heldout_examples",
-  )
-  parser.add_argument(
-    "--search_rounds",
-    type=int,
-    metavar="R",
-    help="number of rounds of a trial; by default that of the cell",
-  )
-  parser.add_argument(
-    "--search_flags",
-    default="",
-    metavar="FLAGS",
-    help="flags of the searches, in quotes: see tune.py --help",
-  )
-  parser.add_argument(
-    "--commands",
-    action="store_true",
-    help="print the commands, a line for each cell and seed, and run nothing;"
-    " each cell of FedMD then trains on public data itself, unless"
-    " -- --pretrained=FOLDER names a run to reuse",
-  )
-  parser.add_argument(
-    "--tabulate",
-    action="store_true",
-    help="write the table of the cells that are done, with the --seeds that"
-    " they were run with, and run nothing",
-  )
-  return parser
-
-
-def main(argv: Sequence[str]) -> None:
-  """Runs a table."""
+def run(args: Reproduce, extra: Sequence[str]) -> None:
+  """Runs or lists a table, or prints its commands."""
   known = tables.tables()
-  parser = make_parser(known)
-  split = argv.index("--") if "--" in argv else len(argv)
-  args, extra = parser.parse_args(argv[:split]), list(argv[split + 1 :])
-  if args.table is None:
+  if args.list:
     for name, table in known.items():
       print(f"{name}: {table.title}")
-      for cell in table.cells if args.list else ():
+      for cell in table.cells:
         print(f"  {cell.name}: {cell.title}")
-    if not args.list:
-      parser.error("--table: choose one of these; --list shows their cells")
     return
+  if args.table not in known:
+    raise UsageError(f"--table={args.table}: choose from {', '.join(known)}")
   table = known[args.table]
-  parts = [part.strip() for part in args.only.split(",")]
-  parts = [part for part in parts if part] or [""]
-  for part in parts:
+  for part in args.only:
     if not any(part in cell.name for cell in table.cells):
-      parser.error(f"--only={args.only}: no cell {part!r}; see --list")
+      raise UsageError(f"--only={part}: no cell {part!r}; see --list")
+  parts = args.only or ("",)
   chosen = [c for c in table.cells if any(part in c.name for part in parts)]
   for flag in extra:
     if flag.lstrip("-").startswith(("workdir", "flagfile", "seed")):
-      parser.error(
+      raise UsageError(
         f"{flag}: give --workdir and --seeds before --; cells have their flags"
       )
-  if args.commands and args.tabulate:
-    parser.error("--commands and --tabulate: give one of them")
   if args.search and table.command == "fedmd":
-    parser.error(f"--search={args.search}: FedMD has no search; leave it out")
+    raise UsageError(f"--search={args.search}: FedMD has no search")
   if not args.search and (args.search_rounds or args.search_flags):
-    parser.error("--search_rounds, --search_flags: only with --search")
-  cells = Cells(table, args, extra)
+    raise UsageError("--search_rounds, --search_flags: only with --search")
+  cells, failed = Cells(table, args, extra), {}
   if args.commands:
-    for cell in chosen:
-      for command in cells.listed(cell):
-        print(shlex.join(command))
+    for command in (c for cell in chosen for c in cells.listed(cell)):
+      print(shlex.join(command))
     return
-  failed = {}
   if not args.tabulate:
     failed = cells.run(chosen)
   elif not cells.tabulate():
-    parser.error(
+    raise UsageError(
       f"--tabulate: no cell is done in {cells.folder}; give the --workdir and"
       " the --seeds that the cells were run with"
     )
@@ -500,10 +464,20 @@ def main(argv: Sequence[str]) -> None:
     print((cells.folder / "table.md").read_text(encoding="utf-8"))
   if failed:
     codes = ", ".join(f"{n} (status {code})" for n, code in failed.items())
-    sys.exit(
-      f"error: cells failed (see above): {codes}; after a fix, repeat the"
-      " command to resume"
+    raise UsageError(
+      f"cells failed (see above): {codes}; after a fix, repeat the command to"
+      " resume"
     )
+
+
+def main(argv: Sequence[str]) -> None:
+  """Reads the flags, and runs a table."""
+  split = argv.index("--") if "--" in argv else len(argv)
+  try:
+    given = settings.parse(argv[:split], Reproduce)
+    run(Reproduce.resolve(given.values, ()), argv[split + 1 :])
+  except UsageError as error:
+    sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -162,10 +162,16 @@ class Setting:
     return "; ".join(texts)
 
 
-def setting(default: Any = None, **details: Any) -> Any:
+def setting(
+  default: Any = None, cases: Mapping[str, Any] | None = None, **details: Any
+) -> Any:
   """A field for a setting; see `Setting`."""
-  metadata = {"setting": Setting(default=default, **details)}
-  return dataclasses.field(default=None, metadata=metadata)
+  declared = Setting(default=default, cases=cases or {}, **details)
+  return dataclasses.field(default=None, metadata={"setting": declared})
+
+
+count = functools.partial(setting, low=1)
+share = functools.partial(setting, low=0, high=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,6 +236,22 @@ class Settings:
       for name, declared in self.declared().items()
       if declared.kind_in(self.words) in kinds
     }
+
+  def arguments(self, function: Any, **more: Any) -> dict[str, Any]:
+    """The arguments of a function that are settings, and more.
+
+    Args:
+      function: its arguments have the names of settings, or those that they
+        state (`argument`).
+      **more: further arguments, or other values of these.
+
+    Returns:
+      Values by argument.
+    """
+    names = {s.argument or name: name for name, s in self.declared().items()}
+    takes = inspect.signature(function).parameters
+    found = {n: getattr(self, names[n]) for n in takes if n in names}
+    return found | more
 
 
 def _helps(cls: type) -> dict[str, str]:

@@ -5,7 +5,7 @@ import dataclasses
 import os
 from typing import Any, Literal, Self
 
-from settings import setting, Settings, Words
+from settings import count, setting, Settings, Words
 
 MAX_SEED = 2**32 - 1  # JAX keys use the lowest 32 bits of a seed.
 
@@ -82,20 +82,20 @@ class Run(Settings):
   download: bool = setting(False, kind="place")
   npz: str | None = setting(kind="place")
   workdir: str | None = setting(kind="place")
-  rounds: int = setting(low=1)
+  rounds: int = count()
   seed: int = setting(0, low=0, high=MAX_SEED)
   partition_seed: int = setting(0, low=0)
   seeds: tuple[int, ...] | None = setting(kind="place", low=0, high=MAX_SEED)
-  eval_every: int = setting(low=1)
-  checkpoint_every: int | None = setting(low=1, kind="speed")
+  eval_every: int = count()
+  checkpoint_every: int | None = count(kind="speed")
   tensorboard: bool = setting(True, kind="machine")
   stop_on_nonfinite: bool = setting(False, kind="machine")
   engine: Literal["auto", "threads", "inline", "mesh"] = setting(
     "auto", kind="machine"
   )
-  threads: int | None = setting(kind="machine", only="threads", low=1)
-  cpu_devices: int | None = setting(kind="machine", low=1)
-  eval_batch_size: int | None = setting(kind="speed", low=1)
+  threads: int | None = count(kind="machine", only="threads")
+  cpu_devices: int | None = count(kind="machine")
+  eval_batch_size: int | None = count(kind="speed")
   conv: Literal["patches", "winograd", "native"] | None = setting(
     kind="speed", only="images, hetfl_models"
   )
@@ -106,7 +106,7 @@ class Run(Settings):
     "float32", only="hetfl_models"
   )
   distributed_coordinator: str | None = setting(kind="place")
-  distributed_processes: int | None = setting(kind="place", low=1)
+  distributed_processes: int | None = count(kind="place")
   distributed_process_id: int | None = setting(kind="place", low=0)
   compilation_cache: str | None = setting(kind="place")
   verbosity: int = setting(0, kind="place")
@@ -135,7 +135,5 @@ class Rounds(Run):
       evaluations and checkpoints. Changes speed only.
   """
 
-  lanes: int | None = setting(kind="speed", only="inline mesh", low=1)
-  rounds_per_dispatch: int = setting(
-    1, kind="speed", only="inline mesh, device", low=1
-  )
+  lanes: int | None = count(kind="speed", only="inline mesh")
+  rounds_per_dispatch: int = count(1, kind="speed", only="inline mesh, device")

@@ -28,8 +28,6 @@ from hetfl.run import logs
 _UNKNOWN = "?"
 _SEED = re.compile(r"seed\d+")
 _PLURAL = {"party": "parties", "client": "clients"}
-# The accuracy that clients of Federated Mutual Learning have.
-_OF_CLIENTS = "validation_accuracy"
 
 
 class Run(NamedTuple):
@@ -42,15 +40,12 @@ class Run(NamedTuple):
     courses: for each model the metric over the rounds, from `series`.
     bytes_per_round: for each model the bytes that its clients and the server
       send each other in a round, from `result.json`; `None` if unknown.
-    has_clients: whether it also has clients without this metric, which have
-      validation accuracies.
   """
 
   label: str
   seed: str
   courses: Mapping[str, Sequence[tuple[int, float, float]]]
   bytes_per_round: Mapping[str, int | None]
-  has_clients: bool
 
 
 def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
@@ -96,33 +91,12 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
           )
           for model in courses
         },
-        has_clients=bool(series(rows, _OF_CLIENTS).keys() - courses.keys()),
       )
     )
   if not any(run.courses for run in runs):
     known = ", ".join(sorted(n for n in names if "accuracy" in n)) or "none"
     raise ValueError(f"--metric={metric}: no run has it; there are: {known}")
   return runs
-
-
-def left_out(runs: Sequence[Run], metric: str) -> str:
-  """Names the runs whose clients are not in the table; empty if there are none.
-
-  >>> run = Run("independent", "seed0", {}, {}, has_clients=True)
-  >>> note = left_out([run, run._replace(seed="seed1")], "test_accuracy")
-  >>> note.partition(",")[0]
-  'Not in the table: the clients of independent'
-  """
-  labels = dict.fromkeys(run.label for run in runs if run.has_clients)
-  if not labels:
-    return ""
-  named = (
-    ", ".join(labels) if len(labels) <= logs.FEW else f"{len(labels)} runs"
-  )
-  return (
-    f"Not in the table: the clients of {named}, which have no {metric}; see"
-    f" --metric={_OF_CLIENTS}"
-  )
 
 
 def series(
@@ -313,29 +287,25 @@ def draw(
   )
 
 
-def check_published(
-  published: Mapping[str, Mapping[str, float]],
-  lines: Sequence[Mapping[str, Any]],
-) -> None:
-  """Raises a `ValueError` for levels of runs or models that are not drawn."""
-  drawn = {(line["run"], line["model"]) for line in lines}
-  for model, levels in published.items():
-    for run in levels:
-      if (run, model) not in drawn:
-        known = ", ".join(sorted(f"{r}/{m}" for r, m in drawn))
-        raise ValueError(f"--published={run}/{model}=...: there are {known}")
-
-
-def read_published(given: Sequence[str]) -> dict[str, dict[str, float]]:
+def read_published(
+  given: Sequence[str], lines: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, float]]:
   """Reads `RUN/MODEL=PERCENT`.
 
-  Raises:
-    ValueError: a string has another form.
+  Args:
+    given: the texts.
+    lines: the lines of the runs that are drawn.
 
-  >>> read_published(['fml/global=93.75'])
+  Returns:
+    Model -> run -> a share.
+
+  Raises:
+    ValueError: a text has another form, or is of no run that is drawn.
+
+  >>> read_published(['fml/global=93.75'], [dict(run='fml', model='global')])
   {'global': {'fml': 0.9375}}
   """
-  found = {}
+  found, drawn = {}, {f"{line['run']}/{line['model']}" for line in lines}
   for text in given:
     place, _, number = text.rpartition("=")
     run, _, model = place.rpartition("/")
@@ -347,6 +317,9 @@ def read_published(given: Sequence[str]) -> dict[str, dict[str, float]]:
       raise ValueError(
         f"--published={text}: give RUN/MODEL=PERCENT, as fml/global=93.77"
       )
+    if place not in drawn:
+      known = ", ".join(sorted(drawn))
+      raise ValueError(f"--published={place}=...: there are {known}")
   return found
 
 
@@ -385,12 +358,9 @@ def main(argv: Sequence[str]) -> None:
   out = args.out
   try:
     runs = read_runs(args.folders, args.metric)
-    published = read_published(args.published)
     lines = lines_of(runs, target)
-    check_published(published, lines)
+    published = read_published(args.published, lines)
     print(table(lines, target))
-    if note := left_out(runs, args.metric):
-      print(f"\n{note}")
     if out is None:
       return
     out.mkdir(parents=True, exist_ok=True)

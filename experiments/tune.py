@@ -30,7 +30,7 @@ from typing import Literal
 import codist
 import fml
 import settings
-from settings import setting
+from settings import count, setting
 
 _EXPERIMENTS = {"codist": codist.Codist, "fml": fml.Fml}
 
@@ -72,15 +72,15 @@ class Search(settings.Settings):
   """
 
   experiment: Literal["codist", "fml"] = setting("codist")
-  trials: int = setting(64, kind="speed", low=1)
+  trials: int = count(64, kind="speed")
   join: tuple[str, ...] | None = setting(kind="place")
-  block: int = setting(16, low=1)
+  block: int = count(16)
   halvings: int = setting(2, low=0, high=10)
   space: tuple[str, ...] = setting((), kind="place")
   objective: str = setting("mean")
   proposer: Literal["random", "optuna"] = setting("random")
   batching: Literal["auto", "vmap", "threads"] = setting("auto", kind="speed")
-  top: int = setting(10, kind="place", low=1)
+  top: int = count(10, kind="place")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -14,7 +14,8 @@ import launch
 from settings import Given, Settings, shown, UsageError
 from tune import Search
 
-from hetfl import engine, with_hyper
+import hetfl
+from hetfl import engine
 from hetfl.run import logs, report, training, trials, tune
 
 
@@ -154,7 +155,7 @@ def place(state: Any, s: Settings, values: Mapping[str, Any]) -> Any:
   for name, value in flag_values(s, values).items():
     argument = s.declared()[name].argument or name
     try:
-      state = with_hyper(state, **{argument: value})
+      state = hetfl.with_hyper(state, **{argument: value})
     except ValueError as error:
       raise UsageError(
         f"--space: --{name} cannot be searched: with these flags the state of"
