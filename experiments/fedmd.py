@@ -116,7 +116,9 @@ class FedMD(shared.Run):
   ] = setting("digits", only=_PRIVATE)
   public_npz: str | None = setting(kind="place")
   models: tuple[str, ...] = setting(
-    "table1", {"digits": "small", "cifar_iid cifar_noniid npz": "table2"}
+    "table1",
+    {"digits": "small", "cifar_iid cifar_noniid npz": "table2"},
+    argument="table",
   )
   width: float = setting(1.0, only="hetfl_models", low=1e-6)
   num_parties: int = count(10, {"digits": 5})

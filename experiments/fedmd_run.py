@@ -74,14 +74,16 @@ def make_parties(
     for name in itertools.islice(itertools.cycle(own), strong if own else 0)
   ]
   if rest := s.num_parties - len(named):
-    # If all the rest are weak parties, the table does not matter.
-    table = "small" if own else s.models[0]
-    make, options = models.party_models, {"num_parties": rest}
-    of_paper = make(
-      table, **s.arguments(make, num_classes=num_classes, **options)
+    make = models.party_models
+    options = s.arguments(
+      make,
+      # If all the rest are weak parties, the table does not matter.
+      table="small" if own else s.models[0],
+      num_parties=rest,
+      num_classes=num_classes,
     )
     example = jnp.zeros((1, *image_shape))
-    named += [(n, core.Model.from_flax(m, example)) for n, m in of_paper]
+    named += [(n, core.Model.from_flax(m, example)) for n, m in make(**options)]
   parties = []
   for k, (name, model) in enumerate(named):
     try:

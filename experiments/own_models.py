@@ -48,9 +48,9 @@ def check(flag: str, names: Sequence[str], known: Sequence[str]) -> None:
     if is_own(name):
       _function(flag, name)
     elif name not in known:
+      choices = f"choose from {', '.join(known)}, or " if known else ""
       raise UsageError(
-        f"--{flag}={name}: choose from {', '.join(known)}, or give a model of"
-        " your own as FILE.py:FUNCTION"
+        f"--{flag}={name}: {choices}give models of your own as FILE.py:FUNCTION"
       )
 
 

@@ -170,14 +170,6 @@ def test_parties_and_clients_count_in_the_mean(summarize, tmp_path):
   assert [s.split()[:2] for s in done.stdout.splitlines()[2:]] == [
     ["fml", "clients"]
   ]
-  # Beside a run with another accuracy they are named.
-  done = summarize(tmp_path / "fml", tmp_path / "md")
-  *lines, _, note = done.stdout.splitlines()
-  assert [s.split()[0] for s in lines[2:]] == ["md"]
-  assert note == (
-    "Not in the table: the clients of fml, which have no test_accuracy; see"
-    " --metric=validation_accuracy"
-  )
 
 
 @pytest.mark.parametrize(
