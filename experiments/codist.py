@@ -13,6 +13,7 @@ before it.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import sys
 from typing import Literal
 
@@ -24,6 +25,7 @@ POOLS = ("small", "large")
 _CIFAR = "cifar10 cifar100"
 _STUDENTS = "periodic merged"
 _RATE = "log:1e-4:0.1"
+of_students = functools.partial(setting, each=POOLS, only=_STUDENTS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,6 +187,7 @@ class Codist(shared.Rounds):
     each=POOLS,
     low=1e-6,
     search=_RATE,
+    search_each=False,
     argument="learning_rate",
   )
   client_momentum: float = share(0.0)
@@ -197,24 +200,12 @@ class Codist(shared.Rounds):
     each=POOLS,
     low=1e-6,
     search=_RATE,
-    search_each=True,
   )
-  distill_lr: tuple[float, ...] = setting(
-    1e-3,
-    {f"{_CIFAR}, merged": 5e-3},
-    only=_STUDENTS,
-    each=POOLS,
-    low=0,
-    search=_RATE,
-    search_each=True,
+  distill_lr: tuple[float, ...] = of_students(
+    1e-3, {f"{_CIFAR}, merged": 5e-3}, low=0, search=_RATE
   )
-  distill_lr_decay: tuple[float, ...] = share(
-    0.0,
-    only=_STUDENTS,
-    each=POOLS,
-    search="log:1e-3:1",
-    search_each=True,
-    argument="final_share",
+  distill_lr_decay: tuple[float, ...] = of_students(
+    0.0, search="log:1e-3:1", argument="final_share", low=0, high=1
   )
   distill_epsilon: float = setting(
     1e-8, {f"{_CIFAR}, merged": 1e-3}, only=_STUDENTS, low=0
@@ -229,29 +220,17 @@ class Codist(shared.Rounds):
     {f"{_CIFAR}, merged": 32, "digits stackexchange": 64, "pydoc": 32},
     only=_STUDENTS,
   )
-  teacher_temperature: tuple[float, ...] = setting(
-    1.0,
-    only=_STUDENTS,
-    each=POOLS,
-    low=1e-6,
-    search="log:0.1:10",
-    search_each=True,
-    argument="temperature",
+  teacher_temperature: tuple[float, ...] = of_students(
+    1.0, low=1e-6, search="log:0.1:10", argument="temperature"
   )
-  student_regularization: tuple[float, ...] = share(
-    0.01,
-    only=_STUDENTS,
-    each=POOLS,
-    search="log:1e-3:0.5",
-    search_each=True,
-    argument="regularization",
+  student_regularization: tuple[float, ...] = of_students(
+    0.01, search="log:1e-3:0.5", argument="regularization", low=0, high=1
   )
   label_weight: float = share(0.0, only=_STUDENTS)
   codist_period: int = count(
     200,
     {"digits pydoc": 10, "npz": 20, "stackexchange": 50},
     only="periodic",
-    argument="period",
   )
   # In every round, as in the paper, models that have not learned much yet
   # hold each other back (BUILD_NOTES.md).
@@ -268,9 +247,7 @@ class Codist(shared.Rounds):
     search="linear:0.05:0.95",
     argument="alpha",
   )
-  merge_every: int = count(
-    1, {"stackexchange pydoc": 4}, only="merged", argument="every"
-  )
+  merge_every: int = count(1, {"stackexchange pydoc": 4}, only="merged")
   microbatch: int = setting(
     0,
     {"cpu, images": 16, "own_models": 0},

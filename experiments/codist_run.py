@@ -63,16 +63,6 @@ class Experiment:
     # Whose examples a plan's batches are.
     self.sets = dict(zip(POOLS, self.data.pools))
     self.sets["distill"] = self.data.distill
-    most = [len(clients) for clients in self.data.pools]
-    for pool, number, limit in zip(POOLS, s.clients_per_round, most):
-      if number > limit:
-        fewer = pool == "large" and s.pools != "domain"
-        raise UsageError(
-          f"--clients_per_round={number}: the pool of the {pool} model has"
-          f" {limit} clients"
-          + (", the --high_capacity_clients" if fewer else "")
-          + f"; give at most {','.join(map(str, most))}"
-        )
     if s.label_weight and s.distill_data.startswith("cifar"):
       raise UsageError(
         f"--label_weight={s.label_weight}: the labels of"
@@ -99,22 +89,25 @@ class Experiment:
 
   def pools(self, s: Codist) -> list[hetfl.Pool]:
     """The pools; equal rates share pools and so their compiled programs."""
-    rates = (s.client_lr, s.server_lr)
+    rates = tuple(zip(s.client_lr, s.server_lr))
     if rates not in self._pools:
-      # Without momentum there is no state.
-      momentum = s.client_momentum or None
       self._pools[rates] = [
         hetfl.Pool(
           model,
           name,
           learning_rate=client_lr,
           server_lr=server_lr,
-          optimizer=functools.partial(optax.sgd, momentum=momentum),
+          # Without momentum there is no state.
+          optimizer=functools.partial(
+            optax.sgd, momentum=s.client_momentum or None
+          ),
           server_optimizer=_SERVERS[s.server_optimizer],
           prox_mu=s.prox_mu or None,
           **self.task.pool,
         )
-        for name, model, client_lr, server_lr in zip(POOLS, self.models, *rates)
+        for name, model, (client_lr, server_lr) in zip(
+          POOLS, self.models, rates
+        )
       ]
     return self._pools[rates]
 
@@ -290,14 +283,10 @@ def main(given: Given) -> None:
 
   def tuned(s, path):
     if s.exchange_every > s.rounds:
-      logging.log_first_n(
-        logging.WARNING,
+      logging.warning(
         "--algorithm=%s: with --rounds=%d and an exchange every %d rounds the"
         " pools never exchange anything, which is FedAvg.",
-        1,
-        s.algorithm,
-        s.rounds,
-        s.exchange_every,
+        *(s.algorithm, s.rounds, s.exchange_every),
       )
     if not s.autotune:
       return s

@@ -149,27 +149,20 @@ class Experiment:
       )
 
   @functools.cached_property
-  def files(self) -> dict[str, bytes]:
-    """Name and content of files that belong to a run; reads all data."""
+  def files(self) -> dict[bool, dict[str, bytes]]:
+    """Files of the public phase (True) and of the others; reads all data."""
     data = self.data
-    record = files.record(
-      (
-        *(data.public, data.public_stopping, data.public_test),
-        *(data.private, data.private_stopping, data.private_test),
-      ),
-      source=data.source,
-    )
-    return {"data.json": record, **own_models.sources(self.s.models)}
-
-  @functools.cached_property
-  def public_files(self) -> dict[str, bytes]:
-    """The same of the public phase."""
-    data = self.data
+    public = (data.public, data.public_stopping, data.public_test)
+    private = (data.private, data.private_stopping, data.private_test)
     # Of one's own images: the models' outputs depend on the private classes.
     own = self.s.environment == "npz"
     classes = {"num_classes": data.num_classes} if own else {}
-    sets = (data.public, data.public_stopping, data.public_test)
-    return self.files | {"data.json": files.record(sets, **classes)}
+    records = {
+      True: files.record(public, **classes),
+      False: files.record((*public, *private), source=data.source),
+    }
+    sources = own_models.sources(self.s.models)
+    return {of: {"data.json": text, **sources} for of, text in records.items()}
 
   def compiled(self, algorithm: core.Algorithm) -> core.Algorithm:
     """The compiled algorithm; `init` takes its arguments as a tuple."""
@@ -215,7 +208,7 @@ class Experiment:
 
     def opened(path: pathlib.Path, named: str) -> logs.RunFolder:
       folder = launch.open_folder(of_phase(self.s, phase), path, named)
-      folder.keep(self.public_files if phase == "public" else self.files)
+      folder.keep(self.files[phase == "public"])
       return folder
 
     if self.s.pretrained:
@@ -375,7 +368,7 @@ class Experiment:
 
   def run_all(self, folder: logs.RunFolder) -> dict:
     """Runs the four phases, and returns the result of the last."""
-    folder.keep(self.files)
+    folder.keep(self.files[False])
     phases = {}
     public, phases["public"] = self.fit("public", folder.path)
     start = [party.variables for party in public]
@@ -403,7 +396,7 @@ class Experiment:
     result = training.run(
       algorithm, start, self.plan, data, self.evaluate, **options
     )
-    rows = [launch.rows_to_draw(folder)]
+    rows = [logs.read_rows(folder.metrics)]
     draw(self.s.environment, folder.path, rows, [result])
     return result
 
@@ -518,14 +511,6 @@ def main(given: Given) -> None:
   for phase in PHASES[:-1]:
     experiment.fit_algorithm(phase)
   folders = [launch.open_folder(s, p, lengthens=True) for s, p in runs]
-  for of, subset in experiment.stopping.items():
-    if subset is None and first.stopping_set != "none":
-      logging.warning(
-        "--stopping_set=%s: no %s training images are left to hold out, so all"
-        " epochs are run.",
-        first.stopping_set,
-        of,
-      )
   results = []
   for (s, _), folder in zip(runs, folders):
     if s is not first:
@@ -534,7 +519,7 @@ def main(given: Given) -> None:
       experiment = Experiment(s)
     results.append(experiment.run_all(folder))
   if "seeds" in given.values:
-    rows = [launch.rows_to_draw(folder) for folder in folders]
+    rows = [logs.read_rows(folder.metrics) for folder in folders]
     draw(environment, workdir, rows, results)
     launch.write_summary(workdir, {"fedmd": results}, list(places))
   print(report.parties_table([result["parties"] for result in results]))

@@ -353,17 +353,6 @@ def only_holds(workdir: pathlib.Path, allowed: str, example: str) -> None:
       )
 
 
-def rows_to_draw(folder: logs.RunFolder) -> list[dict[str, Any]]:
-  """The rows of a finished run; a `ValueError` if there are none."""
-  rows = logs.read_rows(folder.metrics)
-  if not rows:
-    raise ValueError(
-      f"{folder.metrics}: the run is finished, but has no rows to draw; the"
-      " table is in result.json"
-    )
-  return rows
-
-
 def side_by_side(
   given: Given,
   cls: type[Settings],
@@ -383,8 +372,8 @@ def side_by_side(
     cls: the settings.
     label: parts of the default folder's name.
     words: (given values, algorithm) -> what holds of its run.
-    build: settings -> the experiment, which all runs share that agree in
-      `_made_of`; see `train` for its methods.
+    build: settings -> the experiment, which runs share; see `train` for its
+      methods.
     draw: `(rows, s, folder, experiment)`, draws the curves; `rows` has the rows
       of each seed, by algorithm.
     table: formats the results of each seed, by algorithm, as text.
@@ -405,7 +394,17 @@ def side_by_side(
       s = dataclasses.replace(s, seed=seed, algorithm=name)
       runs.append((tuned(s, path), path))
   warn_of_idle(given, [s for s, _ in runs])
-  experiment_of = _keeper(build)
+  kept = {}
+
+  def experiment_of(s):
+    key = [getattr(s, n, None) for n in ("conv", "eval_batch_size", "bank")]
+    # The seed determines these examples.
+    key = *key, s.seed if getattr(s, "distill_examples", None) else None
+    if key not in kept:  # Only one at a time, since it holds the data.
+      kept.clear()
+      kept[key] = build(s)
+    return kept[key]
+
   # Raises errors before any folder is made.
   for s, _ in runs[: len(names)]:
     experiment = experiment_of(s)
@@ -418,10 +417,10 @@ def side_by_side(
   folders = [open_folder(s, path, lengthens=lengthens(s)) for s, path in runs]
   results, rows = {}, {}
   for (s, path), folder in zip(runs, folders):
-    experiment, name = None, s.algorithm  # or two experiments would be alive
+    experiment, name = None, s.algorithm  # Or two would be alive at once.
     experiment = experiment_of(s)
     results.setdefault(name, []).append(train(experiment, s, folder))
-    rows.setdefault(name, []).append(rows_to_draw(folder))
+    rows.setdefault(name, []).append(logs.read_rows(folder.metrics))
     latest = {name: of_seeds[-1:] for name, of_seeds in rows.items()}
     draw({name: latest[name]}, s, path, experiment)
     if several and name == names[-1]:
@@ -431,25 +430,6 @@ def side_by_side(
     write_summary(workdir, results, list(places))
   print(table(results))
   print(f"\nCurves: {workdir / 'curves.png'}")
-
-
-def _keeper(build: Callable[[Settings], Any]) -> Callable[[Settings], Any]:
-  """A function from settings to the experiment, which reuses the last.
-
-  It keeps one experiment at a time, since it holds the data.
-  """
-  kept = {}
-
-  def experiment_of(s):
-    key = [getattr(s, n, None) for n in ("conv", "eval_batch_size", "bank")]
-    # The seed determines these examples.
-    key = *key, s.seed if getattr(s, "distill_examples", None) else None
-    if key not in kept:
-      kept.clear()
-      kept[key] = build(s)
-    return kept[key]
-
-  return experiment_of
 
 
 def train(experiment: Any, s: Settings, folder: logs.RunFolder) -> dict:

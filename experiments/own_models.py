@@ -89,31 +89,23 @@ def load(flag: str, name: str, size: int, shape: tuple[int, ...]) -> core.Model:
     outputs = jax.eval_shape(
       lambda key: model.predict(model.start(key), example), jax.random.key(0)
     )
+  found = jax.tree.map(jnp.shape, outputs)
+  wanted, needs = (1, size), f"{size} classes need logits of shape (1, {size})"
   if is_text:
-    _check_tokens(shown, outputs, size, shape[0])
-  elif getattr(outputs, "shape", None) != (1, size):
+    features = getattr(outputs, "features", example)
+    width, chunk = features.shape[-1:], getattr(outputs, "chunk", None)
+    logits = (1, *shape, *width), (*width, size), (size,), chunk
+    wanted = TokenLogits(*logits)
+    needs = (
+      f"a vocabulary of {size} needs hetfl.TokenLogits of features (1,"
+      f" {shape[0]}, E), kernel (E, {size}) and bias ({size},)"
+    )
+  if found != wanted:
+    one = f"sentence of {shape[0]} tokens" if is_text else f"image {shape}"
     raise UsageError(
-      f"{shown}: given one image {shape}, the model's output is"
-      f" {jax.tree.map(jnp.shape, outputs)}, but {size} classes need"
-      f" logits of shape (1, {size})"
+      f"{shown}: given one {one}, the model's output is {found}, but {needs}"
     )
   return model
-
-
-def _check_tokens(shown: str, outputs, size: int, length: int) -> None:
-  """Checks the outputs for one sentence."""
-  found = jax.tree.map(jnp.shape, outputs)
-  if isinstance(outputs, TokenLogits):
-    width = outputs.features.shape[-1:]
-    if found == TokenLogits(
-      (1, length, *width), (*width, size), (size,), outputs.chunk
-    ):
-      return
-  raise UsageError(
-    f"{shown}: given one sentence of {length} tokens, the model's output is"
-    f" {found}, but a vocabulary of {size} needs hetfl.TokenLogits of features"
-    f" (1, {length}, E), kernel (E, {size}) and bias ({size},)"
-  )
 
 
 def model(
@@ -152,18 +144,9 @@ def sources(names: Sequence[str]) -> dict[str, bytes]:
   Returns:
     Name and content of each file, as it was run. A run that is resumed with
     other content is refused. Files that these files import are not kept.
-
-  Raises:
-    UsageError: two files have the same name.
   """
   paths = {_path(name) for name in names if is_own(name)}
-  kept = {f"model-{path.name}": _loaded(path)[1] for path in paths}
-  if len(kept) < len(paths):
-    raise UsageError(
-      "the files of two models have the same name,"
-      f" {', '.join(map(str, sorted(paths)))}: rename one"
-    )
-  return kept
+  return {f"model-{path.name}": _loaded(path)[1] for path in paths}
 
 
 def _path(name: str) -> pathlib.Path:

@@ -179,8 +179,6 @@ class Reproduce(settings.Settings):
     seeds: Seeds of each cell.
     data_dir: Folder of the data sets; by default HETFL_DATA_DIR.
     download: Download data sets that are not there into --data_dir.
-    keep_going: Go on with the next cell if one fails, and say which did at the
-      end.
     search: Tune each cell first, by so many trials (1,024 in the codistillation
       paper), and run it with the best one's values; not for FedMD. FML needs --
       --heldout_examples.
@@ -200,7 +198,6 @@ class Reproduce(settings.Settings):
   seeds: tuple[int, ...] = setting((), low=0)
   data_dir: str | None = setting()
   download: bool = setting(False)
-  keep_going: bool = setting(False)
   search: int | None = count()
   search_rounds: int | None = count()
   search_flags: str = setting("")
@@ -312,8 +309,6 @@ class Cells:
         self.tabulate(run_now)
         continue
       failed[cell.name] = code
-      if not self.args.keep_going:
-        break
     return failed
 
   def shared_phases(self, cell: tables.Cell) -> list[str]:

@@ -48,7 +48,7 @@ class Setting:
     each: names of what can have a value each; one value is for all of them.
     most: the greatest number of values.
     search: the range in a search.
-    search_each: whether a search has a value for each of `each`.
+    search_each: whether a search has a value for each of `each`, if there are.
     argument: the library's name, if it is another.
     name: the setting's.
     type: of a value: int, float, str or bool.
@@ -67,7 +67,7 @@ class Setting:
   each: tuple[str, ...] = ()
   most: int | None = None
   search: str = ""
-  search_each: bool = False
+  search_each: bool = True
   argument: str = ""
   name: str = ""
   type: Any = str
@@ -255,7 +255,7 @@ class Settings:
 
 
 def _helps(cls: type) -> dict[str, str]:
-  """The texts under `Attributes:` in the docstrings of a class and its bases."""
+  """The texts under `Attributes:` in the docstrings of a class."""
   helps, name = {}, ""
   for base in reversed(cls.__mro__):
     text = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
@@ -306,15 +306,20 @@ class Given(NamedTuple):
     values: by name.
     typed: the names that are on the command line itself, not in a flag file.
     files: the flag files.
+    rest: arguments that are no flags.
   """
 
   values: dict[str, Any]
   typed: frozenset[str] = frozenset()
   files: tuple[str, ...] = ()
+  rest: tuple[str, ...] = ()
 
 
 def parse(
-  argv: Sequence[str], *classes: type[Settings], known_only: bool = False
+  argv: Sequence[str],
+  *classes: type[Settings],
+  known_only: bool = False,
+  more: bool = False,
 ) -> Given:
   """Reads the flags of some classes.
 
@@ -322,6 +327,7 @@ def parse(
     argv: the arguments.
     *classes: their settings are the flags.
     known_only: whether to ignore others.
+    more: whether there may be arguments that are no flags.
 
   Returns:
     The values.
@@ -331,6 +337,7 @@ def parse(
     SystemExit: after `--help`.
   """
   known = flags.FlagValues()
+  known.set_gnu_getopt(True)
   declared = {n: s for cls in classes for n, s in cls.declared().items()}
   old = {name for cls in classes for name in cls.OLD} - declared.keys()
   for name in (*declared, *old):
@@ -344,7 +351,7 @@ def parse(
     rest = known(["", *argv], known_only=known_only)[1:]
   except flags.Error as error:
     raise UsageError(str(error)) from None
-  if rest and not known_only:
+  if rest and not known_only and not more:
     raise UsageError(f"unexpected argument {rest[0]!r}; flags begin with --")
   names, files = set(), []
   for argument, value in zip(argv, [*argv[1:], ""]):
@@ -360,21 +367,19 @@ def parse(
     text = known[name].value
     if text is not None:
       values[name] = s.read(text) if isinstance(text, str) else text
-  return Given(values, frozenset(names & declared.keys()), tuple(files))
+  typed = frozenset(names & declared.keys())
+  return Given(values, typed, tuple(files), tuple(rest))
 
 
 def help_of(*classes: type[Settings]) -> str:
   """The text of `--help`."""
   lines = [inspect.cleandoc(sys.modules["__main__"].__doc__ or ""), "\nflags:"]
-  for name, s in {
-    n: s for cls in classes for n, s in cls.declared().items()
-  }.items():
-    text = f"{s.help} {f'By default {s.defaults}.' if s.defaults else ''}"
+  declared = {n: s for cls in classes for n, s in cls.declared().items()}
+  for name, s in declared.items():
     choices = f": <{'|'.join(s.choices)}>" if s.choices else ":"
     lines.append(f"  --{'[no]' if s.type is bool else ''}{name}{choices}")
-    lines += textwrap.wrap(
-      text, 78, initial_indent="    ", subsequent_indent="    "
-    )
+    text = f"{s.help} {f'By default {s.defaults}.' if s.defaults else ''}"
+    lines += textwrap.wrap(f"    {text}", 78, subsequent_indent="    ")
   return "\n".join(lines)
 
 
@@ -382,18 +387,15 @@ def table_of(cls: type[Settings], leave_out: Collection[str] = ()) -> str:
   """A table of settings for `docs/settings.md`."""
   lines = ["| flag | default | what it is |", "|---|---|---|"]
   for name, s in cls.declared().items():
+    details = {
+      "One of": ", ".join(f"`{choice}`" for choice in s.choices),
+      "Must": s.range,
+      "Searched in": s.search and f"`{s.search}`",
+      "For": s.only and in_words(s.only),
+    }
+    texts = [s.help, *(f"{k} {v}." for k, v in details.items() if v)]
     if name not in leave_out:
-      text = s.help
-      if s.choices:
-        text += f" One of {', '.join(f'`{c}`' for c in s.choices)}."
-      elif s.range:
-        text += f" Must {s.range}."
-      if s.search:
-        text += f" Searched in `{s.search}`."
-      if s.only:
-        text += f" For {in_words(s.only)}."
-      cells = (f"`--{name}`", s.defaults, text.replace("|", "\\|"))
-      lines.append(f"| {' | '.join(cells)} |")
+      lines.append(f"| `--{name}` | {s.defaults} | {' '.join(texts)} |")
   return "\n".join(lines)
 
 

@@ -12,16 +12,19 @@ codistillation, sends in a round is in `result.json`, so it is unknown (?) for
 unfinished runs and for runs of earlier versions.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 import csv
+import dataclasses
 import io
 import json
 import pathlib
 import re
 import statistics
 import sys
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import settings
+from settings import setting, UsageError
 
 from hetfl.run import logs
 
@@ -323,62 +326,63 @@ def read_published(
   return found
 
 
-def main(argv: Sequence[str]) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summarize(settings.Settings):
+  """A comparison.
+
+  Attributes:
+    metric: Another accuracy that evaluations have of each model, such as
+      heldout_accuracy, or validation_accuracy of fml's clients.
+    target: Target accuracy in percent.
+    over: What the curves are drawn over.
+    published: RUN/MODEL=PERCENT, levels to draw dashed, in the colours of the
+      runs; further ones may follow, with spaces between them.
+    out: Where summary.csv and summary.png go.
+  """
+
+  metric: str = setting("test_accuracy")
+  target: float | None = setting()
+  over: Literal["rounds", "megabytes"] = setting("rounds")
+  published: tuple[str, ...] = setting(())
+  out: str | None = setting()
+
+
+def run(given: settings.Given) -> None:
   """Reads the folders, prints the table and writes the files."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("folders", nargs="+", type=pathlib.Path)
-  parser.add_argument(
-    "--metric",
-    default="test_accuracy",
-    help="another accuracy that evaluations have of each model, such as"
-    " heldout_accuracy, or validation_accuracy of fml's clients",
-  )
-  parser.add_argument("--target", type=float, help="target accuracy in percent")
-  parser.add_argument(
-    "--over", choices=("rounds", "megabytes"), default="rounds"
-  )
-  parser.add_argument(
-    "--published",
-    nargs="+",
-    default=(),
-    metavar="RUN/MODEL=PERCENT",
-    help="levels to draw dashed, in the colours of the runs",
-  )
-  parser.add_argument(
-    "--out", type=pathlib.Path, help="where summary.csv and summary.png go"
-  )
-  args = parser.parse_args(argv)
-  target = None if args.target is None else args.target / 100
-  if "accuracy" not in args.metric:
-    parser.error(f"--metric={args.metric}: name an accuracy")
-  if args.out is None and (args.published or args.over != "rounds"):
-    parser.error("--published, --over: for the chart; give --out=DIR too")
-  out = args.out
+  s = Summarize.resolve(given.values, ())
+  target = None if s.target is None else s.target / 100
+  if "accuracy" not in s.metric:
+    raise UsageError(f"--metric={s.metric}: name an accuracy")
+  if not s.out and (s.published or s.over != "rounds"):
+    raise UsageError("--published, --over: for the chart; give --out=DIR too")
+  folders = [pathlib.Path(text) for text in given.rest if "=" not in text]
+  if not folders:
+    raise UsageError("give the folders of runs")
+  runs = read_runs(folders, s.metric)
+  lines = lines_of(runs, target)
+  more = [text for text in given.rest if "=" in text]
+  published = read_published([*s.published, *more], lines)
+  print(table(lines, target))
+  if not s.out:
+    return
+  out = pathlib.Path(s.out)
+  out.mkdir(parents=True, exist_ok=True)
+  text = io.StringIO()
+  writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+  writer.writeheader()
+  writer.writerows(lines)
+  logs.write_bytes(out / "summary.csv", text.getvalue().encode())
+  options = dict(metric=s.metric, over=s.over, published=published)
+  draw(runs, out / "summary.png", **options)
+  print(f"\nAll seeds: {out / 'summary.csv'}, curves: {out / 'summary.png'}")
+
+
+def main(argv: Sequence[str]) -> None:
+  """Reads the flags, and compares runs."""
   try:
-    runs = read_runs(args.folders, args.metric)
-    lines = lines_of(runs, target)
-    published = read_published(args.published, lines)
-    print(table(lines, target))
-    if out is None:
-      return
-    out.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    logs.write_bytes(out / "summary.csv", text.getvalue().encode())
-    draw(
-      runs,
-      out / "summary.png",
-      metric=args.metric,
-      over=args.over,
-      published=published,
-    )
+    run(settings.parse(argv, Summarize, more=True))
   except (OSError, ValueError) as error:
     sys.exit(f"error: {error}")
-  print(f"\nAll seeds: {out / 'summary.csv'}, curves: {out / 'summary.png'}")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def make_space(
   declared, texts = cls.declared(), {}
   for name, s in declared.items():
     if s.search and s.kind_in(words) != "idle":
-      names = _of_each(s) if s.search_each else [name]
+      names = (s.search_each and _of_each(s)) or [name]
       texts |= dict.fromkeys(names, s.search)
   for item in search.space:
     name, _, text = item.partition("=")
@@ -235,11 +235,6 @@ def settle(
   on_cpu = jax.default_backend() == "cpu"
   vmap = search.batching == "vmap" or (search.batching == "auto" and not on_cpu)
   if vmap:
-    if values.get("engine", "auto") not in ("auto", "inline"):
-      raise UsageError(
-        f"--engine={values['engine']}: --batching=vmap makes one program of all"
-        " trials itself; leave --engine out"
-      )
     values["engine"] = "inline"
   words = command.words(values, names[0])
   space = make_space(search, cls, words)
@@ -311,12 +306,12 @@ def main(given: Given) -> None:
         problem,
         proposer,
         make_runner(problem, seeds, experiment.engine, vmap),
-        folder=workdir,
-        trials=search.trials,
-        block=search.block,
-        halvings=search.halvings,
-        checkpoint_every=s.checkpoint_every or s.eval_every,
-        start=start,
+        **search.arguments(
+          tune.search,
+          folder=workdir,
+          checkpoint_every=s.checkpoint_every or s.eval_every,
+          start=start,
+        ),
       )
   best = write_best(search, s, rows, workdir)
   report.parallel_coordinates(
