@@ -21,6 +21,8 @@ import settings
 from settings import count, setting, share
 import shared
 
+IMAGES = ("digits", "cifar10", "cifar100", "npz")
+TEXTS = ("pydoc", "stackexchange", "stackoverflow")
 POOLS = ("small", "large")
 _CIFAR = "cifar10 cifar100"
 _STUDENTS = "periodic merged"
@@ -132,15 +134,7 @@ class Codist(shared.Rounds):
   algorithm: tuple[Literal["fedavg", "periodic", "merged"], ...] = setting(
     ("fedavg", "periodic", "merged")
   )
-  dataset: Literal[
-    "digits",
-    "cifar10",
-    "cifar100",
-    "npz",
-    "pydoc",
-    "stackexchange",
-    "stackoverflow",
-  ] = setting("digits")
+  dataset: Literal[*IMAGES, *TEXTS] = setting("digits")
   models: tuple[str, ...] | None = setting(each=POOLS)
   recipe: Literal[
     "pad32", "crop24", "digits8", "mnist28", "crop", "crop_flip", "plain"
@@ -261,11 +255,8 @@ class Codist(shared.Rounds):
   @property
   def exchange_every(self) -> int:
     """Rounds from one exchange between the pools to the next; 0: none."""
-    return {
-      "fedavg": 0,
-      "periodic": self.codist_period,
-      "merged": self.merge_every,
-    }[self.algorithm]
+    every = {"periodic": self.codist_period, "merged": self.merge_every}
+    return every.get(self.algorithm, 0)
 
 
 def main(argv: Sequence[str]) -> None:

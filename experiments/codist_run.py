@@ -7,7 +7,7 @@ from typing import Any
 
 from absl import logging
 import autotuning
-from codist import Codist, POOLS
+from codist import Codist, POOLS, TEXTS
 from codist_tasks import task_of
 import jax
 import launch
@@ -19,7 +19,7 @@ from settings import Given, UsageError
 import hetfl
 from hetfl import core
 from hetfl.batches import in_order, number_of_steps
-from hetfl.data import codist_text, files
+from hetfl.data import files
 from hetfl.engine.packing import enough_lanes
 from hetfl.models import next_word
 from hetfl.optimizers import (
@@ -45,7 +45,7 @@ def words(values: Mapping[str, Any], algorithm: str) -> set[str]:
   s = Codist.resolve(values, ())
   own = [own_models.is_own(name) for name in s.models or ("",)]
   found = {algorithm, s.dataset, s.distill_data, s.pools, s.bank}
-  found.add("text" if s.dataset in codist_text.DATASETS else "images")
+  found.add("text" if s.dataset in TEXTS else "images")
   found |= {"own_models"} if any(own) else set()
   found |= {"hetfl_models"} if not all(own) else set()
   found |= {"dropout"} if any(s.dropout) else set()
@@ -234,12 +234,15 @@ class Experiment:
       POOLS, state.server, self.data.pools, s.clients_per_round
     ):
       sent = training.num_bytes(learner.variables)
-      found = {name: evaluation.get(f"{pool}/{name}") for name in names}
       pools[pool] = {
         "parameters": core.num_parameters(learner.params),
         "clients": len(clients),
         "examples": int(clients.sizes.sum()),
-        **{name: value for name, value in found.items() if value is not None},
+        **{
+          n: evaluation[key]
+          for n in names
+          if (key := f"{pool}/{n}") in evaluation
+        },
         "bytes_sent_per_client_round": sent,
         "bytes_received_per_client_round": sent,
         "bytes_per_round": 2 * sent * number,

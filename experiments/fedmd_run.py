@@ -17,7 +17,7 @@ import own_models
 from settings import Given, UsageError
 
 import hetfl
-from hetfl import augment, core
+from hetfl import augment, checks, core
 from hetfl.data import fedmd_images, files
 from hetfl.engine import from_first, jit
 from hetfl.models import fedmd as models
@@ -32,10 +32,8 @@ def words(values: Mapping[str, Any], algorithm: str = "") -> set[str]:
   s = FedMD.resolve(values, ())
   own = own_models.labels(values.get("models", ()))
   found = {*PHASES, "images", s.environment, s.stopping_set, s.digest_loss}
-  if own:
-    found.add("own_models")
-  if not own or s.weak_parties:
-    found.add("hetfl_models")
+  found |= {"own_models"} if own else {"hetfl_models"}
+  found |= {"hetfl_models"} if s.weak_parties else set()
   return found | launch.machine_words(values)
 
 
@@ -55,9 +53,6 @@ def make_parties(
 
   Returns:
     The names of the parties' models, and the parties.
-
-  Raises:
-    UsageError: a model does not fit the images.
   """
   own, shown = [], f"--models={','.join(s.models)}"
   if any(map(own_models.is_own, s.models)) or len(s.models) > 1:
@@ -86,14 +81,9 @@ def make_parties(
     named += [(n, core.Model.from_flax(m, example)) for n, m in make(**options)]
   parties = []
   for k, (name, model) in enumerate(named):
-    try:
+    size = "x".join(map(str, image_shape[:2]))
+    with checks.noted(f"party{k}'s ({name}) does not fit images of {size}"):
       variables = jax.eval_shape(model.init, jax.random.key(0))
-    except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-      height, width, _ = image_shape
-      raise UsageError(
-        f"{shown}: party{k}'s ({name}) does not fit images of"
-        f" {height}x{width}: {error}"
-      ) from error
     decays = models.has_head(variables.params)
     parties.append(
       hetfl.Participant(

@@ -60,8 +60,7 @@ class Experiment:
     own_models.check("global_model", [s.global_model], known)
     if "npz" in s.dataset and len({*s.dataset}) > 1:
       raise UsageError(
-        f"--dataset={','.join(s.dataset)}: npz cannot be combined with others,"
-        " which are normalised in another way"
+        "--dataset: npz, normalised otherwise, goes with no other"
       )
     load = fml_images.load_fml_images
     self.data = load(**s.arguments(load))

@@ -82,16 +82,14 @@ def _keep_programs(folder: str | None) -> None:
   if folder == "none":
     jax.config.update("jax_enable_compilation_cache", False)
     return
-  if folder is None:
-    if jax.config.jax_compilation_cache_dir:
-      return
-    try:
-      path = autotune.cache_folder() / "programs" / autotune.processor()
-      path.mkdir(parents=True, exist_ok=True)
-    except OSError:
-      return  # A home that cannot be written to is no reason to stop.
-  else:
-    path = pathlib.Path(folder).expanduser()
+  if folder is None and jax.config.jax_compilation_cache_dir:
+    return
+  try:
+    path = autotune.cache_folder() / "programs" / autotune.processor()
+    path = pathlib.Path(folder or path).expanduser()
+    path.mkdir(parents=True, exist_ok=True)
+  except OSError:
+    return  # A home that cannot be written to is no reason to stop.
   jax.config.update("jax_compilation_cache_dir", str(path))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
@@ -112,9 +110,8 @@ def _join_processes(s: Settings) -> None:
   for name, value in zip(names, (coordinator, *rest)):
     if value is None and not automatic:
       raise UsageError(
-        f"--distributed_{name}: missing; give --distributed_coordinator,"
-        " --distributed_processes and --distributed_process_id, all three, or"
-        " --distributed_coordinator=auto alone"
+        f"--distributed_{name}: missing; give all three of"
+        f" --distributed_{{{','.join(names)}}}, or the first as auto alone"
       )
   # For CPUs; other devices have their own collectives.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -481,14 +478,13 @@ def write_summary(
   """
   algorithms = {}
   for name, of_seeds in results.items():
-    leaves = [dict(_measures(result)) for result in of_seeds]
-    algorithms[name] = {}
+    leaves, found = [dict(_measures(result)) for result in of_seeds], {}
     for place in leaves[0]:
       values = [leaf.get(place) for leaf in leaves]
       if None not in values:
         mean, deviation = report.mean_and_deviation(values)
-        entry = {"mean": mean, "deviation": deviation, "values": values}
-        algorithms[name][place] = entry
+        found[place] = dict(mean=mean, deviation=deviation, values=values)
+    algorithms[name] = found
   summary = {"seeds": seeds, "algorithms": algorithms}
   logs.write_json(workdir / "summary.json", summary)
 

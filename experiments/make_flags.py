@@ -20,13 +20,9 @@ from hetfl.run import logs
 
 _HEAD = """# Settings
 
-Made by `python experiments/make_flags.py` of the declarations in
-`experiments/`. Words in parentheses, and after "For", say what a run is: its
-data set, algorithm, engine and the like. `own_models` and `hetfl_models` are of
-runs with [models of your own](commands.md#your-own-models) and with hetfl's,
-`mlps` of runs with nothing but these, and `several_datasets`, `bad_clients` and
-`dropout` of runs with these. Flags that are not in a run's `config.flags` have
-no effect on it.
+Made by `python experiments/make_flags.py` of what `experiments/` declares.
+Words in parentheses, and after "For", say what a run is: its data set, its
+algorithm, engine and the like; `own_models` are models of your own.
 """
 
 

@@ -68,9 +68,8 @@ def rows_of(
   known = {name for cell in table.cells for name in cell.published}
   head = ["run"]
   for name in table.numbers:
-    head += [name, f"{name}, published", "difference"][
-      : 3 if name in known else 1
-    ]
+    more = [f"{name}, published", "difference"] if name in known else []
+    head += [name, *more]
   rows = [[*head, "rounds", "minutes"]]
   for cell in table.cells:
     seeds = results.get(cell.name)
@@ -83,9 +82,9 @@ def rows_of(
       theirs = cell.published.get(name)
       if name in known:
         row.append("" if theirs is None else f"{theirs:.2f}")
-        both = theirs is not None and None not in ours
+        one = theirs is None or None in ours
         row.append(
-          f"{100 * statistics.fmean(ours) - theirs:+.2f}" if both else ""
+          "" if one else f"{100 * statistics.fmean(ours) - theirs:+.2f}"
         )
     row.append(str(seeds[0]["rounds"]))
     minutes = [
@@ -223,8 +222,8 @@ class Cells:
     ).expanduser()
     self.places = [f"--data_dir={args.data_dir}"] if args.data_dir else []
     self.places += ["--download"] if args.download else []
-    seeds = ",".join(map(str, args.seeds))
-    self.seeds = [f"--seeds={seeds}"] if seeds else []
+    seeds = [f"--seeds={settings.shown(args.seeds)}"]
+    self.seeds = seeds if args.seeds else []
 
   def tuning(self, cell: tables.Cell) -> list[str]:
     """The command that tunes a cell."""

@@ -201,14 +201,10 @@ class Settings:
       if typing.get_origin(hint) is tuple:
         hint, many = typing.get_args(hint)[0], True
       choices = typing.get_args(hint)
-      found[field.name] = dataclasses.replace(
-        field.metadata["setting"],
-        name=field.name,
-        type=str if choices else hint,
-        many=many,
-        choices=choices,
-        help=helps[field.name],
-      )
+      read = dict(type=str if choices else hint, many=many, choices=choices)
+      read |= dict(name=field.name, help=helps[field.name])
+      declared = field.metadata["setting"]
+      found[field.name] = dataclasses.replace(declared, **read)
     return found
 
   @classmethod

@@ -28,7 +28,6 @@ from settings import setting, UsageError
 
 from hetfl.run import logs
 
-_UNKNOWN = "?"
 _SEED = re.compile(r"seed\d+")
 _PLURAL = {"party": "parties", "client": "clients"}
 
@@ -216,7 +215,7 @@ def table(lines: Sequence[Mapping[str, Any]], target: float | None) -> str:
     values = [line[name] for line in of]
     missing = values.count(None)
     if name == "bytes_to_target" and None in (x["bytes_per_round"] for x in of):
-      return _UNKNOWN
+      return "?"  # Unknown.
     if 0 < missing < len(values):
       return f"{len(values) - missing} of {len(values)}"
     values = [None if v is None else float(v) for v in values]

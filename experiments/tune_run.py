@@ -1,6 +1,6 @@
 """Runs a search, as `tune.py` asks for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import importlib
 import json
@@ -15,7 +15,6 @@ from settings import Given, Settings, shown, UsageError
 from tune import Search
 
 import hetfl
-from hetfl import engine
 from hetfl.run import logs, report, training, trials, tune
 
 
@@ -106,11 +105,8 @@ def start_values(s: Settings, space: trials.Space) -> dict[str, float] | None:
     if len({*given}) > 1:
       logging.warning(
         "No trial has the flags' own values, since --%s=%s is not one value, as"
-        " in the search; add a range for each model to --space, such as %s.%s.",
-        flag,
-        shown(given),
-        flag,
-        each[0] if each else "MODEL",
+        " in the search; give --space a range for each model.",
+        *(flag, shown(given)),
       )
       return None
     values[name] = float(given[0])
@@ -165,25 +161,17 @@ def place(state: Any, s: Settings, values: Mapping[str, Any]) -> Any:
   return state
 
 
-def make_objective(
-  objective: str, names: tuple[str, ...]
-) -> Callable[[dict], float]:
-  """The objective, a function of the held-out accuracies."""
-  if objective == "mean":
-    return lambda heldout: statistics.fmean(heldout.values())
-  if objective not in names:
-    raise UsageError(
-      f"--objective={objective}: choose from mean, {', '.join(names)}"
-    )
-  return lambda heldout: heldout[objective]
-
-
 def make_problem(
   experiment: Any, s: Settings, objective: str, vmap: bool
 ) -> trials.Problem:
   """The experiment as a search's problem."""
   algorithm = experiment.algorithm(s)
   names, evaluate, eval_data = experiment.heldout(s)
+  chosen = names if objective == "mean" else (objective,)
+  if not {*chosen} <= {*names}:
+    raise UsageError(
+      f"--objective={objective}: choose from mean, {', '.join(names)}"
+    )
   compiled = (lambda f: f) if vmap else experiment.engine.compile
   return trials.Problem(
     init=lambda values, seed: place(
@@ -196,7 +184,7 @@ def make_problem(
     data=experiment.device_data(s),
     evaluate=compiled(evaluate),
     eval_data=eval_data,
-    objective=make_objective(objective, names),
+    objective=lambda heldout: statistics.fmean(heldout[n] for n in chosen),
     rounds=s.rounds,
   )
 
@@ -219,16 +207,13 @@ def settle(
     UsageError: naming a flag that is not for searches, or several algorithms.
   """
   values, cls = dict(given.values), command.SETTINGS
-  for name, reason in {
-    "autotune": "a search decides itself how its rounds run",
-    "distributed_coordinator": "a search is one process's, over all devices",
-    "rounds_per_dispatch": "trials run round by round",
-    "stop_on_nonfinite": "a trial that diverges is masked",
-    "bank": "trials share the banks on the device",
-  }.items():
+  for name in (
+    *("autotune", "bank", "rounds_per_dispatch", "stop_on_nonfinite"),
+    "distributed_coordinator",
+  ):
     # A run's own config.flags contains these.
     if values.get(name) not in (None, False, 1, "device"):
-      raise UsageError(f"--{name}={shown(values[name])}: {reason}")
+      raise UsageError(f"--{name}={shown(values[name])}: not for searches")
   names = cls.resolve(values, ()).algorithm
   if len(names) != 1:
     raise UsageError(f"--algorithm={shown(names)}: name one to search for")
@@ -243,14 +228,6 @@ def settle(
     if getattr(s, name.partition(".")[0]) in (0, (0.0,)):
       off.add(name)
       values[name] = dimension.high
-  for name in sorted(given.typed & whole(space, cls)):
-    logging.warning(
-      "--%s=%s is where the search starts, and only trial 0 has it; for all"
-      " trials add %s=fixed to --space.",
-      name,
-      shown(given.values[name]),
-      name,
-    )
   return cls.resolve(values, words), space, off, vmap
 
 
@@ -298,6 +275,10 @@ def main(given: Given) -> None:
     if joined:
       logs.write_rows(workdir / "trials.jsonl", rows)
     else:
+      at_once = 2 * getattr(experiment.engine, "num_threads", 0) or 1
+      runner = trials.SideBySide(problem, seeds, at_once=at_once)
+      if vmap:
+        runner = trials.Vmapped(problem, seeds, devices=jax.devices())
       proposer = tune.RandomSearch(space, s.seed)
       if search.proposer == "optuna":
         journal = workdir / "optuna.journal"
@@ -305,7 +286,7 @@ def main(given: Given) -> None:
       rows = tune.search(
         problem,
         proposer,
-        make_runner(problem, seeds, experiment.engine, vmap),
+        runner,
         **search.arguments(
           tune.search,
           folder=workdir,
@@ -346,25 +327,11 @@ def main(given: Given) -> None:
   folder.write_result(result)
   print(tune.table(rows, space, search.top))
   if started:
-    score = started["objective"]
-    print(
-      f"\nTrial {started['trial']} has the flags' own values: objective"
-      f" {'none, it diverged' if score is None else f'{100 * score:.2f} %'}"
-    )
+    score = report.cell([started["objective"]], "{:.2f} %", 100)
+    print(f"\nTrial 0 has the flags' own values: objective {score}")
   means = ", ".join(f"{n} {100 * v:.2f} %" for n, v in result["test"].items())
   print(f"\nOn test data, the mean of the best {result['top']}: {means}")
   print(f"\nBest flags: {workdir / 'best.flags'}")
-
-
-def make_runner(
-  problem: trials.Problem, seeds: tuple[int, ...], at: Any, vmap: bool
-) -> trials.Runner:
-  """The runner of trials: as one program, or side by side on an engine."""
-  if vmap:
-    return trials.Vmapped(problem, seeds, devices=jax.devices())
-  threads = isinstance(at, engine.Threads)
-  at_once = 2 * at.num_threads if threads else 1
-  return trials.SideBySide(problem, seeds, at_once=at_once)
 
 
 def search_config(
