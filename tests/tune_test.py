@@ -320,7 +320,7 @@ def federated(runner=None):
     3, server_optimizer=hetfl.optimizers.fedavg_server, server_lr=1.0
   )
   pools = [pools[0], dataclasses.replace(pools[2], name="pool1")]
-  state = hetfl.merged_codist(
+  algorithm = hetfl.merged_codist(
     pools,
     distill.Distiller(learning_rate=0.02, regularization=0.1),
     alpha=0.5,
