@@ -113,19 +113,17 @@ class Experiment:
 
   def device_data(self, s: Codist) -> dict:
     """The banks, as the algorithms take them; none with --bank=round."""
-    del s
     return self._banks
 
   def files(self, s: Codist) -> dict[str, bytes]:
     """Name and content of files that belong to a run."""
-    del s
     return {**self.task.files, "data.json": self._record}
 
   @functools.cached_property
   def _record(self) -> bytes:
-    data, partition = self.data, self.task.record["partition"]
+    data, record = self.data, self.task.record
     sets = (*data.pools, data.distill, data.heldout, data.test)
-    return files.record(sets, partition=partition)  # Reads all data.
+    return files.record(sets, partition=record["partition"])  # Reads all data.
 
   def algorithm(self, s: Codist) -> core.Algorithm:
     """Builds one of the three algorithms."""
@@ -213,7 +211,6 @@ class Experiment:
 
   def heldout(self, s: Codist) -> tuple:
     """The accuracies that a search chooses by; see `tune`."""
-    del s
 
     def evaluate(state, data):
       models = [pool.variables for pool in state.server]
@@ -227,7 +224,6 @@ class Experiment:
     self, s: Codist, folder: logs.RunFolder, state, evaluation
   ) -> dict:
     """What `result.json` says of a finished run."""
-    del folder
     pools = {}
     names = (*self.task.metrics, "heldout_accuracy")
     for pool, learner, clients, number in zip(

@@ -28,7 +28,6 @@ SETTINGS = FedMD
 
 def words(values: Mapping[str, Any], algorithm: str = "") -> set[str]:
   """What holds of a run; see `settings`."""
-  del algorithm
   s = FedMD.resolve(values, ())
   own = own_models.labels(values.get("models", ()))
   found = {*PHASES, "images", s.environment, s.stopping_set, s.digest_loss}
@@ -239,7 +238,6 @@ class Experiment:
       return jax.device_get(values)
 
     def summarize(state, evaluation):
-      del evaluation
       results = self.evaluators[of](
         [progress.learner.variables for progress in state.clients]
       )

@@ -338,7 +338,6 @@ class Experiment:
     self, s: Fml, folder: logs.RunFolder, state, evaluation
   ) -> dict:
     """What `result.json` says of a finished run: last values and best ones."""
-    del state
     rows = logs.read_rows(folder.metrics)
 
     def measured(prefix):
@@ -432,7 +431,6 @@ def draw(
   Next to other algorithms, independent training also has a dashed line: each
   client's best accuracy (the paper's Figure 5).
   """
-  del experiment
   drawn = {
     name: [curve_rows(s.client_models, rows) for rows in seeds]
     for name, seeds in runs.items()

@@ -35,21 +35,22 @@ def run(
   """
   flags.FLAGS.mark_as_parsed()  # Those of absl's own logging.
   logging.use_absl_handler()
-  s = cls.resolve(given.values, ())
-  logging.set_verbosity(logging.DEBUG if s.verbosity else logging.INFO)
+  verbose = given.values.get("verbosity", 0) > 0
+  logging.set_verbosity(logging.DEBUG if verbose else logging.INFO)
   std_logging.getLogger("jax").setLevel(std_logging.WARNING)
   # Orbax logs dozens of lines for each checkpoint.
   ours = lambda r: r.levelno > std_logging.INFO or "orbax" not in r.pathname
   logging.get_absl_logger().addFilter(ours)
-  if s.cpu_devices:
-    jax.config.update("jax_num_cpu_devices", s.cpu_devices)
-  jax.config.update("jax_default_matmul_precision", s.matmul_precision)
   try:
+    s = cls.resolve(given.values, ())
+    if s.cpu_devices:
+      jax.config.update("jax_num_cpu_devices", s.cpu_devices)
+    jax.config.update("jax_default_matmul_precision", s.matmul_precision)
     _keep_programs(s.compilation_cache)
     _join_processes(s)
     main(given)
   except (ValueError, OSError, ArithmeticError, ImportError) as error:
-    if s.verbosity > 0:
+    if verbose:
       raise
     _end(_one_line(error, cls))
 
