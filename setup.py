@@ -1,10 +1,25 @@
 """Installs hetfl; see README.md."""
 
 import pathlib
+import shutil
 
 import setuptools
+from setuptools.command.build_py import build_py
 
 ROOT = pathlib.Path(__file__).parent
+
+
+class BuildPy(build_py):
+  """Puts the commands into wheels, for `hetfl COMMAND`."""
+
+  def run(self):
+    """Builds the package, then copies `experiments/` into it."""
+    super().run()
+    if not self.editable_mode:
+      there = pathlib.Path(self.build_lib, "hetfl", "experiments")
+      nothing = shutil.ignore_patterns("__pycache__")
+      shutil.copytree(ROOT / "experiments", there, ignore=nothing)
+
 
 setuptools.setup(
   name="hetfl",
@@ -17,6 +32,8 @@ setuptools.setup(
   # Makes an editable installation put this folder on the path. With a finder
   # instead, `import hetfl` beside a clone named hetfl would find the clone.
   package_dir={"": "."},
+  cmdclass={"build_py": BuildPy},
+  entry_points={"console_scripts": ["hetfl = hetfl.__main__:main"]},
   packages=setuptools.find_packages(include=["hetfl", "hetfl.*"]),
   package_data={"hetfl": ["py.typed"], "hetfl.data": ["digits.npz"]},
   python_requires=">=3.11",
