@@ -33,7 +33,8 @@ setuptools.setup(
   # instead, `import hetfl` beside a clone named hetfl would find the clone.
   package_dir={"": "."},
   cmdclass={"build_py": BuildPy},
-  entry_points={"console_scripts": ["hetfl = hetfl.__main__:main"]},
+  entry_points={"console_scripts": ["hetfl = hetfl_commands:main"]},
+  py_modules=["hetfl_commands"],
   packages=setuptools.find_packages(include=["hetfl", "hetfl.*"]),
   package_data={"hetfl": ["py.typed"], "hetfl.data": ["digits.npz"]},
   python_requires=">=3.11",

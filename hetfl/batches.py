@@ -498,10 +498,11 @@ def prepare(
 def _draws_nothing(transform) -> bool:
   """Whether it is a `Preparation`, a function of the batch alone."""
   try:
-    inspect.signature(transform).bind("batch")
+    signature = inspect.signature(transform)
+    signature.bind("batch")
   except (TypeError, ValueError):
     return False
-  return True
+  return "key" not in signature.parameters
 
 
 def localize(

@@ -108,10 +108,11 @@ optax.adam, not an optimizer
         " an optimizer"
       )
     try:
-      first, second = (
-        jax.tree.leaves(optimizer(rate).init(np.zeros(1)))
-        for rate in (0.0, 1.0)
-      )
+      with jax.ensure_compile_time_eval():  # Also under jit.
+        first, second = (
+          jax.tree.leaves(optimizer(rate).init(np.zeros(1)))
+          for rate in (0.0, 1.0)
+        )
     except Exception:  # It needs parameters of some structure: not checked.
       continue
     if not all(map(np.array_equal, first, second)):

@@ -44,6 +44,15 @@ def group_clients(
   return tuple(map(tuple, groups.values()))
 
 
+def check_clients(batches: Batches, name: str, number: int) -> None:
+  """Raises a `ValueError` if batches are of other clients than there are."""
+  host = isinstance(batches.client, np.ndarray)
+  if host and (last := batches.client.max()) >= number:
+    raise ValueError(
+      f"plan: batches {name!r} are of client {last}, but there are {number}"
+    )
+
+
 def rows_of_group(
   batches: Batches, in_bank: np.ndarray, group: tuple[int, ...]
 ) -> tuple[jax.Array, Batches]:

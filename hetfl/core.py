@@ -7,7 +7,6 @@ Letters used throughout: K clients, S steps, B batch size, C classes, P pools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from absl import logging
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -118,6 +117,38 @@ class State(flax.struct.PyTreeNode):
   hyper: dict[str, jax.Array]
   server: PyTree = ()
   clients: PyTree = ()
+
+
+def unique_names(what: str, given: Any, kind: type, at_least: int = 1) -> tuple:
+  """Participants as a tuple.
+
+  Args:
+    what: "pools" or "parties".
+    given: the participants.
+    kind: their type.
+    at_least: how many are needed.
+
+  Returns:
+    Them.
+
+  Raises:
+    ValueError: one is of another type, two share a name, or there are too few.
+
+  >>> unique_names('pools', [3], Model)
+  Traceback (most recent call last):
+    ...
+  ValueError: pools: give a sequence of at least 1 Model, each with a \
+name of its own, not [3]
+  """
+  several = isinstance(given, list | tuple)
+  alike = several and all(isinstance(one, kind) for one in given)
+  names = [one.name for one in given] if alike else []
+  if len(names) < at_least or len({*names, ""}) <= len(names):
+    raise ValueError(
+      f"{what}: give a sequence of at least {at_least} {kind.__name__}, each"
+      f" with a name of its own, not {names or given}"
+    )
+  return tuple(given)
 
 
 def with_hyper(state: State, **values: Any) -> State:
@@ -380,35 +411,6 @@ def num_parameters(params: PyTree) -> int:
   return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def descend(
-  optimizer: optax.GradientTransformation,
-  params: PyTree,
-  opt_state: PyTree,
-  grads: PyTree,
-  **extra: Any,
-) -> tuple[PyTree, PyTree]:
-  """One step of an optimizer.
-
-  Args:
-    optimizer: an optax optimizer.
-    params: the parameters.
-    opt_state: the optimizer's state.
-    grads: the gradient, shaped as the parameters.
-    **extra: extra arguments, such as the loss as `value`, for optimizers that
-      take them; others do not get them.
-
-  Returns:
-    The parameters and the optimizer's state after the step.
-
-  >>> sgd = optax.sgd(0.5)
-  >>> descend(sgd, jnp.array(3.), sgd.init(0.), jnp.array(2.), value=9.)[0]
-  Array(2., dtype=float32)
-  """
-  optimizer = optax.with_extra_args_support(optimizer)
-  updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
-  return optax.apply_updates(params, updates), opt_state
-
-
 def hash_key(field: Any) -> Any:
   """A key that identifies a field: itself, or its `id` if it has no hash.
 
@@ -463,31 +465,18 @@ def num_parts(
     multiple: the number of parts must be a multiple of this; a divisor of B.
 
   Returns:
-    A divisor of B. Logs a warning if it makes the parts much smaller than
-    asked for, as when B is prime.
+    A divisor of B: B itself if B is prime.
 
   >>> num_parts(128, 32), num_parts(128, 60), num_parts(7, None)
   (4, 4, 1)
   >>> num_parts(128, None, multiple=8)
   8
   """
-  parts = next(
+  return next(
     n
     for n in range(multiple, batch_size + 1, multiple)
     if batch_size % n == 0 and batch_size // n <= (at_most or batch_size)
   )
-  if at_most and 2 * batch_size // parts < min(at_most, batch_size // multiple):
-    logging.log_first_n(
-      logging.WARNING,
-      "A batch of %d is cut into %d parts of %d, which is slow: no larger part"
-      " size up to microbatch=%d divides the batch.",
-      1,
-      batch_size,
-      parts,
-      batch_size // parts,
-      at_most,
-    )
-  return parts
 
 
 def cut(tree: PyTree, parts: int) -> PyTree:

@@ -356,7 +356,7 @@ class Distiller:
   temperature: float | Sequence[float] = 1.0
   regularization: float | Sequence[float] = 0.01
   label_weight: float = 0.0
-  transform: core.Transform | None = None
+  transform: core.Transform | core.Preparation | None = None
   mixup_beta: float | None = None
   optimizer: core.Optimizer = optax.adam
   microbatch: int | None = None
@@ -560,7 +560,7 @@ class Distiller:
       del context, own, batches, key
       return learner.variables, metrics["loss"]
 
-    step = local.descend(
+    step = local.step_on(
       objective, optimizer, weights=self.weights, microbatch=self.microbatch
     )
     return local.training(step, begin, end, make_batch=make_batch, shares=True)

@@ -244,10 +244,10 @@ class ClientEvaluator:
   ):
     core.Model.check("model", model)
     population.check_kind(clients, "clients", population.ClientPopulation)
-    at_once = batch_size_or_default(batch_size)
+    most = batch_size_or_default(batch_size)
     self._engine = engine or Inline()
     self._bank = clients.bank
-    size = min(at_once, int(clients.sizes.max()))
+    size = min(most, int(clients.sizes.max()))
     everyone = range(len(clients))
     full = lambda p: np.pad(p, (0, -len(p) % size), constant_values=-1)
     held = [full(clients.positions(k)).reshape(-1, size) for k in everyone]

@@ -77,38 +77,6 @@ class Participant:
     return f"{kind} {self.name!r}" if self.name else f"a {kind}"
 
 
-def unique_names(what: str, given: Any, kind: type, at_least: int = 1) -> tuple:
-  """Participants as a tuple.
-
-  Args:
-    what: "pools" or "parties".
-    given: the participants.
-    kind: their type.
-    at_least: how many are needed.
-
-  Returns:
-    Them.
-
-  Raises:
-    ValueError: one is of another type, two share a name, or there are too few.
-
-  >>> unique_names('pools', [3], Participant)
-  Traceback (most recent call last):
-    ...
-  ValueError: pools: give a sequence of at least 1 Participant, each with a \
-name of its own, not [3]
-  """
-  several = isinstance(given, list | tuple)
-  alike = several and all(isinstance(one, kind) for one in given)
-  names = [one.name for one in given] if alike else []
-  if len(names) < at_least or len({*names, ""}) <= len(names):
-    raise ValueError(
-      f"{what}: give a sequence of at least {at_least} {kind.__name__}, each"
-      f" with a name of its own, not {names or given}"
-    )
-  return tuple(given)
-
-
 class Learner(NamedTuple):
   """A model and the optimizer that trains it.
 
@@ -272,6 +240,35 @@ def gradient(
 
 
 def descend(
+  optimizer: optax.GradientTransformation,
+  params: PyTree,
+  opt_state: PyTree,
+  grads: PyTree,
+  **extra: Any,
+) -> tuple[PyTree, PyTree]:
+  """One step of an optimizer.
+
+  Args:
+    optimizer: an optax optimizer.
+    params: the parameters.
+    opt_state: the optimizer's state.
+    grads: the gradient, shaped as the parameters.
+    **extra: extra arguments, such as the loss as `value`, for optimizers that
+      take them; others do not get them.
+
+  Returns:
+    The parameters and the optimizer's state after the step.
+
+  >>> sgd = optax.sgd(0.5)
+  >>> descend(sgd, jnp.array(3.), sgd.init(0.), jnp.array(2.), value=9.)[0]
+  Array(2., dtype=float32)
+  """
+  optimizer = optax.with_extra_args_support(optimizer)
+  updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
+  return optax.apply_updates(params, updates), opt_state
+
+
+def step_on(
   objective: Objective,
   optimizer: Callable[[PyTree], optax.GradientTransformation],
   *,
@@ -312,7 +309,7 @@ def descend(
     if penalty is not None:
       more, slope = jax.value_and_grad(penalty)(learner.params, context)
       total, grads = total + more, optax.tree.add(grads, slope)
-    params, opt_state = core.descend(
+    params, opt_state = descend(
       optimizer(context), learner.params, learner.opt_state, grads, value=total
     )
     metrics = {"loss": core.Mean(value, jnp.ones(())), **means}
@@ -385,7 +382,7 @@ def step_of(
   objective: Objective | None = None,
   penalty: Callable[[PyTree, PyTree], jax.Array] | None = None,
 ) -> Callable[..., tuple[Learner, core.Metrics]]:
-  """A participant's step; see `descend`.
+  """A participant's step; see `step_on`.
 
   Args:
     participant: how it trains.
@@ -401,7 +398,7 @@ def step_of(
     total = 0.0 if own is None else context["l2"] * own(params)
     return total if penalty is None else total + penalty(params, context)
 
-  return descend(
+  return step_on(
     objective or supervised(participant),
     lambda context: participant.optimizer(context["learning_rate"]),
     microbatch=participant.microbatch,
@@ -454,7 +451,7 @@ def start_learners(
     optimizers: P optimizers.
     key: participant k's key folds `first + k` into it.
     given: P models to continue from; `None` makes new ones.
-    first: see `key`.
+    first: see `key`; 2**31 differs from any round.
 
   Returns:
     P learners.
@@ -498,19 +495,14 @@ def hyper_of(participants: Sequence[Participant]) -> dict[str, jax.Array]:
 def values_of(state: core.State, k: int, *names: str) -> dict[str, jax.Array]:
   """Participant k's values of those hyper-parameters that the state has."""
   names = ("learning_rate", "l2", *names)
-  return {name: state.hyper[name][k] for name in names if name in state.hyper}
+  held = {name: x for name, x in state.hyper.items() if name in names}
+  return {name: x[k] if jnp.ndim(x) else x for name, x in held.items()}
 
 
 def check_full(owner: str, batches: Batches, stats: PyTree) -> None:
-  """Checks that batches suit a model with batch statistics.
+  """Raises a `ValueError` if a model's batch statistics would see empty places.
 
-  Args:
-    owner: whose model it is, for error messages.
-    batches: the batches; those of traced plans are not looked at.
-    stats: the model's statistics.
-
-  Raises:
-    ValueError: batches have empty places, which would enter the statistics.
+  Traced plans are not looked at.
   """
   if not isinstance(batches.index, np.ndarray) or not jax.tree.leaves(stats):
     return
@@ -550,23 +542,27 @@ def of_round(plan: Any, name: str, rows: int | None = None) -> Batches:
   return held[name]
 
 
-def row_of(plan: Any, name: str, client: int = 0, *, of: int = 1) -> Batches:
+def row_of(
+  plan: Any, name: str, client: int = 0, *, rows: int = 1, stats: PyTree = ()
+) -> Batches:
   """A client's row of the named batches: the only one, or its own of several.
 
   Args:
     plan: the plan.
     name: the name.
     client: the client's number.
-    of: how many rows there must be.
+    rows: how many rows there must be.
+    stats: the statistics of the model that trains on it.
 
   Returns:
     The row, without the axis K.
 
   Raises:
-    ValueError: as `of_round`.
+    ValueError: as `of_round` and `check_full`.
   """
-  own = client if of > 1 else 0
-  row = jax.tree.map(lambda a: a[own], of_round(plan, name, of))
+  batches, own = of_round(plan, name, rows), client if rows > 1 else 0
+  check_full(name, batches, stats)
+  row = jax.tree.map(lambda a: a[own], batches)
   return row._replace(client=np.int32(client))
 
 
@@ -592,6 +588,9 @@ def work(
     batches: K rows; or one, without that axis.
     when: 1 if the rows train, 0 if they take no steps.
     total: whether to add the results up.
+
+  Returns:
+    The work.
   """
   shared, steps = (context, key, bank), when * batches.steps
   return Work(task, shared, (own, batches), steps, total)

@@ -32,11 +32,11 @@ class Stream(enum.IntEnum):
   PUBLIC_SUBSET = 101
   DIGEST = 102
   REVISIT = 103
-  FIT = 104
+  FIT = 104  # no longer used
   CLIENTS = 105  # which clients train in a round
   ORDER = 106  # of a client's examples
   DISTILL = 107  # order of distillation batches
-  SUBSET = 108  # `Subset.draw`
+  SUBSET = 108  # no longer used
 
 
 def generator(stream: Stream, *numbers: int) -> np.random.Generator:

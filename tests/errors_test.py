@@ -167,9 +167,6 @@ WRONG = {
   "its state holds the learning rate": lambda: pool(
     server_optimizer=optax.inject_hyperparams(optax.sgd)
   ),
-  "delta_transform is called with": lambda: pool(
-    delta_transform=lambda delta: delta
-  ),
   "client_LR: this state has no such": lambda: with_hyper(
     merged().init(KEY), client_LR=1.0
   ),

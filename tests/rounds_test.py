@@ -213,15 +213,3 @@ def test_teachers_may_see_several_batches_at_once(monkeypatch):
   assert logits[0].shape == (3, 8, federation.CLASSES)
   for several in logits[1:]:
     np.testing.assert_allclose(several, logits[0], rtol=1e-5, atol=1e-6)
-
-
-def test_a_batch_without_divisors_is_warned_of(monkeypatch):
-  said = []
-  monkeypatch.setattr(
-    local.logging, "log_first_n", lambda *args: said.append(args[1] % args[3:])
-  )
-  assert local.num_parts(37, 16) == 37
-  assert "A batch of 37 is cut into 37 parts of 1" in said.pop()
-  for batch_size, at_most in ((128, 16), (8, 16), (37, None), (37, 37)):
-    local.num_parts(batch_size, at_most)
-  assert not said

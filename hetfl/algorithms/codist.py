@@ -196,7 +196,7 @@ def periodic_codist(
   >>> round(float(state.server[0].params[0, 0]), 3)  # b says 0.83 now, a 0.73
   0.601
   """
-  pools = local.unique_names("pools", pools, Pool, at_least=2)
+  pools = core.unique_names("pools", pools, Pool, at_least=2)
   engine = engine or Inline()
   exchange = _Exchange(pools, distiller, engine)
   replaced = [_replacement(pool) for pool in pools]
@@ -307,7 +307,7 @@ def merged_codist(
   >>> float(metrics['a/distill_loss'].value)  # 3/4 log 3/2 + 1/4 log 1/2
   0.130...
   """
-  pools = local.unique_names("pools", pools, Pool, at_least=2)
+  pools = core.unique_names("pools", pools, Pool, at_least=2)
   engine = engine or Inline()
   exchange = _Exchange(pools, distiller, engine)
   checks.counts(every=every, **checks.given(rounds=rounds))
@@ -324,11 +324,11 @@ def merged_codist(
     a = core.scheduled("alpha", alpha, state, plan.round)
     if every > 1:
       a = jnp.where(plan.round % every == 0, a, 1.0)
-    # Lines 4 to 6: teachers and students start as copies of the models.
     thetas = state.server
-    distil = exchange.students(thetas, state, plan, data, decay, a < 1)
     # Line 3: aggregate client gradients, in parallel with the distillation.
     train = client_works(pools, state, plan, data)
+    # Lines 4 to 6: teachers and students start as copies of the models.
+    distil = exchange.students(thetas, state, plan, data, decay, a < 1)
     results = engine.run(*distil, *train)
     (students, losses), sent = (
       zip(*results[: len(pools)]),

@@ -77,10 +77,6 @@ class Pool(local.Participant):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.delta_transform is not None:
-      checks.takes("delta_transform", self.delta_transform, "key", "delta")
-    if self.aggregate is not None:
-      checks.takes("aggregate", self.aggregate, "updates")
     checks.optimizers(server_optimizer=self.server_optimizer)
     values = checks.given(server_lr=self.server_lr, prox_mu=self.prox_mu)
     checks.between(0, np.inf, **values)
@@ -160,7 +156,7 @@ class Pool(local.Participant):
     def step(server, gradient, stats, rate):
       # Sums are float32 at least; the model and its optimizer keep their types.
       like = lambda x, old: core.as_type(x, old.dtype)
-      params, opt_state = core.descend(
+      params, opt_state = local.descend(
         self.server_optimizer(rate),
         server.params,
         server.opt_state,
@@ -240,7 +236,9 @@ def init_pools(
   init_key, run_key = jax.random.split(key)
   values = {"server_lr": [pool.server_lr for pool in pools]}
   if any(pool.prox_mu is not None for pool in pools):
-    values["prox_mu"] = [pool.prox_mu or 0.0 for pool in pools]
+    values["prox_mu"] = [
+      0.0 if pool.prox_mu is None else pool.prox_mu for pool in pools
+    ]
   return core.State(
     run_key,
     local.hyper_of(pools) | core.hyper(len(pools), **values) | hyper,
@@ -449,7 +447,7 @@ def fedavg(
   >>> float(metrics['a/client_loss'].value)  # log 2
   0.693...
   """
-  pools = local.unique_names("pools", pools, Pool)
+  pools = core.unique_names("pools", pools, Pool)
   engine = engine or Inline()
   checks.counts(**checks.given(rounds=rounds))
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, distill, local, population
+from hetfl.algorithms.fit import plan_party
 from hetfl.batches import gather, in_order, Plan, plan_clients, prepare
 from hetfl.engine import batch_size_or_default, Engine, Inline, Task, Work
 from hetfl.population import ClientPopulation, Subset
@@ -77,8 +78,7 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
   Raises:
     ValueError: the scores differ in shape, or are not as many as the weights.
 
-  Reference: Li & Wang 2019, algorithm 1, "Aggregate", and supplement, method
-  4, where all weights are 1 / P except those of two weak models.
+  Reference: Li & Wang 2019, algorithm 1, "Aggregate", and supplement, method 4.
 
   >>> f = [jnp.array([[0., 4.]]), jnp.array([[4., 0.]])]
   >>> consensus(f, jnp.array([3., 1.])).tolist()
@@ -136,10 +136,9 @@ def fedmd(
   Raises:
     ValueError: if a value is out of its range.
 
-  Reference: Li & Wang 2019, algorithm 1. The paper gives neither the loss, nor
-  epochs, nor batch sizes; the defaults of `plan_fedmd` are those of the
-  released code for MNIST and letters, i.i.d.
-  Departures: see `plan_fit` and `keras_adam`.
+  Reference: Li & Wang 2019, algorithm 1, whose first line is `hetfl.fit`. The
+  loss, epochs and batch sizes are the released code's for MNIST and letters,
+  i.i.d. Departures: see `plan_fit` and `keras_adam`.
 
   Two parties with logits (0, 0) and (2, 0) for the only image agree on
   (3/2, 0) if the second has three times the weight of the first.
@@ -162,7 +161,7 @@ def fedmd(
   >>> state.clients[0].params.round(2).tolist()  # Digest: (1/2, 0)
   [[0.8..., -0.3...]]
   """
-  parties = local.unique_names("parties", parties, local.Participant)
+  parties = core.unique_names("parties", parties, local.Participant)
   engine = engine or Inline()
   if not isinstance(digest_loss, Translator):
     if digest_loss not in TRANSLATORS:
@@ -176,7 +175,7 @@ def fedmd(
   checks.between(0, np.inf, consensus_weights=jnp.min(shares))
   checks.positive(sum_of_consensus_weights=jnp.sum(shares))
   checks.positive(temperature=temperature)
-  at_once = batch_size_or_default(eval_batch_size)
+  batch_size = batch_size_or_default(eval_batch_size)
   how = digest_loss, public_transform
   scores_of = [_scores_task(party, *how) for party in parties]
   digest = [_digest_task(party, *how) for party in parties]
@@ -185,7 +184,6 @@ def fedmd(
 
   def init(key, trained=None):
     optimizers = [party.optimizer for party in parties]
-    # The number differs from any round.
     learners = local.start_learners(parties, optimizers, key, first=2**31)
     if trained is not None:
       learners = [
@@ -193,13 +191,8 @@ def fedmd(
         for party, new, given in zip(parties, learners, trained, strict=True)
       ]
     clients = tuple(
-      of._replace(
-        opt_state={
-          "digest": party.optimizer(0.0).init(of.params),
-          "revisit": of.opt_state,
-        }
-      )
-      for party, of in zip(parties, learners)
+      _with_both(party.optimizer(0.0).init(learner.params), learner)
+      for party, learner in zip(parties, learners)
     )
     values = local.hyper_of(parties) | core.hyper(temperature=temperature)
     values |= core.hyper(len(parties), consensus_weights=weights)
@@ -210,9 +203,8 @@ def fedmd(
     digest_key, revisit_key = jax.random.split(key)
     clients, public = state.clients, checks.bank(data, "public")
     subset = local.row_of(plan, "public").index[0]
-    lots = in_order(subset, at_once).index[0]
-    temperature = {"temperature": state.hyper["temperature"]}
-    context = [local.values_of(state, k) | temperature for k in everyone]
+    lots = in_order(subset, batch_size).index[0]
+    context = [local.values_of(state, k, "temperature") for k in everyone]
 
     def train(tasks, key, *each):  # Returns the learners and their losses.
       works = [
@@ -238,7 +230,7 @@ def fedmd(
       digest_key,
       [shown] * len(parties),
       [kept._replace(opt_state=kept.opt_state["digest"]) for kept in clients],
-      [local.row_of(plan, "digest", k, of=len(parties)) for k in everyone],
+      [local.row_of(plan, "digest", k, rows=len(parties)) for k in everyone],
     )
     # Revisit: each party trains on its own private data for a few epochs.
     revisited, revisit_losses = train(
@@ -249,12 +241,13 @@ def fedmd(
         learner._replace(opt_state=kept.opt_state["revisit"])
         for learner, kept in zip(digested, clients)
       ],
-      [local.row_of(plan, parties[k].name, k) for k in everyone],
+      [
+        local.row_of(plan, parties[k].name, k, stats=clients[k].stats)
+        for k in everyone
+      ],
     )
     clients = tuple(
-      last._replace(
-        opt_state={"digest": first.opt_state, "revisit": last.opt_state}
-      )
+      _with_both(first.opt_state, last)
       for first, last in zip(digested, revisited)
     )
     return state.replace(clients=clients), local.metrics_of(
@@ -262,6 +255,12 @@ def fedmd(
     )
 
   return core.Algorithm(init, step)
+
+
+def _with_both(digest_state: PyTree, learner: local.Learner) -> local.Learner:
+  """A party's model and the states of its two optimizers."""
+  states = {"digest": digest_state, "revisit": learner.opt_state}
+  return learner._replace(opt_state=states)
 
 
 @jax.jit
@@ -376,7 +375,7 @@ def plan_fedmd(
     drawn = generator(*draw).permutation(len(positions))[:subset]
   shown = {"public": positions[drawn]}
   learners = [np.arange(subset)] * len(private)
-  options: dict[str, Any] = {"seed": seed, "round": round, "tail": "repeat"}
+  options: dict[str, Any] = {"seed": seed, "round": round}
   batches = {
     "public": in_order(positions[drawn], subset),
     "digest": plan_clients(
@@ -384,15 +383,17 @@ def plan_fedmd(
       phase=Stream.DIGEST,
       batch_size=min(digest_batch_size, subset),
       epochs=digest_epochs,
+      tail="repeat",
       **options,
     ),
   }
   for k, (name, held) in enumerate(private.items()):
-    batches[name] = plan_clients(
+    batches[name] = plan_party(
       held,
+      name,
       phase=Stream.REVISIT,
       pool=k,
-      batch_size=min(revisit_batch_size, len(held.index)),
+      batch_size=revisit_batch_size,
       epochs=revisit_epochs,
       **options,
     )

@@ -7,6 +7,7 @@ the released code, github.com/diogenes0319/FedMD_clean.
 
 from collections.abc import Mapping, Sequence
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, evaluate, local
-from hetfl.batches import in_order, Plan, plan_clients
+from hetfl.batches import Batches, in_order, Plan, plan_clients
 from hetfl.engine import batch_size_or_default, Engine, Inline, Work
 from hetfl.population import check_kind, positions_in, Subset
 
@@ -91,7 +92,7 @@ def fit(
   >>> float(metrics['a/loss'].value)  # log 2
   0.693...
   """
-  parties = local.unique_names("parties", parties, local.Participant)
+  parties = core.unique_names("parties", parties, local.Participant)
   engine = engine or Inline()
   checks.between(0, 1, min_delta=min_delta)
   checks.counts(patience=patience)
@@ -128,14 +129,15 @@ def fit(
     ]
     works = []
     for k, (party, task) in enumerate(zip(parties, train)):
+      learner = state.clients[k].learner
       works.append(
         local.work(
           task,
           local.values_of(state, k),
           key,
           checks.bank(data, party.name),
-          state.clients[k].learner,
-          local.row_of(plan, party.name, k),
+          learner,
+          local.row_of(plan, party.name, k, stats=learner.stats),
           when=active[k],
         )
       )
@@ -213,14 +215,14 @@ def plan_fit(
   """
   checks.counts(batch_size=batch_size)
   batches = {
-    name: plan_clients(
+    name: plan_party(
       held,
+      name,
       seed=seed,
       phase=phase,
       round=round,
       pool=k,
-      batch_size=min(batch_size, len(held.index)),
-      tail="repeat",
+      batch_size=batch_size,
     )
     for k, (name, held) in enumerate(examples.items())
   }
@@ -229,3 +231,27 @@ def plan_fit(
     index = positions_in(stopping.bank, stopping.index, "stopping")
     batches["stopping"] = in_order(index, len(index))
   return Plan(np.int32(round), batches)
+
+
+def plan_party(
+  held: Subset, name: str, *, batch_size: int, **options: Any
+) -> Batches:
+  """A party's batches in full: the tail is "repeat", B at most what it holds.
+
+  Args:
+    held: its examples.
+    name: its name, for error messages.
+    batch_size: B; all examples of a party that has fewer.
+    **options: see `plan_clients`.
+
+  Returns:
+    The batches, one row.
+
+  Raises:
+    ValueError: it has no examples, or as `plan_clients`.
+  """
+  check_kind(held, name, Subset)
+  if not len(held.index):
+    raise ValueError(f"{name}: it has no examples")
+  size = min(batch_size, len(held.index))
+  return plan_clients(held, batch_size=size, tail="repeat", **options)

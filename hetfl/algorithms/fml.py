@@ -5,8 +5,7 @@ of the global model. It trains both on the same batches, and each learns from
 the labels and from the other's predictions. Only memes are sent and merged, so
 the clients' local models may differ.
 
-Reference: Shen et al. 2020, "Federated Mutual Learning", algorithm 1 and
-equation 5.
+Reference: Shen et al. 2020, "Federated Mutual Learning", algorithm 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, distill, local
-from hetfl.algorithms.fedavg import round_keys
 from hetfl.clients import (
+  check_clients,
   group_clients,
   put_rows,
   rows_of_group,
@@ -55,7 +54,7 @@ class Client(local.Participant):
     optimizer: its local model's; `None` for `fml`'s.
   """
 
-  learning_rate: float | jax.Array | None = None
+  learning_rate: float | None = None
   optimizer: core.Optimizer | None = None  # type: ignore[assignment]
   bank: str = "train"
   adaptor: core.Model | None = None
@@ -93,12 +92,8 @@ def local_model(state: core.State, client: int) -> core.Variables:
 
 
 def meme_model(state: core.State, client: int) -> core.Variables:
-  """The variables of the meme that a client would fork now.
-
-  They are of the model `splice(global_model, adaptor, encoder=encoder)`.
-  """
-  kept = _kept(state, client)
-  return fork(state.server, **kept.parts)
+  """The meme that a client would fork now, of the model that `splice` makes."""
+  return fork(state.server, **_kept(state, client).parts)
 
 
 def _kept(state, client) -> Group:
@@ -126,9 +121,8 @@ def _merge(merge, memes, weights):
 def _objective(client, models) -> local.Objective:
   """Equation 5's losses, added up: each partner is held fixed.
 
-  The gradient of the sum then holds each model's own. The variables are those
-  of the models that learn, by name; `of["fixed"]` are those of one that does
-  not learn now.
+  The gradient of the sum then holds each model's own; `of["fixed"]` are the
+  variables of a partner that does not learn now.
   """
 
   def objective(variables, batch, key, of):
@@ -214,8 +208,16 @@ def _client_update(client, global_model, optimizer, sequential) -> Task:
     own = local.Learner(models["local"], states["local"])
     return kept.replace(learner=own), meme, metrics
 
-  step = local.descend(
-    _objective(client, models), optimizers, microbatch=client.microbatch
+  def penalty(params, of):  # In turns, the meme has a step of its own.
+    del of
+    own = (client.penalty(w) for name, w in params.items() if name == "local")
+    return client.l2 * sum(own)
+
+  step = local.step_on(
+    _objective(client, models),
+    optimizers,
+    microbatch=client.microbatch,
+    penalty=client.penalty and penalty,
   )
   return local.training(  # Lines 4 and 5.
     _in_turn(step) if sequential else step,
@@ -249,7 +251,8 @@ def fml(
   `L_meme = beta CE + (1 - beta) KL(p_local || p_meme)`
 
   with the partner's distribution held fixed. Then
-  `global <- 1/K sum_k meme_k`. The meme's optimizer is new in each round; the
+  `global <- sum_k w_k meme_k / sum_k w_k`, with the plan's weights; the paper's
+  are uniform. The meme's optimizer is new in each round; the
   local model, its optimizer, and the client's adaptor and encoder, if any,
   persist. With beta = 1 the global model is FedAvg's.
 
@@ -261,13 +264,11 @@ def fml(
       and draws of all others ("independently training", figures 5 and 6).
     alpha: weight of the labels in the local models' loss, in [0, 1]: a value,
       which trials may vary, or a schedule `round -> alpha`.
-    beta: the same for the memes. The paper finds a falling alpha and a rising
-      beta best (section 6).
+    beta: likewise, for the memes; best if alpha falls and it rises (section 6).
     learning_rate: of memes, and of clients without a rate of their own; a value
       or a schedule.
     optimizer: `learning rate -> optax optimizer`, likewise.
-    temperature: T of the divergences, which are then multiplied by T^2; a
-      value or a schedule. Equation 5 has none.
+    temperature: T of the divergences, then multiplied by T^2; likewise.
     sequential: whether the local model is updated first and the meme learns
       from the updated one, as in deep mutual learning (Zhang et al. 2018). The
       paper does not say; its code updates both at once.
@@ -288,17 +289,15 @@ def fml(
     divergence in it; and `meme_loss` and `meme_kl`, the same for the memes.
 
   Raises:
-    ValueError: if a value is out of its range. A schedule that leaves its
-      range in a later round gives NaN in that round.
+    ValueError: a value is out of its range. A schedule that leaves its range
+      later gives NaN in that round.
 
-  Reference: Shen et al. 2020, algorithm 1 and equation 5; the released code
-    for what these leave open: alpha and beta of 1/2, simultaneous steps, a new
-    meme optimizer in each round.
+  Reference: Shen et al. 2020, algorithm 1 and equation 5; the released code for
+    alpha and beta of 1/2, simultaneous steps, new meme optimizers.
 
   For its only image, of class 0, a client's local model predicts (1/2, 1/2)
-  and the global model (3/4, 1/4). Label and meme both pull the local model's
-  first logit up, by 1/2 and 1/4; for the meme, the label's pull of 1/4 is
-  cancelled by the local model's.
+  and the global model (3/4, 1/4). Label and meme pull the local model's first
+  logit up, by 1/2 and 1/4; for the meme, the local model cancels the label.
 
   >>> linear = lambda *w: core.Model(
   ...     lambda key: core.Variables(jnp.array([w]), {}),
@@ -331,7 +330,6 @@ def fml(
     low = 1e-6 if name == "temperature" else 0  # T is a divisor.
     core.check_schedule(name, value, 1, low=low, high=high)
   checks.optimizers(optimizer=optimizer)
-  checks.takes("merge", merge, "memes", "weights")
   engine = engine or Inline()
   groups = group_clients(clients)
   first = [clients[group[0]] for group in groups]
@@ -373,7 +371,8 @@ def fml(
   def step(state, plan, data):
     if (given := tuple(group.clients for group in state.clients)) != groups:
       raise ValueError(f"the state groups clients as {given}, not {groups}")
-    key, *_ = round_keys(state.key, plan.round, 1)
+    # The key of FedAvg's only pool.
+    key = jax.random.fold_in(jax.random.fold_in(state.key, plan.round), 0)
     context = {"server": state.server} | {
       name: core.scheduled(name, x, state, plan.round, high=high)
       for name, (x, high) in hyper.items()
@@ -383,6 +382,7 @@ def fml(
       batches = local.of_round(plan, client.bank)
       stats = kept.learner.stats, getattr(state.server, "stats", ())
       local.check_full(client.label, batches, stats)
+      check_clients(batches, client.bank, banks.count(client.bank))
       rows, batches = rows_of_group(batches, in_bank, kept.clients)
       some, bank = take_rows(kept, rows), checks.bank(data, client.bank)
       works.append(local.work(update, context, key, bank, some, batches))

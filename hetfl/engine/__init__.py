@@ -40,7 +40,7 @@ from hetfl.engine.work import Task as Task
 from hetfl.engine.work import Work as Work
 from hetfl.engine.work import zeros_of as zeros_of
 
-AXIS = "lanes"
+AXIS = "devices"
 
 
 def default_engine(num_threads: int | None = None) -> Engine:

@@ -1,4 +1,9 @@
-"""The engine for accelerators: all work within one program."""
+"""The engine for accelerators: all work within one program.
+
+Of each row (a client, say) it runs `carry = begin(row)`, `carry = step(row,
+carry, s)` for its steps s, and `end(row, carry)`: rows side by side, or some at
+once; on a mesh each device has its rows. Results are stacked or added up.
+"""
 
 from collections.abc import Callable
 import functools
@@ -33,7 +38,7 @@ class Inline:
       arguments. `None` for one device.
     at_once: how many rows to run side by side on a device; the others wait for
       one to end. `None` for one on a CPU and all on an accelerator, which suits
-      it if rows have about as many steps; `packing.enough_lanes` helps if not.
+      it if rows have about as many steps.
 
   Raises:
     ValueError: the mesh has several axes, or `at_once` is below 1.
@@ -55,7 +60,7 @@ class Inline:
       if len(mesh.axis_names) != 1:
         raise ValueError(
           f"mesh: has the axes {mesh.axis_names}; give one axis, such as"
-          f" jax.make_mesh(({mesh.size},), ('lanes',))"
+          f" jax.make_mesh(({mesh.size},), ('devices',))"
         )
       # With explicit axes, inputs would have to be sharded already.
       auto = (jax.sharding.AxisType.Auto,)
@@ -88,9 +93,9 @@ class Inline:
 
   def _run(self, work: Work) -> PyTree:
     """A work on one device."""
-    rows, task = num_rows(work), work.task
+    rows = num_rows(work)
     if rows is None:
-      return _masked(task, work.steps, most_of(work.steps), work)(work.rows)
+      return _masked(work, work.rows, work.steps, most_of(work.steps))
     at_once = min(work.at_once or rows, self._at_once or rows, rows)
     if not work.total:
       return _side_by_side(work, at_once)
@@ -261,7 +266,9 @@ class Inline:
       # NumPy arrays count as on all devices.
       if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return leaf
-      if leaf.sharding.device_set == everywhere.device_set:
+      if leaf.is_deleted() or (
+        leaf.sharding.device_set == everywhere.device_set
+      ):
         return leaf
       if id(leaf) in self._placed:
         return self._placed[id(leaf)]
@@ -304,30 +311,32 @@ class Inline:
     )(*args)
 
 
-def _masked(task: Task, steps, most, work: Work) -> Callable[[PyTree], PyTree]:
+def _masked(work: Work, one: PyTree, steps: Any, most: Any) -> PyTree:
   """A row's work in a loop of `most` steps, of which the first `steps` count.
 
   The loop's length is the same for all trials and rows beside it, since `vmap`
   would else select every array of its state, by a predicate for each.
   """
+  task = work.task
 
   def step(*args):
     *_, carry, s = args
     select = lambda new, old: _select(s < steps, new, old)
     return jax.tree.map(select, task.step(*args), carry)
 
-  masked = Task(task.begin, step, task.end)
-  return lambda one: masked.whole(most, *work.shared, one)
+  return Task(task.begin, step, task.end).whole(most, *work.shared, one)
 
 
 def _side_by_side(work: Work, at_once: int) -> PyTree:
   """The results of all rows, some at once, in loops as long as the longest."""
   args = jax.tree.map(jnp.asarray, (work.rows, work.steps))
   if at_once == 1 and isinstance(work.steps, jax.Array):
-    one = lambda args: work.task.whole(args[1], *work.shared, args[0])
-    return jax.lax.map(one, args)
-  most = most_of(work.steps)
-  one = lambda args: _masked(work.task, args[1], most, work)(args[0])
+    whole = lambda args: work.task.whole(args[1], *work.shared, args[0])
+    return jax.lax.map(whole, args)
+  # A traced plan's loops are as long as the longest of those at once.
+  known = isinstance(work.steps, np.ndarray)
+  most = lambda steps: most_of(work.steps if known else steps)
+  one = lambda args: _masked(work, args[0], args[1], most(args[1]))
   if at_once == len(work.steps):
     return jax.vmap(one)(args)
   return jax.lax.map(one, args, batch_size=None if at_once == 1 else at_once)

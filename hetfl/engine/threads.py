@@ -1,4 +1,9 @@
-"""The engine for CPUs: programs on threads."""
+"""The engine for CPUs: programs on threads.
+
+Of each row (a client, say) a program runs `carry = begin(row)`, `carry =
+step(row, carry, s)` for its steps s, and `end(row, carry)`; some rows one after
+another, or, of few rows that differ in length, some steps at a time in turns.
+"""
 
 from collections.abc import Callable
 from concurrent import futures
@@ -97,35 +102,35 @@ class Threads:
     if rows is None:
       args = (work.shared, work.rows, steps.astype(np.int32))
       return [_Part(_program(work.task, "whole"), args, int(steps))]
-    lanes = longest_first(steps.tolist(), self.num_threads)
-    longest = max(int(steps[lane].sum()) for lane in lanes)
+    shares = longest_first(steps.tolist(), self.num_threads)
+    longest = max(int(steps[share].sum()) for share in shares)
     equal = longest * self.num_threads <= 1.05 * steps.sum()
     few = rows <= 2 * self.num_pieces <= 2 * steps.max()
     if few and not equal:
-      # Rows that the threads cannot share equally take turns.
+      # A thread would work a twentieth longer than the mean: rows take turns.
       each = _unstack(work.rows)
       return [
         _Turns(work._replace(rows=one), int(n), self.num_pieces)
         for one, n in zip(each, steps)
       ]
     if work.total:
-      lanes = longest_first(steps.tolist(), min(rows, self.num_pieces))
-      ids = np.zeros((len(lanes), rows), np.int32)
-      for lane, members in zip(ids, lanes):
-        lane[: len(members)] = members
+      parts = longest_first(steps.tolist(), min(rows, self.num_pieces))
+      ids = np.zeros((len(parts), rows), np.int32)
+      for part, members in zip(ids, parts):
+        part[: len(members)] = members
     else:
       size = -(-rows // (2 * self.num_pieces))  # Equal parts share a program.
-      lanes = [[*range(i, min(i + size, rows))] for i in range(0, rows, size)]
-      ids = np.arange(len(lanes) * size, dtype=np.int32).reshape(-1, size)
+      parts = [[*range(i, min(i + size, rows))] for i in range(0, rows, size)]
+      ids = np.arange(len(parts) * size, dtype=np.int32).reshape(-1, size)
     program = _program(work.task, "total" if work.total else "rows")
     every = jax.tree.map(jnp.asarray, work.rows), steps.astype(np.int32)
     return [
       _Part(
         program,
-        (work.shared, *every, lane, np.int32(len(members))),
+        (work.shared, *every, part, np.int32(len(members))),
         int(steps[members].sum()),
       )
-      for lane, members in zip(ids, lanes)
+      for part, members in zip(ids, parts)
     ]
 
 

@@ -10,9 +10,9 @@ COMMANDS = ("codist", "fml", "fedmd", "reproduce", "tune", "summarize")
 def main() -> None:
   """Runs a command of `experiments/`, which a wheel has inside the package."""
   here = pathlib.Path(__file__).parent
-  folder = here / "experiments"
+  folder = here / "hetfl" / "experiments"
   if not folder.is_dir():
-    folder = here.parent / "experiments"  # Of a checkout.
+    folder = here / "experiments"  # Of a checkout.
   if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
     sys.exit(
       f"usage: hetfl {{{','.join(COMMANDS)}}} [FLAGS]; --help lists them"
@@ -21,7 +21,3 @@ def main() -> None:
   sys.argv[0] = script
   sys.path.insert(0, str(folder))  # Where a script's own imports are.
   runpy.run_path(script, run_name="__main__")
-
-
-if __name__ == "__main__":
-  main()
