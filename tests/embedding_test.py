@@ -18,7 +18,6 @@ from hetfl import (
   fedmd,
   fit,
   fml,
-  independent,
   local_model,
   Participant,
   periodic_codist,
@@ -75,7 +74,7 @@ def alone(**settings):
   """A client's weights after one step from zero."""
   held = Subset.whole(images(1))
   plan = plan_round({"train": held}, seed=0, round=1, batch_size=1)
-  algorithm = independent([Client(ZERO)], **settings)
+  algorithm = fml([Client(ZERO)], global_model=None, **settings)
   state = first_round(algorithm, plan, {"train": images(1)})
   return local_model(state, 0).params[0]
 
