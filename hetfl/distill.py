@@ -467,7 +467,7 @@ class Distiller:
     key: jax.Array,
     bank: core.Batch,
     batches: Any,
-    when: jax.Array | int,
+    when: jax.Array | np.integer,
   ) -> Work:
     """The work of a teacher on all of a round's distillation batches.
 

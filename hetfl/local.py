@@ -578,7 +578,7 @@ def work(
   own: PyTree,
   batches: Batches,
   *,
-  when: jax.Array | int = 1,
+  when: jax.Array | np.integer | int = 1,
   total: bool = False,
 ) -> Work:
   """The work of rows of local training.

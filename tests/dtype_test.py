@@ -21,10 +21,8 @@ MODELS = {
     )
     for form in ("patches", "winograd", "native")
   },
-  **{
-    name: (lambda dtype, name=name: fml.net(name, 10, IMAGES[1:], dtype=dtype))
-    for name in fml.NAMES  # Those with few channels in planes.
-  },
+  # Its few channels are in planes.
+  "lenet5": lambda dtype: fml.net("lenet5", 10, IMAGES[1:], dtype=dtype),
   "trunk": lambda dtype: fml.net("cnn1", None, IMAGES[1:], dtype=dtype),
   "party_cnn": lambda dtype: fedmd.party_models("small", 4, 16, dtype=dtype)[3][
     1
@@ -171,21 +169,21 @@ def test_parameters_of_bfloat16_still_do():
 
 SHORT = {
   "codist": (
-    ("--algorithm=merged", "--rounds=3", "--eval_every=3", "--distill_steps=4"),
+    ("--algorithm=merged", "--rounds=2", "--eval_every=2", "--distill_steps=2"),
     "large/test_loss",
   ),
   "codist_text": (
-    ("--dataset=pydoc", "--algorithm=fedavg", "--rounds=2", "--eval_every=2"),
+    ("--dataset=pydoc", "--algorithm=fedavg", "--rounds=1"),
     "large/test_loss",
   ),
   "fml": (
-    ("--algorithm=fml", "--rounds=2", "--local_epochs=1"),
+    ("--algorithm=fml", "--rounds=1", "--local_epochs=1", "--num_clients=3"),
     "global/test_loss",
   ),
   "fedmd": (
     (
-      *("--public_epochs=1", "--transfer_epochs=2", "--pooled_epochs=1"),
-      *("--rounds=1", "--num_parties=3"),
+      *("--public_epochs=1", "--transfer_epochs=1", "--pooled_epochs=1"),
+      *("--rounds=1", "--num_parties=2"),
     ),
     "party0/test_loss",
   ),
@@ -204,6 +202,6 @@ def test_commands_compute_in_bfloat16(experiment, name, tmp_path):
   # About the same, but not the same.
   assert rows["bfloat16"][loss] != rows["float32"][loss]
   assert rows["bfloat16"][loss] == pytest.approx(rows["float32"][loss], rel=0.1)
-  # It is part of what a run is.
-  other = run(*flags, f"--workdir={tmp_path / 'bfloat16'}")
-  assert "dtype" in error_of(other)
+  if name == "codist":  # It is part of what a run is.
+    other = run(*flags, f"--workdir={tmp_path / 'bfloat16'}")
+    assert "dtype" in error_of(other)

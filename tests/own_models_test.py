@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import hetfl
+from hetfl.models import language
 from tests.runs import error_of, outcome, ROOT
 
 NETS = """
@@ -57,9 +58,6 @@ def map_of_classes(num_classes):
 def nothing(num_classes):
   return None
 
-
-def two(a, b):
-  return nn.Dense(a + b)
 """
 
 
@@ -87,12 +85,6 @@ def test_codist(experiment, nets, tmp_path):
   found = [result["pools"][p]["parameters"] for p in ("small", "large")]
   assert found == [weights(64, 8), 65 * 10]
   assert rows[-1]["small/distill_loss"] > 0
-  # One name is for both pools.
-  both = ("--models=small_cnn", "--algorithm=fedavg", *run[2:])
-  done = codist(*both, f"--workdir={tmp_path}/both")
-  assert done.returncode == 0, done.stderr
-  pools = outcome(tmp_path / "both")[0]["pools"].values()
-  assert [pool["parameters"] for pool in pools] == [31914, 31914]
   # The run keeps the file, and is not continued with another model.
   assert (tmp_path / "run/model-nets.py").read_text() == NETS
   nets.write_text(NETS.replace("nn.relu", "nn.tanh"))
@@ -140,32 +132,29 @@ def test_fml(experiment, nets, tmp_path):
 def test_fedmd(experiment, nets, tmp_path):
   fedmd = experiment("fedmd")
   few = [f"--{n}_epochs=1" for n in ("public", "transfer", "pooled")]
-  run = ("--rounds=1", f"--models={nets}:narrow,{nets}:narrow_conv", *few)
-  done = fedmd("--num_parties=3", "--l2=0.1", *run, f"--workdir={tmp_path}/all")
+  done = fedmd(
+    f"--models={nets}:narrow,{nets}:narrow_conv",
+    *("--num_parties=4", "--weak_parties=1", "--rounds=1", *few),
+    *("--l2=0.1", "--dtype=bfloat16", "--conv=native"),
+    f"--workdir={tmp_path}/run",
+  )
   assert done.returncode == 0, done.stderr
-  parties = outcome(tmp_path / "all")[0]["parties"]
+  parties = outcome(tmp_path / "run")[0]["parties"]
   narrow, wider = f"{nets}:narrow", f"{nets}:narrow_conv"
-  assert [party["model"] for party in parties] == [narrow, wider, narrow]
+  found = [party["model"] for party in parties]
+  assert found == [narrow, wider, narrow, "mlp(128)"]
   assert parties[0]["parameters"] == weights(256, 8)
-  assert (tmp_path / "all/public/model-nets.py").exists()
-  assert "--l2=0.1 has no effect on party0" in done.stderr
-  weak = ("--num_parties=3", "--weak_parties=1", "--dtype=bfloat16")
-  done = fedmd(*weak, *run, "--conv=native", f"--workdir={tmp_path}/weak")
-  assert done.returncode == 0, done.stderr
-  assert "--conv has no effect: models of your own" in done.stderr
-  assert "--dtype has no effect" not in done.stderr
-  parties = outcome(tmp_path / "weak")[0]["parties"]
-  assert [party["model"] for party in parties] == [narrow, wider, "mlp(128)"]
+  assert (tmp_path / "run/public/model-nets.py").exists()
+  assert "--dtype has no effect" not in done.stderr  # On the mlp it has.
 
 
 WORDS = """
 import flax.linen as nn
-import hetfl
+from hetfl.models import language
 
 
 class Last(nn.Module):
   vocabulary_size: int
-  chunk: int | None = None
 
   @nn.compact
   def __call__(self, x, train):
@@ -174,15 +163,11 @@ class Last(nn.Module):
     shape = (6, self.vocabulary_size)
     kernel = self.param("kernel", nn.initializers.ones, shape)
     bias = self.param("bias", nn.initializers.zeros, (self.vocabulary_size,))
-    return hetfl.models.language.TokenLogits(h, kernel, bias, self.chunk)
+    return language.TokenLogits(h, kernel, bias)
 
 
 def last(vocabulary_size):
   return Last(vocabulary_size)
-
-
-def chunked(vocabulary_size):
-  return Last(vocabulary_size, 7)
 
 
 def dense(vocabulary_size):
@@ -198,18 +183,18 @@ def short(vocabulary_size):
 def test_codist_of_text(experiment, tmp_path):
   codist, path = experiment("codist"), tmp_path / "words.py"
   path.write_text(WORDS)
-  run = ("--dataset=pydoc", "--rounds=2", "--eval_every=2", "--distill_steps=2")
+  run = ("--dataset=pydoc", "--rounds=1", "--distill_steps=2")
   run += ("--merge_every=1", "--vocabulary_size=300")
-  models = f"--models={path}:last,{path}:chunked"
+  models = f"--models={path}:last"  # For both pools.
   idle = ("--model_size=paper", "--dtype=bfloat16", "--conv=native")
   place = f"--workdir={tmp_path / 'run'}"
   done = codist(*run, models, *idle, "--algorithm=merged", place)
   assert done.returncode == 0, done.stderr
   for flag in ("dtype", "model_size"):
-    assert f"--{flag} has no effect: models of your own" in done.stderr
+    assert f"--{flag} has no effect here: it is for " in done.stderr
   assert done.stderr.count("--conv has no effect") == 1
   result, rows = outcome(tmp_path / "run")
-  assert result["models"] == [f"{path}:last", f"{path}:chunked"]
+  assert result["models"] == 2 * [f"{path}:last"]
   assert result["pools"]["large"]["parameters"] == 304 * (6 + 6 + 1)
   assert rows[-1]["small/distill_loss"] > 0
   assert (tmp_path / "run/model-words.py").read_text() == WORDS
@@ -228,15 +213,15 @@ def test_codist_of_text(experiment, tmp_path):
 
 def test_logits_of_text_are_computed_in_chunks(monkeypatch):
   monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-  codist_language = importlib.import_module("codist_language")
+  codist_tasks = importlib.import_module("codist_tasks")
 
   def chunk_of(stated, given):
-    logits = hetfl.models.language.TokenLogits(
+    logits = language.TokenLogits(
       *map(np.zeros, ((1, 2, 3), (3, 4), 4)), stated
     )
     model = hetfl.Model(None, lambda variables, x, key, train: (logits, {}))
-    in_chunks = codist_language.in_chunks(model, given)
-    assert codist_language.in_chunks(model, given) is in_chunks
+    in_chunks = codist_tasks.in_chunks(model, given)
+    assert codist_tasks.in_chunks(model, given) is in_chunks
     return in_chunks.apply(None, None, None, False)[0].chunk
 
   # The model's own, or else the engine's.
@@ -266,11 +251,10 @@ def test_mistakes_are_named(experiment, nets, tmp_path):
     f"{nets}:map_of_classes": "given one image (8, 8, 1), the model's output is"
     " (1, 8, 8, 10), but 10 classes need logits of shape (1, 10)",
     f"{nets}:nothing": "returned a NoneType, not a Flax Linen module",
-    f"{nets}:two": "must take one argument, the number of classes",
     f"{nets}:three": f"{nets} has no function 'three'",
     f"{nets}2:narrow": f"there is no file {nets}2",
-    "medium_cnn": "choose from small_cnn, large_cnn, or give a model of your",
-    "small_cnn,small_cnn,small_cnn": "give one name, or two",
+    "medium_cnn": "choose from small_cnn, large_cnn, or give models of your",
+    "small_cnn,small_cnn,small_cnn": "give one value, or 2",
   }
   codist.refuse(
     [((f"--models={name}",), text) for name, text in cases.items()],
@@ -286,14 +270,12 @@ def test_mistakes_are_named(experiment, nets, tmp_path):
     fresh=fresh,
   )
   mixed = (f"--models={nets}:narrow,small",)
-  wide = (f"--models={nets}:narrow", "--width=2")
   more = (f"--models={nets}:narrow,{nets}:narrow_conv", "--num_parties=1")
   fedmd.refuse(
     [
       (more, "2 models, but 1 parties that are not --weak_parties"),
-      (mixed, "small is not FILE.py:FUNCTION"),
-      (wide, "--width=2.0: has no effect"),
-      (("--models=table3",), "--models=table3: choose from small, table1"),
+      (mixed, "--models=small: give models of your own as FILE.py:FUNCTION"),
+      (("--models=table3",), "--models=table3: choose from table1, table2"),
     ],
     fresh=fresh,
   )

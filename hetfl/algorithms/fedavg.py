@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from hetfl import checks, core, local
-from hetfl.batches import Batches, Plan
+from hetfl.batches import Plan
 from hetfl.clients import weighted_mean
 from hetfl.engine import Engine, Inline, Task, Work
 from hetfl.optimizers import fedadam_server
@@ -125,36 +125,6 @@ class Pool(local.Participant):
       each: local.training(step, begin, end, transform=self.transform)
       for each, end in ((False, weighted), (True, sent))
     }
-
-  def work(
-    self,
-    server: local.Learner,
-    hyper: dict[str, jax.Array],
-    key: jax.Array,
-    batches: Batches,
-    bank: core.Batch,
-    *,
-    each: bool = False,
-  ) -> Work:
-    """The training of this round's clients.
-
-    Args:
-      server: the pool's model.
-      hyper: the pool's hyper-parameters.
-      key: the pool's key of the round.
-      batches: the round's batches.
-      bank: the examples, on the device.
-      each: whether to return each client's update, as `aggregate` needs too.
-
-    Returns:
-      The work, whose results are `ClientUpdates`.
-    """
-    local.check_full(self.label, batches, server.stats)
-    each = each or self.aggregate is not None
-    context = {**hyper, "server": server.variables}
-    return local.work(
-      self.clients[each], context, key, bank, (), batches, total=not each
-    )
 
   @functools.cached_property
   def combine(self) -> Callable[[ClientUpdates], tuple[PyTree, PyTree]]:
@@ -312,23 +282,39 @@ def client_works(
   *,
   each: bool = False,
 ) -> list[Work]:
-  """The training of this round's clients, pool by pool; see `Pool.work`."""
+  """The training of this round's clients, pool by pool.
+
+  Args:
+    pools: P pools.
+    state: their state.
+    plan: the round's plan.
+    data: banks by the pools' names.
+    each: whether to return each client's update, as `aggregate` needs too.
+
+  Returns:
+    P works, whose results are `ClientUpdates`.
+
+  Raises:
+    ValueError: the plan, the state or the data is not for these pools.
+  """
   if len(state.server) != len(pools):
     raise ValueError(
       f"the state is of {len(state.server)} pools, but there are {len(pools)}"
     )
   keys = round_keys(state.key, plan.round, len(pools))
-  return [
-    pool.work(
-      server,
-      local.values_of(state, i, "prox_mu"),
-      key,
-      local.of_round(plan, pool.name),
-      checks.bank(data, pool.name),
-      each=each,
+  works = []
+  for i, (pool, server, key) in enumerate(zip(pools, state.server, keys)):
+    batches = local.of_round(plan, pool.name)
+    local.check_full(pool.label, batches, server.stats)
+    context = {"server": server.variables}
+    context |= local.values_of(state, i, "prox_mu")
+    bank = checks.bank(data, pool.name)
+    apart = each or pool.aggregate is not None
+    task = pool.clients[apart]
+    works.append(
+      local.work(task, context, key, bank, (), batches, total=not apart)
     )
-    for i, (pool, server, key) in enumerate(zip(pools, state.server, keys))
-  ]
+  return works
 
 
 def client_updates(

@@ -295,41 +295,42 @@ def stackoverflow(
   def sentences():
     nonlocal clients_read, found
     end = None if max_clients is None else skip_clients + max_clients
+    parts = itertools.pairwise(sorted({0, share, 1}))
     with fedjax_source.open_sqlite(path, _STACKOVERFLOW) as data:
       clients = [*enumerate(data.client_ids(), 1)]
       random.Random(f"{seed}/clients").shuffle(clients)
-      for low, high in itertools.pairwise(sorted({0, share, 1})):
-        for i, (number, name) in enumerate(clients[skip_clients:end], 1):
-          if enough():
-            return
-          clients_read = max(clients_read, i)
-          try:
-            kinds, texts = _typed(data.get_client(name).all_examples())
-          except sqlite3.Error:
-            raise
-          except Exception:  # zlib, msgpack and FedJAX raise many kinds.
-            skipped["clients that cannot be read"] += low == 0
+      turns = enumerate(clients[skip_clients:end], 1)
+      for (low, high), (i, (number, name)) in itertools.product(parts, turns):
+        if enough():
+          return
+        clients_read = max(clients_read, i)
+        try:
+          kinds, texts = _typed(data.get_client(name).all_examples())
+        except sqlite3.Error:
+          raise
+        except Exception:  # zlib, msgpack and FedJAX raise many kinds.
+          skipped["clients that cannot be read"] += low == 0
+          continue
+        domain, wanted = prevailing(kinds), {QUESTION, ANSWER}
+        if clients_per_domain is not None:
+          if prevails[domain] >= clients_per_domain:
+            skipped["clients of a domain that has enough"] += 1
             continue
-          domain, wanted = prevailing(kinds), {QUESTION, ANSWER}
-          if clients_per_domain is not None:
-            if prevails[domain] >= clients_per_domain:
-              skipped["clients of a domain that has enough"] += 1
-              continue
-            wanted = {domain}
-          draw = random.Random(f"{seed}/{number}").random if share < 1 else None
-          chosen = [
-            (kind, sentence)
-            for kind, sentence in zip(kinds, texts)
-            if kind in wanted
-            and (draw is None or low <= draw() < high)
-            and sentence.strip()
-          ][:max_sentences_per_client]
-          prevails[domain] += bool(chosen)
-          found += len(chosen)
-          for kind, sentence in chosen:
-            words = sentence.decode("utf-8", "replace").split()
-            words = [word[: text.MAX_WORD] for word in words]
-            yield fedjax_source.decoded(name), kind, words
+          wanted = {domain}
+        draw = random.Random(f"{seed}/{number}").random if share < 1 else None
+        chosen = [
+          (kind, sentence)
+          for kind, sentence in zip(kinds, texts)
+          if kind in wanted
+          and (draw is None or low <= draw() < high)
+          and sentence.strip()
+        ][:max_sentences_per_client]
+        prevails[domain] += bool(chosen)
+        found += len(chosen)
+        for kind, sentence in chosen:
+          words = sentence.decode("utf-8", "replace").split()
+          words = [word[: text.MAX_WORD] for word in words]
+          yield fedjax_source.decoded(name), kind, words
 
   source = str(path)
   if skip_clients:
