@@ -1,5 +1,7 @@
 """Servers that see each client's update, not only their mean."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,11 @@ import pytest
 
 import hetfl
 from hetfl import core, engine, population
+from hetfl.algorithms.fedavg import client_updates
 from hetfl.algorithms.fml import weighted_mean
 from tests import federation
+
+make_pools = functools.partial(federation.make_pools, models=federation.DENSE)
 
 
 def mean(updates):
@@ -66,7 +71,7 @@ def test_the_weighted_mean_is_fedavgs(name, build):
   if build is hetfl.merged_codist:
     more = dict(distiller=hetfl.Distiller(), alpha=0.5)
   for aggregate in (None, mean):
-    pools = federation.make_pools(aggregate=aggregate)
+    pools = make_pools(aggregate=aggregate)
     algorithm = build(pools, rounds=9, engine=runner, **more)
     algorithm = algorithm._replace(step=runner.compile(algorithm.step))
     state, metrics = federation.run(algorithm, 2)
@@ -92,25 +97,36 @@ def test_a_median_by_hand():
     assert float(after.stats["mean"]) == 2.0
 
 
-@pytest.mark.parametrize("name", engines())
-def test_each_update_is_that_of_its_client_alone(name):
-  pools = federation.make_pools(
-    2, server_optimizer=hetfl.optimizers.fedavg_server, server_lr=1.0
+@pytest.fixture(scope="module")
+def alone():
+  """Pools, their state, and rounds of each client of a plan by itself."""
+  pools = make_pools(
+    server_optimizer=hetfl.optimizers.fedavg_server, server_lr=1.0
   )
   algorithm = hetfl.fedavg(pools, rounds=None)
-  state, data = algorithm.init(jax.random.key(0)), federation.make_data()
-  plan = federation.make_plan(1)
-  each = hetfl.algorithms.fedavg.client_updates(
-    pools, state, plan, data, engine=engines()[name]
-  )
+  state, step = algorithm.init(jax.random.key(0)), jax.jit(algorithm.step)
+  plan, data, rounds = federation.make_plan(1), federation.make_data(), []
+  for k in range(4):
+    batches = {
+      pool.name: jax.tree.map(
+        lambda a, k=k: a[k : k + 1], plan.batches[pool.name]
+      )
+      for pool in pools
+    }
+    rounds.append(step(state, hetfl.Plan(plan.round, batches), data))
+  return pools, state, rounds
+
+
+@pytest.mark.parametrize("name", engines())
+def test_each_update_is_that_of_its_client_alone(alone, name):
+  pools, state, rounds = alone
+  plan, data = federation.make_plan(1), federation.make_data()
+  each = client_updates(pools, state, plan, data, engine=engines()[name])
   for i, updates in enumerate(each):
     batches = plan.batches[f"pool{i}"]
     np.testing.assert_array_equal(updates.client, batches.client)
     np.testing.assert_array_equal(updates.weight, batches.weight)
-    for k in range(4):
-      alone = jax.tree.map(lambda a, k=k: a[k : k + 1], batches)
-      both = hetfl.Plan(plan.round, {"pool0": alone, "pool1": alone})
-      after, metrics = algorithm.step(state, both, data)
+    for k, (after, metrics) in enumerate(rounds):
       mine = jax.tree.map(
         lambda w, d, k=k: w - d[k], state.server[i].params, updates.delta
       )
@@ -191,22 +207,26 @@ def noisy(key, delta):
   return structure.unflatten(draws)
 
 
-@pytest.mark.parametrize("runner", ("threads", "padded mesh", "lanes"))
-def test_what_is_sent_is_noisy_in_the_same_way(runner):
+def test_what_is_sent_is_noisy_in_the_same_way():
   """Clients of 1 to 4 steps, a stateful optimizer, noise in what is sent."""
-  pools = federation.make_pools(
+  pools = make_pools(
     optimizer=lambda rate: optax.sgd(rate, momentum=0.5),
     delta_transform=noisy,
   )
   plan, data = federation.make_plan(1), federation.make_data()
   assert len(set(plan.batches["pool0"].steps.tolist())) > 1
-  kinds = engines() | {"lanes": engine.Inline(at_once=2)}
 
-  def after_a_round(name):
-    algorithm = hetfl.fedavg(pools, rounds=3, engine=kinds[name])
+  def after_a_round(runner):
+    algorithm = hetfl.fedavg(pools, rounds=3, engine=runner)
     state = algorithm.init(jax.random.key(0))
-    return federation.params(algorithm.step(state, plan, data)[0])
+    step = runner.compile(algorithm.step)
+    return federation.params(step(state, plan, data)[0])
 
-  chex.assert_trees_all_close(
-    after_a_round(runner), after_a_round("inline"), rtol=1e-5, atol=1e-6
-  )
+  expected = after_a_round(engine.Inline())
+  for runner in (
+    engine.Threads(2),
+    engine.Inline(federation.mesh(3)),  # Not as many rows for each.
+    engine.Inline(at_once=2),
+  ):
+    found = after_a_round(runner)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
