@@ -283,7 +283,7 @@ def test_mistakes_are_named(experiment, nets, tmp_path):
     [
       (more, "2 models, but 1 parties that are not --weak_parties"),
       (mixed, "--models=small: give models of your own as FILE.py:FUNCTION"),
-      (("--models=table3",), "--models=table3: choose from small, table1"),
+      (("--models=table3",), "--models=table3: choose from table1, table2"),
     ],
     fresh=fresh,
   )
