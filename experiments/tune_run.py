@@ -283,17 +283,16 @@ def main(given: Given) -> None:
       if search.proposer == "optuna":
         journal = workdir / "optuna.journal"
         proposer = tune.OptunaSearch(space, s.seed, journal)
-      rows = tune.search(
-        problem,
-        proposer,
-        runner,
-        **search.arguments(
-          tune.search,
-          folder=workdir,
-          checkpoint_every=s.checkpoint_every or s.eval_every,
-          start=start,
-        ),
+      options = search.arguments(
+        tune.search,
+        problem=problem,
+        proposer=proposer,
+        runner=runner,
+        folder=workdir,
+        checkpoint_every=s.checkpoint_every or s.eval_every,
+        start=start,
       )
+      rows = tune.search(**options)
   best = write_best(search, s, rows, workdir)
   report.parallel_coordinates(
     {name: [row["values"][name] for row in rows] for name in space},
