@@ -58,7 +58,7 @@ def make_parties(
     own_models.check("models", s.models, ())
     own = s.models
   strong = s.num_parties - s.weak_parties
-  if len(own) > strong:
+  if own and len(own) > strong:
     raise UsageError(
       f"{shown}: {len(own)} models, but {strong} parties that are not"
       " --weak_parties; give more --num_parties"

@@ -280,17 +280,16 @@ def main(given: Given) -> None:
         runner = trials.Vmapped(problem, seeds, devices=jax.devices())
       optuna = search.proposer == "optuna"
       make = tune.optuna_search if optuna else tune.random_search
-      rows = tune.search(
-        problem,
-        make(space, s.seed),
-        runner,
-        **search.arguments(
-          tune.search,
-          folder=workdir,
-          checkpoint_every=s.checkpoint_every or s.eval_every,
-          start=start,
-        ),
+      options = search.arguments(
+        tune.search,
+        problem=problem,
+        propose=make(space, s.seed),
+        runner=runner,
+        folder=workdir,
+        checkpoint_every=s.checkpoint_every or s.eval_every,
+        start=start,
       )
+      rows = tune.search(**options)
   best = write_best(search, s, rows, workdir)
   report.parallel_coordinates(
     {name: [row["values"][name] for row in rows] for name in space},
