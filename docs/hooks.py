@@ -24,7 +24,7 @@ def on_files(files, config):
     files.remove(file)
   paths = [ROOT / name for name in (*TEXTS, *FILES)]
   paths += (ROOT / "docs").rglob("*.md")
-  paths += (ROOT / "docs").rglob("*.css")
+  paths += (ROOT / "docs").glob("site.*")
   paths += [p for p in (ROOT / "results").rglob("*") if p.is_file()]
   for path in paths:
     name = path.relative_to(ROOT).as_posix()
@@ -59,6 +59,8 @@ def on_page_markdown(markdown, page, files, **_):
   here = posixpath.dirname(page.file.src_uri)
   if page.file.src_uri == "docs/papers.md":
     _check_quotes(markdown)
+  if page.file.src_uri == "docs/settings.md":
+    page.meta["search"] = {"boost": 4}  # Who searches a flag wants this page.
 
   def to_page(match):
     target = posixpath.normpath(posixpath.join(here, match[1]))
