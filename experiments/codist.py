@@ -11,323 +11,258 @@ Put the flag file first: flags after it override it, and it overrides flags
 before it.
 """
 
+from collections.abc import Sequence
+import dataclasses
 import functools
-import pathlib
+import sys
+from typing import Literal
 
-from absl import flags
-import autotuning
-import codist_language
-from codist_settings import (
-  ALGORITHMS,
-  configuration,
-  define_flags,
-  exchange_every,
-  POOLS,
-  SERVERS,
-  TASKS,
-  UNUSED,
-)
-import common
-import jax
-import launch
-import numpy as np
-import optax
-import own_models
+import settings
+from settings import count, setting, share
+import shared
 
-from hetfl import (
-  core,
-  Distiller,
-  Evaluator,
-  fedavg,
-  localize,
-  merged_codist,
-  periodic_codist,
-  Plan,
-  plan_round,
-  Pool,
-  put_banks,
-  Subset,
-)
-from hetfl.batches import in_order, number_of_steps
-from hetfl.data import files
-from hetfl.engine.packing import enough_lanes
-from hetfl.run import logs, report, training
-
-FLAGS = flags.FLAGS
+IMAGES = ("digits", "cifar10", "cifar100", "npz")
+TEXTS = ("pydoc", "stackexchange", "stackoverflow")
+POOLS = ("small", "large")
+_CIFAR = "cifar10 cifar100"
+_STUDENTS = "periodic merged"
+_RATE = "log:1e-4:0.1"
+of_students = functools.partial(setting, each=POOLS, only=_STUDENTS)
 
 
-class Experiment:
-  """Data, models and engine of one data set, shared by its algorithms."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Codist(shared.Rounds):
+  """A run of codistillation, or of FedAvg.
 
-  def __init__(self, config: dict, speed: dict):
-    self.engine = common.run_engine()
-    self.task = TASKS[config["dataset"]].Task(config, speed, self.engine)
-    self.data, self.models = self.task.data, self.task.models
-    self._pools, self._banks, self._lanes = {}, {}, {}
-    # Whose examples a plan's batches are.
-    self.sets = dict(zip(POOLS, self.data.pools))
-    self.sets["distill"] = self.data.distill
-    sampled = config["clients_per_round"]
-    most = ",".join(str(len(clients)) for clients in self.data.pools)
-    for pool, clients, number in zip(POOLS, self.data.pools, sampled):
-      if number > len(clients):
-        fewer = pool == "large" and config.get("pools") != "domain"
-        raise common.UsageError(
-          f"--clients_per_round={number}: the pool of the {pool} model has"
-          f" {len(clients)} clients"
-          + (", the --high_capacity_clients" if fewer else "")
-          + f"; give at most {most}"
-        )
-    sets = {"test": self.data.test, "heldout": self.data.heldout}
-    if speed["bank"] == "round":
-      sets = {name: subset.alone() for name, subset in sets.items()}
-      banks = put_banks(*sets.values())
-    else:
-      banks = put_banks(*sets.values(), *self.sets.values())
-      self._banks = dict(zip(self.sets, banks[len(sets) :]))
-    self.evaluator = Evaluator(
-      self.models,
-      {
-        name: Subset(bank, subset.index)
-        for bank, (name, subset) in zip(banks, sets.items())
-      },
-      engine=self.engine,
-      batch_size=speed["eval_batch_size"],
-      **self.task.evaluator_options,
-    )
+  For CIFAR and Stack Overflow defaults are from the paper's appendix C; where
+  it gives none, they are the best of a few runs (BUILD_NOTES.md), and for text
+  from Reddi et al. 2021 or our own choice. On digits and pydoc all algorithms
+  have the same distillation, so that they share programs.
 
-  def pools(self, config: dict) -> list[Pool]:
-    """The pools; equal rates share pools and so their compiled programs."""
-    names = ("client_lr", "server_lr")
-    rates = tuple(config[name] for name in names)
-    if rates not in self._pools:
-      client_optimizer = optax.sgd
-      if config["client_momentum"]:
-        client_optimizer = functools.partial(
-          optax.sgd, momentum=config["client_momentum"]
-        )
-      self._pools[rates] = [
-        Pool(
-          model,
-          name,
-          learning_rate=config["client_lr"][i],
-          server_lr=config["server_lr"][i],
-          optimizer=client_optimizer,
-          server_optimizer=SERVERS[config["server_optimizer"]],
-          prox_mu=config["prox_mu"] or None,
-          **self.task.pool_options,
-        )
-        for i, (name, model) in enumerate(zip(POOLS, self.models))
-      ]
-    return self._pools[rates]
+  Attributes:
+    algorithm: One algorithm, or a comma-separated list of them, which are run
+      one after another and compared.
+    dataset: What clients hold; images (digits, cifar10, cifar100; npz, your
+      own) or text (pydoc, stackexchange, stackoverflow). digits and pydoc need
+      no download.
+    models: The models of the small and the large pool, one for both or
+      SMALL,LARGE; small_cnn, large_cnn, or for text small_lstm, large_lstm; or
+      FILE.py:FUNCTION for one of your own, where FUNCTION(num_classes), for
+      text FUNCTION(vocabulary_size), returns a Flax module. By default the
+      paper's.
+    recipe: Image size, cropping and padding; one of fixed size and statistics;
+      or of the data set's own, with random crops (crop), flips too (crop_flip)
+      or neither (plain). crop flips none, since images may be of letters.
+    num_clients: For --dataset=npz without clients_train, the number of clients
+      that the images are divided into, by default 100, or one for ten images if
+      there are fewer than a thousand; 27% of them are the server's, for
+      distillation, and 10% are held out.
+    partition_alpha: Concentration of the Dirichlet distribution over labels
+      (coarse labels for CIFAR-100) that partitions the examples into clients;
+      small values give skewed clients. By default 0.1 (cifar100); 0.5 (cifar10,
+      digits, npz).
+    dropout: Dropout rate of each dense layer's inputs, one value or
+      SMALL,LARGE; by default no dropout, as the paper names none. With dropout,
+      --microbatch changes what students drop, and so the result.
+    mixup_beta: b of the Beta(b, b) mixup of distillation images; 0 for no
+      mixup.
+    model_size: The paper's LSTMs, or LSTMs of half their width.
+    vocabulary: Tokens; the most common words, or word pieces.
+    vocabulary_size: Number of words or pieces, not counting PAD, BOS, EOS and
+      OOV.
+    pools: Which clients train which model. By capacity, all clients train the
+      small model, and some of them (--high_capacity_clients) also the large
+      one; by domain, users who answer train the small model, users who ask the
+      large one.
+    max_sentences_per_client: Maximum number of sentences per user; further ones
+      are left out. For stackoverflow of the pools' users only.
+    high_capacity_clients: Number of clients that train the large model. By
+      default 8 of digits, 47 of CIFAR, 19 of 100 for npz, 40 of pydoc, 600 of
+      stackexchange and 684 of stackoverflow. The paper has 31, 47 or 63 for
+      CIFAR, and 684 for Stack Overflow, where its two other pools have the size
+      of about 342 and 1,369 clients.
+    distill_data: Data that the models distil on; c4 requires --c4_path.
+    distill_examples: Number of distillation examples (paper, Figure 4). By
+      default all, but at most 4,488,694 of --distill_data=c4, as in the paper,
+      and at most 1,000,000 of stackoverflow's in_domain, to save memory
+      (122,250,952 in the paper).
+    c4_path: A C4 shard (*.json.gz), a text file with one paragraph per line, or
+      a folder of such files.
+    c4_tokenizer: How text is split into sentences and words; nltk requires
+      NLTK's punkt_tab, which is never downloaded.
+    bank: Where the examples are stored; all on each device (device), or on the
+      host, which sends only those of each round (round), for data sets that do
+      not fit on a device. Changes speed and memory only.
+    clients_per_round: Clients of each pool that train in a round, one value or
+      SMALL,LARGE.
+    client_batch_size: Clients' batch size.
+    client_epochs: A client's passes over its examples.
+    client_lr: Clients' learning rate, one value or SMALL,LARGE.
+    client_momentum: Clients' momentum.
+    prox_mu: Weight of FedProx's term; 0 for none.
+    client_weights: Weights of the clients in the mean; their numbers of
+      examples, or the same for all.
+    server_optimizer: How servers apply their clients' mean update; FedAdam,
+      FedYogi, FedAvgM (momentum) or McMahan's FedAvg (sgd).
+    server_lr: Servers' learning rate in the first round, one value or
+      SMALL,LARGE; it decays linearly to zero.
+    distill_lr: Students' learning rate, one value or SMALL,LARGE.
+    distill_lr_decay: Share of --distill_lr that is left after the last round,
+      one value or SMALL,LARGE; the rate decays linearly over the rounds.
+    distill_epsilon: Epsilon of the students' Adam; the servers' is 1e-5.
+    distill_steps: Distillation steps per exchange; in the paper 200 for
+      periodic and 32 for merged.
+    distill_batch_size: Batch size of distillation.
+    teacher_temperature: Softmax temperature of each model as a teacher, one
+      value or SMALL,LARGE.
+    student_regularization: Weight of a student's own initial predictions in its
+      target, one value or SMALL,LARGE.
+    label_weight: Weight of true labels in distillation; the paper uses none.
+    codist_period: Rounds from one codistillation to the next.
+    merge_alpha: Weight of the clients' gradient; FIRST,LAST to change it
+      linearly over the rounds (paper, section 4).
+    merge_every: Distil only in every N-th round; alpha is 1 in the others. The
+      paper distils in every round.
+    autotune: Before the first round, measure which lanes, form of convolution,
+      rounds per dispatch and, if pools exchange at least every tenth round,
+      microbatch are fastest on this machine, in one process and not in a
+      search. The choice is kept in the user's cache folder and, for resuming,
+      in the run's folder; flags that are set keep their values. Changes speed
+      only.
+  """
 
-  def device_data(self, config: dict) -> dict:
-    """The banks, as the algorithms take them; none with --bank=round."""
-    del config
-    return self._banks
-
-  @functools.cached_property
-  def files(self) -> dict[str, bytes]:
-    """Name and content of files that belong to a run; reads all data."""
-    data, partition = self.data, self.task.record()["partition"]
-    sets = (*data.pools, data.distill, data.heldout, data.test)
-    return {
-      **self.task.files,
-      "data.json": files.record(sets, partition=partition),
-    }
-
-  def algorithm(self, config: dict, speed: dict) -> core.Algorithm:
-    """Builds one of the three algorithms."""
-    pools = self.pools(config)
-    engine = common.run_engine(self.lanes(config, speed))
-    options = dict(rounds=config["rounds"], engine=engine)
-    if config["algorithm"] == "fedavg":
-      return fedavg(pools, **options)
-    distiller = Distiller(
-      learning_rate=config["distill_lr"],
-      final_share=config["distill_lr_decay"],
-      temperature=config["teacher_temperature"],
-      regularization=config["student_regularization"],
-      label_weight=config["label_weight"],
-      optimizer=functools.partial(optax.adam, eps=config["distill_epsilon"]),
-      microbatch=(config | speed)["microbatch"] or None,
-      **self.task.distiller_options(config),
-    )
-    if config["algorithm"] == "periodic":
-      period = config["codist_period"]
-      return periodic_codist(pools, distiller, period=period, **options)
-    alpha = config["merge_alpha"]
-    if isinstance(alpha, list):
-      alpha = common.linear(alpha, config["rounds"])
-    every = config["merge_every"]
-    return merged_codist(pools, distiller, alpha=alpha, every=every, **options)
-
-  def lanes(self, config: dict, speed: dict) -> int | None:
-    """The number of lanes in the flags, or else enough for both pools."""
-    if speed["lanes"] or common.on_threads():
-      return speed["lanes"]
-    share = {
-      "batch_size": config["client_batch_size"],
-      "epochs": config["client_epochs"],
-    }
-    key = (config["clients_per_round"], *share.values())
-    if key not in self._lanes:
-      self._lanes[key] = max(
-        enough_lanes(number_of_steps(clients.sizes, **share), number)
-        for clients, number in zip(self.data.pools, key[0])
-      )
-    return self._lanes[key]
-
-  def plan(self, config: dict, round: int) -> Plan:
-    """The plan of a round; a pure function of the round."""
-    every = exchange_every(config)
-    due = every and round % every == 0
-    steps, batch_size = config["distill_steps"], config["distill_batch_size"]
-    plan = plan_round(
-      dict(zip(POOLS, self.data.pools)),
-      self.data.distill if due else None,
-      seed=config["seed"],
-      round=round,
-      clients_per_round=config["clients_per_round"],
-      batch_size=config["client_batch_size"],
-      epochs=config["client_epochs"],
-      uniform_weights=config["client_weights"] == "uniform",
-      distill_steps=steps,
-      distill_batch_size=batch_size,
-    )
-    if every and not due:  # Plans have the same structure in all rounds.
-      nothing = np.full(steps * batch_size, -1, np.int32)
-      plan.batches["distill"] = in_order(nothing, batch_size)
-    return plan
-
-  def localized(self, config: dict, round: int):
-    """The plan of a round and the examples that it needs."""
-    work = localize(self.plan(config, round), self.sets)
-    # Over several processes the engine places them, as it does the plan.
-    return work if jax.process_count() > 1 else jax.device_put(work)
-
-  def evaluate(self, state) -> dict[str, float]:
-    """Accuracy and loss of each pool on the test and the held-out set."""
-    results = self.evaluator([pool.variables for pool in state.server])
-    return {
-      f"{pool}/{name}": value
-      for pool, result in zip(POOLS, results)
-      for name, value in self.task.finish(result).items()
-    }
-
-  def summarize(self, config: dict, state, evaluation) -> dict:
-    """What `result.json` says of a finished run."""
-    pools, every = {}, exchange_every(config)
-    for pool, learner, clients, number in zip(
-      POOLS, state.server, self.data.pools, config["clients_per_round"]
-    ):
-      sent = training.num_bytes(learner.variables)
-      pools[pool] = {
-        "parameters": core.num_parameters(learner.params),
-        "clients": len(clients),
-        "examples": int(clients.sizes.sum()),
-        **{
-          name: evaluation[f"{pool}/{name}"]
-          for name in self.task.metrics
-          if f"{pool}/{name}" in evaluation
-        },
-        "heldout_accuracy": evaluation[f"{pool}/heldout_accuracy"],
-        "bytes_sent_per_client_round": sent,
-        "bytes_received_per_client_round": sent,
-        "bytes_per_round": 2 * sent * number,
-      }
-    return {
-      "algorithm": config["algorithm"],
-      "dataset": config["dataset"],
-      **self.task.record(),
-      **({"models": config["models"]} if config["models"] else {}),
-      "seed": config["seed"],
-      "exchanges": config["rounds"] // every if every else 0,
-      "bytes_per_round": sum(p["bytes_per_round"] for p in pools.values()),
-      # Sizes of the server's sets, as in the paper's tables 3 to 5.
-      **{
-        f"{name}_examples": len(getattr(self.data, name).index)
-        for name in ("distill", "heldout", "test")
-      },
-      "pools": pools,
-    }
-
-
-def curves(
-  runs: dict, *, config: dict, folder: pathlib.Path, experiment: Experiment
-) -> None:
-  """Draws each algorithm's accuracies, for all its seeds, over the rounds."""
-  measured = {n for seeds in runs.values() for n in seeds[0][-1]}
-  for suffix, metric in experiment.task.charts.items():
-    if any(f"{pool}/{metric}" in measured for pool in POOLS):
-      report.curves(
-        runs,
-        folder / f"curves{suffix}.png",
-        metric=metric,
-        title=config["dataset"] + suffix.replace("_", ", "),
-      )
-
-
-def train(
-  experiment: Experiment, config: dict, speed: dict, folder: logs.RunFolder
-) -> dict:
-  """Runs or resumes one algorithm in a folder of its own."""
-  folder.keep(experiment.files)
-  algorithm = experiment.algorithm(config, speed)
-  plan = experiment.plan
-  if speed["bank"] == "round":
-    plan, step = experiment.localized, algorithm.step
-    algorithm = algorithm._replace(
-      step=lambda state, work, _: step(state, *work)
-    )
-  return launch.train(
-    algorithm,
-    functools.partial(plan, config),
-    experiment.device_data(config),
-    experiment.evaluate,
-    config=config,
-    speed=speed,
-    engine=experiment.engine,
-    folder=folder,
-    summarize=functools.partial(experiment.summarize, config),
+  algorithm: tuple[Literal["fedavg", "periodic", "merged"], ...] = setting(
+    ("fedavg", "periodic", "merged")
   )
+  dataset: Literal[*IMAGES, *TEXTS] = setting("digits")
+  models: tuple[str, ...] | None = setting(each=POOLS)
+  recipe: Literal[
+    "pad32", "crop24", "digits8", "mnist28", "crop", "crop_flip", "plain"
+  ] = setting("pad32", {"digits": "digits8", "npz": "crop"}, only="images")
+  num_clients: int | None = setting(only="images", low=3)
+  partition_alpha: float | None = setting(only="images", low=1e-6)
+  dropout: tuple[float, ...] = setting(
+    0.0, only="images", each=POOLS, low=0, high=0.99
+  )
+  mixup_beta: float = setting(2.0, only=f"images, {_STUDENTS}", low=0)
+  model_size: Literal["paper", "half"] = setting(
+    "paper", {"pydoc": "half"}, only="text, hetfl_models"
+  )
+  vocabulary: Literal["word", "wordpiece"] = setting("word", only="text")
+  vocabulary_size: int = count(
+    10_000, {"stackexchange": 4000, "pydoc": 2000}, only="text"
+  )
+  pools: Literal["capacity", "domain"] = setting("capacity", only="text")
+  max_sentences_per_client: int | None = count(
+    None, {"stackexchange pydoc": 100}, only="text"
+  )
+  high_capacity_clients: int | None = count()
+  distill_data: Literal["in_domain", "cifar10", "cifar100", "c4"] = setting(
+    "in_domain"
+  )
+  distill_examples: int | None = count()
+  c4_path: str | None = setting(kind="place", only="c4")
+  c4_tokenizer: Literal["rules", "nltk"] = setting("rules", only="c4")
+  bank: Literal["device", "round"] = setting("device", kind="speed")
+  rounds: int = count(
+    1500, {"digits": 120, "npz stackexchange": 300, "pydoc": 50}
+  )
+  eval_every: int = count(50, {"digits npz pydoc": 10, "stackexchange": 25})
+  # On digits a checkpoint takes as long as two rounds.
+  checkpoint_every: int | None = count(None, {"digits": 40}, kind="speed")
+  clients_per_round: tuple[int, ...] = count(
+    20, {"digits": 6, "npz pydoc": 10}, each=POOLS
+  )
+  client_batch_size: int = count(20, {"digits": 5, "stackexchange pydoc": 10})
+  client_epochs: int = count(1)
+  client_lr: tuple[float, ...] = setting(
+    0.05,
+    {f"{_CIFAR}, periodic": 0.02, "text": 0.3},
+    each=POOLS,
+    low=1e-6,
+    search=_RATE,
+    search_each=False,
+    argument="learning_rate",
+  )
+  client_momentum: float = share(0.0)
+  prox_mu: float = setting(0.0, low=0)
+  client_weights: Literal["examples", "uniform"] = setting("examples")
+  server_optimizer: Literal["adam", "yogi", "momentum", "sgd"] = setting("adam")
+  server_lr: tuple[float, ...] = setting(
+    (0.005, 0.002),
+    {"digits text": 0.01},
+    each=POOLS,
+    low=1e-6,
+    search=_RATE,
+  )
+  distill_lr: tuple[float, ...] = of_students(
+    1e-3, {f"{_CIFAR}, merged": 5e-3}, low=0, search=_RATE
+  )
+  distill_lr_decay: tuple[float, ...] = of_students(
+    0.0, search="log:1e-3:1", argument="final_share", low=0, high=1
+  )
+  distill_epsilon: float = setting(
+    1e-8, {f"{_CIFAR}, merged": 1e-3}, only=_STUDENTS, low=0
+  )
+  distill_steps: int = count(
+    200,
+    {"stackexchange": 100, "merged npz": 32, "digits": 10, "pydoc": 20},
+    only=_STUDENTS,
+  )
+  distill_batch_size: int = count(
+    128,
+    {f"{_CIFAR}, merged": 32, "digits stackexchange": 64, "pydoc": 32},
+    only=_STUDENTS,
+  )
+  teacher_temperature: tuple[float, ...] = of_students(
+    1.0, low=1e-6, search="log:0.1:10", argument="temperature"
+  )
+  student_regularization: tuple[float, ...] = of_students(
+    0.01, search="log:1e-3:0.5", argument="regularization", low=0, high=1
+  )
+  label_weight: float = share(0.0, only=_STUDENTS)
+  codist_period: int = count(
+    200,
+    {"digits pydoc": 10, "npz": 20, "stackexchange": 50},
+    only="periodic",
+  )
+  # In every round, as in the paper, models that have not learned much yet
+  # hold each other back (BUILD_NOTES.md).
+  merge_alpha: tuple[float, ...] = share(
+    0.9,
+    {
+      _CIFAR: 0.95,
+      "digits": 0.8,
+      "stackoverflow": 0.5,
+      "stackexchange pydoc": 0.7,
+    },
+    only="merged",
+    most=2,
+    search="linear:0.05:0.95",
+    argument="alpha",
+  )
+  merge_every: int = count(1, {"stackexchange pydoc": 4}, only="merged")
+  microbatch: int = setting(
+    0,
+    {"cpu, images": 16, "own_models": 0},
+    kind="speed",
+    only=_STUDENTS,
+    matters="dropout own_models",
+    low=0,
+  )
+  autotune: bool = setting(False, kind="machine")
+
+  @property
+  def exchange_every(self) -> int:
+    """Rounds from one exchange between the pools to the next; 0: none."""
+    every = {"periodic": self.codist_period, "merged": self.merge_every}
+    return every.get(self.algorithm, 0)
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
   """Runs the algorithms of --algorithm, then prints a table."""
-  if FLAGS.distill_data != "c4":
-    common.warn_of_idle(
-      f"it is for --distill_data=c4, not {FLAGS.distill_data}",
-      "c4_path",
-      "c4_tokenizer",
-    )
-  of_text = TASKS[FLAGS.dataset] is codist_language
-  if of_text:
-    common.warn_of_idle("language models have no convolutions", "conv")
-  if FLAGS.models:
-    other = "model_size" if of_text else "conv"
-    own_models.warn_of_idle(FLAGS.models, "dtype", other)
-
-  def configure(name, path, seed):
-    config, speed = configuration(name, path)
-    config["seed"] = seed
-    if FLAGS.autotune:
-      every = exchange_every(config)
-      speed = autotuning.measure(Experiment, config, speed, path, every)
-    return config, speed
-
-  launch.side_by_side(
-    ("codist", FLAGS.dataset, *own_models.labels(FLAGS.models or ())),
-    ALGORITHMS,
-    unused=UNUSED,
-    configure=configure,
-    build=Experiment,
-    train=train,
-    draw=curves,
-    table=report.table,
-  )
+  settings.main(argv, Codist, "codist_run")
 
 
 if __name__ == "__main__":
-  define_flags()
-  launch.run(main)
+  main(sys.argv[1:])

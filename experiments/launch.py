@@ -1,196 +1,460 @@
-"""Starts a run, or several side by side, from the command line."""
+"""Runs what a command's settings ask for: engine, folders, seeds, errors."""
 
+import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
 import functools
+import json
 import logging as std_logging
-import math
 import os
 import pathlib
 import re
+import shutil
 import sys
-from typing import Any, NamedTuple, NoReturn
+import tempfile
+from typing import Any, NoReturn
 
-from absl import app, flags, logging
-import common
+from absl import flags, logging
 import jax
+from settings import Given, in_words, Settings, shown, UsageError
 
 from hetfl import core
 from hetfl import engine as engine_lib
 from hetfl.run import autotune, logs, report, training
 
-FLAGS = flags.FLAGS
-# The flags of library arguments that have other names.
-_FLAG_OF = {"datasets": "dataset", "tokenizer": "c4_tokenizer"}
+
+def run(
+  main: Callable[[Given], None], given: Given, cls: type[Settings]
+) -> None:
+  """Runs a command, and ends with its errors in one line.
+
+  Args:
+    main: the command.
+    given: its flags.
+    cls: its settings.
+  """
+  flags.FLAGS.mark_as_parsed()  # Those of absl's own logging.
+  logging.use_absl_handler()
+  verbose = given.values.get("verbosity", 0) > 0
+  logging.set_verbosity(logging.DEBUG if verbose else logging.INFO)
+  std_logging.getLogger("jax").setLevel(std_logging.WARNING)
+  # Orbax logs dozens of lines for each checkpoint.
+  ours = lambda r: r.levelno > std_logging.INFO or "orbax" not in r.pathname
+  logging.get_absl_logger().addFilter(ours)
+  try:
+    s = cls.resolve(given.values, ())
+    if s.cpu_devices:
+      jax.config.update("jax_num_cpu_devices", s.cpu_devices)
+    jax.config.update("jax_default_matmul_precision", s.matmul_precision)
+    _keep_programs(s.compilation_cache)
+    _join_processes(s)
+    main(given)
+  except (ValueError, OSError, ArithmeticError, ImportError) as error:
+    if verbose:
+      raise
+    _end(_one_line(error, cls))
 
 
-class _Run(NamedTuple):
-  """One algorithm with one seed: where it runs, and its resolved flags."""
+def _end(message: str) -> NoReturn:
+  """Ends the process with a message.
 
-  seed: int
-  name: str
-  path: pathlib.Path
-  config: dict
-  speed: dict
+  One of several processes does not wait for the others, which may be waiting
+  for it inside a program; they end when they notice that it has ended.
+  """
+  if not jax.distributed.is_initialized():
+    sys.exit(message)
+  print(message, file=sys.stderr, flush=True)
+  os._exit(1)
+
+
+def _one_line(error: Exception, cls: type[Settings]) -> str:
+  """An error's text in one line; the library's name an argument first."""
+  # JAX adds a note of its own, about its traceback.
+  notes = [n for n in getattr(error, "__notes__", ()) if not n.startswith("--")]
+  text = " ".join("; ".join([str(error), *notes]).split())
+  argument, _, rest = text.partition("=")
+  for name, declared in cls.declared().items():
+    if argument == (declared.argument or name):
+      text = f"--{name}={rest}"
+  if not isinstance(error, ValueError):
+    text = f"{type(error).__name__}: {text}"
+  return f"error: {text}"
+
+
+def _keep_programs(folder: str | None) -> None:
+  """Sets up the cache of compiled programs, as --compilation_cache says."""
+  if folder == "none":
+    jax.config.update("jax_enable_compilation_cache", False)
+    return
+  if folder is None and jax.config.jax_compilation_cache_dir:
+    return
+  try:
+    path = autotune.cache_folder() / "programs" / autotune.processor()
+    path = pathlib.Path(folder or path).expanduser()
+    path.mkdir(parents=True, exist_ok=True)
+  except OSError:
+    return  # A home that cannot be written to is no reason to stop.
+  jax.config.update("jax_compilation_cache_dir", str(path))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _join_processes(s: Settings) -> None:
+  """Makes this process one of several, if the flags say so."""
+  coordinator = s.distributed_coordinator
+  rest = (s.distributed_processes, s.distributed_process_id)
+  if coordinator is None and rest == (None, None):
+    return
+  automatic = coordinator == "auto"
+  if automatic and rest != (None, None):
+    raise UsageError(
+      "--distributed_coordinator=auto finds the number of processes and the"
+      " id of this one itself; leave the other two flags out"
+    )
+  names = ("coordinator", "processes", "process_id")
+  for name, value in zip(names, (coordinator, *rest)):
+    if value is None and not automatic:
+      raise UsageError(
+        f"--distributed_{name}: missing; give all three of"
+        f" --distributed_{{{','.join(names)}}}, or the first as auto alone"
+      )
+  # For CPUs; other devices have their own collectives.
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  try:
+    jax.distributed.initialize(None if automatic else coordinator, *rest)
+  except (RuntimeError, ValueError) as error:
+    hint = " (auto is for TPU pods, srun and mpirun)" if automatic else ""
+    raise UsageError(
+      f"--distributed_coordinator={coordinator}: the processes did not find"
+      f" each other{hint}: {error}"
+    ) from error
+  logging.info(
+    "%d processes with %d devices in total, %d of them in this process.",
+    jax.process_count(),
+    jax.device_count(),
+    jax.local_device_count(),
+  )
+  if jax.process_index() > 0:  # Only the first reports progress.
+    logging.set_verbosity(logging.WARNING)
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")
+
+
+def machine_words(values: Mapping[str, Any]) -> set[str]:
+  """What holds of the machine: the engine's kind, and `cpu` on one.
+
+  Args:
+    values: the given settings.
+
+  Returns:
+    Words.
+
+  Raises:
+    UsageError: the engine cannot be.
+  """
+  kind, on_cpu = values.get("engine", "auto"), jax.default_backend() == "cpu"
+  processes, devices = jax.process_count(), values.get("cpu_devices")
+  if kind in ("threads", "inline") and processes > 1:
+    raise UsageError(
+      f"--engine={kind}: {processes} processes need --engine=mesh, the default"
+    )
+  if kind == "auto":
+    several = "mesh" if jax.device_count() > 1 else "inline"
+    kind = "threads" if on_cpu and processes == 1 else several
+  if kind == "threads" and devices:
+    raise UsageError(
+      f"--cpu_devices={devices}: CPU threads use one device; add"
+      " --engine=mesh, or leave it out"
+    )
+  return {kind} | ({"cpu"} if on_cpu else set())
+
+
+def engine_of(s: Settings, lanes: int | None = None) -> engine_lib.Engine:
+  """The engine of a run, the same for the same arguments.
+
+  Args:
+    s: the run's settings.
+    lanes: how many clients train side by side, on all devices together; `None`
+      for all of a round. CPU threads take as many as they are.
+
+  Returns:
+    The engine.
+  """
+  if "threads" in s.words:
+    return _engine(None, s.threads)
+  return _engine(jax.device_count() if "mesh" in s.words else 1, lanes)
+
+
+@functools.cache
+def _engine(devices: int | None, number: int | None) -> engine_lib.Engine:
+  if devices is None:
+    return engine_lib.Threads(number)
+  mesh = None
+  if devices > 1 or jax.process_count() > 1:
+    mesh = jax.make_mesh((devices,), (engine_lib.AXIS,))
+  return engine_lib.Inline(mesh, at_once=number and -(-number // devices))
+
+
+def forget_engines() -> None:
+  """Drops the engines, and with them all programs that they compiled."""
+  _engine.cache_clear()
+
+
+def linear(values: Sequence[float], rounds: int):
+  """A constant, or a linear schedule from the first value to the last.
+
+  >>> linear([0.5], 9), linear([0.9, 0.5], 9)(5)
+  (0.5, 0.7)
+  """
+  first, last = values[0], values[-1]
+  if first == last:
+    return first
+  return lambda t: first + (last - first) * (t - 1) / max(rounds - 1, 1)
+
+
+def settle(
+  cls: type[Settings], given: Given, words: set[str], workdir: pathlib.Path
+) -> Settings:
+  """The settings of a run; a resumed one keeps its speed settings.
+
+  Other lanes, for example, would sum the same numbers in another order.
+  """
+  kinds = {n: s.kind_in(words) for n, s in cls.declared().items()}
+  stored = {
+    n: v for n, v in stored_speed(workdir).items() if kinds.get(n) == "speed"
+  }
+  return cls.resolve(stored | given.values, words)
+
+
+def stored_speed(workdir: pathlib.Path) -> dict[str, Any]:
+  """The speed settings that a run started with, the same in all processes."""
+  speed = logs.read_config(workdir).get("speed", {})
+  return json.loads(engine_lib.bytes_from_first(json.dumps(speed).encode()))
+
+
+def open_folder(
+  s: Settings,
+  workdir: pathlib.Path,
+  named: str = "--workdir",
+  lengthens: bool = False,
+  **more: Any,
+) -> logs.RunFolder:
+  """Makes a run's folder, or opens it; see `logs.RunFolder`.
+
+  Args:
+    s: the run's settings.
+    workdir: the folder.
+    named: the flag that names it.
+    lengthens: whether the run can be extended.
+    **more: further values that identify the run, which are no flags.
+
+  Returns:
+    The folder.
+  """
+  config, speed = s.of_kind("result"), s.of_kind("speed", "machine")
+  text = logs.flags_text(
+    # A path, which is stored only for resuming.
+    {n: v for n, v in (config | speed).items() if n != "pretrained"}
+  )
+  declared = s.declared().items()
+  defaults = {n: declared.default_in(s.words) for n, declared in declared}
+  return logs.RunFolder(
+    workdir,
+    config | more,
+    speed,
+    flags=text,
+    defaults=defaults,
+    named=named,
+    lengthens=lengthens,
+  )
+
+
+def warn_of_idle(given: Given, runs: Sequence[Settings]) -> None:
+  """Warns of flags on the command line, not in flag files, without effect."""
+  for name in sorted(given.typed):
+    declared = runs[0].declared().get(name)
+    if declared and all(declared.kind_in(s.words) == "idle" for s in runs):
+      logging.warning(
+        "--%s has no effect here: it is for %s.", name, in_words(declared.only)
+      )
+
+
+def workdir_of(given: Given, *parts: str) -> pathlib.Path:
+  """`--workdir`, or a folder under `runs/` named after the run.
+
+  Of several processes only the first writes there; the others get a temporary
+  folder that is deleted when they end.
+
+  Args:
+    given: the flags.
+    *parts: parts of the name, before the names of the flag files.
+
+  Returns:
+    The folder.
+  """
+  if jax.process_index() > 0:
+    scratch = tempfile.mkdtemp(prefix="hetfl-")
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    return pathlib.Path(scratch, "run")
+  if given.values.get("workdir"):
+    return pathlib.Path(given.values["workdir"]).expanduser()
+  files = [pathlib.Path(file).absolute() for file in given.files]
+  stems = [
+    # Of a run or a search, the folder's name.
+    path.parent.name if path.stem in ("config", "best") else path.stem
+    for path in files
+  ]
+  seeds = ["seeds"] * ("seeds" in given.values)
+  return pathlib.Path("runs", "-".join([*parts, *seeds, *stems]))
+
+
+def seed_folders(
+  given: Given, workdir: pathlib.Path
+) -> dict[int, pathlib.Path]:
+  """The folder of each seed's runs: `workdir` itself without `--seeds`.
+
+  Raises:
+    UsageError: `workdir` holds anything but folders of seeds, two seeds are the
+      same, or both --seed and --seeds are given.
+  """
+  seeds, seed = given.values.get("seeds"), given.values.get("seed", 0)
+  if not seeds:
+    return {seed: workdir}
+  if "seed" in given.typed:
+    raise UsageError(f"--seed={seed}: give it or --seeds, not both")
+  if len(set(seeds)) < len(seeds):
+    raise UsageError(f"--seeds={shown(seeds)}: give different numbers")
+  only_holds(workdir, r"seed\d+|summary\.json", "seedN, or seedN/ALGORITHM")
+  return {seed: workdir / f"seed{seed}" for seed in seeds}
+
+
+def only_holds(workdir: pathlib.Path, allowed: str, example: str) -> None:
+  """Checks that a folder can hold the folders of several runs.
+
+  Args:
+    workdir: the folder; may be missing.
+    allowed: pattern of the names that it may hold besides charts,
+      `summarize.py`'s files and hidden ones.
+    example: the name of a run's folder.
+
+  Raises:
+    UsageError: it holds anything else.
+  """
+  # Hidden files are locks, partly written files or the system's.
+  allowed += r"|\..*|curves\w*\.png|summary\.(csv|png)"
+  for path in sorted(workdir.iterdir()) if workdir.is_dir() else ():
+    if not re.fullmatch(allowed, path.name):
+      raise UsageError(
+        f"--workdir={workdir} holds {path.name}, so it cannot hold several"
+        f" runs, each in a folder {example}. Use another --workdir."
+      )
 
 
 def side_by_side(
+  given: Given,
+  cls: type[Settings],
   label: Sequence[str],
-  algorithms: Sequence[str],
   *,
-  unused: Mapping[str, Sequence[str]],
-  configure: Callable[[str, pathlib.Path, int], tuple[dict, dict]],
-  build: Callable[..., Any],
-  train: Callable[..., dict],
+  words: Callable[[Mapping[str, Any], str], set[str]],
+  build: Callable[[Settings], Any],
   draw: Callable[..., None],
   table: Callable[[dict], str],
-  lengthens: Callable[[dict], bool] = lambda config: False,
+  tuned: Callable[[Settings, pathlib.Path], Settings] = lambda s, path: s,
+  lengthens: Callable[[Settings], bool] = lambda s: False,
 ) -> None:
   """Runs the algorithms and seeds of the flags, then prints a table.
 
   Args:
+    given: the flags.
+    cls: the settings.
     label: parts of the default folder's name.
-    algorithms: the known algorithms.
-    unused: algorithm -> the flags that it ignores.
-    configure: (algorithm, folder, seed) -> the resolved flags, `config` and
-      `speed`.
-    build: `(config, speed) ->` the experiment, which all runs share that agree
-      in `_made_of`; it has `algorithm(config, speed)` and
-      `plan(config, round)`.
-    train: `(experiment, config, speed, folder) ->` the result.
-    draw: `(rows, config=, folder=, experiment=)`, draws the curves; `rows` has
-      the rows of each seed, by algorithm.
+    words: (given values, algorithm) -> what holds of its run.
+    build: settings -> the experiment, which runs share; see `train` for its
+      methods.
+    draw: `(rows, s, folder, experiment)`, draws the curves; `rows` has the rows
+      of each seed, by algorithm.
     table: formats the results of each seed, by algorithm, as text.
-    lengthens: whether a run of this config can be extended to more rounds.
+    tuned: (settings, folder) -> settings with the fastest speeds.
+    lengthens: whether a run can be extended to more rounds.
   """
-  names = FLAGS.algorithm
-  for name in names:
-    if name not in algorithms:
-      raise common.UsageError(
-        f"--algorithm={name}: choose from {', '.join(algorithms)}"
-      )
+  names = cls.resolve(given.values, ()).algorithm
   if len(set(names)) < len(names):
-    raise common.UsageError(f"--algorithm={','.join(names)}: name each once")
-  common.warn_of_idle(
-    f"--algorithm={','.join(names)} ignores it",
-    *set.intersection(*(set(unused[name]) for name in names)),
-  )
-  common.warn_of_idle_engine()
+    raise UsageError(f"--algorithm={shown(names)}: name each once")
   several = len(names) > 1
-  workdir = common.default_workdir(
-    *label, *names, *["seeds"] * bool(FLAGS.seeds)
-  )
-  places = common.seed_folders(workdir)
+  workdir = workdir_of(given, *label, *names)
+  places = seed_folders(given, workdir)
   runs = []
   for seed, place in places.items():
     for name in names:
       path = place / name if several else place
-      runs.append(_Run(seed, name, path, *configure(name, path, seed)))
-  experiment_of = _keeper(build)
+      s = settle(cls, given, words(given.values, name), path)
+      s = dataclasses.replace(s, seed=seed, algorithm=name)
+      runs.append((tuned(s, path), path))
+  warn_of_idle(given, [s for s, _ in runs])
+  kept = {}
+
+  def experiment_of(s):
+    key = [getattr(s, n, None) for n in ("conv", "eval_batch_size", "bank")]
+    # The seed determines these examples.
+    key = *key, s.seed if getattr(s, "distill_examples", None) else None
+    if key not in kept:  # Only one at a time, since it holds the data.
+      kept.clear()
+      kept[key] = build(s)
+    return kept[key]
+
   # Raises errors before any folder is made.
-  for run in runs[: len(names)]:
-    experiment = experiment_of(run)
-    experiment.algorithm(run.config, run.speed)
-    experiment.plan(run.config, 1)
+  for s, _ in runs[: len(names)]:
+    experiment = experiment_of(s)
+    experiment.algorithm(s)
+    experiment.plan(s, 1)
   for place in places.values() if several else ():
-    allowed = re.compile("|".join(algorithms))
-    common.only_holds(place, allowed, "algorithms", "ALGORITHM")
-  folders = [
-    common.open_folder(
-      run.path,
-      run.config,
-      run.speed,
-      lengthens=lengthens(run.config),
-      idle=unused[run.name],
+    only_holds(
+      place, "|".join(cls.declared()["algorithm"].choices), "ALGORITHM"
     )
-    for run in runs
-  ]
+  folders = [open_folder(s, path, lengthens=lengthens(s)) for s, path in runs]
   results, rows = {}, {}
-  for run, folder in zip(runs, folders):
-    experiment = chart = None  # or two experiments would be alive at once
-    experiment = experiment_of(run)
-    result = train(experiment, run.config, run.speed, folder)
-    results.setdefault(run.name, []).append(result)
-    rows.setdefault(run.name, []).append(common.rows_to_draw(folder))
+  for (s, path), folder in zip(runs, folders):
+    experiment, name = None, s.algorithm  # Or two would be alive at once.
+    experiment = experiment_of(s)
+    results.setdefault(name, []).append(train(experiment, s, folder))
+    rows.setdefault(name, []).append(logs.read_rows(folder.metrics))
     latest = {name: of_seeds[-1:] for name, of_seeds in rows.items()}
-    chart = functools.partial(draw, config=run.config, experiment=experiment)
-    chart({run.name: latest[run.name]}, folder=run.path)
-    if several and run.name == names[-1]:
-      chart(latest, folder=places[run.seed])
-  if FLAGS.seeds:
-    chart(rows, folder=workdir)
+    draw({name: latest[name]}, s, path, experiment)
+    if several and name == names[-1]:
+      draw(latest, s, places[s.seed], experiment)
+  if "seeds" in given.values:
+    draw(rows, s, workdir, experiment)
     write_summary(workdir, results, list(places))
   print(table(results))
   print(f"\nCurves: {workdir / 'curves.png'}")
 
 
-def train(
-  algorithm: core.Algorithm,
-  plan: Callable[[int], Any],
-  data: Any,
-  evaluate: Callable[[Any], dict],
-  *,
-  config: dict,
-  speed: dict,
-  engine: engine_lib.Engine,
-  folder: logs.RunFolder,
-  summarize: Callable[..., dict],
-) -> dict:
-  """Runs an algorithm as the flags say; see `training.run`.
+def train(experiment: Any, s: Settings, folder: logs.RunFolder) -> dict:
+  """Runs or resumes one algorithm in a folder of its own.
 
   Args:
-    algorithm: the algorithm.
-    plan: round -> its plan.
-    data: what a step takes as data.
-    evaluate: state -> a row of metrics.
-    config: flags that change the result.
-    speed: flags that do not.
-    engine: where it runs.
-    folder: the run's folder.
-    summarize: (last state, last evaluation) -> the result.
+    experiment: has `files(s)`, `algorithm(s)`, `plan(s, round)`, `engine`,
+      `device_data(s)`, `evaluate(s, state)` and `summarize(s, folder, state,
+      evaluation)`.
+    s: the run's settings.
+    folder: the folder.
 
   Returns:
     The result.
   """
-  return training.run(
-    algorithm,
-    jax.random.key(config["seed"]),
-    plan,
-    data,
-    evaluate,
-    engine=engine,
-    rounds=config["rounds"],
+  folder.keep(experiment.files(s))
+  options = s.arguments(
+    training.run,
+    algorithm=experiment.algorithm(s),
+    engine=experiment.engine,
+    key=jax.random.key(s.seed),
+    plan_fn=functools.partial(experiment.plan, s),
+    data=experiment.device_data(s),
+    evaluate=functools.partial(experiment.evaluate, s),
+    checkpoint_every=s.checkpoint_every or s.eval_every,
+    rounds_per_dispatch=s.of_kind("speed").get("rounds_per_dispatch", 1),
     folder=folder,
-    summarize=summarize,
-    eval_every=config["eval_every"],
-    checkpoint_every=speed["checkpoint_every"],
-    tensorboard=speed["tensorboard"],
-    stop_on_nonfinite=speed["stop_on_nonfinite"],
-    rounds_per_dispatch=speed["rounds_per_dispatch"],
+    summarize=functools.partial(experiment.summarize, s, folder),
   )
-
-
-def _keeper(build: Callable[..., Any]) -> Callable[[_Run], Any]:
-  """A function from a run to its experiment, which reuses the last if it can.
-
-  It keeps one experiment at a time, since it holds the data.
-  """
-  kept = {}
-
-  def experiment_of(run):
-    key = _made_of(run)
-    if key not in kept:
-      kept.clear()
-      kept[key] = build(run.config, run.speed)
-    return kept[key]
-
-  return experiment_of
-
-
-def _made_of(run: _Run) -> tuple:
-  """The values in which the experiments of a command's runs may differ."""
-  form = [run.speed.get(n) for n in ("conv", "eval_batch_size", "bank")]
-  # The seed determines these examples.
-  return *form, run.seed if run.config.get("distill_examples") else None
+  return training.run(**options)
 
 
 def write_summary(
@@ -210,14 +474,13 @@ def write_summary(
   """
   algorithms = {}
   for name, of_seeds in results.items():
-    leaves = [dict(_measures(result)) for result in of_seeds]
-    algorithms[name] = {}
+    leaves, found = [dict(_measures(result)) for result in of_seeds], {}
     for place in leaves[0]:
       values = [leaf.get(place) for leaf in leaves]
       if None not in values:
         mean, deviation = report.mean_and_deviation(values)
-        entry = {"mean": mean, "deviation": deviation, "values": values}
-        algorithms[name][place] = entry
+        found[place] = dict(mean=mean, deviation=deviation, values=values)
+    algorithms[name] = found
   summary = {"seeds": seeds, "algorithms": algorithms}
   logs.write_json(workdir / "summary.json", summary)
 
@@ -232,176 +495,9 @@ def _measures(result: Any, place: str = "") -> Iterator[tuple[str, Any]]:
       yield f"{place}{name}", value
 
 
-def run(
-  main: Callable[[], None],
-  define: Callable[[], None] | None = None,
-  *,
-  refused: Sequence[str] = (),
-) -> None:
-  """Parses flags, runs an experiment and turns its errors into one line.
-
-  Args:
-    main: the experiment; reads `FLAGS`.
-    define: defines the flags that depend on the values of others.
-    refused: flags that it does not support, which `--help` leaves out. They are
-      defined all the same, since `config.flags` of earlier runs has them.
-  """
-
-  def parse(argv: Sequence[str]) -> Sequence[str]:
-    try:
-      if define:
-        argv = [arg for arg in argv if arg != "--"]
-        no_help = [a for a in argv if not a.lstrip("-").startswith("help")]
-        FLAGS(no_help, known_only=True)
-        define()
-      _list_flags(refused)
-      rest = FLAGS(argv)
-    except flags.Error as error:
-      sys.exit(_one_line(error))
-    if rest[1:]:
-      sys.exit(f"error: unexpected argument {rest[1]!r}; flags begin with --")
-    return rest
-
-  def start(_):
-    logging.use_absl_handler()
-    if not FLAGS["verbosity"].present:
-      logging.set_verbosity(logging.INFO)
-    std_logging.getLogger("jax").setLevel(std_logging.WARNING)
-    # Orbax logs dozens of lines for each checkpoint.
-    ours = lambda r: r.levelno > std_logging.INFO or "orbax" not in r.pathname
-    logging.get_absl_logger().addFilter(ours)
-    if FLAGS.cpu_devices:
-      jax.config.update("jax_num_cpu_devices", FLAGS.cpu_devices)
-    jax.config.update("jax_default_matmul_precision", FLAGS.matmul_precision)
-    try:
-      _refuse_odd_values()
-      _keep_programs()
-      _join_processes()
-      main()
-    except (ValueError, OSError, ArithmeticError, ImportError) as error:
-      if FLAGS.verbosity > 0:
-        raise
-      _end(_one_line(error))
-
-  app.run(start, flags_parser=parse)
-
-
-def _end(message: str) -> NoReturn:
-  """Ends the process with a message.
-
-  One of several processes does not wait for the others, which may be waiting
-  for it inside a program; they end when they notice that it has ended.
-  """
-  if not jax.distributed.is_initialized():
-    sys.exit(message)
-  print(message, file=sys.stderr, flush=True)
-  os._exit(1)
-
-
-def _list_flags(refused: Sequence[str]) -> None:
-  """Makes `--help` list the flags of all modules here, not only of the main."""
-  ours = {path.stem for path in pathlib.Path(__file__).parent.glob("*.py")}
-  for module, defined in FLAGS.flags_by_module_dict().items():
-    for flag in defined if module in ours else ():
-      if flag.name not in refused:
-        FLAGS.register_key_flag_for_module(sys.argv[0], flag)
-
-
-def _refuse_odd_values() -> None:
-  """Rejects `--name=` for lists that must not be empty, and `--name=nan`."""
-  for name in FLAGS:
-    value = FLAGS[name].value
-    if value == [] and FLAGS[name].default != []:
-      raise common.UsageError(f"--{name}=: give a value, or leave it out")
-    if isinstance(value, float) and not math.isfinite(value):
-      raise common.UsageError(f"--{name}={value}: must be a finite number")
-
-
-def _keep_programs() -> None:
-  """Sets up the cache of compiled programs, as --compilation_cache says."""
-  folder = FLAGS.compilation_cache
-  if folder == "none":
-    jax.config.update("jax_enable_compilation_cache", False)
-    return
-  if folder is not None:
-    folder = pathlib.Path(folder).expanduser()
-  else:
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-      return
-    try:
-      folder = autotune.cache_folder() / "programs" / autotune.processor()
-      folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-      return  # A home that cannot be written to is no reason to stop.
-  jax.config.update("jax_compilation_cache_dir", str(folder))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
-def _join_processes() -> None:
-  """Makes this process one of several, if the flags say so."""
-  names = ("coordinator", "processes", "process_id")
-  given = {n: FLAGS[f"distributed_{n}"].value for n in names}
-  if all(value is None for value in given.values()):
-    return
-  coordinator, processes, process = given.values()
-  automatic = coordinator == "auto"
-  if automatic:
-    if (processes, process) != (None, None):
-      raise common.UsageError(
-        "--distributed_coordinator=auto finds the number of processes and the"
-        " id of this one itself; leave the other two flags out"
-      )
-    coordinator = None
-  elif None in given.values():
-    missing = next(n for n in names if given[n] is None)
-    raise common.UsageError(
-      f"--distributed_{missing}: missing; give --distributed_coordinator,"
-      " --distributed_processes and --distributed_process_id, all three, or"
-      " --distributed_coordinator=auto alone"
-    )
-  elif process >= processes:
-    raise common.UsageError(
-      f"--distributed_process_id={process}: must be less than"
-      f" --distributed_processes={processes}"
-    )
-  # For CPUs; other devices have their own collectives.
-  jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  try:
-    jax.distributed.initialize(coordinator, processes, process)
-  except (RuntimeError, ValueError) as error:
-    reason = f"the processes did not find each other: {error}"
-    if automatic and "should be defined" in str(error):
-      reason = (
-        "JAX found no other processes: this is neither a TPU pod nor a job"
-        f" started by srun or mpirun; give HOST:PORT ({error})"
-      )
-    raise common.UsageError(
-      f"--distributed_coordinator={FLAGS.distributed_coordinator}: {reason}"
-    ) from error
-  logging.info(
-    "%d processes with %d devices in total, %d of them in this process.",
-    jax.process_count(),
-    jax.device_count(),
-    jax.local_device_count(),
-  )
-  if jax.process_index() > 0:  # Only the first reports progress.
-    logging.set_verbosity(logging.WARNING)
-    sys.stdout = open(os.devnull, "w", encoding="utf-8")
-
-
-def _one_line(error: Exception) -> str:
-  """An error's text in one line, with library arguments as flags."""
-  # JAX adds a note of its own, about its traceback.
-  notes = [n for n in getattr(error, "__notes__", ()) if not n.startswith("--")]
-  text = " ".join("; ".join([str(error), *notes]).split())
-  if not isinstance(error, flags.Error | common.UsageError):
-
-    def as_flag(match):
-      name = _FLAG_OF.get(match[1], match[1])
-      return f"--{name}=" if name in FLAGS else match[0]
-
-    # Not in lists and paths.
-    text = re.sub(r"""(?<![\w=/.,"'[-])(\w+)=""", as_flag, text)
-  if not isinstance(error, ValueError | flags.Error):
-    text = f"{type(error).__name__}: {text}"
-  return f"error: {text}"
+def accuracies(sums: Sequence[core.Metrics]) -> list[core.Mean]:
+  """Each model's accuracy, out of its metrics on one set."""
+  return [
+    next(mean for name, mean in of_one.items() if name.endswith("_accuracy"))
+    for of_one in sums
+  ]

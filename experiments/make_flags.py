@@ -1,40 +1,58 @@
-"""Writes the flag files of the papers' tables.
+"""Writes what is made of declarations: flag files and `docs/settings.md`.
 
   python experiments/make_flags.py
 
-The cells, with their published numbers, are defined in `codist_tables.py`,
-`fml_tables.py` and `fedmd_tables.py`. A test checks that the files are up to
+The cells of the papers' tables, with their published numbers, are in
+`experiments/tables`; the settings are declared in `codist.py`, `fml.py`,
+`fedmd.py`, `tune.py` and `shared.py`. A test checks that the files are up to
 date.
 """
 
-import codist_tables
-import fedmd_tables
-import fml_tables
+import codist
+import fedmd
+import fml
+import settings
+import shared
 import tables
+import tune
 
 from hetfl.run import logs
 
+_HEAD = """# Settings
 
-def tables_of_the_papers() -> dict[str, tables.Table]:
-  """All tables and figures, by the name that `reproduce.py` knows them by."""
-  return codist_tables.tables() | fml_tables.tables() | fedmd_tables.tables()
+Made by `python experiments/make_flags.py` of what `experiments/` declares.
+Words in parentheses, and after "For", say what a run is: its data set, its
+algorithm, engine and the like; `own_models` are models of your own.
+"""
 
 
-def flag_files() -> dict[str, str]:
-  """Each flag file's name and text."""
-  return {
-    f"{cell.name}.flags": tables.flag_file(table, cell)
-    for table in tables_of_the_papers().values()
+def files() -> dict[str, str]:
+  """Each file's path below the repository, and its text."""
+  found = {
+    f"experiments/flags/{cell.name}.flags": tables.flag_file(table, cell)
+    for table in tables.tables().values()
     for cell in table.cells
   }
+  of_all, parts = shared.Run.declared(), [_HEAD]
+  for title, cls in {
+    "All commands": shared.Run,
+    "`codist.py`": codist.Codist,
+    "`fml.py`": fml.Fml,
+    "`fedmd.py`": fedmd.FedMD,
+    "`tune.py`": tune.Search,
+  }.items():
+    # Those that a command declares anew have a default or range of its own.
+    again = {n for n, s in cls.declared().items() if s == of_all.get(n)}
+    leave_out = set() if cls is shared.Run else again
+    parts.append(f"\n## {title}\n\n{settings.table_of(cls, leave_out)}\n")
+  return found | {"docs/settings.md": "".join(parts)}
 
 
 def main() -> None:
   """Writes the files."""
-  tables.FLAG_FILES.mkdir(exist_ok=True)
-  for name, text in flag_files().items():
-    logs.write_bytes(tables.FLAG_FILES / name, text.encode())
-    print(tables.FLAG_FILES / name)
+  for name, text in files().items():
+    logs.write_bytes(tables.HERE.parent / name, text.encode())
+    print(name)
 
 
 if __name__ == "__main__":

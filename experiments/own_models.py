@@ -2,22 +2,21 @@
 
 The function takes the number of classes, or of tokens, and returns a Flax Linen
 module or a `hetfl.Model`. Models of images take them as the recipe prepares
-them; models of text take tokens and return `hetfl.models.language.TokenLogits`.
+them; models of text take tokens and return `TokenLogits`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
 import hashlib
-import inspect
 import pathlib
 import sys
 import types
 
-import common
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from settings import UsageError
 
 from hetfl import core
 from hetfl.models.language import TokenLogits
@@ -49,21 +48,10 @@ def check(flag: str, names: Sequence[str], known: Sequence[str]) -> None:
     if is_own(name):
       _function(flag, name)
     elif name not in known:
-      raise common.UsageError(
-        f"--{flag}={name}: choose from {', '.join(known)}, or give a model of"
-        " your own as FILE.py:FUNCTION"
+      choices = f"choose from {', '.join(known)}, or " if known else ""
+      raise UsageError(
+        f"--{flag}={name}: {choices}give models of your own as FILE.py:FUNCTION"
       )
-
-
-def warn_of_idle(names: Sequence[str], *flags: str) -> None:
-  """Warns of flags that have no effect if all models are the user's.
-
-  Args:
-    names: names of all models of a run.
-    *flags: flags of hetfl's models.
-  """
-  if all(map(is_own, names)):
-    common.warn_of_idle("models of your own choose it themselves", *flags)
 
 
 @functools.cache
@@ -92,7 +80,7 @@ def load(flag: str, name: str, size: int, shape: tuple[int, ...]) -> core.Model:
     if isinstance(model, nn.Module):
       model = core.Model.from_flax(model, example)
   if not isinstance(model, core.Model):
-    raise common.UsageError(
+    raise UsageError(
       f"{shown}: returned a {type(model).__name__}, not a Flax Linen module or"
       " a hetfl.Model, such as hetfl.Model.from_nnx(lambda rngs: Net(rngs))"
     )
@@ -101,31 +89,23 @@ def load(flag: str, name: str, size: int, shape: tuple[int, ...]) -> core.Model:
     outputs = jax.eval_shape(
       lambda key: model.predict(model.start(key), example), jax.random.key(0)
     )
+  found = jax.tree.map(jnp.shape, outputs)
+  wanted, needs = (1, size), f"{size} classes need logits of shape (1, {size})"
   if is_text:
-    _check_tokens(shown, outputs, size, shape[0])
-  elif getattr(outputs, "shape", None) != (1, size):
-    raise common.UsageError(
-      f"{shown}: given one image {shape}, the model's output is"
-      f" {jax.tree.map(jnp.shape, outputs)}, but {size} classes need"
-      f" logits of shape (1, {size})"
+    features = getattr(outputs, "features", example)
+    width, chunk = features.shape[-1:], getattr(outputs, "chunk", None)
+    logits = (1, *shape, *width), (*width, size), (size,), chunk
+    wanted = TokenLogits(*logits)
+    needs = (
+      f"a vocabulary of {size} needs TokenLogits of features (1,"
+      f" {shape[0]}, E), kernel (E, {size}) and bias ({size},)"
+    )
+  if found != wanted:
+    one = f"sentence of {shape[0]} tokens" if is_text else f"image {shape}"
+    raise UsageError(
+      f"{shown}: given one {one}, the model's output is {found}, but {needs}"
     )
   return model
-
-
-def _check_tokens(shown: str, outputs, size: int, length: int) -> None:
-  """Checks the outputs for one sentence."""
-  found = jax.tree.map(jnp.shape, outputs)
-  if isinstance(outputs, TokenLogits):
-    width = outputs.features.shape[-1:]
-    if found == TokenLogits(
-      (1, length, *width), (*width, size), (size,), outputs.chunk
-    ):
-      return
-  raise common.UsageError(
-    f"{shown}: given one sentence of {length} tokens, the model's output is"
-    f" {found}, but a vocabulary of {size} needs TokenLogits of features"
-    f" (1, {length}, E), kernel (E, {size}) and bias ({size},)"
-  )
 
 
 def model(
@@ -164,18 +144,9 @@ def sources(names: Sequence[str]) -> dict[str, bytes]:
   Returns:
     Name and content of each file, as it was run. A run that is resumed with
     other content is refused. Files that these files import are not kept.
-
-  Raises:
-    UsageError: two files have the same name.
   """
   paths = {_path(name) for name in names if is_own(name)}
-  kept = {f"model-{path.name}": _loaded(path)[1] for path in paths}
-  if len(kept) < len(paths):
-    raise common.UsageError(
-      "the files of two models have the same name,"
-      f" {', '.join(map(str, sorted(paths)))}: rename one"
-    )
-  return kept
+  return {f"model-{path.name}": _loaded(path)[1] for path in paths}
 
 
 def _path(name: str) -> pathlib.Path:
@@ -186,24 +157,13 @@ def _function(flag: str, name: str):
   """The function; raises a `UsageError` if there is none."""
   shown, path = f"--{flag}={name}", _path(name)
   if not path.is_file():
-    raise common.UsageError(
-      f"{shown}: there is no file {path}; give FILE.py:FUNCTION"
-    )
+    raise UsageError(f"{shown}: there is no file {path}; give FILE.py:FUNCTION")
   with _traced(f"{shown}, importing {path}"):
     module, _ = _loaded(path)
   called = name.rpartition(":")[2]
   function = getattr(module, called, None)
   if not callable(function):
-    raise common.UsageError(f"{shown}: {path} has no function {called!r}")
-  try:
-    inspect.signature(function).bind(10)
-  except TypeError as error:
-    raise common.UsageError(
-      f"{shown}: must take one argument, the number of classes (for text, of"
-      f" tokens): {error}"
-    ) from None
-  except ValueError:  # It has no signature.
-    pass
+    raise UsageError(f"{shown}: {path} has no function {called!r}")
   return function
 
 

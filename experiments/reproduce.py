@@ -25,9 +25,9 @@ trial has the cell's own:
       --search=64 --search_rounds=300 --search_flags="--block=8"
 """
 
-import argparse
 from collections.abc import Collection, Mapping, Sequence
 import csv
+import dataclasses
 import io
 import json
 import pathlib
@@ -37,9 +37,10 @@ import signal
 import statistics
 import subprocess
 import sys
-from typing import NamedTuple
+from typing import Any
 
-import make_flags
+import settings
+from settings import count, setting, UsageError
 import tables
 
 from hetfl.run import logs, training
@@ -48,12 +49,12 @@ _WIDE = 16  # columns
 
 
 def rows_of(
-  cells: Sequence[tables.Cell], results: Mapping[str, Sequence[Mapping]]
+  table: tables.Table, results: Mapping[str, Sequence[Mapping]]
 ) -> list[list[str]]:
   """The table as rows of text, published numbers beside ours.
 
   Args:
-    cells: the table's cells.
+    table: the table.
     results: cell name -> the content of `result.json` of each seed.
 
   Returns:
@@ -64,40 +65,34 @@ def rows_of(
   """
   from hetfl.run import report  # takes a second
 
-  paths = list(dict.fromkeys(p for c in cells for p in c.published))
-  known = {
-    p for c in cells for p, value in c.published.items() if value is not None
-  }
+  known = {name for cell in table.cells for name in cell.published}
   head = ["run"]
-  for path in paths:
-    name = tables.label(path)
-    head.append(name)
-    if path in known:
-      head += [f"{name}, published", "difference"]
+  for name in table.numbers:
+    more = [f"{name}, published", "difference"] if name in known else []
+    head += [name, *more]
   rows = [[*head, "rounds", "minutes"]]
-  for cell in cells:
+  for cell in table.cells:
     seeds = results.get(cell.name)
     if not seeds:
       continue
     row = [cell.title]
-    for path in paths:
+    for name, path in table.numbers.items():
       ours = [tables.lookup(result, path) for result in seeds]
-      theirs = cell.published.get(path)
       row.append("" if None in ours else report.cell(ours, factor=100))
-      if path in known:
+      theirs = cell.published.get(name)
+      if name in known:
         row.append("" if theirs is None else f"{theirs:.2f}")
-        both = theirs is not None and None not in ours
-        difference = 100 * statistics.fmean(ours) - theirs if both else None
-        row.append("" if difference is None else f"{difference:+.2f}")
-    seconds = [result.get("seconds") for result in seeds]
-    row.append(str(seeds[0].get("rounds", "")))
-    if None in seconds:
-      row.append("")
-    else:  # Includes FedMD's phases before the collaboration.
-      before = [sum(r.get("phase_seconds", {}).values()) for r in seeds]
-      minutes = [(s + b) / 60 for s, b in zip(seconds, before)]
-      row.append(report.cell(minutes, "{:.1f}"))
-    rows.append(row)
+        one = theirs is None or None in ours
+        row.append(
+          "" if one else f"{100 * statistics.fmean(ours) - theirs:+.2f}"
+        )
+    row.append(str(seeds[0]["rounds"]))
+    minutes = [
+      # With FedMD's phases before the collaboration.
+      sum([r["seconds"], *r.get("phase_seconds", {}).values()]) / 60
+      for r in seeds
+    ]
+    rows.append([*row, report.cell(minutes, "{:.1f}")])
   return rows
 
 
@@ -152,119 +147,206 @@ def draw(
   points, of_trials, tops = {}, {}, set()
   for cell in table.cells:
     tuned = _read(folder / "search" / cell.name / "result.json") or {}
-    tops |= {tuned["top"]} if "test" in tuned else set()
     x = cell.flags.get(table.axis)
-    for path in cell.published:
-      name = tables.label(path)
+    for name, path in table.numbers.items():
       label = f"{cell.flags['algorithm']}, {name}"
       values = [tables.lookup(r, path) for r in results.get(cell.name, ())]
       if values and None not in values:
         point = (x, statistics.fmean(values))
         points.setdefault(label, []).append(point)
       if name in tuned.get("test", ()):
+        tops.add(str(tuned["top"]))
         of_trials.setdefault(label, []).append((x, tuned["test"][name]))
-  report.dependence(
-    points, folder / "figure.png", axis=table.axis, title=table.title
-  )
-  if of_trials:
-    report.dependence(
-      of_trials,
-      folder / "figure_trials.png",
-      axis=table.axis,
-      title=f"{table.title}: means of the best"
-      f" {' or '.join(map(str, sorted(tops)))} trials",
-    )
+  best = f"{table.title}: means of the best {' or '.join(sorted(tops))} trials"
+  for drawn, name, title in (
+    (points, "figure.png", table.title),
+    (of_trials, "figure_trials.png", best),
+  ):
+    if drawn:
+      report.dependence(drawn, folder / name, axis=table.axis, title=title)
 
 
-class Search(NamedTuple):
-  """How cells are tuned before they are run.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reproduce(settings.Settings):
+  """A table that is run.
 
   Attributes:
-    folder: has a folder for each cell's search.
-    trials: how many trials a cell has.
-    rounds: how many rounds a trial has; the cell's, if it is `None`.
-    flags: further flags of `tune.py`.
-    extra: further flags of the trials.
+    table: The table or figure to run; --list names them.
+    list: List the tables, and run nothing.
+    only: Parts of cells' names.
+    workdir: Folder; by default runs/TABLE.
+    seeds: Seeds of each cell.
+    data_dir: Folder of the data sets; by default HETFL_DATA_DIR.
+    download: Download data sets that are not there into --data_dir.
+    search: Tune each cell first, by so many trials (1,024 in the codistillation
+      paper), and run it with the best one's values; not for FedMD. FML needs --
+      --heldout_examples.
+    search_rounds: Number of rounds of a trial; by default that of the cell.
+    search_flags: Flags of the searches, in quotes; see tune.py --help.
+    commands: Print the commands, a line for each cell and seed, and run
+      nothing; each cell of FedMD then trains on public data itself, unless --
+      --pretrained=FOLDER names a run to reuse.
+    tabulate: Write the table of the cells that are done, with the --seeds that
+      they were run with, and run nothing.
   """
 
-  folder: pathlib.Path
-  trials: int
-  rounds: int | None
-  flags: Sequence[str]
-  extra: Sequence[str]
+  table: str | None = setting()
+  list: bool = setting(False)
+  only: tuple[str, ...] = setting(())
+  workdir: str | None = setting()
+  seeds: tuple[int, ...] = setting((), low=0)
+  data_dir: str | None = setting()
+  download: bool = setting(False)
+  search: int | None = count()
+  search_rounds: int | None = count()
+  search_flags: str = setting("")
+  commands: bool = setting(False)
+  tabulate: bool = setting(False)
 
-  def command_of(self, script: str, cell: tables.Cell) -> list[str]:
-    """The command that tunes a cell of an experiment."""
+
+class Cells:
+  """How the cells of a table are run.
+
+  Args:
+    table: the table.
+    args: the arguments of the command.
+    extra: flags of all runs.
+  """
+
+  def __init__(
+    self, table: tables.Table, args: Reproduce, extra: Sequence[str]
+  ):
+    self.table, self.args, self.extra = table, args, extra
+    self.folder = pathlib.Path(
+      args.workdir or f"runs/{args.table}"
+    ).expanduser()
+    self.places = [f"--data_dir={args.data_dir}"] if args.data_dir else []
+    self.places += ["--download"] if args.download else []
+    seeds = [f"--seeds={settings.shown(args.seeds)}"]
+    self.seeds = seeds if args.seeds else []
+
+  def tuning(self, cell: tables.Cell) -> list[str]:
+    """The command that tunes a cell."""
+    rounds = self.args.search_rounds
     return [
       sys.executable,
       str(tables.HERE / "tune.py"),
-      f"--experiment={pathlib.Path(script).stem}",
-      f"--trials={self.trials}",
-      f"--workdir={self.folder / cell.name}",
-      *self.flags,
+      f"--experiment={self.table.command}",
+      f"--trials={self.args.search}",
+      f"--workdir={self.folder / 'search' / cell.name}",
+      *shlex.split(self.args.search_flags),
       "--",
       f"--flagfile={tables.FLAG_FILES / cell.name}.flags",
       *self.extra,
-      *([f"--rounds={self.rounds}"] if self.rounds else []),
+      *self.places,
+      *([f"--rounds={rounds}"] if rounds else []),
     ]
 
-
-def command_of(
-  script: str,
-  cell: tables.Cell,
-  folder: pathlib.Path,
-  extra: Sequence[str],
-  search: Search | None = None,
-) -> list[str]:
-  """The command that runs or resumes a cell in a folder.
-
-  Args:
-    script: the experiment.
-    cell: the cell.
-    folder: the folder.
-    extra: further flags.
-    search: the search whose best values it has; `None` for the cell's own.
-
-  Returns:
-    The command's words.
-  """
-  flags = [f"--flagfile={tables.FLAG_FILES / cell.name}.flags"]
-  if search:
-    flags = [
-      f"--flagfile={search.folder / cell.name / 'best.flags'}",
-      f"--rounds={cell.flags['rounds']}",
+  def command(
+    self, cell: tables.Cell, place: pathlib.Path, *flags: str
+  ) -> list[str]:
+    """The command that runs or resumes a cell, tuned or not, in a folder."""
+    file, first, last = tables.FLAG_FILES / f"{cell.name}.flags", [], []
+    if self.args.search:
+      text = file.read_text(encoding="utf-8")
+      first = re.findall(r"(?m)^--rounds=.*$", text)
+      file = self.folder / "search" / cell.name / "best.flags"
+      if self.table.command == "fml":  # The search's are for training again.
+        last = ["--heldout_examples=0"]
+    return [
+      sys.executable,
+      str(tables.HERE / f"{self.table.command}.py"),
+      f"--flagfile={file}",
+      *first,
+      f"--workdir={place}",
+      *flags,
+      *self.places,
+      *last,
     ]
-    if script == "fml.py":  # The search's are training images again.
-      extra = [*extra, "--heldout_examples=0"]
-  return [
-    sys.executable,
-    str(tables.HERE / script),
-    *flags,
-    f"--workdir={folder}",
-    *extra,
-  ]
 
+  def listed(self, cell: tables.Cell) -> list[list[str]]:
+    """The commands of a cell, one for each seed, each to be run by itself."""
+    place = self.folder / cell.name
+    if self.args.search:
+      then = self.command(cell, place, *self.seeds, *self.extra)
+      both = f"{shlex.join(self.tuning(cell))} && exec {shlex.join(then)}"
+      return [["bash", "-c", both]]
+    if not self.args.seeds:
+      return [self.command(cell, place, *self.extra)]
+    commands = []
+    for seed in self.args.seeds:
+      # A --pretrained folder has one folder per seed too.
+      rest = [
+        f"{flag}/seed{seed}" if "pretrained=" in flag else flag
+        for flag in self.extra
+      ]
+      folder = place / f"seed{seed}"  # As of one command for all seeds.
+      commands.append(self.command(cell, folder, f"--seed={seed}", *rest))
+    return commands
 
-def shared_phases(
-  cell: tables.Cell, workdir: pathlib.Path, seeds: Sequence[str]
-) -> list[str]:
-  """The flag that reuses the public training of `cell.like`, if possible.
+  def run(self, cells: Sequence[tables.Cell]) -> dict[str, int]:
+    """Runs or resumes cells, and writes the table after each.
 
-  Args:
-    cell: the cell.
-    workdir: the table's folder.
-    seeds: the seeds of each cell; if empty, each has one run.
+    Args:
+      cells: the cells.
 
-  Returns:
-    `--pretrained`, if the public training of `cell.like` is finished for all
-    seeds and this cell's has not begun; else nothing.
-  """
-  names = [f"seed{seed}" for seed in seeds] or ["."]
-  done = [workdir / cell.like / n / "public" / "result.json" for n in names]
-  begun = [workdir / cell.name / n / "public" for n in names]
-  if any(p.exists() for p in begun) or not all(p.exists() for p in done):
-    return []
-  return [f"--pretrained={workdir / cell.like}"]
+    Returns:
+      The exit statuses of the cells that failed, by name.
+    """
+    run_now, failed = set(), {}
+    for cell in cells:
+      flags, code = [*self.seeds, *self.extra], 0
+      # Only of cells that this command has run, whose flags are the same.
+      if cell.like in run_now and not any("pretrained" in f for f in flags):
+        flags += self.shared_phases(cell)
+      if self.args.search:
+        code = run_cell(self.tuning(cell))
+      if not code:
+        code = run_cell(self.command(cell, self.folder / cell.name, *flags))
+      if not code:
+        run_now.add(cell.name)
+        self.tabulate(run_now)
+        continue
+      failed[cell.name] = code
+    return failed
+
+  def shared_phases(self, cell: tables.Cell) -> list[str]:
+    """The flag that reuses the public training of `cell.like`, if possible.
+
+    It is if that is finished for all seeds, and this cell's has not begun.
+    """
+    names = [f"seed{seed}" for seed in self.args.seeds] or ["."]
+    there, here = self.folder / str(cell.like), self.folder / cell.name
+    begun = any((here / n / "public").exists() for n in names)
+    done = all((there / n / "public/result.json").exists() for n in names)
+    return [f"--pretrained={there}"] if done and not begun else []
+
+  def tabulate(self, run_now: Collection[str] = ()) -> bool:
+    """Writes the table of the finished cells.
+
+    Args:
+      run_now: names of the cells that this command has run.
+
+    Returns:
+      Whether any cell is finished; if not, nothing is written.
+    """
+    # Reads all cells again, since other processes may be running some.
+    results = {
+      cell.name: read_results(self.folder / cell.name, self.args.seeds)
+      for cell in self.table.cells
+    }
+    done = {name for name, found in results.items() if found}
+    if not done:
+      return False
+    shown = [f"--search={self.args.search}"] if self.args.search else []
+    shown += [*self.seeds, *self.extra]
+    # Cells of earlier commands may have had other flags.
+    alike = done <= set(run_now)
+    rows = rows_of(self.table, results)
+    write(self.folder, self.table.title, rows, shown if alike else [])
+    if self.table.axis:
+      draw(self.folder, self.table, results)
+    return True
 
 
 def run_cell(command: Sequence[str]) -> int:
@@ -289,7 +371,7 @@ def run_cell(command: Sequence[str]) -> int:
   return code
 
 
-def read_results(folder: pathlib.Path, seeds: Sequence[str]) -> list[dict]:
+def read_results(folder: pathlib.Path, seeds: Sequence[int]) -> list[dict]:
   """The results of a cell's runs; none until all of them are finished."""
   places = [folder / f"seed{seed}" for seed in seeds] or [folder]
   results = [read_result(place) for place in places]
@@ -307,13 +389,14 @@ def read_result(folder: pathlib.Path) -> dict | None:
     rounds of one and the seconds of all. `None` if any is not finished.
   """
   if (folder / "config.json").exists():  # One run; folders in it are phases.
-    return _of_run(folder)
+    result = _read(folder / "result.json")
+    config = _read(folder / "config.json")["config"]
+    return result if result and result["rounds"] == config["rounds"] else None
   # All algorithms have a config before the first trains; seeds are left out.
-  places = [path.parent for path in sorted(folder.glob("*/config.json"))]
   results = {
-    place.name: _of_run(place)
-    for place in places
-    if not re.fullmatch(r"seed\d+", place.name)
+    path.parent.name: read_result(path.parent)
+    for path in sorted(folder.glob("*/config.json"))
+    if not re.fullmatch(r"seed\d+", path.parent.name)
   }
   if not results or not all(results.values()):
     return None
@@ -322,263 +405,67 @@ def read_result(folder: pathlib.Path) -> dict | None:
   return {**results, "rounds": rounds, "seconds": seconds}
 
 
-def _of_run(folder: pathlib.Path) -> dict | None:
-  """A run's `result.json`, if it covers all rounds of its `config.json`."""
-  result, config = (_read(folder / f"{n}.json") for n in ("result", "config"))
-  done = result and config and result["rounds"] == config["config"]["rounds"]
-  return result if done else None
-
-
-def _read(path: pathlib.Path) -> dict | None:
+def _read(path: pathlib.Path) -> Any:
   """A file of JSON; `None` if there is none."""
-  try:
-    return json.loads(path.read_bytes())
-  except FileNotFoundError:
-    return None
+  return json.loads(path.read_bytes()) if path.exists() else None
 
 
-def make_parser(known: Mapping[str, tables.Table]) -> argparse.ArgumentParser:
-  """The parser of the arguments before `--`."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument(
-    "--table",
-    choices=list(known),
-    metavar="TABLE",
-    help="the table or figure to run; --list names them",
-  )
-  parser.add_argument("--list", action="store_true", help="list the tables")
-  parser.add_argument("--only", help="parts of cells' names, with commas")
-  parser.add_argument("--workdir", help="folder; by default runs/TABLE")
-  parser.add_argument("--seeds", help="seeds of each cell, with commas")
-  parser.add_argument(
-    "--data_dir", help="folder of the data sets; by default HETFL_DATA_DIR"
-  )
-  parser.add_argument(
-    "--download",
-    action="store_true",
-    help="download data sets that are not there into --data_dir",
-  )
-  parser.add_argument(
-    "--keep_going",
-    action="store_true",
-    help="go on with the next cell if one fails, and say which did at the end",
-  )
-  parser.add_argument(
-    "--search",
-    type=int,
-    metavar="N",
-    help="tune each cell first, by N trials (1,024 in the codistillation"
-    " paper), and run it with the best one's values; not for FedMD. FML needs"
-    " -- --heldout_examples",
-  )
-  parser.add_argument(
-    "--search_rounds",
-    type=int,
-    metavar="R",
-    help="number of rounds of a trial; by default that of the cell",
-  )
-  parser.add_argument(
-    "--search_flags",
-    default="",
-    metavar="FLAGS",
-    help="flags of the searches, in quotes: see tune.py --help",
-  )
-  parser.add_argument(
-    "--commands",
-    action="store_true",
-    help="print the commands, a line for each cell and seed, and run nothing;"
-    " each cell of FedMD then trains on public data itself, unless"
-    " -- --pretrained=FOLDER names a run to reuse",
-  )
-  parser.add_argument(
-    "--tabulate",
-    action="store_true",
-    help="write the table of the cells that are done, with the --seeds that"
-    " they were run with, and run nothing",
-  )
-  return parser
-
-
-def run_cells(
-  table: tables.Table,
-  cells: Sequence[tables.Cell],
-  workdir: pathlib.Path,
-  seeds: Sequence[str],
-  *,
-  shown: Sequence[str],
-  hidden: Sequence[str],
-  keep_going: bool,
-  search: Search | None,
-) -> dict[str, int]:
-  """Runs or resumes cells, and writes the table after each.
-
-  Args:
-    table: the table.
-    cells: the cells to run.
-    workdir: the table's folder.
-    seeds: the seeds of each cell; if empty, each has one run.
-    shown: flags of all runs that the table shows.
-    hidden: flags of all runs that it does not show, such as --data_dir.
-    keep_going: whether to go on after a cell that fails.
-    search: how cells are tuned first; `None` for not at all.
-
-  Returns:
-    The exit statuses of the cells that failed, by name.
-  """
-  run_now, failed = set(), {}
-  titled = [f"--search={search.trials}", *shown] if search else shown
-  for cell in cells:
-    flags = [*shown, *hidden]
-    # Only of cells that this command has run, whose flags are the same.
-    if cell.like in run_now and not any("pretrained" in f for f in flags):
-      flags += shared_phases(cell, workdir, seeds)
-    folder, code = workdir / cell.name, 0
-    if search:
-      code = run_cell(search.command_of(table.script, cell))
-    if not code:
-      code = run_cell(command_of(table.script, cell, folder, flags, search))
-    if code:
-      failed[cell.name] = code
-      if not keep_going:
-        break
-      continue
-    run_now.add(cell.name)
-    tabulate(table, workdir, seeds, titled, run_now)
-  if run_now:
-    print((workdir / "table.md").read_text(encoding="utf-8"))
-  return failed
-
-
-def tabulate(
-  table: tables.Table,
-  workdir: pathlib.Path,
-  seeds: Sequence[str],
-  shown: Sequence[str] = (),
-  run_now: Collection[str] = (),
-) -> bool:
-  """Writes the table of the finished cells.
-
-  Args:
-    table: the table.
-    workdir: its folder.
-    seeds: the seeds of each cell; if empty, each has one run.
-    shown: flags of the cells that this command has run.
-    run_now: names of these cells.
-
-  Returns:
-    Whether any cell is finished; if not, nothing is written.
-  """
-  # Reads all cells again, since other processes may be running some.
-  results = {c.name: read_results(workdir / c.name, seeds) for c in table.cells}
-  done = {name for name, found in results.items() if found}
-  if not done:
-    return False
-  # Cells of earlier commands may have had other flags.
-  alike = done <= set(run_now)
-  rows = rows_of(table.cells, results)
-  write(workdir, table.title, rows, shown if alike else [])
-  if table.axis:
-    draw(workdir, table, results)
-  return True
+def run(args: Reproduce, extra: Sequence[str]) -> None:
+  """Runs or lists a table, or prints its commands."""
+  known = tables.tables()
+  if args.list:
+    for name, table in known.items():
+      print(f"{name}: {table.title}")
+      for cell in table.cells:
+        print(f"  {cell.name}: {cell.title}")
+    return
+  if args.table not in known:
+    raise UsageError(f"--table={args.table}: choose from {', '.join(known)}")
+  table = known[args.table]
+  for part in args.only:
+    if not any(part in cell.name for cell in table.cells):
+      raise UsageError(f"--only={part}: no cell {part!r}; see --list")
+  parts = args.only or ("",)
+  chosen = [c for c in table.cells if any(part in c.name for part in parts)]
+  for flag in extra:
+    if flag.lstrip("-").startswith(("workdir", "flagfile", "seed")):
+      raise UsageError(
+        f"{flag}: give --workdir and --seeds before --; cells have their flags"
+      )
+  if args.search and table.command == "fedmd":
+    raise UsageError(f"--search={args.search}: FedMD has no search")
+  if not args.search and (args.search_rounds or args.search_flags):
+    raise UsageError("--search_rounds, --search_flags: only with --search")
+  cells, failed = Cells(table, args, extra), {}
+  if args.commands:
+    for command in (c for cell in chosen for c in cells.listed(cell)):
+      print(shlex.join(command))
+    return
+  if not args.tabulate:
+    failed = cells.run(chosen)
+  elif not cells.tabulate():
+    raise UsageError(
+      f"--tabulate: no cell is done in {cells.folder}; give the --workdir and"
+      " the --seeds that the cells were run with"
+    )
+  if (cells.folder / "table.md").exists():
+    print((cells.folder / "table.md").read_text(encoding="utf-8"))
+  if failed:
+    codes = ", ".join(f"{n} (status {code})" for n, code in failed.items())
+    raise UsageError(
+      f"cells failed (see above): {codes}; after a fix, repeat the command to"
+      " resume"
+    )
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs a table."""
-  known = make_flags.tables_of_the_papers()
-  parser = make_parser(known)
+  """Reads the flags, and runs a table."""
   split = argv.index("--") if "--" in argv else len(argv)
-  args, extra = parser.parse_args(argv[:split]), list(argv[split + 1 :])
-  if args.table is None:
-    for name, table in known.items():
-      print(f"{name}: {table.title}")
-      if args.list:
-        for cell in table.cells:
-          print(f"  {cell.name}: {cell.title}")
-    if not args.list:
-      parser.error("--table: choose one of these; --list shows their cells")
-    return
-  if args.commands and args.tabulate:
-    parser.error("--commands and --tabulate: give one of them")
-  table = known[args.table]
-  parts = [part.strip() for part in (args.only or "").split(",")]
-  parts = [part for part in parts if part] or [""]
-  for part in parts:
-    if not any(part in cell.name for cell in table.cells):
-      parser.error(f"--only={args.only}: no cell {part!r}; see --list")
-  cells = [c for c in table.cells if any(part in c.name for part in parts)]
-  for flag in extra:
-    if flag.lstrip("-").startswith(("workdir", "flagfile", "seed")):
-      parser.error(
-        f"{flag}: give --workdir and --seeds before --; cells have their flags"
-      )
   try:
-    seeds = [str(int(seed)) for seed in (args.seeds or "").split(",") if seed]
-  except ValueError:
-    parser.error(f"--seeds={args.seeds}: give whole numbers with commas")
-  shown = [*([f"--seeds={','.join(seeds)}"] if seeds else []), *extra]
-  hidden = [f"--data_dir={args.data_dir}"] if args.data_dir else []
-  hidden += ["--download"] if args.download else []
-  workdir = pathlib.Path(args.workdir or pathlib.Path("runs", args.table))
-  workdir = workdir.expanduser()
-  search = None
-  if args.search is not None:
-    if table.script == "fedmd.py":
-      parser.error(f"--search={args.search}: FedMD has no search; leave it out")
-    search = Search(
-      workdir / "search",
-      args.search,
-      args.search_rounds,
-      shlex.split(args.search_flags),
-      [*extra, *hidden],
-    )
-  elif args.search_rounds or args.search_flags:
-    parser.error("--search_rounds, --search_flags: only with --search")
-  if args.commands:
-    for cell in cells:
-      folder = workdir / cell.name
-      if search:
-        first = search.command_of(table.script, cell)
-        flags = [*shown, *hidden]
-        then = command_of(table.script, cell, folder, flags, search)
-        both = f"{shlex.join(first)} && exec {shlex.join(then)}"
-        print(shlex.join(["bash", "-c", both]))
-        continue
-      # The folders that a single command for all seeds would use.
-      runs = {folder / f"seed{seed}": [f"--seed={seed}"] for seed in seeds}
-      for place, seed in (runs or {folder: []}).items():
-        # A --pretrained folder has one folder per seed too.
-        rest = [
-          f"{flag}/{place.name}" if seed and "pretrained=" in flag else flag
-          for flag in extra
-        ]
-        flags = [*seed, *rest, *hidden]
-        print(shlex.join(command_of(table.script, cell, place, flags)))
-  elif args.tabulate:
-    if not tabulate(table, workdir, seeds):
-      parser.error(
-        f"--tabulate: no cell is done in {workdir}; give the --workdir and the"
-        " --seeds that the cells were run with"
-      )
-    print((workdir / "table.md").read_text(encoding="utf-8"))
-  else:
-    failed = run_cells(
-      table,
-      cells,
-      workdir,
-      seeds,
-      shown=shown,
-      hidden=hidden,
-      keep_going=args.keep_going,
-      search=search,
-    )
-    if failed:
-      codes = ", ".join(f"{n} (status {code})" for n, code in failed.items())
-      sys.exit(
-        f"error: cells failed (see above): {codes}; after a fix, repeat the"
-        " command to resume"
-      )
+    given = settings.parse(argv[:split], Reproduce)
+    run(Reproduce.resolve(given.values, ()), argv[split + 1 :])
+  except UsageError as error:
+    sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

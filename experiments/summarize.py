@@ -12,24 +12,24 @@ codistillation, sends in a round is in `result.json`, so it is unknown (?) for
 unfinished runs and for runs of earlier versions.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 import csv
+import dataclasses
 import io
 import json
 import pathlib
 import re
 import statistics
 import sys
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import settings
+from settings import setting, UsageError
 
 from hetfl.run import logs
 
-_UNKNOWN = "?"
 _SEED = re.compile(r"seed\d+")
 _PLURAL = {"party": "parties", "client": "clients"}
-# The accuracy that clients of Federated Mutual Learning have.
-_OF_CLIENTS = "validation_accuracy"
 
 
 class Run(NamedTuple):
@@ -42,15 +42,12 @@ class Run(NamedTuple):
     courses: for each model the metric over the rounds, from `series`.
     bytes_per_round: for each model the bytes that its clients and the server
       send each other in a round, from `result.json`; `None` if unknown.
-    has_clients: whether it also has clients without this metric, which have
-      validation accuracies.
   """
 
   label: str
   seed: str
   courses: Mapping[str, Sequence[tuple[int, float, float]]]
   bytes_per_round: Mapping[str, int | None]
-  has_clients: bool
 
 
 def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
@@ -96,33 +93,12 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
           )
           for model in courses
         },
-        has_clients=bool(series(rows, _OF_CLIENTS).keys() - courses.keys()),
       )
     )
   if not any(run.courses for run in runs):
     known = ", ".join(sorted(n for n in names if "accuracy" in n)) or "none"
     raise ValueError(f"--metric={metric}: no run has it; there are: {known}")
   return runs
-
-
-def left_out(runs: Sequence[Run], metric: str) -> str:
-  """Names the runs whose clients are not in the table; empty if there are none.
-
-  >>> run = Run("independent", "seed0", {}, {}, has_clients=True)
-  >>> note = left_out([run, run._replace(seed="seed1")], "test_accuracy")
-  >>> note.partition(",")[0]
-  'Not in the table: the clients of independent'
-  """
-  labels = dict.fromkeys(run.label for run in runs if run.has_clients)
-  if not labels:
-    return ""
-  named = (
-    ", ".join(labels) if len(labels) <= logs.FEW else f"{len(labels)} runs"
-  )
-  return (
-    f"Not in the table: the clients of {named}, which have no {metric}; see"
-    f" --metric={_OF_CLIENTS}"
-  )
 
 
 def series(
@@ -239,7 +215,7 @@ def table(lines: Sequence[Mapping[str, Any]], target: float | None) -> str:
     values = [line[name] for line in of]
     missing = values.count(None)
     if name == "bytes_to_target" and None in (x["bytes_per_round"] for x in of):
-      return _UNKNOWN
+      return "?"  # Unknown.
     if 0 < missing < len(values):
       return f"{len(values) - missing} of {len(values)}"
     values = [None if v is None else float(v) for v in values]
@@ -313,29 +289,25 @@ def draw(
   )
 
 
-def check_published(
-  published: Mapping[str, Mapping[str, float]],
-  lines: Sequence[Mapping[str, Any]],
-) -> None:
-  """Raises a `ValueError` for levels of runs or models that are not drawn."""
-  drawn = {(line["run"], line["model"]) for line in lines}
-  for model, levels in published.items():
-    for run in levels:
-      if (run, model) not in drawn:
-        known = ", ".join(sorted(f"{r}/{m}" for r, m in drawn))
-        raise ValueError(f"--published={run}/{model}=...: there are {known}")
-
-
-def read_published(given: Sequence[str]) -> dict[str, dict[str, float]]:
+def read_published(
+  given: Sequence[str], lines: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, float]]:
   """Reads `RUN/MODEL=PERCENT`.
 
-  Raises:
-    ValueError: a string has another form.
+  Args:
+    given: the texts.
+    lines: the lines of the runs that are drawn.
 
-  >>> read_published(['fml/global=93.75'])
+  Returns:
+    Model -> run -> a share.
+
+  Raises:
+    ValueError: a text has another form, or is of no run that is drawn.
+
+  >>> read_published(['fml/global=93.75'], [dict(run='fml', model='global')])
   {'global': {'fml': 0.9375}}
   """
-  found = {}
+  found, drawn = {}, {f"{line['run']}/{line['model']}" for line in lines}
   for text in given:
     place, _, number = text.rpartition("=")
     run, _, model = place.rpartition("/")
@@ -347,68 +319,69 @@ def read_published(given: Sequence[str]) -> dict[str, dict[str, float]]:
       raise ValueError(
         f"--published={text}: give RUN/MODEL=PERCENT, as fml/global=93.77"
       )
+    if place not in drawn:
+      known = ", ".join(sorted(drawn))
+      raise ValueError(f"--published={place}=...: there are {known}")
   return found
 
 
-def main(argv: Sequence[str]) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summarize(settings.Settings):
+  """A comparison.
+
+  Attributes:
+    metric: Another accuracy that evaluations have of each model, such as
+      heldout_accuracy, or validation_accuracy of fml's clients.
+    target: Target accuracy in percent.
+    over: What the curves are drawn over.
+    published: RUN/MODEL=PERCENT, levels to draw dashed, in the colours of the
+      runs; further ones may follow, with spaces between them.
+    out: Where summary.csv and summary.png go.
+  """
+
+  metric: str = setting("test_accuracy")
+  target: float | None = setting()
+  over: Literal["rounds", "megabytes"] = setting("rounds")
+  published: tuple[str, ...] = setting(())
+  out: str | None = setting()
+
+
+def run(given: settings.Given) -> None:
   """Reads the folders, prints the table and writes the files."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("folders", nargs="+", type=pathlib.Path)
-  parser.add_argument(
-    "--metric",
-    default="test_accuracy",
-    help="another accuracy that evaluations have of each model, such as"
-    " heldout_accuracy, or validation_accuracy of fml's clients",
-  )
-  parser.add_argument("--target", type=float, help="target accuracy in percent")
-  parser.add_argument(
-    "--over", choices=("rounds", "megabytes"), default="rounds"
-  )
-  parser.add_argument(
-    "--published",
-    nargs="+",
-    default=(),
-    metavar="RUN/MODEL=PERCENT",
-    help="levels to draw dashed, in the colours of the runs",
-  )
-  parser.add_argument(
-    "--out", type=pathlib.Path, help="where summary.csv and summary.png go"
-  )
-  args = parser.parse_args(argv)
-  target = None if args.target is None else args.target / 100
-  if "accuracy" not in args.metric:
-    parser.error(f"--metric={args.metric}: name an accuracy")
-  if args.out is None and (args.published or args.over != "rounds"):
-    parser.error("--published, --over: for the chart; give --out=DIR too")
-  out = args.out
+  s = Summarize.resolve(given.values, ())
+  target = None if s.target is None else s.target / 100
+  if "accuracy" not in s.metric:
+    raise UsageError(f"--metric={s.metric}: name an accuracy")
+  if not s.out and (s.published or s.over != "rounds"):
+    raise UsageError("--published, --over: for the chart; give --out=DIR too")
+  folders = [pathlib.Path(text) for text in given.rest if "=" not in text]
+  if not folders:
+    raise UsageError("give the folders of runs")
+  runs = read_runs(folders, s.metric)
+  lines = lines_of(runs, target)
+  more = [text for text in given.rest if "=" in text]
+  published = read_published([*s.published, *more], lines)
+  print(table(lines, target))
+  if not s.out:
+    return
+  out = pathlib.Path(s.out)
+  out.mkdir(parents=True, exist_ok=True)
+  text = io.StringIO()
+  writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+  writer.writeheader()
+  writer.writerows(lines)
+  logs.write_bytes(out / "summary.csv", text.getvalue().encode())
+  options = dict(metric=s.metric, over=s.over, published=published)
+  draw(runs, out / "summary.png", **options)
+  print(f"\nAll seeds: {out / 'summary.csv'}, curves: {out / 'summary.png'}")
+
+
+def main(argv: Sequence[str]) -> None:
+  """Reads the flags, and compares runs."""
   try:
-    runs = read_runs(args.folders, args.metric)
-    published = read_published(args.published)
-    lines = lines_of(runs, target)
-    check_published(published, lines)
-    print(table(lines, target))
-    if note := left_out(runs, args.metric):
-      print(f"\n{note}")
-    if out is None:
-      return
-    out.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    logs.write_bytes(out / "summary.csv", text.getvalue().encode())
-    draw(
-      runs,
-      out / "summary.png",
-      metric=args.metric,
-      over=args.over,
-      published=published,
-    )
+    run(settings.parse(argv, Summarize, more=True))
   except (OSError, ValueError) as error:
     sys.exit(f"error: {error}")
-  print(f"\nAll seeds: {out / 'summary.csv'}, curves: {out / 'summary.png'}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""The tables of the papers: cells, each with a flag file and a run."""
+"""The tables of the papers, each one file of `experiments/tables`."""
 
 from collections.abc import Mapping, Sequence
-import csv
+import importlib
 import pathlib
 import re
 import textwrap
+import tomllib
 from typing import Any, NamedTuple
 
-from hetfl.run import logs
+from settings import shown
 
 HERE = pathlib.Path(__file__).resolve().parent
 FLAG_FILES = HERE / "flags"
-PUBLISHED = HERE / "published"
 
 
 class Cell(NamedTuple):
@@ -20,12 +20,10 @@ class Cell(NamedTuple):
   Attributes:
     name: the name of its flag file, without `.flags`.
     title: what it is, in a line.
-    flags: the flags of the flag file.
-    published: path of a number in `result.json`, such as
-      `pools.small.test_accuracy`, -> the published number in percent; `None`
-      where the paper only plots it. In a cell of several algorithms paths begin
-      with the algorithm: `fml.global.test_accuracy`.
-    notes: further sentences for the header of the flag file.
+    flags: its flags.
+    published: published numbers in percent, by name; numbers that the paper
+      only plots are left out.
+    notes: what is said of it besides.
     like: the cell with the same training on public data, if there is one; the
       later of the two reuses it.
   """
@@ -33,8 +31,8 @@ class Cell(NamedTuple):
   name: str
   title: str
   flags: Mapping[str, Any]
-  published: Mapping[str, float | None]
-  notes: Sequence[str] = ()
+  published: Mapping[str, float] = {}
+  notes: str = ""
   like: str | None = None
 
 
@@ -43,29 +41,35 @@ class Table(NamedTuple):
 
   Attributes:
     title: the paper, and the number of the table or figure.
-    script: the experiment that runs its cells, such as `codist.py`.
+    command: the experiment that runs its cells, such as `codist`.
     cells: its runs.
+    numbers: name -> path in `result.json`, such as
+      `pools.small.test_accuracy`; in a cell of several algorithms paths begin
+      with the algorithm.
+    notes: what is said of all cells.
     axis: the flag on a figure's horizontal axis.
   """
 
   title: str
-  script: str
+  command: str
   cells: Sequence[Cell]
+  numbers: Mapping[str, str]
+  notes: str
   axis: str | None = None
 
 
-def read_published(name: str) -> list[dict[str, str]]:
-  """Reads a file of published numbers.
-
-  Args:
-    name: its name in `experiments/published`; lines that begin with # are
-      comments.
-
-  Returns:
-    Its rows.
-  """
-  lines = (PUBLISHED / name).read_text(encoding="utf-8").splitlines()
-  return list(csv.DictReader(line for line in lines if line[0] != "#"))
+def tables() -> dict[str, Table]:
+  """All tables and figures, by name."""
+  found = {}
+  for path in sorted((HERE / "tables").glob("*.toml")):
+    entries = tomllib.loads(path.read_text(encoding="utf-8"))
+    shared = entries.pop("flags", {})
+    cells = [
+      Cell(**cell | {"flags": shared | cell["flags"]})
+      for cell in entries.pop("cells")
+    ]
+    found[path.stem] = Table(cells=cells, **entries)
+  return found
 
 
 def flag_file(table: Table, cell: Cell) -> str:
@@ -76,54 +80,34 @@ def flag_file(table: Table, cell: Cell) -> str:
     cell: the cell.
 
   Returns:
-    A header of comments, then the flags.
+    A header of comments; the cell's flags; and the defaults that depend on what
+    is run, such as the paper's hyper-parameters.
   """
+  published = [f"{n} {v:.2f} %" for n, v in cell.published.items()]
+  several = [text for text in published if not re.search(r"\d+ \w+ \d", text)]
+  notes = f"{table.notes} {cell.notes}"
   head = [
     f"{table.title}: {cell.title}",
-    f"  python experiments/{table.script} \\",
+    f"  python experiments/{table.command}.py \\",
     f"      --flagfile=experiments/flags/{cell.name}.flags --data_dir=DIR",
-    *textwrap.wrap(
-      " ".join(cell.notes),
-      width=78,
-      break_long_words=False,
-      break_on_hyphens=False,
-    ),
+    *textwrap.wrap(notes, 78, break_long_words=False, break_on_hyphens=False),
+    *([f"Published: {', '.join(several)}."] if several else ()),
+    "Our runs, where there are any: results/README.md.",
   ]
-  values = ", ".join(
-    f"{label(path)} {value:.2f} %"
-    for path, value in cell.published.items()
-    if value is not None and not re.search(r"\.\d+\.", path)
-  )
-  if values:
-    head.append(f"Published: {values}.")
-  head.append("Our runs, where there are any: results/README.md.")
+  flags = {name: shown(value) for name, value in cell.flags.items()}
+  command = importlib.import_module(f"{table.command}_run")
+  declared = command.SETTINGS.declared()
+  values = {name: declared[name].read(text) for name, text in flags.items()}
+  for algorithm in values.get("algorithm", ("",)):
+    words = command.words(values, algorithm)
+    s = command.SETTINGS.resolve(values, words)
+    for name, value in s.of_kind("result").items():
+      of_run = declared[name].cases or declared[name].search
+      if of_run and value is not None and value is not False:
+        flags.setdefault(name, shown(value))
   lines = [f"# {line}".rstrip() for line in head]
-  return "\n".join(lines) + "\n" + logs.flags_text(dict(cell.flags)) + "\n"
-
-
-def label(path: str) -> str:
-  """A short name for a number in `result.json`.
-
-  >>> label("pools.small.test_accuracy"), label("global.test_accuracy")
-  ('small', 'global')
-  >>> label("pools.large.test_accuracy_questions")
-  'large questions'
-  >>> label("fml.clients.*.validation_accuracy")
-  'fml clients'
-  >>> label("independent.clients.0.best_validation_accuracy")
-  'independent clients 0 best'
-  >>> label("parties.*.final_accuracy")
-  'parties final'
-  """
-  *middle, last = path.split(".")
-  words = [word for word in middle if word not in ("pools", "*")]
-  name = last.removeprefix("best_")
-  words.append(name.partition("test_accuracy")[2].strip("_"))
-  if "parties" in middle:
-    words.append(name.removesuffix("_accuracy"))
-  if name != last:
-    words.append("best")
-  return " ".join(filter(None, words)) or last
+  lines += [f"--{name}={value}" for name, value in flags.items()]
+  return "\n".join(lines) + "\n"
 
 
 def lookup(result: Any, path: str) -> Any:
@@ -140,14 +124,13 @@ def lookup(result: Any, path: str) -> Any:
   [0.5, 0.75, 0.0, None]
   """
   name, _, rest = path.partition(".")
-  some = re.fullmatch(r"(\d+)-(\d+)", name)
-  if isinstance(result, list) and (some or name == "*"):
-    first, last = map(int, some.groups()) if some else (0, len(result) - 1)
-    chosen = range(first, last + 1)
-    values = [lookup(result, f"{i}.{rest}") for i in chosen]
-    return None if None in values or not values else sum(values) / len(values)
-  if isinstance(result, list) and name.isdigit() and int(name) < len(result):
-    return lookup(result[int(name)], rest) if rest else result[int(name)]
+  if isinstance(result, list):
+    first, _, last = name.replace("*", f"0-{len(result) - 1}").partition("-")
+    chosen = range(int(first), int(last or first) + 1)
+    if not chosen or chosen[-1] >= len(result):
+      return None
+    values = [lookup(result[i], rest) for i in chosen]
+    return None if None in values else sum(values) / len(values)
   if not isinstance(result, Mapping) or name not in result:
     return None
   return lookup(result[name], rest) if rest else result[name]

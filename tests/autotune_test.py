@@ -1,6 +1,6 @@
 """Choices of speed: measured once, remembered, never in the way."""
 
-import collections
+import dataclasses
 import importlib
 import json
 
@@ -90,25 +90,19 @@ def test_the_first_run_which_compiles_is_not_counted(monkeypatch):
   assert calls == [5] * (4 + 4 * 5)
 
 
-class Absent:
-  """A flag that was not given."""
-
-  present = 0
-
-
 class Periodic:
   """An experiment whose rounds take a second, and exchanges ten more."""
 
   engine = engine.Threads(1)
-  lanes = lambda self, config, speed: speed["lanes"]
-  device_data = lambda self, config: ()
-  plan = lambda self, config, round: Plan(np.int32(round), {})
+  lanes = lambda self, s: s.lanes
+  device_data = lambda self, s: ()
+  plan = lambda self, s, round: Plan(np.int32(round), {})
 
-  def __init__(self, config, speed):
-    del config, speed
+  def __init__(self, s):
+    del s
 
-  def algorithm(self, config, speed):
-    del speed
+  def algorithm(self, s):
+    del s
     init = lambda key: jnp.zeros(())
     step = lambda state, plan, data: (state, plan)
     return core.Algorithm(init, step)
@@ -123,6 +117,7 @@ def test_a_rounds_time_is_the_mean_over_a_period(
   with monkeypatch.context() as path:
     path.syspath_prepend(str(ROOT / "experiments"))
     autotuning = importlib.import_module("autotuning")
+    codist = importlib.import_module("codist")
   found = {}
 
   def choose(measure, candidates, key):
@@ -136,11 +131,13 @@ def test_a_rounds_time_is_the_mean_over_a_period(
 
   monkeypatch.setattr(autotuning.autotune_lib, "choose", choose)
   monkeypatch.setattr(autotuning.autotune_lib, "seconds_of", seconds_of)
-  monkeypatch.setattr(
-    autotuning, "FLAGS", collections.defaultdict(lambda: Absent)
-  )
-  config = {"rounds": 300, "clients_per_round": (4, 2), "dtype": "float32"}
-  speed = {"lanes": 4, "microbatch": 16, "rounds_per_dispatch": number}
-  autotuning.measure(Periodic, config, speed, tmp_path / "none", every)
+  given = {"clients_per_round": (4, 2), "rounds": 300, "codist_period": every}
+  given |= {"lanes": 4, "microbatch": 16, "rounds_per_dispatch": number}
+  words = {"periodic", "images", "hetfl_models", "cpu", "inline", "device"}
+  s = codist.Codist.resolve(given, words)
+  s = dataclasses.replace(s, algorithm="periodic")
+  nothing = autotuning.Given({})
+  autotuning.measure(Periodic, nothing, s, tmp_path / "none")
   assert ("microbatch" in found) == (expected is not None)
+  assert found["lanes"] == [4, 2]  # Eight are more than the clients.
   assert found["seconds"] == pytest.approx(expected or 1.0)

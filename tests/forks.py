@@ -34,9 +34,8 @@ def main(seconds: int) -> None:
 if __name__ == "__main__":
   root = pathlib.Path(__file__).resolve().parent.parent
   sys.path[0] = str(root / "experiments")
-  import codist_settings  # noqa: F401
-  import fedmd_settings  # noqa: F401
-  import fml_settings  # noqa: F401
-  import launch  # noqa: F401
+  import codist_run  # noqa: F401
+  import fedmd_run  # noqa: F401
+  import fml_run  # noqa: F401
 
   main(int(sys.argv[1]))

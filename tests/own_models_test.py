@@ -58,9 +58,6 @@ def map_of_classes(num_classes):
 def nothing(num_classes):
   return None
 
-
-def two(a, b):
-  return nn.Dense(a + b)
 """
 
 
@@ -148,8 +145,6 @@ def test_fedmd(experiment, nets, tmp_path):
   assert found == [narrow, wider, narrow, "mlp(128)"]
   assert parties[0]["parameters"] == weights(256, 8)
   assert (tmp_path / "run/public/model-nets.py").exists()
-  assert "--l2=0.1 has no effect on party0" in done.stderr
-  assert "--conv has no effect: models of your own" in done.stderr
   assert "--dtype has no effect" not in done.stderr  # On the mlp it has.
 
 
@@ -196,7 +191,7 @@ def test_codist_of_text(experiment, tmp_path):
   done = codist(*run, models, *idle, "--algorithm=merged", place)
   assert done.returncode == 0, done.stderr
   for flag in ("dtype", "model_size"):
-    assert f"--{flag} has no effect: models of your own" in done.stderr
+    assert f"--{flag} has no effect here: it is for " in done.stderr
   assert done.stderr.count("--conv has no effect") == 1
   result, rows = outcome(tmp_path / "run")
   assert result["models"] == 2 * [f"{path}:last"]
@@ -218,15 +213,15 @@ def test_codist_of_text(experiment, tmp_path):
 
 def test_logits_of_text_are_computed_in_chunks(monkeypatch):
   monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-  codist_language = importlib.import_module("codist_language")
+  codist_tasks = importlib.import_module("codist_tasks")
 
   def chunk_of(stated, given):
     logits = language.TokenLogits(
       *map(np.zeros, ((1, 2, 3), (3, 4), 4)), stated
     )
     model = hetfl.Model(None, lambda variables, x, key, train: (logits, {}))
-    in_chunks = codist_language.in_chunks(model, given)
-    assert codist_language.in_chunks(model, given) is in_chunks
+    in_chunks = codist_tasks.in_chunks(model, given)
+    assert codist_tasks.in_chunks(model, given) is in_chunks
     return in_chunks.apply(None, None, None, False)[0].chunk
 
   # The model's own, or else the engine's.
@@ -256,11 +251,10 @@ def test_mistakes_are_named(experiment, nets, tmp_path):
     f"{nets}:map_of_classes": "given one image (8, 8, 1), the model's output is"
     " (1, 8, 8, 10), but 10 classes need logits of shape (1, 10)",
     f"{nets}:nothing": "returned a NoneType, not a Flax Linen module",
-    f"{nets}:two": "must take one argument, the number of classes",
     f"{nets}:three": f"{nets} has no function 'three'",
     f"{nets}2:narrow": f"there is no file {nets}2",
-    "medium_cnn": "choose from small_cnn, large_cnn, or give a model of your",
-    "small_cnn,small_cnn,small_cnn": "give one name, or two",
+    "medium_cnn": "choose from small_cnn, large_cnn, or give models of your",
+    "small_cnn,small_cnn,small_cnn": "give one value, or 2",
   }
   codist.refuse(
     [((f"--models={name}",), text) for name, text in cases.items()],
@@ -276,14 +270,12 @@ def test_mistakes_are_named(experiment, nets, tmp_path):
     fresh=fresh,
   )
   mixed = (f"--models={nets}:narrow,small",)
-  wide = (f"--models={nets}:narrow", "--width=2")
   more = (f"--models={nets}:narrow,{nets}:narrow_conv", "--num_parties=1")
   fedmd.refuse(
     [
       (more, "2 models, but 1 parties that are not --weak_parties"),
-      (mixed, "small is not FILE.py:FUNCTION"),
-      (wide, "--width=2.0: has no effect"),
-      (("--models=table3",), "--models=table3: choose from small, table1"),
+      (mixed, "--models=small: give models of your own as FILE.py:FUNCTION"),
+      (("--models=table3",), "--models=table3: choose from table1, table2"),
     ],
     fresh=fresh,
   )

@@ -5,10 +5,10 @@ import json
 import os
 import pathlib
 import shlex
-import shutil
 import subprocess
 import sys
 import time
+import types
 
 import matplotlib.image
 import pytest
@@ -22,16 +22,15 @@ def modules():
   """The modules of `experiments`, which is no package."""
   sys.path.insert(0, str(ROOT / "experiments"))
   try:
-    names = ("fml_report", "make_flags", "reproduce", "tables")
-    found = {name: importlib.import_module(name) for name in names}
-    return found | {"settings": importlib.import_module("fedmd_settings")}
+    names = ("fedmd_run", "fml_run", "make_flags", "reproduce", "tables")
+    yield {name: importlib.import_module(name) for name in names}
   finally:
     sys.path.pop(0)
 
 
 @pytest.fixture(scope="module")
 def known(modules):
-  return modules["make_flags"].tables_of_the_papers()
+  return modules["tables"].tables()
 
 
 def cell_of(table, name):
@@ -42,17 +41,31 @@ def cell_of(table, name):
 def test_every_cell_has_a_name_of_its_own(known):
   names = [cell.name for table in known.values() for cell in table.cells]
   assert len(names) == len(set(names))
-  assert len(known["codist_fig4"].cells) == 9
+  numbers = {"codist_fig4": 9, "fml_table1": 72}
+  numbers |= {"codist_table1_cifar": 15, "codist_table1_stackoverflow": 15}
+  for name, number in numbers.items():
+    assert len(known[name].cells) == number
+  for table in known.values():
+    for cell in table.cells:
+      assert cell.published.keys() <= table.numbers.keys(), cell.name
+
+
+def test_what_is_made_of_declarations_is_up_to_date(modules):
+  """Flag files, and docs/settings.md."""
+  made = modules["make_flags"].files()
+  there = {*(ROOT / "experiments/flags").iterdir(), ROOT / "docs/settings.md"}
+  assert {ROOT / name for name in made} == there
+  for name, text in made.items():
+    assert (ROOT / name).read_text(encoding="utf-8") == text, name
 
 
 def test_published_numbers_are_of_the_setting_that_was_published(known):
   environments = {}
-  for name in ("fedmd_fig2", "fedmd_weak"):
+  names = ("fedmd_fig2", "fedmd_weak")
+  for name in names:
     for cell in known[name].cells:
       environments[cell.name] = {
-        path.split(".")[-1].removesuffix("_accuracy")
-        for path, value in cell.published.items()
-        if value is not None
+        number.split()[-1] for number in cell.published
       }
   paper = {"public", "pooled"}
   assert environments == {
@@ -72,10 +85,9 @@ def test_published_numbers_are_of_the_setting_that_was_published(known):
     paper = cell.name in ("fedmd_cifar_iid", "fedmd_cifar_noniid")
     assert weights == ([0.5, *[1.0] * 8, 0.5] if paper else None), cell.name
   # The claims are of each party, and of the herd without its weak parties.
-  for cell in known["fedmd_fig2"].cells:
-    assert "parties.0.final_accuracy" in cell.published
-  for cell in known["fedmd_weak"].cells:
-    assert "parties.0-7.final_accuracy" in cell.published
+  each, herd = (known[name].numbers.values() for name in names)
+  assert "parties.0.final_accuracy" in each
+  assert "parties.0-7.final_accuracy" in herd
 
 
 def test_stack_overflow_cells_ask_for_no_c4_that_may_not_be_there(known):
@@ -86,20 +98,21 @@ def test_stack_overflow_cells_ask_for_no_c4_that_may_not_be_there(known):
 
 
 def test_fml_is_compared_with_what_the_paper_compares_it_with(known):
+  paths = lambda name: {*known[name].numbers.values()}
+  assert known["fml_table1"].numbers == {
+    "global": "global.test_accuracy",
+    "global best": "global.best_test_accuracy",
+  }
   for cell in known["fml_table1"].cells:
-    last, best = cell.published.items()
-    assert last == ("global.test_accuracy", None)
-    assert best[0] == "global.best_test_accuracy" and best[1] > 30
-  (fig5,) = known["fml_fig5"].cells
+    assert cell.published.keys() == {"global best"}
   for k in range(5):
-    assert f"fml.clients.{k}.validation_accuracy" in fig5.published
+    assert f"fml.clients.{k}.validation_accuracy" in paths("fml_fig5")
     best = f"independent.clients.{k}.best_validation_accuracy"
-    assert best in fig5.published
-  for cell in known["fml_sec6"].cells:
-    # Neither the catfish nor the badly trained client.
-    assert not [p for p in cell.published if "*" in p or ".4." in p]
+    assert best in paths("fml_fig5")
+  # Neither the catfish nor the badly trained client.
+  assert not [p for p in paths("fml_sec6") if "*" in p or ".4." in p]
   # Each cell's control is a cell of the same table.
-  bad = "bad_clients bad_label_share"
+  bad = "bad_clients"
   for name, other, differ in (
     ("fml_sec6_bad_sardine", "fml_sec6_sardines", bad),
     ("fml_sec6_bad_client", "fml_sec6_good_client", bad),
@@ -121,11 +134,12 @@ def test_fml_is_compared_with_what_the_paper_compares_it_with(known):
 def test_rows_have_published_columns_only_where_something_is_published(
   modules, known
 ):
-  rows_of = modules["reproduce"].rows_of
-  cells = [cell_of(known["fml_sec6"], "fml_sec6_catfish")]
+  rows_of, sec6 = modules["reproduce"].rows_of, known["fml_sec6"]
+  cells = [cell_of(sec6, "fml_sec6_catfish")]
   clients = [{"validation_accuracy": k / 10} for k in range(5)]
-  result = {"clients": clients, "global": {"test_accuracy": 0.5}, "rounds": 9}
-  head, row = rows_of(cells, {"fml_sec6_catfish": [result]})
+  result = {"clients": clients, "global": {"test_accuracy": 0.5}}
+  result |= {"rounds": 9, "seconds": 90.0}
+  head, row = rows_of(sec6, {"fml_sec6_catfish": [result]})
   assert dict(zip(head, row)) == {
     "run": cells[0].title,
     "clients 0-3": "15.00",
@@ -135,11 +149,12 @@ def test_rows_have_published_columns_only_where_something_is_published(
     "clients 3": "30.00",
     "global": "50.00",
     "rounds": "9",
-    "minutes": "",
+    "minutes": "1.5",
   }
-  cells = known["fml_table1"].cells[:2]
+  table1 = known["fml_table1"]
+  (name, *_), ran = (c.name for c in table1.cells), {"rounds": 1, "seconds": 1}
   result = {"global": {"test_accuracy": 0.5, "best_test_accuracy": 0.9844}}
-  head, row = rows_of(cells, {cells[0].name: [result]})
+  head, row = rows_of(table1, {name: [result | ran]})
   assert head[1:5] == [
     "global",
     "global best",
@@ -149,18 +164,19 @@ def test_rows_have_published_columns_only_where_something_is_published(
   assert row[1:5] == ["50.00", "98.44", "98.44", "+0.00"]
   # Of two seeds: the mean of 50 and 52, and the root of (1 + 1) / 1.
   other = {"global": {"test_accuracy": 0.52, "best_test_accuracy": 0.9644}}
-  _, row = rows_of(cells, {cells[0].name: [result, other]})
+  _, row = rows_of(table1, {name: [result | ran, other | ran]})
   assert row[1:5] == ["51.00 ± 1.41", "97.44 ± 1.41", "98.44", "-1.00"]
 
 
 def test_fedmd_table_has_each_party_and_a_column_a_run(
   modules, known, tmp_path
 ):
-  reproduce, cell = modules["reproduce"], known["fedmd_fig2"].cells[0]
+  reproduce, table = modules["reproduce"], known["fedmd_fig2"]
+  cell = cell_of(table, "fedmd_mnist_letters_iid")
   parties = [{"pooled_accuracy": k / 10} for k in range(10)]
   result = {"parties": parties, "rounds": 1, "seconds": 60.0}
   result["phase_seconds"] = {"public": 30.0, "pooled": 90.0}
-  rows = reproduce.rows_of([cell], {cell.name: [result]})
+  rows = reproduce.rows_of(table, {cell.name: [result]})
   reproduce.write(tmp_path, "FedMD", rows, ["--rounds=1"])
   lines = (tmp_path / "table.md").read_text().splitlines()
   assert lines[2] == "All runs with `--rounds=1`."
@@ -214,59 +230,37 @@ def test_a_figure_is_drawn_against_its_axis(
   }
 
 
-def runs_of(names):
-  models = ["mlp", "cnn1"]
-  config = {"client_models": models, "dataset": ["x"], "partition": "iid"}
+def test_curves_say_whose_model_they_are_of(modules, tmp_path, monkeypatch):
+  fml_run, drawn = modules["fml_run"], {}
+  s = types.SimpleNamespace(
+    client_models=("mlp", "cnn1"), dataset=("x",), partition="iid"
+  )
   rows = [
     {"round": t, "global/test_accuracy": 0.1 * t}
     | {f"client{k}/validation_accuracy": 0.3 - 0.1 * t for k in range(2)}
     for t in (1, 2)
   ]
-  return {name: [rows] for name in names}, config
-
-
-def test_curves_say_whose_model_they_are_of(modules, tmp_path, monkeypatch):
-  fml_report = modules["fml_report"]
-  drawn = {}
-
-  def curves(runs, path, *, published, title, titles, **kwargs):
-    drawn.update(titles=[titles[name] for name in ("client1", "clients")])
-    drawn.update(names=set(next(iter(runs.values()))[0][0]), title=title)
-    drawn.update(dashed=published)
-
-  runs, config = runs_of(("fml", "independent"))
-  fml_report.draw(runs, config, tmp_path)
+  runs = {"fml": [rows], "independent": [rows]}
+  fml_run.draw(runs, s, tmp_path)
   image = matplotlib.image.imread(tmp_path / "curves.png")
   assert image.shape[0] > 400
-  monkeypatch.setattr(fml_report.report, "curves", curves)
-  fml_report.draw(runs, config, tmp_path)
+  monkeypatch.setattr(
+    fml_run.report,
+    "curves",
+    lambda runs, path, **kw: drawn.update(kw, runs=runs),
+  )
+  fml_run.draw(runs, s, tmp_path)
   names = {"round", "global/accuracy", "client0/accuracy", "client1/accuracy"}
-  assert drawn["names"] == names and drawn["title"] == "x, iid"
-  assert drawn["titles"] == [
-    "client 1's own cnn1, on its images",
-    "clients' own models, on their images (mean)",
-  ]
+  assert set(drawn["runs"]["fml"][0][0]) == names
+  assert drawn["titles"]["client1"] == "client 1's images (its own model: cnn1)"
   # The best of two rounds, the first.
-  assert drawn["dashed"]["client1"]["independent"] == pytest.approx(0.2)
-  # FedAvg has one model for all.
-  runs, config = runs_of(("fedavg", "fml"))
-  fml_report.draw(runs, config, tmp_path)
-  assert not drawn["dashed"]
-  assert drawn["titles"] == [
-    "client 1's images (its own model: cnn1)",
-    "clients' images (mean)",
-  ]
-  assert drawn["title"].split("\n") == [
-    "x, iid",
-    "On clients' images: fedavg with the global model; fml with the clients'"
-    " own",
-  ]
-  runs, config = runs_of(("fedavg",))
-  fml_report.draw(runs, config, tmp_path)
-  assert drawn["titles"] == [
-    "global model, on client 1's images",
-    "global model, on clients' images (mean)",
-  ]
+  assert drawn["published"]["client1"]["independent"] == pytest.approx(0.2)
+  fml_run.draw({"fedavg": [rows], "fml": [rows]}, s, tmp_path)
+  assert not drawn["published"]
+  assert drawn["title"] == (
+    "x, iid\nOn clients' images: fedavg with the global model, fml with their"
+    " own model"
+  )
 
 
 def test_the_table_names_a_model_only_if_all_have_it(modules):
@@ -278,7 +272,7 @@ def test_the_table_names_a_model_only_if_all_have_it(modules):
   def table(results):
     return fml_table({name: [result] for name, result in results.items()})
 
-  fml_table = modules["fml_report"].table
+  fml_table = modules["fml_run"].table
   results = {"fml": result("mlp", "lenet5"), "independent": result("mlp", "x")}
   assert "0: mlp" in table(results) and "1: " not in table(results)
   results = {"fedavg": result("lenet5", "lenet5"), "fml": result("mlp", "mlp")}
@@ -371,7 +365,7 @@ def test_a_cell_is_tuned_and_run_with_the_best(
   monkeypatch.setattr(
     reproduce,
     "read_results",
-    lambda folder, _: [{"rounds": 1500}] * folder.exists(),
+    lambda folder, _: [{"rounds": 1500, "seconds": 9.0}] * folder.exists(),
   )
   table()
   tuning, run = commands
@@ -407,16 +401,16 @@ def test_a_cell_is_tuned_and_run_with_the_best(
   for args, message in (
     (("--table=fedmd_fig2", "--search=8"), "--search=8: FedMD has no search"),
     (("--table=fml_fig6", "--search_rounds=8"), "only with --search"),
+    (("--table=fml_fig6", "--", "--seed=5"), "--seed=5: give --workdir and"),
   ):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=message):
       reproduce.main(args)
-    assert message in capsys.readouterr().err
 
 
 def test_a_table_has_cells_that_others_finish_meanwhile(
   modules, known, tmp_path, monkeypatch, capsys
 ):
-  """And goes on after a failure, if it is to."""
+  """And goes on after a failure."""
   reproduce, begun = modules["reproduce"], []
   cells = [cell.name for cell in known["codist_table1_cifar"].cells][:4]
   accuracy = {"pools": {"small": {"test_accuracy": 0.5}}}
@@ -436,21 +430,15 @@ def test_a_table_has_cells_that_others_finish_meanwhile(
     reproduce.main([names] * ("--tabulate" not in args) + [*args])
 
   monkeypatch.setattr(reproduce, "run_cell", run_cell)
-  with pytest.raises(SystemExit, match=rf"{cells[1]} \(status 3\)"):
-    table()
-  assert begun == cells[:2]
-  begun.clear()
-  for name in cells:
-    shutil.rmtree(tmp_path / name, ignore_errors=True)
   with pytest.raises(SystemExit, match=rf"{cells[1]} \(status 3\); after"):
-    table("--keep_going")
+    table()
   assert begun == cells[:3]
   rows = (tmp_path / "table.csv").read_text().splitlines()
   assert len(rows) == 4  # The head, and all but the one that failed.
   (tmp_path / "table.csv").unlink()
-  with pytest.raises(SystemExit):
+  with pytest.raises(SystemExit, match="no cell is done in"):
     table("--tabulate", "--seeds=0,1")
-  assert "no cell is done in" in capsys.readouterr().err
+  capsys.readouterr()
   table("--tabulate")
   assert (tmp_path / "table.csv").read_text().splitlines() == rows
   assert "| 50.00 |" in capsys.readouterr().out
@@ -471,34 +459,36 @@ def test_a_table_has_cells_that_others_finish_meanwhile(
   assert [line.endswith("--pretrained=/a/b/seed1") for line in lines] == (
     [True, False] * 3
   )
-  with pytest.raises(SystemExit):
-    table("--seeds=1,2", "--", "--seed=5")
-  assert (
-    "--seed=5: give --workdir and --seeds before" in capsys.readouterr().err
-  )
 
 
 def test_cells_of_one_public_training_share_it(modules, known, tmp_path):
-  shared, settings = modules["reproduce"].shared_phases, modules["settings"]
+  fedmd_run, reproduce = modules["fedmd_run"], modules["reproduce"]
   cells = {c.name: c for c in known["fedmd_fig2"].cells}
   cells |= {c.name: c for c in known["fedmd_weak"].cells}
+
+  def public(cell):
+    s = fedmd_run.FedMD.resolve(cell.flags, fedmd_run.words(cell.flags))
+    return fedmd_run.of_phase(s, "public").of_kind("result")
+
   for cell in cells.values():
     if cell.like is not None:
-      a, b = (
-        settings.of_phase("public", {"weak_parties": 0, **cells[name].flags})
-        for name in (cell.name, cell.like)
-      )
-      assert a == b, cell.name
-  cell = cells["fedmd_cifar_noniid"]
-  assert shared(cell, tmp_path, []) == []
+      assert public(cell) == public(cells[cell.like]), cell.name
+  other = cells["fedmd_cifar_noniid_code"]
+  assert public(other) != public(cells["fedmd_cifar_iid"])
+
+  def shared(seeds=()):
+    given = {"workdir": str(tmp_path), "seeds": seeds}
+    args = reproduce.Reproduce.resolve(given, ())
+    run = reproduce.Cells(known["fedmd_fig2"], args, [])
+    return run.shared_phases(cells["fedmd_cifar_noniid"])
+
+  assert shared() == []
   make_run(tmp_path / "fedmd_cifar_iid/public")
-  assert shared(cell, tmp_path, []) == [
-    f"--pretrained={tmp_path / 'fedmd_cifar_iid'}"
-  ]
-  assert shared(cell, tmp_path, ["0", "1"]) == []
+  assert shared() == [f"--pretrained={tmp_path / 'fedmd_cifar_iid'}"]
+  assert shared((0, 1)) == []
   for seed in (0, 1):
     make_run(tmp_path / f"fedmd_cifar_iid/seed{seed}/public")
-  assert len(shared(cell, tmp_path, ["0", "1"])) == 1
+  assert len(shared((0, 1))) == 1
   # One that has begun its own goes on with it.
   (tmp_path / "fedmd_cifar_noniid/public").mkdir(parents=True)
-  assert shared(cell, tmp_path, []) == []
+  assert shared() == []

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import time
-import types
 import typing
 
 import jax
@@ -557,21 +556,9 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   summary = json.loads((tmp_path / "both/result.json").read_text())
   assert summary["best"]["objective"] >= best["objective"]
   assert summary["trials"] == 5 and summary["start"]["values"] == own
-  # A search of an earlier version began with proposed values.
-  config = json.loads((tmp_path / "other/config.json").read_text())
-  del config["config"]["client_lr"], config["config"]["prox_mu"]
-  (tmp_path / "other/config.json").write_text(json.dumps(config))
-  first, second = (tmp_path / "other/trials.jsonl").read_text().splitlines()
-  first = json.loads(first)
-  del first["start"]
-  first["values"]["prox_mu"] = 0.5
-  older = f"{json.dumps(first)}\n{second}\n"
-  (tmp_path / "other/trials.jsonl").write_text(older)
-  again = (space, "--seed=9", f"--workdir={tmp_path}/other", "--client_lr=0.3")
-  done = tune(*search[:1], "--trials=2", *search[2:], *again, "--", *runs)
-  assert done.returncode == 0, done.stderr
-  assert "goes on without one" in done.stderr
-  assert (tmp_path / "other/trials.jsonl").read_text() == older
+  elsewhere = ("--client_lr=0.3", f"--workdir={tmp_path}/tune", "--", *runs)
+  done = tune(*search, space, *elsewhere)
+  assert "holds another run: client_lr: there 0.05, here 0.3" in done.stderr
   done = tune(*search, *join, f"--workdir={tmp_path}/tune", "--", *runs)
   assert "holds another run: joined: there unset, here true" in done.stderr
   assert (tmp_path / "tune/trials.jsonl").read_text().splitlines() == lines
@@ -623,7 +610,7 @@ def test_a_search_for_fml(experiment, tmp_path):
     (("--heldout_examples=0",), "--heldout_examples=0: a search chooses"),
     (("--heldout_examples=7",), "give 0 or a multiple of the 5 clients"),
     ((schedule,), "--alpha cannot be searched"),
-    (("--space=beta=linear:0:2",), "--space: --beta=2.0: 2 must lie between"),
+    (("--space=beta=linear:0:2",), "--space, beta: --beta=2.0: 2.0 must lie"),
   ):
     bad = tune(*search, f"--workdir={tmp_path}/bad", "--", *run, *flags)
     assert bad.returncode != 0 and message in bad.stderr, bad.stderr
@@ -632,29 +619,36 @@ def test_a_search_for_fml(experiment, tmp_path):
 
 @pytest.fixture(scope="module")
 def script():
-  """experiments/search_space.py as a module, no flags defined."""
+  """experiments/tune_run.py as a module."""
   sys.path.insert(0, str(runs.ROOT / "experiments"))
   try:
-    yield importlib.import_module("search_space")
+    yield importlib.import_module("tune_run")
   finally:
     sys.path.pop(0)
-    sys.modules.pop("search_space")
 
 
-def test_spaces(script, monkeypatch, caplog):
-  tunable = script.tunables.EXPERIMENTS["codist"]
-  given = dict.fromkeys(["client_lr", "server_lr", "distill_lr", "prox_mu"])
+def trial_of(script, algorithm, **given):
+  """The settings of a trial of codist, and a function `space`."""
+  codist = importlib.import_module("codist_run")
+  given["algorithm"] = (algorithm,)
+  s = codist.Codist.resolve(given, codist.words(given, algorithm))
 
-  class Flags(dict):
-    space = []
+  def space(*items):
+    search = script.Search.resolve({"space": items}, ())
+    return script.make_space(search, codist.Codist, s.words)
 
-  monkeypatch.setattr(script, "FLAGS", Flags(given))
+  return s, space
+
+
+def test_spaces(script):
   # Appendix F: one client rate, all else for each model; alpha for merged.
-  sizes = {a: len(script.make_space(tunable, a)) for a in tunable.space}
+  sizes = {
+    a: len(trial_of(script, a)[1]()) for a in ("fedavg", "periodic", "merged")
+  }
   assert sizes == {"fedavg": 3, "periodic": 11, "merged": 12}
+  s, space = trial_of(script, "fedavg")
   rate = trials.Dimension(1e-4, 0.1, log=True)
-  default = script.make_space(tunable, "fedavg")
-  assert default == dict.fromkeys(
+  assert space() == dict.fromkeys(
     ["client_lr", "server_lr.small", "server_lr.large"], rate
   )
   new = trials.Dimension(1.0, 2.0)
@@ -664,73 +658,56 @@ def test_spaces(script, monkeypatch, caplog):
     ("client_lr.small=linear:1:2", {"client_lr.small": new}),
     ("prox_mu=linear:1:2", {"prox_mu": new}),
   ):
-    script.FLAGS.space = [item]
-    space = script.make_space(tunable, "fedavg")
-    assert {n: d for n, d in space.items() if d == new} == expected
-  script.FLAGS.space = ["client_lr.small=linear:1:2"]
+    assert {n: d for n, d in space(item).items() if d == new} == expected
   # The other model keeps a dimension of its own.
-  assert script.make_space(tunable, "fedavg")["client_lr.large"] == rate
-  script.FLAGS.space = ["server_lr=fixed", "client_lr=linear:1:2"]
-  assert set(script.make_space(tunable, "fedavg")) == {"client_lr"}
+  assert space("client_lr.small=linear:1:2")["client_lr.large"] == rate
+  assert set(space("server_lr=fixed", "client_lr=linear:1:2")) == {"client_lr"}
   for item, message in (
     ("client_lr=log:0:1", "above 0 on a log scale"),
     ("prox_mu", "--space, prox_mu: '': give log:LOW:HIGH"),
     ("color=log:1:2", "is not a flag of codist"),
-    ("client_lr.huge=log:1:2", "small, large"),
+    ("rounds=log:1:2", "is not a flag of codist with numbers"),
+    ("client_lr.huge=log:1:2", "small or large"),
     ("client_lr=fixed,server_lr=fixed", "every value is fixed"),
+    ("client_lr=linear:0:1", "--client_lr=0.0: 0.0 must be at least 1e-06"),
   ):
-    script.FLAGS.space = item.split(",")
     with pytest.raises(ValueError, match=message):
-      script.make_space(tunable, "fedavg")
-  # A value of what is searched is that of the first trial alone.
-  monkeypatch.setattr(sys, "argv", ["tune.py", "--server_lr=0.1,0.2"])
-  script.FLAGS["server_lr"] = types.SimpleNamespace(value=["0.1", "0.2"])
-  script.FLAGS.space = []
-  script.make_space(tunable, "fedavg")
-  (message,) = caplog.messages
-  assert message.startswith("--server_lr=0.1,0.2 is where the search starts")
-  for item in ("server_lr=fixed", "server_lr.small=fixed"):
-    script.FLAGS.space = [item]
-    assert "server_lr.small" not in script.make_space(tunable, "fedavg")
-  assert len(caplog.messages) == 1
+      space(*item.split(","))
+  whole = lambda *items: script.whole(space(*items), type(s))
+  assert whole() == {"client_lr", "server_lr"}
+  assert whole("server_lr.small=fixed") == {"client_lr"}
 
 
 def test_a_search_starts_from_the_flags_own_values(script, caplog):
-  tunable = script.tunables.EXPERIMENTS["codist"]
-  config = {"client_lr": (0.1, 0.1), "server_lr": (0.3, 0.4), "prox_mu": 9}
-  names = ("client_lr", "server_lr.large", "prox_mu")
-  space = dict.fromkeys(names, trials.Dimension(1.0, 2.0))
-  start = script.start_values(tunable, config, space, off={"prox_mu"})
+  s, space = trial_of(script, "fedavg", server_lr=(0.3, 0.4), client_lr=0.1)
+  ranges = space("prox_mu=log:1:2", "server_lr.small=fixed")
+  start = script.start_values(s, ranges)
   assert start == {"client_lr": 0.1, "server_lr.large": 0.4, "prox_mu": 0}
   # The search has one value for both models, and the flag two.
-  unlike = config | {"client_lr": (0.1, 0.2)}
-  assert script.start_values(tunable, unlike, space, off=()) is None
+  s, _ = trial_of(script, "fedavg", client_lr=(0.1, 0.2))
+  assert script.start_values(s, space()) is None
   assert "--client_lr=0.1,0.2 is not one value" in caplog.text
-  assert "client_lr.small" in caplog.text
+  assert "a range for each model" in caplog.text
 
 
 def test_values_become_flags_and_states(script):
-  tunable = script.tunables.EXPERIMENTS["codist"]
-  config = {"client_lr": (0.1, 0.1), "server_lr": (0.3, 0.4)}
+  s, _ = trial_of(script, "merged", client_lr=0.1, server_lr=(0.3, 0.4))
   values = {"client_lr": 0.2, "server_lr.large": 0.5, "merge_alpha": 0.25}
-  found = script.flag_values(tunable, config, values)
-  assert found == {
+  assert script.flag_values(s, values) == {
     "client_lr": 0.2,
     "server_lr": [0.3, 0.5],
     "merge_alpha": 0.25,
   }
-  algorithm = hetfl.merged_codist(
+  state = hetfl.merged_codist(
     federation.make_pools(),
     distill.Distiller(),
     alpha=0.5,
     rounds=1,
-  )
-  state = engine.jit(algorithm.init, once=True)(jax.random.key(0))
-  for flag, value in found.items():
-    state = tunable.place(state, flag, value)
-  rates = [state.hyper[name] for name in ("learning_rate", "server_lr")]
+  ).init(jax.random.key(0))
+  placed = script.place(state, s, values)
+  rates = [placed.hyper[name] for name in ("learning_rate", "server_lr")]
   np.testing.assert_allclose(rates, [(0.2, 0.2), (0.3, 0.5)], rtol=1e-6)
-  assert state.hyper["alpha"] == 0.25
+  assert placed.hyper["alpha"] == 0.25
   for flag in ("prox_mu", "rounds"):
-    with pytest.raises(ValueError, match=f"{flag}: this state has no such"):
-      tunable.place(state, flag, 0.1)
+    with pytest.raises(ValueError, match=f"--{flag} cannot be searched"):
+      script.place(state, s, {flag: 0.1})

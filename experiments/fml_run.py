@@ -1,0 +1,509 @@
+"""Runs Federated Mutual Learning and its baselines, as `fml.py` asks for."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+import flax.linen as nn
+from fml import Fml
+import jax
+import jax.numpy as jnp
+import launch
+import numpy as np
+import own_models
+from settings import Given, UsageError
+
+import hetfl
+from hetfl import augment, core
+from hetfl.data import files, fml_images
+from hetfl.models import fml as nets
+from hetfl.models.spliced import splice
+from hetfl.optimizers import momentum_sgd
+from hetfl.run import logs, report, training
+from hetfl.streams import generator, Stream
+
+_TRUNKS = ("lenet5_conv", "cnn1_conv", "cnn2_conv")
+_RECIPES = {"digits": "digits8", "mnist": "mnist28"}  # Of CIFAR: pad32.
+# In these a client ends with its own model, in others with the global one.
+_PERSONAL = ("fml", "independent")
+
+SETTINGS = Fml
+
+
+def words(values: Mapping[str, Any], algorithm: str) -> set[str]:
+  """What holds of an algorithm's run; see `settings`."""
+  found = launch.machine_words(values) | {algorithm, "images", "device"}
+  s = Fml.resolve(values, {Fml.resolve(values, ()).dataset[0]})
+  models = {s.global_model, *s.client_models}
+  of_clients = s.client_models if algorithm in _PERSONAL else ()
+  trained = {s.global_model, *of_clients}
+  holds = {
+    s.dataset[0]: True,
+    "several_datasets": len(s.dataset) > 1,
+    "own_models": any(map(own_models.is_own, models)),
+    "hetfl_models": not all(map(own_models.is_own, trained)),
+    "mlps": models == {"mlp"},
+    "bad_clients": s.bad_clients,
+    values.get("partition", ""): True,
+  }
+  return found | {word for word, held in holds.items() if held}
+
+
+class Experiment:
+  """Data, models and engine of one federation, shared by its algorithms."""
+
+  def __init__(self, s: Fml):
+    own_models.check("client_models", s.client_models, nets.NAMES)
+    known = [*nets.NAMES, *_TRUNKS]
+    own_models.check("global_model", [s.global_model], known)
+    if "npz" in s.dataset and len({*s.dataset}) > 1:
+      raise UsageError(
+        "--dataset: npz, normalised otherwise, goes with no other"
+      )
+    load = fml_images.load_fml_images
+    self.data = load(**s.arguments(load))
+    self.engine = launch.engine_of(s)
+    classes = self.data.num_classes
+    trunk = s.global_model in _TRUNKS
+    if len(set(classes.values())) > 1 and not trunk:
+      raise UsageError(
+        f"--dataset={','.join(s.dataset)}: clients with different classes"
+        f" cannot share --global_model={s.global_model}; use one of"
+        f" {', '.join(_TRUNKS)}"
+      )
+    if s.dataset[0] == "npz":
+      bank = self.data.clients[0].train.bank
+      recipe = augment.fitted("crop", bank["x"])
+    else:
+      recipe = augment.RECIPES[_RECIPES.get(s.dataset[0], "pad32")]
+    shape = (*[recipe.size] * 2, self.data.image_shape[-1])
+    example = jnp.zeros((1, *shape))
+
+    @functools.cache
+    def model(name, num_classes):
+      """A network; clients with the same network share one object."""
+      is_global = name == s.global_model
+      return own_models.model(
+        "global_model" if is_global else "client_models",
+        name,
+        num_classes,
+        example,
+        lambda: nets.net(name, num_classes, shape, conv=s.conv, dtype=s.dtype),
+      )
+
+    @functools.cache
+    def adaptor(num_classes):
+      features = jax.eval_shape(
+        lambda key: self.global_model.apply(
+          self.global_model.init(key), example, None, False
+        )[0],
+        jax.random.key(0),
+      )
+      return core.Model.from_flax(
+        nn.Dense(num_classes, kernel_init=nets.torch_init),
+        jnp.zeros(features.shape),
+      )
+
+    self.global_model = model(
+      s.global_model.removesuffix("_conv" if trunk else ""),
+      None if trunk else next(iter(classes.values())),
+    )
+    self.transform = recipe.train if s.augment else recipe.evaluate
+    held = self.data.clients
+    self.clients = [
+      hetfl.Client(
+        model=model(name, classes[h.dataset]),
+        transform=self.transform,
+        bank=h.dataset,
+        adaptor=adaptor(classes[h.dataset]) if trunk else None,
+      )
+      for name, h in zip(s.client_models, held)
+    ]
+    sets = {f"client{k}": h.validation for k, h in enumerate(held)}
+    if not trunk:  # All clients share one data set.
+      sets["test"] = next(iter(self.data.test.values()))
+    if s.heldout_examples:
+      sets |= {f"client{k}_heldout": h.heldout for k, h in enumerate(held)}
+      if not trunk:
+        everywhere = np.concatenate([h.heldout.index for h in held])
+        sets["heldout"] = hetfl.Subset(held[0].heldout.bank, everywhere)
+    self.populations = {}
+    for dataset in classes:
+      own = [h.train for h in held if h.dataset == dataset]
+      self.populations[dataset] = hetfl.ClientPopulation.from_lists(
+        own[0].bank, [subset.index for subset in own]
+      )
+    banks = hetfl.put_banks(*self.populations.values(), *sets.values())
+    self.banks = dict(zip(self.populations, banks))
+    evaluator = functools.partial(
+      hetfl.Evaluator,
+      sets={
+        name: hetfl.Subset(bank, subset.index)
+        for (name, subset), bank in zip(sets.items(), banks[len(classes) :])
+      },
+      transform=recipe.evaluate,
+      engine=self.engine,
+      batch_size=s.eval_batch_size,
+    )
+    names = [
+      {f"client{k}", f"client{k}_heldout"} & sets.keys()
+      for k in range(len(held))
+    ]
+    self.local_evaluator = evaluator(
+      [c.model for c in self.clients], only=names
+    )
+    if trunk:  # The complete meme model of each client.
+      memes = [splice(self.global_model, c.adaptor) for c in self.clients]
+      self.meme_evaluator = evaluator(memes, only=names)
+    else:
+      self.global_evaluator = evaluator([self.global_model])
+
+  def files(self, s: Fml) -> dict[str, bytes]:
+    """Name and content of files that belong to a run."""
+    of_clients = s.client_models if s.algorithm in _PERSONAL else ()
+    return {"data.json": self._record} | own_models.sources(
+      [s.global_model, *of_clients]
+    )
+
+  @functools.cached_property
+  def _record(self) -> bytes:
+    return files.record(self.data.sets)  # Reads all data.
+
+  def algorithm(self, s: Fml) -> core.Algorithm:
+    """Builds one of the four algorithms."""
+    optimizer = functools.partial(
+      momentum_sgd,
+      momentum=s.momentum,
+      weight_decay=s.weight_decay,
+      clip_norm=s.clip_norm,
+    )
+    engine = launch.engine_of(s, s.lanes)
+    options = dict(
+      learning_rate=s.learning_rate, optimizer=optimizer, engine=engine
+    )
+    clients = [
+      dataclasses.replace(client, microbatch=s.microbatch or None)
+      for client in self.clients
+    ]
+    if s.algorithm == "independent":
+      return hetfl.fml(clients, global_model=None, **options)
+    if s.algorithm == "fml":
+      if s.clients_start == "global" and s.global_model not in s.client_models:
+        raise UsageError(
+          "--clients_start=global: none of --client_models is the"
+          f" --global_model={s.global_model}"
+        )
+      return hetfl.fml(
+        clients,
+        global_model=self.global_model,
+        alpha=launch.linear(s.alpha, s.rounds),
+        beta=launch.linear(s.beta, s.rounds),
+        temperature=s.temperature,
+        sequential=s.sequential_updates,
+        from_global=s.clients_start == "global",
+        **options,
+      )
+    if s.global_model in _TRUNKS:
+      raise UsageError(
+        f"--global_model={s.global_model} has no output layer, but"
+        f" --algorithm={s.algorithm} needs a complete model"
+      )
+    # A server step of rate 1 takes the mean of the clients' models.
+    pool = hetfl.Pool(
+      self.global_model,
+      "global",
+      learning_rate=s.learning_rate,
+      server_lr=1.0,
+      transform=self.transform,
+      optimizer=optimizer,
+      server_optimizer=hetfl.optimizers.fedavg_server,
+      prox_mu=s.prox_mu if s.algorithm == "fedprox" else None,
+    )
+    return hetfl.fedavg([pool], rounds=None, engine=engine)
+
+  def device_data(self, s: Fml) -> dict:
+    """The banks, as the algorithm takes them."""
+    return _named(s, self.banks)
+
+  def plan(self, s: Fml, round: int) -> hetfl.Plan:
+    """A round's plan, alike for all algorithms; a pure function of `round`."""
+    sampled, number = s.clients_per_round, len(self.populations)
+    several = number > 1
+    plan = hetfl.plan_round(
+      _named(s, self.populations),
+      seed=s.seed,
+      round=round,
+      batch_size=s.batch_size,
+      epochs=s.local_epochs,
+      uniform_weights=s.merge_weights == "uniform",
+      clients_per_round=None if several else sampled,
+      tail="repeat" if s.full_batches else "short",
+    )
+    if several and sampled:
+      # Drawn from the clients of all data sets; the others have no steps, so
+      # that plans have the same structure in all rounds.
+      rng = generator(Stream.CLIENTS, s.seed, 0, round, number)
+      drawn = rng.permutation(len(self.clients)) < sampled
+      for name, batches in plan.batches.items():
+        active, drawn = np.split(drawn, [len(batches.client)])
+        plan.batches[name] = batches._replace(
+          steps=np.where(active, batches.steps, 0),
+          weight=np.where(active, batches.weight, 0),
+        )
+    return plan
+
+  def evaluate(self, s: Fml, state) -> dict[str, float]:
+    """Accuracies and losses of the global model and of the clients' products.
+
+    A client's product is its own model or, with FedAvg and FedProx, the global
+    model (the paper's Figure 4).
+    """
+    row, clients = {}, range(len(self.clients))
+    kinds = {"validation": ""}
+    if s.heldout_examples:
+      kinds["heldout"] = "_heldout"
+
+    def add(k, values, prefix):
+      for kind, suffix in kinds.items():
+        for name in ("accuracy", "loss"):
+          value = values[f"client{k}{suffix}_{name}"]
+          row[f"client{k}/{prefix}{kind}_{name}"] = value
+
+    if s.algorithm in _PERSONAL:
+      models = [hetfl.local_model(state, k) for k in clients]
+      for k, values in zip(clients, self.local_evaluator(models)):
+        add(k, values, "")
+    if s.algorithm != "independent":
+      if self.clients[0].adaptor is None:
+        (values,) = self.global_evaluator([self.server(s, state)])
+        for name, value in values.items():
+          if name.startswith(("test_", "heldout_")):
+            row[f"global/{name}"] = value
+        every = [values] * len(clients)
+      else:
+        every = self.meme_evaluator(
+          [hetfl.meme_model(state, k) for k in clients]
+        )
+      for k, values in zip(clients, every):
+        add(k, values, "global_" if s.algorithm == "fml" else "")
+    for kind in kinds:
+      row[f"clients/{kind}_accuracy"] = float(
+        np.mean([row[f"client{k}/{kind}_accuracy"] for k in clients])
+      )
+    return row
+
+  def server(self, s: Fml, state) -> core.Variables | None:
+    """The global model's variables; `None` if there is none."""
+    return (
+      state.server if s.algorithm in _PERSONAL else state.server[0].variables
+    )
+
+  def heldout(self, s: Fml) -> tuple:
+    """The accuracies that a search chooses by; see `tune`.
+
+    "test" stands for the clients' validation images where models are theirs.
+    """
+    if not s.heldout_examples:
+      raise UsageError(
+        "--heldout_examples=0: a search chooses by training examples that no"
+        " client trains on; give it some"
+      )
+    clients = range(len(self.clients))
+    data = {"heldout": {}, "test": {}}
+    for which, suffix in (("heldout", "_heldout"), ("test", "")):
+      if s.algorithm in _PERSONAL:
+        sets = (f"client{k}{suffix}" for k in clients)
+        data[which]["clients"] = self.local_evaluator.data(*sets)
+      if s.algorithm != "independent" and self.clients[0].adaptor is None:
+        data[which]["global"] = self.global_evaluator.data(which)
+
+    def evaluate(state, data):
+      means = {}
+      if "global" in data:
+        server = self.server(s, state)
+        sums = self.global_evaluator.sums([server], data["global"])
+        (means["global"],) = launch.accuracies(sums)
+      if "clients" in data:
+        models = [hetfl.local_model(state, k) for k in clients]
+        sums = self.local_evaluator.sums(models, data["clients"])
+        each = [mean.total / mean.count for mean in launch.accuracies(sums)]
+        means["clients"] = core.Mean(sum(each), float(len(each)))
+      return means
+
+    return tuple(data["heldout"]), evaluate, data
+
+  def summarize(
+    self, s: Fml, folder: logs.RunFolder, state, evaluation
+  ) -> dict:
+    """What `result.json` says of a finished run: last values and best ones."""
+    rows = logs.read_rows(folder.metrics)
+
+    def measured(prefix):
+      """Accuracies in the last evaluation, and the best of all."""
+      found = {}
+      for name, value in evaluation.items():
+        if name.startswith(f"{prefix}/") and name.endswith("accuracy"):
+          short = name.removeprefix(f"{prefix}/")
+          best = max((row[name] for row in rows if name in row), default=None)
+          found |= {short: value, f"best_{short}": best}
+      return found
+
+    alone, personal = s.algorithm == "independent", s.algorithm in _PERSONAL
+    init = lambda model: jax.eval_shape(model.init, jax.random.key(0))
+    shared = init(self.global_model)
+    sent = 0 if alone else training.num_bytes(shared)
+    clients = []
+    for k, (client, held) in enumerate(zip(self.clients, self.data.clients)):
+      own = client.model if personal else self.global_model
+      clients.append(
+        {
+          "model": s.client_models[k] if personal else s.global_model,
+          "parameters": core.num_parameters(init(own).params),
+          "dataset": held.dataset,
+          "examples": len(held.train.index),
+          "validation_examples": len(held.validation.index),
+          **measured(f"client{k}"),
+          # In a round that it takes part in.
+          "bytes_sent_per_round": sent,
+          "bytes_received_per_round": sent,
+        }
+      )
+    return {
+      "algorithm": s.algorithm,
+      "dataset": ",".join(s.dataset),
+      "partition": s.partition,
+      "seed": s.seed,
+      "bytes_per_round": 2 * sent * (s.clients_per_round or len(clients)),
+      "global": {
+        "model": None if alone else s.global_model,
+        "parameters": None if alone else core.num_parameters(shared.params),
+        "test_accuracy": None,
+        "best_test_accuracy": None,
+        **measured("global"),
+      },
+      "clients": clients,
+    }
+
+
+def _named(s: Fml, of_datasets: dict) -> dict:
+  """Banks or populations by the names by which the algorithm takes them."""
+  if s.algorithm in _PERSONAL:
+    return of_datasets
+  return dict(zip(["global"], of_datasets.values()))
+
+
+def curve_rows(models: Sequence[str], rows: Sequence[dict]) -> list[dict]:
+  """Rows with only the metric of each model that is drawn.
+
+  Args:
+    models: the clients' models.
+    rows: rows of metrics, as `logs.read_rows` reads them.
+
+  Returns:
+    Rows of `round`, `global/accuracy` and `clientN/accuracy`; of more than
+    ten clients only their mean, `clients/accuracy`.
+
+  >>> row = {"round": 1, "client0/validation_accuracy": 0.5}
+  >>> curve_rows(["mlp"], [row])
+  [{'round': 1, 'client0/accuracy': 0.5}]
+  """
+  clients = [f"client{k}" for k in range(len(models))]
+  names = {"global/test_accuracy": "global/accuracy"} | {
+    f"{client}/validation_accuracy": f"{client}/accuracy"
+    for client in (clients if len(models) <= logs.FEW else ["clients"])
+  }
+  return [
+    {"round": row["round"]} | {names[n]: row[n] for n in names if n in row}
+    for row in rows
+  ]
+
+
+def draw(
+  runs: dict[str, list[list[dict]]],
+  s: Fml,
+  folder: pathlib.Path,
+  experiment: Any = None,
+) -> None:
+  """Draws the curves of one or more algorithms, with one or more seeds each.
+
+  Next to other algorithms, independent training also has a dashed line: each
+  client's best accuracy (the paper's Figure 5).
+  """
+  drawn = {
+    name: [curve_rows(s.client_models, rows) for rows in seeds]
+    for name, seeds in runs.items()
+  }
+  best = {}
+  if len(runs) > 1:
+    seeds = drawn.get("independent", ())
+    for name in {name for rows in seeds for row in rows for name in row}:
+      bests = [max(row.get(name) or 0.0 for row in rows) for rows in seeds]
+      if name != "round":
+        best[name.removesuffix("/accuracy")] = {"independent": np.mean(bests)}
+  whose = ", ".join(
+    f"{name} with {'their own' if name in _PERSONAL else 'the global'} model"
+    for name in runs
+  )
+  titles = {"global": "global model, on test images"}
+  titles["clients"] = "clients' images (mean)"
+  for k, model in enumerate(s.client_models):
+    titles[f"client{k}"] = f"client {k}'s images (its own model: {model})"
+  report.curves(
+    drawn,
+    folder / "curves.png",
+    metric="accuracy",
+    ylabel="Test or validation accuracy (%)",
+    published=best,
+    dashed="best",
+    title=f"{','.join(s.dataset)}, {s.partition}\nOn clients' images: {whose}",
+    titles=titles,
+  )
+
+
+def table(results: dict[str, list[dict]]) -> str:
+  """A plain-text table of all seeds' results, one line per algorithm.
+
+  It says which model is tested on clients' images: the global one or their own.
+  Of more than ten clients it has the mean only.
+  """
+  columns = [["", "algorithm", *results]]
+
+  def add(head, title, value, factor=100, form="{:.2f}"):
+    cells = [[value(r) for r in of] for of in results.values()]
+    shown = [report.cell(values, form, factor) for values in cells]
+    columns.append([head, title, *shown])
+
+  of_clients = lambda r: [c["validation_accuracy"] for c in r["clients"]]
+  add("global", "test %", lambda r: r["global"]["test_accuracy"])
+  add("", "best %", lambda r: r["global"]["best_test_accuracy"])
+  whose = ["own" if name in _PERSONAL else "global" for name in results]
+  columns.append(["clients", "model", *whose])
+  add("", "mean %", lambda r: float(np.mean(of_clients(r))))
+  number = max(len(of[0]["clients"]) for of in results.values())
+  for k in range(number if number <= logs.FEW else 0):
+    # FedAvg and FedProx give every client the global model.
+    models = {of[0]["clients"][k]["model"] for of in results.values()}
+    head = f"{k}: {models.pop()}" if len(models) == 1 else str(k)
+    add("", head, lambda r, k=k: of_clients(r)[k])
+  add("", "rounds", lambda r: r["rounds"], 1, "{:,d}")
+  add("", "seconds", lambda r: r["seconds"], 1, "{:,.1f}")
+  return report.align(columns, heads=2)
+
+
+def main(given: Given) -> None:
+  """Runs the algorithms of --algorithm, then prints a table."""
+  s = Fml.resolve(given.values, ())
+  models = (s.global_model, *s.client_models)
+  launch.side_by_side(
+    given,
+    Fml,
+    ("fml", *s.dataset, *own_models.labels(models)),
+    words=words,
+    build=Experiment,
+    draw=draw,
+    table=table,
+    # Without schedules, nothing depends on the number of rounds.
+    lengthens=lambda s: len({*s.alpha}) == len({*s.beta}) == 1,
+  )

@@ -1,0 +1,99 @@
+"""Every flag file makes two rounds, on real images where they are at hand."""
+
+import dataclasses
+import functools
+import importlib
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from hetfl.data import codist_images, vision
+from hetfl.data.errors import DataError
+from tests.runs import ROOT
+
+# The least, with which the flags' meaning does not change.
+LEAST = {
+  "codist": ["--clients_per_round=1", "--codist_period=2", "--merge_every=2"]
+  + ["--distill_steps=1", "--distill_batch_size=2", "--c4_path=/nowhere"],
+  "fml": ["--local_epochs=1", "--batch_size=16"],
+  "fedmd": ["--public_examples=40", "--public_subset=20"]
+  + ["--heldout_examples=10", "--revisit_epochs=1"],
+}
+TABLES = sorted(p.stem for p in (ROOT / "experiments/tables").glob("*.toml"))
+
+
+def few(bank, classes):
+  """The first images of each class, as many as there may be shards of it."""
+  rows = [np.flatnonzero(bank["y"] == c)[:6] for c in range(classes)]
+  rows = np.concatenate(rows)
+  return {name: array[rows] for name, array in bank.items()}
+
+
+def load_few(load, *args):
+  """`vision.load` of few images."""
+  whole = load(*args)
+  train, test = (few(b, whole.num_classes) for b in (whole.train, whole.test))
+  return whole._replace(train=train, test=test)
+
+
+def rounds(algorithm, start, plans, data):
+  """What two rounds return, but for its values: nothing is compiled."""
+  state = jax.eval_shape(algorithm.init, *start)
+  for plan in plans:
+    state, metrics = jax.eval_shape(algorithm.step, state, plan, data)
+  return state, metrics
+
+
+def run(module, given, algorithm):
+  """Two rounds of a flag file's algorithm, and of FedMD's phases."""
+  words = module.words(given.values, algorithm)
+  s = module.SETTINGS.resolve(given.values, words)
+  if algorithm:
+    s = dataclasses.replace(s, algorithm=algorithm)
+    experiment = module.Experiment(s)
+    plans = [experiment.plan(s, t) for t in (1, 2)]
+    start, data = (jax.random.key(0),), experiment.device_data(s)
+    return rounds(experiment.algorithm(s), start, plans, data)
+  experiment = module.Experiment(s)
+  for phase in module.PHASES[:-1]:
+    of = module.data_of(phase)
+    data = dict.fromkeys(experiment.names, experiment.banks[of])
+    data["stopping"] = experiment.stopping[of].bank
+    plans = [experiment.fit_plan(phase, 1)]
+    fit, start = experiment.fit_algorithm(phase), (jax.random.key(0),)
+    state, _ = rounds(fit, start, plans, data)
+  start = (jax.random.key(0), [party.learner for party in state.clients])
+  data = dict.fromkeys(experiment.names, experiment.banks["private"])
+  data["public"] = experiment.banks["public"]
+  plans = [experiment.plan(t) for t in (1, 2)]
+  return rounds(experiment.algorithm(), start, plans, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
+def test_every_flag_file_makes_two_rounds(monkeypatch, name):
+  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+  table = importlib.import_module("tables").tables()[name]
+  module = importlib.import_module(f"{table.command}_run")
+  settings = importlib.import_module("settings")
+  fewer = functools.partial(load_few, vision.load)
+  # FML's clients pass over all images.
+  load = fewer if table.command == "fml" else vision.load
+  monkeypatch.setattr(vision, "load", functools.cache(load))
+  load = codist_images.load_codist_images
+  cached = functools.wraps(load)(functools.cache(load))
+  monkeypatch.setattr(codist_images, "load_codist_images", cached)
+  for cell in table.cells:
+    file = ROOT / f"experiments/flags/{cell.name}.flags"
+    least = LEAST[table.command] + ["--rounds=2", "--engine=inline"]
+    given = settings.parse([f"--flagfile={file}", *least], module.SETTINGS)
+    for algorithm in given.values.get("algorithm", ("",)):
+      try:
+        with jax.numpy_rank_promotion("allow"):
+          state, metrics = run(module, given, algorithm)
+      except DataError as error:  # It is not at hand.
+        assert not os.environ.get("HETFL_DATA_DIR") or "cifar" not in str(error)
+        continue
+      assert jax.tree.leaves(state) and metrics
