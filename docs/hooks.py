@@ -30,6 +30,7 @@ def on_files(files, config):
     name = path.relative_to(ROOT).as_posix()
     files.append(File(name, ROOT, config.site_dir, config.use_directory_urls))
   made = {f"{p}/index.md": _listing(p) for p in _folders()}
+  made["docs/api/index.md"] = _names()
   for path in (ROOT / "examples").glob("*.py"):
     code = path.read_text(encoding="utf-8")
     page = f"# {path.name}\n\n```python\n{code}```\n"
@@ -37,6 +38,18 @@ def on_files(files, config):
   for name, content in made.items():
     files.append(File.generated(config, name, content=content))
   return files
+
+
+def _names():
+  """A page with the names that `hetfl` exports, and where they are."""
+  package = griffe.load("hetfl", search_paths=[ROOT])
+  lines = ["# Names", "", "What `import hetfl` gives:", ""]
+  lines += ["| name | what it is |", "|---|---|"]
+  for name in package.exports:
+    target = package[name].final_target
+    what = target.docstring.value.splitlines()[0]
+    lines.append(f"| [`hetfl.{name}`][{target.path}] | {what} |")
+  return "\n".join(lines) + "\n"
 
 
 def _folders():
@@ -96,6 +109,8 @@ class Doctests(griffe.Extension):
         obj.docstring.value,
         flags=re.M,
       )
+      # Equations below each other stay so.
+      text = re.sub(r"^(`[^`\n]+`)\n(?=`)", r"\1  \n", text, flags=re.M)
       obj.docstring.value = re.sub(
         r"^(Reference|Departures?):", r"**\1:**", text, flags=re.M
       )
