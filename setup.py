@@ -67,6 +67,12 @@ setuptools.setup(
       "tokenizers>=0.20",
     ],
     "bench": ["torch"],
+    "docs": [
+      "mkdocs>=1.6,<2",
+      "mkdocs-material>=9.6",
+      "mkdocstrings[python]>=1",
+      "ruff>=0.14",  # sets the signatures
+    ],
     "examples": ["scikit-learn>=1.4"],
     "language": ["nltk>=3.9"],
     "tune": ["optuna>=4"],
