@@ -535,7 +535,7 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   )
   # What FedAvg makes nothing of is not in its flags.
   flags = (tmp_path / "tune/best.flags").read_text()
-  assert "--server_lr" in flags and "distill" not in flags
+  assert "--server_lr" in flags and "distill_lr" not in flags
   assert summary["best"]["trial"] == best["trial"]
   assert summary["best"]["heldout"] == best["heldout"]
   # Another search of the same, and both as one.
