@@ -498,11 +498,10 @@ def prepare(
 def _draws_nothing(transform) -> bool:
   """Whether it is a `Preparation`, a function of the batch alone."""
   try:
-    signature = inspect.signature(transform)
-    signature.bind("batch")
+    inspect.signature(transform).bind("batch")
   except (TypeError, ValueError):
     return False
-  return "key" not in signature.parameters
+  return True
 
 
 def localize(

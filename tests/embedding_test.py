@@ -298,3 +298,12 @@ def test_each_client_is_evaluated_by_itself(runner, own):
     (expected,) = by_itself([take(k if own else 0)])
     assert found["accuracy"][k] == pytest.approx(expected[f"{k}_accuracy"])
     assert found["loss"][k] == pytest.approx(expected[f"{k}_loss"], rel=1e-5)
+
+
+def test_algorithms_are_made_under_jit_of_traced_values():
+  @jax.jit
+  def start(mu):
+    pool = Pool(ZERO, "a", learning_rate=1.0, server_lr=1.0, prox_mu=mu)
+    return fedavg([pool], rounds=None).init(jax.random.key(0)).hyper
+
+  assert start(0.25)["prox_mu"].tolist() == [0.25]

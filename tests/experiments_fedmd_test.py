@@ -236,7 +236,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
   cases = [
     (("--environment=mnist",), "environment"),
     (("--rounds=0",), "rounds"),
-    (("--consensus_weights=1,2",), "give 5 values, one per party"),
+    (("--consensus_weights=1,2",), "give one or 5 values"),
     (("--consensus_weights=1,x,1,1,1",), "1,x,1,1,1: not a number"),
     (("--consensus_weights=1,1,1,1,-1",), "-1 must be at least 0"),
     (("--num_parties=2", "--weak_parties=3"), "--weak_parties=3: must lie"),

@@ -261,6 +261,26 @@ def test_with_alpha_one_clients_learn_alone():
     assert_close(other.clients, state.clients)
 
 
+@pytest.mark.parametrize("sequential", [False, True])
+def test_a_penalty_is_the_local_models(sequential):
+  size = lambda w: optax.tree.norm(w, squared=True)
+  models, both = [], dict(alpha=1.0, beta=1.0, sequential=sequential)
+  for l2 in (0.0, 0.5):
+    clients = clients_with([MLP] * 5, penalty=size, l2=l2)
+    models.append(run(build(clients, **both), rounds=1)[0])
+  plain, pulled = models
+  assert_close(plain.server, pulled.server)
+  for k in range(5):
+    assert size(local_model(pulled, k).params) < size(
+      local_model(plain, k).params
+    )
+
+
+def test_clients_that_are_not_there_are_refused():
+  with pytest.raises(ValueError, match="are of client 4, but there are 3"):
+    run(build(clients_with([MLP] * 3), jit=False), rounds=1)
+
+
 class Recording(engine.Inline):
   """Remembers the results of the clients' programs."""
 

@@ -225,8 +225,8 @@ class _Turns:
 def _program(task: Task, name: str) -> _Program:
   """A program of a task, which keeps it."""
   if name not in task.programs:
-    fn = functools.partial(_FUNCTIONS[name], task)
-    task.programs.setdefault(name, _Program(fn))
+    do = _FUNCTIONS[name]  # JAX would keep a `functools.partial` of it alive.
+    task.programs.setdefault(name, _Program(lambda *args: do(task, *args)))
   return task.programs[name]
 
 
