@@ -26,7 +26,7 @@ def pytest_configure(config):
     return
   programs = config.cache.mkdir("programs")
   jax.config.update("jax_compilation_cache_dir", str(programs))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def environment():
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": _XLA_FLAGS,
     "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "HETFL_DATA_DIR": "",
   }
 

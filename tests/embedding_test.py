@@ -235,9 +235,8 @@ def test_the_loss_has_its_penalties():
 @pytest.mark.parametrize("name", ["fedavg", "periodic", "merged"])
 def test_pools_go_on_from_models(name):
   algorithm = CASES[name].build(None, 1)
-  models = [
-    pool.model.start(jax.random.key(7)) for pool in federation.make_pools()
-  ]
+  other = jax.jit(algorithm.init)(jax.random.key(7))
+  models = [learner.variables for learner in other.server]
   state = algorithm.init(KEY, models)
   assert_close([learner.variables for learner in state.server], models)
   jax.jit(lambda state: state, donate_argnums=0)(state)
@@ -261,9 +260,10 @@ def test_a_translator_of_ones_own():
   mine = Translator(lambda z, t: z, lambda z, f, t: absolute_error(z, f))
   case = CASES["fedmd"]
   plan, data = case.plan(1), case.data()
+  parties = algorithms.parties(model=algorithms.flat_model("fedmd"))
 
   def metrics_of_a_round(digest_loss):
-    algorithm = fedmd(algorithms.PARTIES, digest_loss=digest_loss)
+    algorithm = fedmd(parties, digest_loss=digest_loss)
     return jax.jit(algorithm.step)(algorithm.init(KEY), plan, data)[1]
 
   chex.assert_trees_all_equal(*map(metrics_of_a_round, (mine, "mae")))

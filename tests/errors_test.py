@@ -44,7 +44,7 @@ from tests.algorithms import CASES, make_distiller
 TOKENS = language.TokenLogits(
   jnp.zeros((1, 2, 1)), jnp.zeros((1, 5)), jnp.zeros(5)
 )
-POOLS = federation.make_pools()
+POOLS = federation.make_pools(models=federation.DENSE)
 BANK = dict(federation.POPULATION.bank)
 PUBLIC = Subset.whole(algorithms.PUBLIC)
 MLP = algorithms.MLP
@@ -392,8 +392,7 @@ def test_labels_of_distillation_that_are_no_class_show():
     batch_size=1,
     distill_batch_size=2,
   )
-  pools = algorithms.changed(POOLS, model=MLP)
-  algorithm = merged(pools, make_distiller(label_weight=0.5))
+  algorithm = merged(distiller=make_distiller(label_weight=0.5))
   step = jax.jit(algorithm.step)
   for y in (0, -1, 3):
     bank = dict(BANK, y=np.array(BANK["y"]))

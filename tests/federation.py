@@ -1,5 +1,8 @@
 """A small federation with different models, clients and pools, for tests."""
 
+import gc
+import time
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -137,6 +140,16 @@ def line(*w):
     lambda key: core.Variables(jnp.array([w]), {}),
     lambda v, x, key, train: (x @ v.params, v.stats),
   )
+
+
+def are_freed(refs):
+  """Whether objects are freed, soon after threads have worked with them."""
+  for _ in range(100):
+    gc.collect()
+    if not any(ref() for ref in refs):
+      return True
+    time.sleep(0.05)
+  return False
 
 
 def mesh(size):

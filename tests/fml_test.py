@@ -578,7 +578,7 @@ def test_what_is_out_of_range_is_refused():
 
 def test_models_of_several_trials_are_taken_by_vmap():
   keys = jax.random.split(jax.random.key(0), 3)
-  states = jax.vmap(build().init)(keys)
+  states = jax.jit(jax.vmap(build().init))(keys)
   with pytest.raises(ValueError, match="the state holds several trials"):
     local_model(states, 0)
   ours = jax.vmap(lambda state: local_model(state, 1))(states)
