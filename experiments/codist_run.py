@@ -1,4 +1,7 @@
-"""Runs codistillation and FedAvg, as `codist.py` asks for."""
+"""Runs codistillation and FedAvg, as `codist.py` asks for.
+
+`s.client_lr` is the flag `--client_lr`, one value for each pool, and so on.
+"""
 
 from collections.abc import Mapping
 import functools
@@ -161,7 +164,7 @@ class Experiment:
 
   def lanes(self, s: Codist) -> int | None:
     """The number of lanes in the settings, or else enough for both pools."""
-    if s.lanes or "threads" in s.words:
+    if s.lanes or "cpu" in s.words:
       return s.lanes
     return max(
       enough_lanes(

@@ -1,4 +1,7 @@
-"""Runs the phases of FedMD, as `fedmd.py` asks for."""
+"""Runs the phases of FedMD, as `fedmd.py` asks for.
+
+`s.learning_rate` is the flag `--learning_rate`, and so on.
+"""
 
 from collections.abc import Mapping, Sequence
 import dataclasses

@@ -1,4 +1,7 @@
-"""Runs Federated Mutual Learning and its baselines, as `fml.py` asks for."""
+"""Runs Federated Mutual Learning and its baselines, as `fml.py` asks for.
+
+`s.learning_rate` is the flag `--learning_rate`, and so on.
+"""
 
 from collections.abc import Mapping, Sequence
 import dataclasses

@@ -123,10 +123,9 @@ class Rounds(Run):
   """A run whose rounds are short.
 
   Attributes:
-    lanes: Number of lanes that a round's clients are packed into, on all
-      devices together; by default one per client or, for codist, the fewest
-      that hardly lengthen a round. CPU threads train one client each. Changes
-      speed only.
+    lanes: How many clients train side by side, on all devices together; by
+      default all of a round or, for codist, the fewest that hardly lengthen it,
+      and on a CPU one for each device. Changes speed only.
     microbatch: Number of examples that pass through a model at once;
       distillation examples through a student, an FML client's batch through its
       two models; 0 for all. Changes speed only, unless --dropout is set or a
