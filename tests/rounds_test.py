@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import hetfl
-from hetfl import distill, local, optimizers
+from hetfl import core, distill, local, optimizers
 from tests import federation
 from tests.oracles import codist as oracle
 
@@ -220,10 +220,10 @@ def test_teachers_may_see_several_batches_at_once(monkeypatch):
 def test_a_batch_without_divisors_is_warned_of(monkeypatch):
   said = []
   monkeypatch.setattr(
-    local.logging, "log_first_n", lambda *args: said.append(args[1] % args[3:])
+    core.logging, "log_first_n", lambda *args: said.append(args[1] % args[3:])
   )
-  assert local.num_parts(37, 16) == 37
+  assert core.num_parts(37, 16) == 37
   assert "A batch of 37 is cut into 37 parts of 1" in said.pop()
   for batch_size, at_most in ((128, 16), (8, 16), (37, None), (37, 37)):
-    local.num_parts(batch_size, at_most)
+    core.num_parts(batch_size, at_most)
   assert not said
