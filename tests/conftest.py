@@ -29,6 +29,13 @@ def pytest_configure(config):
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_programs():
+  """No process holds the programs of all modules, which are gigabytes."""
+  yield
+  jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def environment():
   """What experiments run in."""
