@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import hetfl
-from hetfl import core, distill, local, optimizers
+from hetfl import distill, local, optimizers
 from tests import federation
 from tests.oracles import codist as oracle
 
