@@ -8,13 +8,13 @@ import pytest
 
 from tests import runs
 
-# The tests' own programs are small, and their compilation is most of the time.
-# Not for the experiments, which run as users run them.
+# Tests' programs are small, and their compilation is most of the time.
 _QUICK_COMPILATION = "--xla_backend_optimization_level=0"
 if jax.__version_info__ < (0, 11):  # later XLA has no such flag
   _QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
-_XLA_FLAGS = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = f"{_XLA_FLAGS} {_QUICK_COMPILATION}".strip()
+os.environ["XLA_FLAGS"] = " ".join(
+  [os.environ.get("XLA_FLAGS", ""), _QUICK_COMPILATION]
+)
 jax.config.update("jax_num_cpu_devices", 8)
 # An array that broadcasts by accident is an error.
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -41,7 +41,6 @@ def environment():
   """What experiments run in."""
   return os.environ | {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": _XLA_FLAGS,
     "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "HETFL_DATA_DIR": "",
