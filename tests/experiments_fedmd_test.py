@@ -241,7 +241,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--consensus_weights=1,1,1,1,-1",), "-1 must be at least 0"),
     (("--num_parties=2", "--weak_parties=3"), "--weak_parties=3: must lie"),
     (("--public_subset=9999",), "--public_subset=9999: exceeds the 771"),
-    (("--examples_per_class=99",), "examples_per_class=99: 5 parties need"),
+    (("--examples_per_class=99",), "examples_per_class=99: 495 are wanted"),
     (
       ("--heldout_examples=5000",),
       "--heldout_examples=5000: must lie between 0 and 870",

