@@ -469,7 +469,7 @@ def table(results: dict[str, list[dict]]) -> str:
   """A plain-text table of all seeds' results, one line per algorithm.
 
   It says which model is tested on clients' images: the global one or their own.
-  Of more than ten clients it has the mean only.
+  Of more than ten clients it has the mean, the lowest and the highest accuracy.
   """
   columns = [["", "algorithm", *results]]
 
@@ -485,7 +485,11 @@ def table(results: dict[str, list[dict]]) -> str:
   columns.append(["clients", "model", *whose])
   add("", "mean %", lambda r: float(np.mean(of_clients(r))))
   number = max(len(of[0]["clients"]) for of in results.values())
-  for k in range(number if number <= logs.FEW else 0):
+  if number > logs.FEW:
+    number = 0
+    add("", "lowest %", lambda r: min(of_clients(r)))
+    add("", "highest %", lambda r: max(of_clients(r)))
+  for k in range(number):
     # FedAvg and FedProx give every client the global model.
     models = {of[0]["clients"][k]["model"] for of in results.values()}
     head = f"{k}: {models.pop()}" if len(models) == 1 else str(k)

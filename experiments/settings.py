@@ -16,6 +16,7 @@ import functools
 import importlib
 import inspect
 import math
+import os
 import sys
 import textwrap
 import types
@@ -140,9 +141,10 @@ class Setting:
         raise UsageError(f"{shown}: give a value, or leave it out")
       if self.choices and text not in self.choices:
         raise UsageError(f"{shown}: choose from {', '.join(self.choices)}")
-    elif not math.isfinite(value):
+      return os.path.expanduser(text)  # Of a path.
+    if not math.isfinite(value):
       raise UsageError(f"{shown}: must be a finite number")
-    elif not self.low <= value <= self.high:
+    if not self.low <= value <= self.high:
       raise UsageError(f"{shown}: {text} must {self.range}")
     return value
 
