@@ -471,9 +471,7 @@ def settled(given: Given, seed: int, place: pathlib.Path) -> FedMD:
     return s
   path = pathlib.Path(s.pretrained)
   if asked:
-    path = path.expanduser().absolute() / (
-      place.name if "seeds" in given.values else ""
-    )
+    path = path.absolute() / (place.name if "seeds" in given.values else "")
   if not (path / "public/config.json").exists():
     if not asked:  # It is gone; a resumed run does without it.
       return dataclasses.replace(s, pretrained=None)

@@ -295,7 +295,7 @@ def workdir_of(given: Given, *parts: str) -> pathlib.Path:
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     return pathlib.Path(scratch, "run")
   if given.values.get("workdir"):
-    return pathlib.Path(given.values["workdir"]).expanduser()
+    return pathlib.Path(given.values["workdir"])
   files = [pathlib.Path(file).absolute() for file in given.files]
   stems = [
     # Of a run or a search, the folder's name.

@@ -150,7 +150,7 @@ def sources(names: Sequence[str]) -> dict[str, bytes]:
 
 
 def _path(name: str) -> pathlib.Path:
-  return pathlib.Path(name.rpartition(":")[0]).expanduser().absolute()
+  return pathlib.Path(name.rpartition(":")[0]).absolute()
 
 
 def _function(flag: str, name: str):

@@ -217,9 +217,7 @@ class Cells:
     self, table: tables.Table, args: Reproduce, extra: Sequence[str]
   ):
     self.table, self.args, self.extra = table, args, extra
-    self.folder = pathlib.Path(
-      args.workdir or f"runs/{args.table}"
-    ).expanduser()
+    self.folder = pathlib.Path(args.workdir or f"runs/{args.table}")
     self.places = [f"--data_dir={args.data_dir}"] if args.data_dir else []
     self.places += ["--download"] if args.download else []
     seeds = [f"--seeds={settings.shown(args.seeds)}"]

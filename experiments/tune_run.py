@@ -256,7 +256,7 @@ def main(given: Given) -> None:
   start = start and start | dict.fromkeys(off, 0.0)
   config = search_config(search, s, space, start)
   files = experiment.files(s)
-  joined = [pathlib.Path(path).expanduser() for path in search.join or ()]
+  joined = [pathlib.Path(path) for path in search.join or ()]
   for path in joined:
     check_alike(path, config, files)
   rows = tune.join(joined)
