@@ -235,7 +235,7 @@ def _replacement(pool):
   @jax.jit  # A program of its own, which is freed with the algorithm.
   def replace(server, student, due):
     new = local.Learner.start(student, pool.server_optimizer)
-    return jax.tree.map(lambda a, b: jnp.where(due, a, b), new, server)
+    return jax.lax.cond(due, lambda: new, lambda: server)
 
   return replace
 
@@ -335,15 +335,10 @@ def merged_codist(
       results[len(pools) :],
     )
     gradients = [pool.combine(s) for pool, s in zip(pools, sent)]
-    # Line 7.
-    deltas = [
-      _difference(theta.params, student.params)
-      for theta, student in zip(thetas, students)
-    ]
-    # Line 8; the statistics are the clients'.
+    # Lines 7 and 8; the statistics are the clients'.
     merged = [
-      (merge_gradients(g, delta, alpha=a), stats)
-      for (g, stats), delta in zip(gradients, deltas)
+      (_merge(g, theta.params, student.params, a), stats)
+      for (g, stats), theta, student in zip(gradients, thetas, students)
     ]
     # Line 9: apply FedAvg with the merged gradient.
     state = step_servers(pools, state, merged, decay)
@@ -355,4 +350,7 @@ def merged_codist(
   return core.Algorithm(init, step)
 
 
-_difference = jax.jit(optax.tree.sub)
+@jax.jit
+def _merge(g, theta, student, alpha):
+  delta = optax.tree.sub(theta, student)  # Line 7.
+  return merge_gradients(g, delta, alpha=alpha)  # Line 8.

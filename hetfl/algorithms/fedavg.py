@@ -190,6 +190,7 @@ def proximal_term(
   return mu / 2 * distance
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def linear_decay(round: int | jax.Array, rounds: int | None) -> jax.Array:
   """`1 - (t - 1) / T`: one in the first round, zero after the last.
 

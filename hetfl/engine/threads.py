@@ -82,8 +82,12 @@ class Threads:
       )
     parts = [self._parts(work) for work in works]
     flat = [part for of_work in parts for part in of_work]
-    # Longest first, by the program's last run time; new programs come first.
-    order = sorted(range(len(flat)), key=lambda i: -flat[i].seconds())
+    # Longest first, by the program's last run time; new programs come first, of
+    # each work one part before the second, so that they compile side by side.
+    place = [i for of_work in parts for i in range(len(of_work))]
+    order = sorted(
+      range(len(flat)), key=lambda i: (-flat[i].seconds(), place[i])
+    )
     running = {i: flat[i].start(self._pool) for i in order}
     try:
       results = iter([running[i].result() for i in range(len(flat))])
@@ -106,8 +110,9 @@ class Threads:
     longest = max(int(steps[share].sum()) for share in shares)
     equal = longest * self.num_threads <= 1.05 * steps.sum()
     few = rows <= 2 * self.num_pieces <= 2 * steps.max()
-    if few and not equal:
+    if few and not equal and not work.total:
       # A thread would work a twentieth longer than the mean: rows take turns.
+      # Sums keep one program, whichever clients a round has.
       each = _unstack(work.rows)
       return [
         _Turns(work._replace(rows=one), int(n), self.num_pieces)
@@ -261,7 +266,7 @@ def _join(work: Work, parts: list, results: list[PyTree]) -> PyTree:
   if rows is None:
     return results[0]
   if work.total:
-    return _sum(*results)
+    return functools.reduce(_add, results)
   if isinstance(parts[0], _Turns):
     return _stack(*results)
   return _concatenate(rows, *results)
@@ -269,17 +274,17 @@ def _join(work: Work, parts: list, results: list[PyTree]) -> PyTree:
 
 # One program each; operations on single arrays would be many.
 _stack = jax.jit(stack)
+_add = jax.jit(add)
 
 
-@jax.jit
 def _unstack(tree):
-  rows = len(jax.tree.leaves(tree)[0])
-  return [row(tree, i) for i in range(rows)]
+  leaves = jax.tree.leaves(tree)
+  on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+  return (_rows_of if on_host else jax.jit(_rows_of))(tree)
 
 
-@jax.jit
-def _sum(*trees):
-  return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *trees)
+def _rows_of(tree):
+  return [row(tree, i) for i in range(len(jax.tree.leaves(tree)[0]))]
 
 
 @functools.partial(jax.jit, static_argnums=0)
