@@ -109,7 +109,7 @@ class Codist(shared.Rounds):
     distill_lr: Students' learning rate, one value or SMALL,LARGE.
     distill_lr_decay: Share of --distill_lr that is left after the last round,
       one value or SMALL,LARGE; the rate decays linearly over the rounds.
-    distill_epsilon: Epsilon of the students' Adam; the servers' is 1e-5.
+    distill_epsilon: Epsilon of the students' Adam; FedAdam's is 1e-5.
     distill_steps: Distillation steps per exchange; in the paper 200 for
       periodic and 32 for merged.
     distill_batch_size: Batch size of distillation.

@@ -33,6 +33,7 @@ from hetfl.optimizers import (
 )
 from hetfl.run import logs, report, training
 
+# Optax's optimizers with the papers' constants, called with the rate.
 _SERVERS = {
   "adam": fedadam_server,
   "yogi": fedyogi_server,
@@ -140,6 +141,7 @@ class Experiment:
     pools = self.pools(s)
     if s.algorithm == "fedavg":
       return hetfl.fedavg(pools, **options)
+    # Not by `s.arguments`: a `learning_rate` is the clients'.
     distiller = hetfl.Distiller(
       learning_rate=s.distill_lr,
       final_share=s.distill_lr_decay,
@@ -180,6 +182,7 @@ class Experiment:
     """The plan of a round, with --bank=round with its examples."""
     every = s.exchange_every
     due = every and round % every == 0
+    # And by name: seed, clients_per_round, distill_steps, distill_batch_size.
     options = s.arguments(
       hetfl.plan_round,
       clients=dict(zip(POOLS, self.data.pools)),

@@ -91,7 +91,7 @@ class Fml(shared.Rounds):
   )
   dataset: tuple[
     Literal["digits", "mnist", "cifar10", "cifar100", "npz"], ...
-  ] = setting(("digits"), argument="datasets")
+  ] = setting("digits", argument="datasets")
   partition: Literal[
     "iid", "noniid1", "noniid2", "noniid3", "dirichlet", "file"
   ] = setting("iid", {"digits": "noniid3", "several_datasets": "iid"})

@@ -50,7 +50,8 @@ class Setting:
     most: the greatest number of values.
     search: the range in a search.
     search_each: whether a search has a value for each of `each`, if there are.
-    argument: the library's name, if it is another.
+    argument: the library's name, as an argument and in `state.hyper`, if it is
+      another.
     name: the setting's.
     type: of a value: int, float, str or bool.
     many: whether there can be several values.

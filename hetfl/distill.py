@@ -553,8 +553,7 @@ class Distiller:
 
     def begin(context, own):
       del own
-      teacher = context["teachers"][index]
-      return local.Learner(teacher, optimizer(context).init(teacher.params))
+      return local.Learner.start(context["teachers"][index], self.optimizer)
 
     def end(context, own, learner, metrics, batches, key):
       del context, own, batches, key

@@ -33,7 +33,7 @@ class Participant:
   Attributes:
     model: its model.
     name: its name in metrics, results and errors.
-    learning_rate: the learning rate, constant.
+    learning_rate: the learning rate that `state.hyper` holds at first.
     loss: the loss of each example, or a batch's mean; see `core.Loss`.
     transform: applied to each training batch as stored in the bank.
     optimizer: `learning rate -> optax optimizer`.

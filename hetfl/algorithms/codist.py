@@ -203,7 +203,8 @@ def periodic_codist(
   checks.counts(period=period, **checks.given(rounds=rounds))
 
   def init(key, variables=None):  # Line 1.
-    return init_pools(pools, key, variables, distiller.hyper(len(pools)))
+    values = distiller.hyper(len(pools))
+    return init_pools(pools, key, variables, hyper=values)
 
   def step(state, plan, data):
     decay = linear_decay(plan.round, rounds)
@@ -317,7 +318,7 @@ def merged_codist(
     values = distiller.hyper(len(pools))
     if not callable(alpha):
       values |= core.hyper(alpha=alpha)
-    return init_pools(pools, key, variables, values)
+    return init_pools(pools, key, variables, hyper=values)
 
   def step(state, plan, data):
     decay = linear_decay(plan.round, rounds)

@@ -86,18 +86,18 @@ class Pool(local.Participant):
     """The local update, whose results are sums or, if True, each client's."""
     proximal = None
     if self.prox_mu is not None:
-      proximal = lambda w, of: proximal_term(
-        w, of["server"].params, mu=of["prox_mu"]
+      proximal = lambda w, context: proximal_term(
+        w, context["server"].params, mu=context["prox_mu"]
       )
     step = local.step_of(self, penalty=proximal)
 
-    def begin(of, own):
+    def begin(context, own):
       del own
-      return local.Learner.start(of["server"], self.optimizer)
+      return local.Learner.start(context["server"], self.optimizer)
 
-    def sent(of, own, learner, metrics, batches, key):
+    def sent(context, own, learner, metrics, batches, key):
       del own
-      delta = optax.tree.sub(of["server"].params, learner.params)
+      delta = optax.tree.sub(context["server"].params, learner.params)
       if self.delta_transform is not None:
         # No step draws with this number.
         noise_key = jax.random.fold_in(key, np.uint32(2**32 - 1))

@@ -204,22 +204,22 @@ def fedmd(
     clients, public = state.clients, checks.bank(data, "public")
     subset = local.row_of(plan, "public").index[0]
     lots = in_order(subset, batch_size).index[0]
-    context = [local.values_of(state, k, "temperature") for k in everyone]
+    contexts = [local.values_of(state, k, "temperature") for k in everyone]
 
     def train(tasks, key, *each):  # Returns the learners and their losses.
       works = [
-        local.work(task, of, key, *own)
-        for task, of, *own in zip(tasks, context, *each)
+        local.work(task, context, key, *row)
+        for task, context, *row in zip(tasks, contexts, *each)
       ]
       return zip(*engine.run(*works))
 
     # Communicate: each party computes its scores on the public subset.
-    scores = engine.run(
-      *(
-        Work(task, (of, kept.variables, public), lots, np.ones(len(lots), int))
-        for task, of, kept in zip(scores_of, context, clients)
-      )
-    )
+    ones = np.ones(len(lots), int)
+    works = [
+      Work(task, (context, kept.variables, public), lots, ones)
+      for task, context, kept in zip(scores_of, contexts, clients)
+    ]
+    scores = engine.run(*works)
     # Aggregate: the server computes the consensus, before any party trains.
     agreed = consensus(scores, state.hyper["consensus_weights"])
     # Distribute: the subset becomes a bank, with the consensus in it.

@@ -121,18 +121,18 @@ def _merge(merge, memes, weights):
 def _objective(client, models) -> local.Objective:
   """Equation 5's losses, added up: each partner is held fixed.
 
-  The gradient of the sum then holds each model's own; `of["fixed"]` are the
-  variables of a partner that does not learn now.
+  The gradient of the sum then holds each model's own; of a partner that does
+  not learn now, the context holds the variables as `fixed`.
   """
 
-  def objective(variables, batch, key, of):
+  def objective(variables, batch, key, context):
     learns = parted(variables)
     # The meme's draws are those of a FedAvg client's model; 2**31 differs from
     # everything that `splice` folds in.
     keys = {"local": jax.random.fold_in(key, np.uint32(2**31)), "meme": key}
     logits, stats = {}, {}
     for name, model in models.items():
-      own = learns[name] if name in learns else of["fixed"]
+      own = learns[name] if name in learns else context["fixed"]
       logits[name], stats[name] = local.outputs_of(
         f"{client.label}: {name}", model, own, batch, keys[name]
       )
@@ -148,8 +148,8 @@ def _objective(client, models) -> local.Objective:
             logits[name],
             logits[_PARTNERS[name]],
             losses,
-            weight=of[_WEIGHTS[name]],
-            temperature=of["temperature"],
+            weight=context[_WEIGHTS[name]],
+            temperature=context["temperature"],
           )
       total += losses
       measured |= {f"{name}_loss": losses, f"{name}_kl": kl}
@@ -161,13 +161,13 @@ def _objective(client, models) -> local.Objective:
 def _in_turn(step):
   """The local model first; the meme then learns from the updated one."""
 
-  def turns(learner, batch, key, of):
+  def turns(learner, batch, key, context):
     parts, states = parted(learner.variables), dict(learner.opt_state)
     metrics = {}
     for name in tuple(parts):
       fixed = parts.get(_PARTNERS[name])
       one = local.Learner(joined({name: parts[name]}), {name: states[name]})
-      one, means = step(one, batch, key, {**of, "fixed": fixed})
+      one, means = step(one, batch, key, {**context, "fixed": fixed})
       parts |= parted(one.variables)
       states |= one.opt_state
       metrics |= means
@@ -182,24 +182,24 @@ def _client_update(client, global_model, optimizer, sequential) -> Task:
   if global_model is not None:
     models["meme"] = splice(global_model, **client.parts)
 
-  def optimizers(of):
-    rate = of["learning_rate"]
+  def optimizers(context):
+    rate = context["learning_rate"]
     own = rate if client.learning_rate is None else client.learning_rate
     return by_name(
       {"local": (client.optimizer or optimizer)(own), "meme": optimizer(rate)}
     )
 
-  def begin(of, kept):
+  def begin(context, kept):
     variables = {"local": kept.learner.variables}
     states = {"local": kept.learner.opt_state}
     if global_model is not None:  # Line 3: fork, with a new optimizer.
-      variables["meme"] = fork(of["server"], **kept.parts)
+      variables["meme"] = fork(context["server"], **kept.parts)
       meme = {"meme": variables["meme"].params}
-      states |= optimizers(of).init(meme)
+      states |= optimizers(context).init(meme)
     return local.Learner(joined(variables), states)
 
-  def end(of, kept, learner, metrics, batches, key):
-    del of, batches, key
+  def end(context, kept, learner, metrics, batches, key):
+    del context, batches, key
     models, states = parted(learner.variables), learner.opt_state
     meme = models.get("meme")
     if kept.parts and meme is not None:  # Only the trunk is sent.
@@ -208,8 +208,8 @@ def _client_update(client, global_model, optimizer, sequential) -> Task:
     own = local.Learner(models["local"], states["local"])
     return kept.replace(learner=own), meme, metrics
 
-  def penalty(params, of):  # In turns, the meme has a step of its own.
-    del of
+  def penalty(params, context):  # In turns, the meme has a step of its own.
+    del context
     own = (client.penalty(w) for name, w in params.items() if name == "local")
     return client.l2 * sum(own)
 
@@ -373,6 +373,7 @@ def fml(
       raise ValueError(f"the state groups clients as {given}, not {groups}")
     # The key of FedAvg's only pool.
     key = jax.random.fold_in(jax.random.fold_in(state.key, plan.round), 0)
+    # Values are in `state.hyper`; schedules are of the round.
     context = {"server": state.server} | {
       name: core.scheduled(name, x, state, plan.round, high=high)
       for name, (x, high) in hyper.items()
@@ -388,8 +389,8 @@ def fml(
       works.append(local.work(update, context, key, bank, some, batches))
       taking_part.append((rows, batches.weight))
     rows, weights = zip(*taking_part)
-    kept, memes, means = zip(*engine.run(*works))  # Lines 4 to 6.
-    kept = tuple(map(put_rows, state.clients, rows, kept))
+    new, memes, means = zip(*engine.run(*works))  # Lines 4 to 6.
+    kept = tuple(map(put_rows, state.clients, rows, new))
     server = state.server
     if global_model is not None:  # Line 7.
       server = _merge(merge, memes, weights)
