@@ -4,8 +4,9 @@ from hetfl.algorithms.codist import merged_codist, periodic_codist
 from hetfl.algorithms.fedavg import fedavg, Pool
 from hetfl.algorithms.fedmd import fedmd, plan_fedmd
 from hetfl.algorithms.fit import fit, plan_fit
-from hetfl.algorithms.fml import Client, fml, local_model, meme_model
+from hetfl.algorithms.fml import fml, local_model, meme_model
 from hetfl.batches import Batches, localize, Plan, plan_round, stack_plans
+from hetfl.clients import Client
 from hetfl.core import (
   Algorithm,
   cross_entropy,

@@ -5,19 +5,72 @@ architecture, take the rows of those that a round samples, and put the new rows
 back; clients that are not sampled cost nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import core
-from hetfl.batches import Batches
+from hetfl import checks, core, local
+from hetfl.batches import Batches, Plan
 from hetfl.local import Participant
 
 PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Client(Participant):
+  """A client that keeps a model of its own, and how that trains.
+
+  Clients with equal fields, but for their names, form a group, whose states are
+  stacked and whose work is one program. Functions are equal only to themselves:
+  make a transform, or a model without `Model.from_flax`, once for all clients.
+
+  Attributes:
+    learning_rate: its own model's; `None` for the algorithm's.
+    optimizer: its own model's; `None` for the algorithm's.
+    l2: its penalty's weight, which is not in `state.hyper`.
+    bank: the name of the bank that holds its examples.
+    adaptor: of `fml`: a model from the global model's outputs, if these are
+      features, to logits; it stays with the client, as does the encoder.
+    encoder: of `fml`: a model from inputs to the global model's inputs. With
+      both, the global model is the middle of the meme.
+  """
+
+  learning_rate: float | None = None
+  optimizer: core.Optimizer | None = None  # type: ignore[assignment]
+  bank: str = "train"
+  adaptor: core.Model | None = None
+  encoder: core.Model | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    for name, part in self.parts.items():
+      core.Model.check(f"{self.label}: {name}", part)
+
+  @property
+  def parts(self) -> dict[str, core.Model]:
+    """The adaptor and the encoder by name, if it has them."""
+    return checks.given(adaptor=self.adaptor, encoder=self.encoder)
+
+
+@flax.struct.dataclass
+class Group:
+  """What the clients of a group keep from round to round.
+
+  Attributes:
+    learner: their own models and optimizers, arrays with a first axis K.
+    extra: what else an algorithm has them keep, likewise; of `fml` the
+      variables of their adaptors and encoders by name.
+    clients: K client numbers.
+  """
+
+  learner: local.Learner
+  extra: PyTree
+  clients: tuple[int, ...] = flax.struct.field(pytree_node=False)
 
 
 def group_clients(
@@ -106,3 +159,88 @@ def weighted_mean(trees: PyTree, weights: jax.Array) -> PyTree:
   highest = jax.lax.Precision.HIGHEST
   total = lambda x: jnp.tensordot(weights, x, 1, precision=highest)
   return jax.tree.map(lambda x: total(x) / jnp.sum(weights), trees)
+
+
+class Turn(NamedTuple):
+  """The clients of a group that take part in a round.
+
+  Attributes:
+    rows: `int32[N]`, their rows in the group's state.
+    kept: what they keep, a `Group` of N.
+    bank: the bank with their examples.
+    batches: N rows; clients that only fill up the rows have no steps and no
+      weight.
+  """
+
+  rows: jax.Array
+  kept: Group
+  bank: core.Batch
+  batches: Batches
+
+
+class Roster:
+  """The clients of a federation, in groups of those that are alike.
+
+  Args:
+    clients: K clients. A bank's clients are numbered in their order.
+
+  Attributes:
+    groups: the groups, as client numbers.
+    first: the first client of each group, which stands for all.
+
+  Raises:
+    ValueError: there are none, or one is no `Client`.
+  """
+
+  def __init__(self, clients: Sequence[Client]):
+    if not all(isinstance(one, Client) for one in clients) or not clients:
+      raise ValueError(f"clients: give at least one Client, not {clients}")
+    self.groups = group_clients(clients)
+    self.first = [clients[group[0]] for group in self.groups]
+    banks = [client.bank for client in clients]
+    self._sizes = {bank: banks.count(bank) for bank in banks}
+    self._in_bank = np.array([banks[:k].count(b) for k, b in enumerate(banks)])
+
+  def start(
+    self, make: Callable[[Client, tuple[int, ...]], tuple[local.Learner, Any]]
+  ) -> tuple[Group, ...]:
+    """What clients keep at first: `make` gives a group's learners and extra."""
+    return tuple(
+      Group(*make(client, group), group)
+      for client, group in zip(self.first, self.groups)
+    )
+
+  def turns(
+    self,
+    kept: Sequence[Group],
+    plan: Plan,
+    data: dict[str, core.Batch],
+    stats: PyTree = (),
+  ) -> list[Turn]:
+    """Who takes part in a round, group by group.
+
+    Args:
+      kept: what all clients keep.
+      plan: the round's plan, with batches named as the banks.
+      data: the banks.
+      stats: statistics of other models that train on the batches.
+
+    Returns:
+      The groups' turns.
+
+    Raises:
+      ValueError: the state, the plan or the data is not for these clients.
+    """
+    if (given := tuple(group.clients for group in kept)) != self.groups:
+      raise ValueError(
+        f"the state groups clients as {given}, not {self.groups}"
+      )
+    turns = []
+    for group, client in zip(kept, self.first):
+      batches = local.of_round(plan, client.bank)
+      local.check_full(client.label, batches, (group.learner.stats, stats))
+      check_clients(batches, client.bank, self._sizes[client.bank])
+      rows, batches = rows_of_group(batches, self._in_bank, group.clients)
+      bank = checks.bank(data, client.bank)
+      turns.append(Turn(rows, take_rows(group, rows), bank, batches))
+    return turns

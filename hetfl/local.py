@@ -334,7 +334,8 @@ def training(
   runs.
 
   Args:
-    step: `(learner, batch, key, context) -> (learner, metrics)`.
+    step: `(learner, batch, key, context) -> (learner, metrics)`; the context
+      also holds what the row's client keeps, as `own`.
     begin: `(context, own) -> learner`.
     end: `(context, own, learner, metrics, batches, key) -> result`, where the
       key is the client's.
@@ -361,11 +362,12 @@ def training(
     return begin(context, row[0]), zeros
 
   def step_of_row(context, key, bank, row, carry, s, **shard):
-    (learner, metrics), (_, batches) = carry, row
+    (learner, metrics), (own, batches) = carry, row
     step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
     batch_key, model_key = jax.random.split(step_key)
     batch = make_batch(context, batch_key, bank, batches.index[s], s)
-    learner, new = step(learner, batch, model_key, context, **shard)
+    seen = {**context, "own": own}
+    learner, new = step(learner, batch, model_key, seen, **shard)
     return learner, {name: metrics[name] + new[name] for name in measured}
 
   def end_of_row(context, key, bank, row, carry):

@@ -12,7 +12,7 @@ import pytest
 import hetfl
 from hetfl import core, engine, population
 from hetfl.algorithms.fedavg import client_updates
-from hetfl.algorithms.fml import weighted_mean
+from hetfl.clients import weighted_mean
 from tests import federation
 
 make_pools = functools.partial(federation.make_pools, models=federation.DENSE)

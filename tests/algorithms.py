@@ -13,6 +13,8 @@ import optax
 
 import hetfl
 from hetfl import core, distill, population
+from hetfl.algorithms.fedproto import fedproto
+from hetfl.algorithms.personal import headed
 from hetfl.models import fedmd as party_models
 from tests import federation
 
@@ -260,6 +262,45 @@ def parties(model=None, **changes):
   return changed(PARTIES, **changes)
 
 
+# --- Clients that keep models of their own ------------------------------------
+
+FEATURES = 4
+BODIES = [
+  model(nn.Sequential([lambda x: x.reshape(len(x), -1), *layers]))
+  for layers in (
+    [nn.Dense(FEATURES)],
+    [nn.Dense(5), nn.relu, nn.Dense(FEATURES)],
+  )
+]
+TOP = core.Model.from_flax(
+  nn.Dense(federation.CLASSES), np.zeros((1, FEATURES))
+)
+
+
+def personal(method, **options):
+  """A method of clients with bodies of two kinds and heads of one."""
+
+  def build(runner, rounds, **changes):
+    del rounds
+    bodies = [changes.pop("model")] * 2 if "model" in changes else BODIES
+    models = [headed(body, TOP) for body in bodies]
+    clients = [hetfl.Client(models[k % 2], transform=noisy) for k in range(5)]
+    return method(
+      changed(clients, **changes),
+      learning_rate=0.125,
+      engine=runner,
+      **options,
+    )
+
+  return Case(build, mutual_plan, mutual_data)
+
+
+METHODS = {
+  "fedproto": personal(
+    fedproto, num_classes=federation.CLASSES, num_features=FEATURES
+  ),
+}
+
 CASES = {
   "fedavg": pooled(
     lambda runner, rounds, **changes: hetfl.fedavg(
@@ -287,6 +328,7 @@ CASES = {
     party_plan,
     party_data,
   ),
+  **METHODS,
 }
 
 

@@ -24,6 +24,7 @@ from tests.algorithms import (
   flat_model,
   initial,
   make_distiller,
+  METHODS,
   noisy,
   run,
   unlike,
@@ -360,6 +361,7 @@ OWNERS = {
   "fml": "a client: local",
   "fit": "participant 'party0'",
   "fedmd": "participant 'party0'",
+  **dict.fromkeys(METHODS, "a client"),
 }
 
 

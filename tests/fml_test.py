@@ -23,7 +23,7 @@ from hetfl import (
   Pool,
   Subset,
 )
-from hetfl.algorithms.fml import group_clients, weighted_mean
+from hetfl.clients import group_clients, weighted_mean
 from hetfl.distill import mutual_loss
 from hetfl.models import layers, vision
 from hetfl.optimizers import fedavg_server, momentum_sgd

@@ -9,24 +9,15 @@ Reference: Shen et al. 2020, "Federated Mutual Learning", algorithm 1.
 """
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import functools
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, distill, local
-from hetfl.clients import (
-  check_clients,
-  group_clients,
-  put_rows,
-  rows_of_group,
-  take_rows,
-  weighted_mean,
-)
+from hetfl.clients import Client, Group, put_rows, Roster, weighted_mean
 from hetfl.engine import Engine, Inline, Task
 from hetfl.models.spliced import fork, joined, parted, splice
 from hetfl.optimizers import by_name, momentum_sgd
@@ -36,56 +27,6 @@ _PARTNERS = {"local": "meme", "meme": "local"}
 _WEIGHTS = {"local": "alpha", "meme": "beta"}
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Client(local.Participant):
-  """A client of Federated Mutual Learning, and how its local model trains.
-
-  Clients with equal fields, but for their names, form a group, whose states are
-  stacked and whose work is one program. Functions are equal only to themselves:
-  make a transform, or a model without `Model.from_flax`, once for all clients.
-
-  Attributes:
-    bank: the name of the bank that holds its examples.
-    adaptor: a model from the global model's outputs, if these are features, to
-      logits; it stays with the client, as does the encoder.
-    encoder: a model from inputs to the global model's inputs. With both, the
-      global model is the middle of the meme.
-    learning_rate: its local model's; `None` for `fml`'s.
-    optimizer: its local model's; `None` for `fml`'s.
-  """
-
-  learning_rate: float | None = None
-  optimizer: core.Optimizer | None = None  # type: ignore[assignment]
-  bank: str = "train"
-  adaptor: core.Model | None = None
-  encoder: core.Model | None = None
-
-  def __post_init__(self):
-    super().__post_init__()
-    for name, part in self.parts.items():
-      core.Model.check(f"{self.label}: {name}", part)
-
-  @property
-  def parts(self) -> dict[str, core.Model]:
-    """The adaptor and the encoder by name, if it has them."""
-    return checks.given(adaptor=self.adaptor, encoder=self.encoder)
-
-
-@flax.struct.dataclass
-class Group:
-  """What the clients of a group keep from round to round.
-
-  Attributes:
-    learner: their local models and optimizers, arrays with a first axis K.
-    parts: the variables of their adaptors and encoders by name, likewise.
-    clients: K client numbers.
-  """
-
-  learner: local.Learner
-  parts: dict[str, core.Variables]
-  clients: tuple[int, ...] = flax.struct.field(pytree_node=False)
-
-
 def local_model(state: core.State, client: int) -> core.Variables:
   """The variables of a client's own model, from the state of `fml`."""
   return _kept(state, client).learner.variables
@@ -93,7 +34,7 @@ def local_model(state: core.State, client: int) -> core.Variables:
 
 def meme_model(state: core.State, client: int) -> core.Variables:
   """The meme that a client would fork now, of the model that `splice` makes."""
-  return fork(state.server, **_kept(state, client).parts)
+  return fork(state.server, **_kept(state, client).extra)
 
 
 def _kept(state, client) -> Group:
@@ -193,7 +134,7 @@ def _client_update(client, global_model, optimizer, sequential) -> Task:
     variables = {"local": kept.learner.variables}
     states = {"local": kept.learner.opt_state}
     if global_model is not None:  # Line 3: fork, with a new optimizer.
-      variables["meme"] = fork(context["server"], **kept.parts)
+      variables["meme"] = fork(context["server"], **kept.extra)
       meme = {"meme": variables["meme"].params}
       states |= optimizers(context).init(meme)
     return local.Learner(joined(variables), states)
@@ -202,9 +143,9 @@ def _client_update(client, global_model, optimizer, sequential) -> Task:
     del context, batches, key
     models, states = parted(learner.variables), learner.opt_state
     meme = models.get("meme")
-    if kept.parts and meme is not None:  # Only the trunk is sent.
+    if kept.extra and meme is not None:  # Only the trunk is sent.
       parts = parted(meme)
-      meme, kept = parts.pop("trunk"), kept.replace(parts=parts)
+      meme, kept = parts.pop("trunk"), kept.replace(extra=parts)
     own = local.Learner(models["local"], states["local"])
     return kept.replace(learner=own), meme, metrics
 
@@ -317,8 +258,7 @@ def fml(
   >>> float(metrics['local_kl'].value)  # 3/4 log 3/2 + 1/4 log 1/2
   0.130...
   """
-  if not all(isinstance(client, Client) for client in clients) or not clients:
-    raise ValueError(f"clients: give at least one Client, not {clients}")
+  roster = Roster(clients)
   if from_global and all(c.model != global_model for c in clients):
     raise ValueError("from_global=True: no client's model equals global_model")
   hyper = {"learning_rate": (learning_rate, np.inf)}
@@ -331,13 +271,9 @@ def fml(
     core.check_schedule(name, value, 1, low=low, high=high)
   checks.optimizers(optimizer=optimizer)
   engine = engine or Inline()
-  groups = group_clients(clients)
-  first = [clients[group[0]] for group in groups]
-  banks = [client.bank for client in clients]
-  in_bank = np.array([banks[:k].count(b) for k, b in enumerate(banks)])
   updates = [
     _client_update(client, global_model, optimizer, sequential)
-    for client in first
+    for client in roster.first
   ]
 
   def init(key, server=None):  # Line 2; line 2 of ClientUpdate.
@@ -352,7 +288,7 @@ def fml(
       start = lambda k: model.start(jax.random.fold_in(init_key, k))
       return jax.vmap(start)(numbers)
 
-    def group_state(group, client):
+    def group_state(client, group):
       variables = start_all(client.model, group)
       if from_global and client.model == global_model:
         variables = jax.tree.map(lambda a: jnp.stack([a] * len(group)), server)
@@ -362,15 +298,13 @@ def fml(
         name: start_all(part, group, i)
         for i, (name, part) in enumerate(client.parts.items(), 1)
       }
-      return Group(start(variables), parts, group)
+      return start(variables), parts
 
     values = {name: x for name, (x, _) in hyper.items() if not callable(x)}
-    kept = tuple(map(group_state, groups, first))
+    kept = roster.start(group_state)
     return core.State(run_key, core.hyper(**values), server, kept)
 
   def step(state, plan, data):
-    if (given := tuple(group.clients for group in state.clients)) != groups:
-      raise ValueError(f"the state groups clients as {given}, not {groups}")
     # The key of FedAvg's only pool.
     key = jax.random.fold_in(jax.random.fold_in(state.key, plan.round), 0)
     # Values are in `state.hyper`; schedules are of the round.
@@ -378,21 +312,18 @@ def fml(
       name: core.scheduled(name, x, state, plan.round, high=high)
       for name, (x, high) in hyper.items()
     }
-    works, taking_part = [], []
-    for kept, client, update in zip(state.clients, first, updates):
-      batches = local.of_round(plan, client.bank)
-      stats = kept.learner.stats, getattr(state.server, "stats", ())
-      local.check_full(client.label, batches, stats)
-      check_clients(batches, client.bank, banks.count(client.bank))
-      rows, batches = rows_of_group(batches, in_bank, kept.clients)
-      some, bank = take_rows(kept, rows), checks.bank(data, client.bank)
-      works.append(local.work(update, context, key, bank, some, batches))
-      taking_part.append((rows, batches.weight))
-    rows, weights = zip(*taking_part)
+    stats = getattr(state.server, "stats", ())
+    turns = roster.turns(state.clients, plan, data, stats)
+    works = [
+      local.work(update, context, key, turn.bank, turn.kept, turn.batches)
+      for update, turn in zip(updates, turns)
+    ]
     new, memes, means = zip(*engine.run(*works))  # Lines 4 to 6.
+    rows = [turn.rows for turn in turns]
     kept = tuple(map(put_rows, state.clients, rows, new))
     server = state.server
     if global_model is not None:  # Line 7.
+      weights = [turn.batches.weight for turn in turns]
       server = _merge(merge, memes, weights)
     total = lambda *of_groups: sum(map(jnp.sum, of_groups))
     metrics = jax.tree.map(total, *means)

@@ -1,0 +1,146 @@
+"""FedProto: clients share the mean features of each class.
+
+Reference: Tan et al. 2022, "FedProto: Federated Prototype Learning across
+Heterogeneous Clients", algorithm 1.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hetfl import core, local
+from hetfl.algorithms.personal import class_sums, Features, Method, personal
+from hetfl.clients import Client
+
+
+def fedproto(
+  clients: Sequence[Client],
+  *,
+  num_classes: int,
+  num_features: int,
+  weight: float | jax.Array | core.Schedule = 1.0,
+  **options: Any,
+) -> core.Algorithm:
+  """FedProto.
+
+  A client learns from its labels and pulls its features towards its classes'
+  prototypes, `CE + weight mean_d (h_d(x) - C_d[y])^2`. It then sends the mean
+  features of each of its classes; the server takes their mean over the clients
+  that have the class, `C[j] = sum_k n_kj C_k[j] / sum_k n_kj`.
+
+  Args:
+    clients: K clients, whose models' outputs are `Features`; see `headed`.
+    num_classes: C.
+    num_features: D, the same for all clients.
+    weight: lambda, of the distance to the prototypes: a value, which trials may
+      vary, or a schedule `round -> weight`.
+    **options: `learning_rate`, `optimizer` and `engine`; see `personal`.
+
+  Returns:
+    The algorithm; see `personal`. Its state's `server` holds the prototypes as
+    a `Mean`: sums `float32[C, D]` and counts `float32[C]`; classes without a
+    prototype, count 0, have no distance. Its metrics are `loss`, with the
+    distance, and `distance`, the mean over examples.
+
+  Raises:
+    ValueError: as `personal`; labels are not classes.
+
+  Reference: Tan et al. 2022, equations 4, 6 and 8, algorithm 1. Departures:
+  the mean of squares over features is that of the released code, as are
+  prototypes from a pass of the trained model over the round's batches; the
+  average is over examples (equation 6), where the code weighs clients equally.
+
+  The client's features are 1 for its only image, of class 0, which has no
+  prototype yet: it sends 1 (its logits do not depend on its features).
+
+  >>> from hetfl import ClientPopulation, plan_round
+  >>> from hetfl.algorithms.personal import headed
+  >>> same = core.Model(lambda key: core.Variables(jnp.ones(()), {}),
+  ...                   lambda v, x, key, train: (x * v.params, v.stats))
+  >>> zero = core.Model(lambda key: core.Variables(jnp.zeros((1, 2)), {}),
+  ...                   lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> held = ClientPopulation.from_lists(bank, [[0]])
+  >>> plan = plan_round({'train': held}, seed=0, round=1, batch_size=1)
+  >>> algorithm = fedproto([Client(headed(same, zero))], num_classes=2,
+  ...                      num_features=1)
+  >>> state, metrics = algorithm.step(
+  ...     algorithm.init(jax.random.key(0)), plan, {'train': bank})
+  >>> state.server.total.tolist(), state.server.count.tolist()
+  ([[1.0], [0.0]], [1.0, 0.0])
+  """
+
+  def objective(client):
+    def losses(variables, batch, key, context):
+      outputs, stats = local.outputs_of(
+        client.label, client.model, variables, batch, key
+      )
+      prototypes, known = prototypes_of(context["server"])
+      distance = known[batch["y"]] * jnp.mean(
+        jnp.square(outputs.features - prototypes[batch["y"]]), axis=-1
+      )
+      loss = local.losses_of(client.loss, outputs.logits, batch)
+      return loss + context["weight"] * distance, stats, {"distance": distance}
+
+    return losses
+
+  def none_yet(key, kept):
+    del key, kept
+    return core.Mean(
+      jnp.zeros((num_classes, num_features)), jnp.zeros(num_classes)
+    )
+
+  def survey(outputs, batch):
+    return class_sums(outputs.features, batch, num_classes)
+
+  def aggregate(context, sent, key):
+    del key
+    of_round = jax.tree.map(lambda a: jnp.sum(a, axis=0), sent.value)
+    # Classes of which nobody has an example keep their prototypes.
+    keep = of_round.count == 0
+    last = context["server"]
+    return core.Mean(
+      jnp.where(keep[:, None], last.total, of_round.total),
+      jnp.where(keep, last.count, of_round.count),
+    )
+
+  method = Method(
+    objective=objective,
+    hyper={"weight": (weight, jnp.inf)},
+    server=none_yet,
+    survey=survey,
+    aggregate=aggregate,
+    measured=("loss", "distance"),
+  )
+  return personal(clients, method, **options)
+
+
+def prototypes_of(server: core.Mean) -> tuple[jax.Array, jax.Array]:
+  """The prototypes `float32[C, D]`, and 1 for classes that have one, else 0."""
+  known = server.count > 0
+  means = server.total / jnp.where(known, server.count, 1)[:, None]
+  return means, known.astype(means.dtype)
+
+
+def nearest(outputs: Features, server: core.Mean) -> jax.Array:
+  """Scores by the distance to the prototypes, `-mean_d (h_d(x) - C_d[j])^2`.
+
+  Args:
+    outputs: a client's model's.
+    server: the prototypes.
+
+  Returns:
+    `float32[B, C]`, minus infinity for classes without a prototype.
+
+  Reference: Tan et al. 2022, section 4.3 ("inference").
+
+  >>> server = core.Mean(jnp.array([[0.], [6.]]), jnp.array([1., 2.]))
+  >>> nearest(Features(jnp.array([[2.]]), None), server).tolist()
+  [[-4.0, -1.0]]
+  """
+  prototypes, known = prototypes_of(server)
+  differences = outputs.features[:, None] - prototypes[None]
+  scores = -jnp.mean(jnp.square(differences), axis=-1)
+  return jnp.where(known[None] > 0, scores, -jnp.inf)

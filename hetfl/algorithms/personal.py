@@ -1,0 +1,336 @@
+"""Rounds of clients that keep models of their own: the frame of many methods.
+
+In a round the server sends something (prototypes, a head, class scores), each
+client that takes part trains its model with it and sends something back, and
+the server makes the next of what it got. A method is what differs: a loss, what
+a client starts from and sends, and the server's aggregation; see
+docs/methods.md for two that are written from an empty file.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from hetfl import checks, core, local
+from hetfl.batches import gather, prepare
+from hetfl.clients import Client, Group, put_rows, Roster
+from hetfl.engine import Engine, Inline, Task, Work
+from hetfl.engine.work import add, zeros_of
+from hetfl.models.spliced import joined, parted
+
+PyTree = Any
+
+
+class Sent(NamedTuple):
+  """What the clients of a round send, clients that do not take part included.
+
+  Attributes:
+    value: arrays `[N, ...]`.
+    weight: `float32[N]`, the plan's; 0 for clients that do not take part.
+    client: `int32[N]`, their numbers among all clients.
+  """
+
+  value: PyTree
+  weight: jax.Array
+  client: jax.Array
+
+
+class Method(NamedTuple):
+  """What a method adds to clients that train their own models.
+
+  A context, where a function takes one, is a dict: what the server sent as
+  `server`, `learning_rate`, the method's hyper-parameters by name and, for
+  `objective`, what the client keeps as `own`, a `Group` without its first axis.
+
+  Attributes:
+    objective: `client -> Objective`, the loss of its batches; see
+      `hetfl.local.Objective`. By default that of learning from labels.
+    hyper: the method's hyper-parameters by name: a value, or a schedule `round
+      -> value`, and the greatest it may be.
+    server: `(key, clients' first states) -> server`, what the server sends in
+      the first round; `()` by default.
+    begin: `(context, kept) -> learner`, what a client starts the round from; by
+      default its own learner.
+    end: `(context, kept, learner, batches) -> (kept, message)`, by default the
+      new learner and no message.
+    survey: `(outputs, batch) -> sums`; in place of the message a client sends
+      their sum over its batches, by its trained model in inference mode.
+    extra: `variables -> pytree`, what else a client keeps at first.
+    aggregate: `(context, sent, key) -> server`, from `Sent`.
+    measured: names of the metrics, `loss` and what the objective measures.
+  """
+
+  objective: Callable[[Client], local.Objective] = local.supervised
+  hyper: Mapping[str, tuple[Any, float]] = MappingProxyType({})
+  server: Callable[..., PyTree] | None = None
+  begin: Callable[..., local.Learner] | None = None
+  end: Callable[..., tuple[Group, PyTree]] | None = None
+  survey: Callable[[PyTree, core.Batch], PyTree] | None = None
+  extra: Callable[[core.Variables], PyTree] = lambda variables: ()
+  aggregate: Callable[..., PyTree] | None = None
+  measured: tuple[str, ...] = ("loss",)
+
+
+def personal(
+  clients: Sequence[Client],
+  method: Method | None = None,
+  *,
+  learning_rate: float | jax.Array | core.Schedule = 0.01,
+  optimizer: core.Optimizer = optax.sgd,
+  engine: Engine | None = None,
+) -> core.Algorithm:
+  """Rounds of clients that keep their models, as a method says.
+
+  Args:
+    clients: K clients; the plan says which of them take part in a round.
+    method: what they do. By default each learns alone.
+    learning_rate: of clients without a rate of their own; a value, which trials
+      may vary, or a schedule `round -> rate`.
+    optimizer: `learning rate -> optax optimizer`, likewise.
+    engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
+
+  Returns:
+    The algorithm. Its `init` takes a key; its `step` takes a plan with batches
+    and data with banks on the device, by the names of the clients' banks, whose
+    clients are numbered in the order of `clients`. Its state's `clients` holds
+    a `Group` for each kind of client. Its metrics are `loss`, a mean over
+    steps, and means over examples of what the method measures.
+
+  Raises:
+    ValueError: a value is out of its range. A schedule that leaves its range
+      later gives NaN in that round.
+
+  Two clients learn that the only image is of class 0; the second has twice the
+  rate.
+
+  >>> from hetfl import ClientPopulation, plan_round
+  >>> linear = core.Model(
+  ...     lambda key: core.Variables(jnp.zeros((1, 2)), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> held = ClientPopulation.from_lists(bank, [[0], [0]])
+  >>> plan = plan_round({'train': held}, seed=0, round=1, batch_size=1)
+  >>> algorithm = personal(
+  ...     [Client(linear), Client(linear, learning_rate=2.)], learning_rate=1.)
+  >>> state, metrics = algorithm.step(
+  ...     algorithm.init(jax.random.key(0)), plan, {'train': bank})
+  >>> [float(group.learner.params[0, 0, 0]) for group in state.clients]
+  [0.5, 1.0]
+  """
+  roster = Roster(clients)
+  engine, method = engine or Inline(), method or Method()
+  hyper = {"learning_rate": (learning_rate, np.inf), **method.hyper}
+  for name, (value, high) in hyper.items():
+    core.check_schedule(name, value, 1, high=high)
+  checks.optimizers(optimizer=optimizer)
+  updates = [_update(client, method, optimizer) for client in roster.first]
+  surveys = [_survey(client, method) for client in roster.first]
+
+  def init(key):
+    init_key, server_key, run_key = jax.random.split(key, 3)
+
+    def start(client, group):
+      def one(k):
+        variables = client.model.start(jax.random.fold_in(init_key, k))
+        own = client.optimizer or optimizer
+        return local.Learner.start(variables, own), method.extra(variables)
+
+      return jax.vmap(one)(np.array(group))
+
+    kept = roster.start(start)
+    server = () if method.server is None else method.server(server_key, kept)
+    values = {name: x for name, (x, _) in hyper.items() if not callable(x)}
+    return core.State(run_key, core.hyper(**values), server, kept)
+
+  def step(state, plan, data):
+    key = jax.random.fold_in(state.key, plan.round)
+    context = {"server": state.server} | {
+      name: core.scheduled(name, x, state, plan.round, high=high)
+      for name, (x, high) in hyper.items()
+    }
+    turns = roster.turns(state.clients, plan, data)
+    works = [
+      local.work(update, context, key, turn.bank, turn.kept, turn.batches)
+      for update, turn in zip(updates, turns)
+    ]
+    kept, messages, means = zip(*engine.run(*works))
+    if method.survey is not None:
+      works = [
+        Work(
+          survey,
+          (key, turn.bank),
+          (group.learner.variables, turn.batches),
+          turn.batches.steps,
+        )
+        for survey, turn, group in zip(surveys, turns, kept)
+      ]
+      messages = engine.run(*works)
+    clients = tuple(
+      put_rows(group, turn.rows, new)
+      for group, turn, new in zip(state.clients, turns, kept)
+    )
+    server = state.server
+    if method.aggregate is not None:
+      server = aggregate(
+        context,
+        list(messages),
+        [turn.batches.weight for turn in turns],
+        [turn.batches.client for turn in turns],
+        jax.random.fold_in(key, np.uint32(2**31)),
+      )
+    total = lambda *of_groups: sum(map(jnp.sum, of_groups))
+    metrics = jax.tree.map(total, *means)
+    return state.replace(server=server, clients=clients), metrics
+
+  @jax.jit
+  def aggregate(context, messages, weights, numbers, key):
+    together = lambda *leaves: jnp.concatenate(leaves)
+    value = jax.tree.map(together, *messages)
+    sent = Sent(value, together(*weights), together(*numbers))
+    new = method.aggregate(context, sent, key)
+    checks.alike("aggregate", new, context["server"])
+    return new
+
+  return core.Algorithm(init, step)
+
+
+def _update(client, method, optimizer) -> Task:
+  """A client's training, and what it sends."""
+
+  def optimizer_of(context):
+    rate = context["learning_rate"]
+    own = rate if client.learning_rate is None else client.learning_rate
+    return (client.optimizer or optimizer)(own)
+
+  def begin(context, kept):
+    if method.begin is None:
+      return kept.learner
+    return method.begin(context, kept)
+
+  def end(context, kept, learner, metrics, batches, key):
+    del key
+    if method.end is None:
+      return kept.replace(learner=learner), (), metrics
+    return *method.end(context, kept, learner, batches), metrics
+
+  penalty = client.penalty and (
+    lambda params, context: client.l2 * client.penalty(params)
+  )
+  step = local.step_on(
+    method.objective(client),
+    optimizer_of,
+    microbatch=client.microbatch,
+    penalty=penalty,
+  )
+  return local.training(
+    step,
+    begin,
+    end,
+    transform=client.transform,
+    measured=method.measured,
+  )
+
+
+def _survey(client, method) -> Task:
+  """The sums of `survey` over a client's batches."""
+
+  def one(key, bank, row, s):
+    variables, batches = row
+    step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
+    batch = prepare(client.transform, gather(bank, batches.index[s]), step_key)
+    outputs, _ = local.outputs_of(
+      client.label, client.model, variables, batch, None, train=False
+    )
+    return method.survey(outputs, batch)
+
+  return Task(
+    lambda *args: zeros_of(functools.partial(one, s=0), *args),
+    lambda key, bank, row, sums, s: add(sums, one(key, bank, row, s)),
+    lambda key, bank, row, sums: sums,
+  )
+
+
+class Features(NamedTuple):
+  """The outputs of a model with a body and a head.
+
+  Attributes:
+    features: `float[B, D]`, the body's outputs.
+    logits: `float[B, C]`, the head's.
+  """
+
+  features: jax.Array
+  logits: jax.Array
+
+
+def headed(body: core.Model, head: core.Model) -> core.Model:
+  """A model whose outputs are `Features`: `head(body(x))`, and `body(x)`.
+
+  Args:
+    body: a model from inputs to features; it may differ between clients.
+    head: a model from features to logits.
+
+  Returns:
+    The model; its parameters and statistics are dicts of `body` and `head`.
+
+  >>> times = lambda w: core.Model(
+  ...     lambda key: core.Variables(jnp.array([[w]]), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> model = headed(times(2.), times(3.))
+  >>> outputs = model.predict(model.start(jax.random.key(0)), jnp.ones((1, 1)))
+  >>> outputs.features.tolist(), outputs.logits.tolist()
+  ([[2.0]], [[6.0]])
+  """
+  parts = {"body": body, "head": head}
+
+  def init(key):
+    keys = dict(zip(parts, jax.random.split(key)))
+    return joined({name: m.start(keys[name]) for name, m in parts.items()})
+
+  def apply(variables, x, key, train):
+    of = parted(variables)
+    keys = dict.fromkeys(parts)
+    if key is not None:
+      keys = dict(zip(parts, jax.random.split(key)))
+    features, body_stats = body.outputs(of["body"], x, keys["body"], train)
+    logits, head_stats = head.outputs(of["head"], features, keys["head"], train)
+    stats = {"body": body_stats, "head": head_stats}
+    return Features(features, logits), stats
+
+  return core.Model(init, apply)
+
+
+def class_sums(
+  values: jax.Array, batch: core.Batch, num_classes: int
+) -> core.Mean:
+  """The sum of values over the examples of each class, and their number.
+
+  Args:
+    values: `float[B, D]`.
+    batch: holds `y: int[B]` and `mask: float32[B]`.
+    num_classes: C.
+
+  Returns:
+    The class means as sums `float32[C, D]` and counts `float32[C]`.
+
+  Raises:
+    ValueError: as `core.labels_of`: labels are classes.
+
+  >>> batch = {'y': jnp.array([1, 1, 0]), 'mask': jnp.array([1., 1., 0.])}
+  >>> sums = class_sums(jnp.array([[1.], [2.], [9.]]), batch, 3)
+  >>> sums.total.tolist(), sums.count.tolist()
+  ([[0.0], [3.0], [0.0]], [0.0, 2.0, 0.0])
+  """
+  labels, known = core.labels_of(
+    jnp.zeros((*batch["mask"].shape, num_classes)), batch
+  )
+  of_class = jax.nn.one_hot(labels, num_classes) * batch["mask"][:, None]
+  of_class *= known[:, None]
+  highest = jax.lax.Precision.HIGHEST
+  total = jnp.matmul(of_class.T, core.wide(values), precision=highest)
+  return core.Mean(total, jnp.sum(of_class, axis=0))
