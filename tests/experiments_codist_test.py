@@ -463,6 +463,14 @@ def test_the_library_guides_examples_run():
   assert names["small"]["test_accuracy"].value.shape == (3,)
 
 
+@pytest.mark.slow
+def test_the_guide_to_new_methods_runs():
+  names = _run_python_of("docs/methods.md")
+  far = names["metrics_of_trials"]["far"].value
+  assert far.shape == (16,) and (np.diff(far) < 0).all()  # By their weights.
+  assert names["metrics"]["loss"].value < 0.3  # SCAFFOLD's; log 10 at first.
+
+
 def test_reproduce_puts_our_numbers_beside_the_published(environment, tmp_path):
   command = [sys.executable, str(ROOT / "experiments/reproduce.py")]
   run = lambda *args: subprocess.run(
