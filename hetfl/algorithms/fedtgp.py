@@ -182,7 +182,7 @@ def largest_gap(means: jax.Array, known: jax.Array) -> jax.Array:
   centres = sums / jnp.maximum(count, 1)[:, None]
 
   def farthest(centre):  # One class at a time, since C^2 D may be large.
-    gaps = jnp.linalg.norm(centres - centre, axis=-1)
+    gaps = jnp.linalg.norm(centres - centre[None], axis=-1)
     return jnp.max(jnp.where(count > 0, gaps, 0))
 
   return jnp.max(jnp.where(count > 0, jax.lax.map(farthest, centres), 0))

@@ -216,9 +216,12 @@ def _update(client, method, optimizer) -> Task:
 
   def end(context, kept, learner, metrics, batches, key):
     del key
-    if method.end is None:
-      return kept.replace(learner=learner), (), metrics
-    return *method.end(context, kept, learner, batches), metrics
+    new, message = kept.replace(learner=learner), ()
+    if method.end is not None:
+      new, message = method.end(context, kept, learner, batches)
+    # Those that only fill up the rows keep what they had before `begin`.
+    keep = lambda a, b: jnp.where(batches.steps > 0, a, b)
+    return jax.tree.map(keep, new, kept), message, metrics
 
   penalty = client.penalty and (
     lambda params, context: client.l2 * client.penalty(params)
@@ -428,7 +431,7 @@ def train_server(
       at = s * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
       rows = jnp.take(order, at, mode="clip")
       batch = jax.tree.map(lambda a: a[rows], dict(examples))
-      batch["mask"] *= at < count
+      batch["mask"] = jnp.where(at < count, batch["mask"], 0)
       return step(learner, batch, jax.random.fold_in(step_key, s), context)[0]
 
     return jax.lax.fori_loop(0, -(-count // batch_size), one, learner), None
