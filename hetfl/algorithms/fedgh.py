@@ -40,8 +40,8 @@ def fedgh(
   sends the mean features of each of its classes, `C_k[j]`. The server goes on
   to train its head on them by SGD on `mean_kj CE(head(C_k[j]), j)`, in batches
   of the pairs (k, j), however many examples each is the mean of.
-  Sends C D numbers and C counts; receives a head, C (D + 1) numbers if it is
-  one dense layer.
+  Sends C D numbers, if it has all classes; receives a head, C (D + 1) numbers
+  if it is one dense layer.
 
   Args:
     clients: K clients, whose models' outputs are `Features`, see `headed`: the
@@ -62,10 +62,9 @@ def fedgh(
   Raises:
     ValueError: as `personal`; heads have unlike shapes; labels are not classes.
 
-  Reference: Yi et al. 2023, equations 5 to 8, algorithm 1. Departures: the
-  paper does not say how the server batches its steps (here it shuffles all
-  pairs); mean features are of a pass of the trained model over the round's
-  batches, in inference mode.
+  Reference: Yi et al. 2023, algorithm 1. What it leaves open: the server
+  shuffles all pairs in each of its epochs; mean features are of a pass of the
+  trained model over the round's batches, in inference mode, as in FedProto.
 
   The client's features are 1 for its only image, of class 0; it does not learn.
   The server's step of 1 takes its head from (0, 0) by (1, 0) - (1/2, 1/2).

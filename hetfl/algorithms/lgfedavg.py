@@ -43,9 +43,8 @@ def lgfedavg(clients: Sequence[Client], **options: Any) -> core.Algorithm:
   Raises:
     ValueError: as `personal`; heads have unlike shapes.
 
-  Reference: Liang et al. 2020, section 3, equation 2 and algorithm 1.
-  Departures: body and head are trained by one optimizer, whose state a client
-  keeps, as it keeps the body.
+  Reference: Liang et al. 2020, algorithm 1. Departures: body and head are
+  trained by one optimizer, whose state a client keeps, as it keeps the body.
 
   Both clients have image 1 of their own class; bodies are 1, and heads begin at
   (0, 0). Steps of 1 on p - y, of 1/2 each, go opposite ways: the mean is 0.
