@@ -13,7 +13,10 @@ import optax
 
 import hetfl
 from hetfl import core, distill, population
+from hetfl.algorithms.fedgh import fedgh
 from hetfl.algorithms.fedproto import fedproto
+from hetfl.algorithms.fedtgp import fedtgp
+from hetfl.algorithms.lgfedavg import lgfedavg
 from hetfl.algorithms.personal import headed
 from hetfl.models import fedmd as party_models
 from tests import federation
@@ -295,9 +298,19 @@ def personal(method, **options):
   return Case(build, mutual_plan, mutual_data)
 
 
+SIZED = dict(num_classes=federation.CLASSES, num_features=FEATURES)
 METHODS = {
-  "fedproto": personal(
-    fedproto, num_classes=federation.CLASSES, num_features=FEATURES
+  "fedproto": personal(fedproto, **SIZED),
+  "lgfedavg": personal(lgfedavg),
+  "fedgh": personal(
+    fedgh, head=TOP, server_learning_rate=0.125, server_batch_size=4
+  ),
+  "fedtgp": personal(
+    fedtgp,
+    **SIZED,
+    server_learning_rate=0.125,
+    server_epochs=2,
+    server_batch_size=4,
   ),
 }
 

@@ -4,7 +4,7 @@ Reference: Tan et al. 2022, "FedProto: Federated Prototype Learning across
 Heterogeneous Clients", algorithm 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -72,25 +72,9 @@ def fedproto(
   ([[1.0], [0.0]], [1.0, 0.0])
   """
 
-  def objective(client):
-    def losses(variables, batch, key, context):
-      outputs, stats = local.outputs_of(
-        client.label, client.model, variables, batch, key
-      )
-      prototypes, known = prototypes_of(context["server"])
-      distance = known[batch["y"]] * jnp.mean(
-        jnp.square(outputs.features - prototypes[batch["y"]]), axis=-1
-      )
-      loss = local.losses_of(client.loss, outputs.logits, batch)
-      return loss + context["weight"] * distance, stats, {"distance": distance}
-
-    return losses
-
   def none_yet(key, kept):
     del key, kept
-    return core.Mean(
-      jnp.zeros((num_classes, num_features)), jnp.zeros(num_classes)
-    )
+    return no_prototypes(num_classes, num_features)
 
   def survey(outputs, batch):
     return class_sums(outputs.features, batch, num_classes)
@@ -107,7 +91,7 @@ def fedproto(
     )
 
   method = Method(
-    objective=objective,
+    objective=pulled,
     hyper={"weight": (weight, jnp.inf)},
     server=none_yet,
     survey=survey,
@@ -117,10 +101,37 @@ def fedproto(
   return personal(clients, method, **options)
 
 
+def pulled(
+  client: Client,
+  prototypes: Callable[[Any], core.Mean] = lambda server: server,
+) -> local.Objective:
+  """A client's objective, with the distance to the server's prototypes."""
+
+  def losses(variables, batch, key, context):
+    outputs, stats = local.outputs_of(
+      client.label, client.model, variables, batch, key
+    )
+    means, known = prototypes_of(prototypes(context["server"]))
+    distance = known[batch["y"]] * jnp.mean(
+      jnp.square(outputs.features - means[batch["y"]]), axis=-1
+    )
+    loss = local.losses_of(client.loss, outputs.logits, batch)
+    return loss + context["weight"] * distance, stats, {"distance": distance}
+
+  return losses
+
+
+def no_prototypes(num_classes: int, num_features: int) -> core.Mean:
+  """Those of the first round."""
+  return core.Mean(
+    jnp.zeros((num_classes, num_features)), jnp.zeros(num_classes)
+  )
+
+
 def prototypes_of(server: core.Mean) -> tuple[jax.Array, jax.Array]:
-  """The prototypes `float32[C, D]`, and 1 for classes that have one, else 0."""
-  known = server.count > 0
-  means = server.total / jnp.where(known, server.count, 1)[:, None]
+  """The means `float32[..., C, D]`, and 1 for classes that have one, else 0."""
+  known = server.count != 0  # NaN shows labels that are no classes.
+  means = server.total / jnp.where(known, server.count, 1)[..., None]
   return means, known.astype(means.dtype)
 
 

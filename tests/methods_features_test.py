@@ -1,0 +1,367 @@
+"""FedProto, LG-FedAvg, FedGH and FedTGP against NumPy float64 oracles."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hetfl
+from hetfl import core
+from hetfl.algorithms.fedgh import fedgh
+from hetfl.algorithms.fedproto import fedproto, nearest
+from hetfl.algorithms.fedtgp import fedtgp
+from hetfl.algorithms.lgfedavg import lgfedavg
+from hetfl.algorithms.personal import (
+  Features,
+  headed,
+  Method,
+  of_logits,
+  personal,
+  train_server,
+  with_head,
+)
+from hetfl.models.spliced import joined, parted
+
+CLASSES, WIDTH, RATE = 3, 2, 0.125
+# Client 0 alone has examples of class 2, and is absent from round 2.
+LABELS = ((1, 2, 2), (0, 1, 0, 1, 1), (0, 0, 1), (1,) * 4, (0, 1, 0, 0))
+assert_close = functools.partial(
+  chex.assert_trees_all_close, rtol=2e-5, atol=1e-6
+)
+
+
+def matrices(*widths):
+  """A model that multiplies by matrices, with a ReLU between two."""
+
+  def init(key):
+    keys = jax.random.split(key, len(widths) - 1)
+    shapes = zip(widths, widths[1:])
+    ws = [jax.random.normal(k, shape) / 2 for k, shape in zip(keys, shapes)]
+    return core.Variables(ws, {})
+
+  def apply(variables, x, key, train):
+    first, *others = variables.params
+    x = x @ first
+    for w in others:
+      x = jax.nn.relu(x) @ w
+    return x, variables.stats
+
+  return core.Model(init, apply)
+
+
+HEAD = matrices(WIDTH, CLASSES)
+MODELS = [headed(matrices(*w, WIDTH), HEAD) for w in ((4,), (4, 5))]
+CLIENTS = [hetfl.Client(MODELS[k % 2]) for k in range(5)]
+POPULATION = hetfl.ClientPopulation.from_lists(
+  {
+    "x": np.random.default_rng(0).normal(size=(19, 4)).astype(np.float32),
+    "y": np.concatenate(LABELS).astype(np.int32),
+  },
+  np.split(np.arange(19), np.cumsum([len(y) for y in LABELS])[:-1]),
+)
+
+
+def make_plan(round, number=4):
+  return hetfl.plan_round(
+    {"train": POPULATION},
+    seed=9,
+    round=round,
+    clients_per_round=number,
+    batch_size=3,
+    epochs=2,
+    tail="short",
+  )
+
+
+def run(algorithm, rounds=2, **settings):
+  state = algorithm.init(jax.random.key(1))
+  bank = {"train": jax.device_put(dict(POPULATION.bank))}
+  step = jax.jit(algorithm.step)
+  for round in range(1, rounds + 1):
+    state, metrics = step(state, make_plan(round, **settings), bank)
+  return state, metrics
+
+
+def models_of(state):
+  """Each client's matrices, those of its head last."""
+  models = [None] * len(CLIENTS)
+  for group in state.clients:
+    for row, k in enumerate(group.clients):
+      params = jax.tree.map(
+        lambda a, row=row: np.array(a[row]), group.learner.params
+      )
+      models[k] = [*params["body"], *params["head"]]
+  return models
+
+
+# --- Oracles ------------------------------------------------------------------
+
+
+def softmax_gap(z, y):
+  """d mean CE / d z."""
+  p = np.exp(z - z.max(1, keepdims=True))
+  p /= p.sum(1, keepdims=True)
+  return (p - np.eye(z.shape[1])[y]) / len(y)
+
+
+def layers_of(model, x):
+  """The inputs of each matrix; those of the last are the features."""
+  inputs = [x]
+  for w in model[:-1]:
+    out = inputs[-1] @ w
+    last = len(inputs) == len(model) - 1
+    inputs.append(out if last else np.maximum(out, 0))
+  return inputs
+
+
+def train(model, batches, prototypes=None, weight=0.0):
+  """Local SGD on `CE + weight mean_d (h_d - C_d[y])^2`; None: no prototype."""
+  for x, y in batches:
+    inputs = layers_of(model, x)
+    features = inputs[-1]
+    d = softmax_gap(features @ model[-1], y)
+    grads = [features.T @ d]
+    d = d @ model[-1].T
+    for b, j in enumerate(y):
+      if prototypes and prototypes[j] is not None:
+        pull = 2 * (features[b] - prototypes[j]) / WIDTH
+        d[b] += weight * pull / len(y)
+    for i in reversed(range(len(model) - 1)):
+      grads.insert(0, inputs[i].T @ d)
+      d = (d @ model[i].T) * (inputs[i] > 0)
+    model = [w - RATE * g for w, g in zip(model, grads)]
+  return model
+
+
+def class_means(model, batches):
+  """`{class: (mean features, count)}` of a client's examples."""
+  y = np.concatenate([y for _, y in batches])
+  h = np.concatenate([layers_of(model, x)[-1] for x, _ in batches])
+  return {j: (h[y == j].mean(0), (y == j).sum()) for j in set(y)}
+
+
+def proto_server(server, sent, **_):
+  def merged(j):
+    held = [means[j] for means, *_ in sent if j in means]
+    total = sum(n for _, n in held)
+    return sum(n * c for c, n in held) / total if held else server[j]
+
+  return [merged(j) for j in range(CLASSES)]
+
+
+def head_server(server, sent, **_):
+  total = sum(n for *_, n in sent)
+  return sum(n * model[-1] for _, model, n in sent) / total
+
+
+def pairs_of(sent):
+  pairs = [(c, j) for means, *_ in sent for j, (c, _) in means.items()]
+  return np.array([c for c, _ in pairs]), np.array([j for _, j in pairs])
+
+
+def gh_server(server, sent, epochs, **_):
+  h, y = pairs_of(sent)
+  for _ in range(epochs):
+    server = server - RATE * h.T @ softmax_gap(h @ server, y)
+  return server
+
+
+def network(e, w1, b1, w2, b2):
+  return np.maximum(e @ w1 + b1, 0) @ w2 + b2
+
+
+def tgp_server(server, sent, epochs, margin):
+  h, y = pairs_of(sent)
+  means = [h[y == j].mean(0) for j in set(y)]
+  gap = max(np.linalg.norm(a - b) for a in means for b in means)
+  for _ in range(epochs):
+    e, w1, b1, w2, b2 = server
+    apart = network(*server)[None] - h[:, None]
+    distance = np.sqrt((apart**2).sum(2))
+    scores = -distance - min(gap, margin) * np.eye(CLASSES)[y]
+    d = -softmax_gap(scores, y)
+    d = ((d / distance)[..., None] * apart).sum(0)
+    hidden = np.maximum(e @ w1 + b1, 0)
+    back = (d @ w2.T) * (hidden > 0)
+    grads = back @ w1.T, e.T @ back, back.sum(0), hidden.T @ d, d.sum(0)
+    server = [a - RATE * g for a, g in zip(server, grads)]
+  return server
+
+
+def means_in(server):
+  """Prototypes from the state of FedProto's server; None where none is."""
+  return [c / n if n else None for c, n in zip(*map(np.array, server))]
+
+
+def network_in(server):
+  embed, first, second = (
+    server.network.params[f"layers_{i}"] for i in (0, 1, 3)
+  )
+  of = lambda dense: (dense["kernel"], dense["bias"])
+  return [*map(np.array, (embed["embedding"], *of(first), *of(second)))]
+
+
+SIZED = dict(num_classes=CLASSES, num_features=WIDTH, weight=0.5)
+SERVED = dict(server_learning_rate=RATE, server_epochs=3, server_batch_size=99)
+TGP = fedtgp, tgp_server, network_in
+CASES = {
+  "fedproto": (fedproto, proto_server, means_in, SIZED),
+  "lgfedavg": (lgfedavg, head_server, lambda s: np.array(s.params[0]), {}),
+  "fedgh": (
+    fedgh,
+    gh_server,
+    lambda server: np.array(server.params[0]),
+    dict(head=HEAD, **SERVED),
+  ),
+  "fedtgp": (*TGP, SIZED | SERVED | {"margin": 100.0}),
+  "fedtgp, least margin": (*TGP, SIZED | SERVED | {"margin": 0.25}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rounds_are_the_oracles(name):
+  make, serve, read, options = CASES[name]
+  given = {"epochs": 3, "margin": options.get("margin")}
+  with jax.enable_x64(True):
+    algorithm = make(CLIENTS, learning_rate=RATE, **options)
+    state = algorithm.init(jax.random.key(3))
+    double = lambda tree: jax.tree.map(lambda a: a.astype(float), tree)
+    state = state.replace(
+      server=double(state.server), clients=double(state.clients)
+    )
+    server, theirs = read(state.server), models_of(state)
+    bank = {"train": jax.device_put(dict(POPULATION.bank))}
+    step, prototypes = jax.jit(algorithm.step), None
+    for round in (1, 2):
+      plan = make_plan(round)
+      held = plan.batches["train"]
+      assert (0 in held.client) == (round == 1)
+      state, _ = step(state, plan, bank)
+      sent = []
+      for k, index, steps in zip(held.client, held.index, held.steps):
+        batches = [
+          (POPULATION.bank["x"][i[i >= 0]], POPULATION.bank["y"][i[i >= 0]])
+          for i in index[:steps]
+        ]
+        model = theirs[k]
+        if make in (lgfedavg, fedgh):
+          model = [*model[:-1], server]
+        theirs[k] = train(model, batches, prototypes, options.get("weight"))
+        means = class_means(theirs[k], batches)
+        sent.append((means, theirs[k], len(LABELS[k])))
+      server = serve(server, sent, **given)
+      tolerance = dict(rtol=1e-9, atol=1e-9)
+      assert_close(read(state.server), server, **tolerance)
+      assert_close(models_of(state), theirs, **tolerance)
+      if make is fedproto:
+        prototypes = server
+      if make is fedtgp:
+        prototypes = [*network(*server)]
+        ours = state.server.prototypes.total
+        assert_close(np.array(ours), network(*server), **tolerance)
+
+
+# --- Limits -------------------------------------------------------------------
+
+
+@functools.cache
+def alone(number):
+  algorithm = personal(CLIENTS, Method(objective=of_logits), learning_rate=RATE)
+  return models_of(run(algorithm, number=number)[0])
+
+
+@pytest.mark.parametrize("make", [fedproto, fedtgp])
+def test_without_weight_each_learns_alone(make):
+  options = {**SIZED, "weight": 0.0}
+  state, metrics = run(make(CLIENTS, learning_rate=RATE, **options))
+  assert_close(models_of(state), alone(4))
+  assert float(metrics["distance"].value) > 0
+  with pytest.raises(AssertionError):
+    assert_close(
+      models_of(run(make(CLIENTS, learning_rate=RATE, **SIZED))[0]), alone(4)
+    )
+
+
+def test_the_head_of_one_client_is_its_own():
+  only = [hetfl.Client(MODELS[0])] + [
+    hetfl.Client(MODELS[0], learning_rate=0.0) for _ in range(4)
+  ]
+  # All have the first head; the others' do not move.
+  state, _ = run(lgfedavg(only, learning_rate=RATE), rounds=1, number=5)
+  first = lgfedavg(only).init(jax.random.key(1)).server.params[0]
+  ours = state.clients[0].learner.params["head"][0][0]
+  share = len(LABELS[0]) / sum(map(len, LABELS))
+  assert_close(state.server.params[0], first + share * (ours - first))
+
+
+def test_a_server_that_does_not_train_keeps_the_first_head():
+  algorithm = fedgh(
+    CLIENTS, head=HEAD, learning_rate=RATE, server_learning_rate=0.0
+  )
+  first = algorithm.init(jax.random.key(1)).server
+  state, _ = run(algorithm)
+  assert_close(state.server, first)
+  of_client = state.clients[0].learner.variables
+  with pytest.raises(AssertionError):
+    assert_close(parted(of_client)["head"].params[0][0], first.params[0])
+
+
+def test_heads_must_be_alike():
+  wide = headed(matrices(4, 7), matrices(7, CLASSES))
+  clients = [hetfl.Client(MODELS[0]), hetfl.Client(wide)]
+  for make in (lgfedavg, functools.partial(fedgh, head=HEAD)):
+    with pytest.raises(ValueError, match=r"the head of client 1 .*\(7, 3\)"):
+      make(clients).init(jax.random.key(0))
+
+
+def test_an_epoch_of_the_server_sees_each_example_once():
+  mask = np.array([1, 0, 1, 1, 0, 1, 1], np.float32)
+
+  def counted(variables, batch, key, context):
+    seen = jnp.sum(
+      jax.nn.one_hot(batch["x"], 7) * batch["mask"][:, None], axis=0
+    )
+    stats = {
+      "seen": variables.stats["seen"] + seen,
+      "steps": variables.stats["steps"] + 1,
+      "last": batch["x"][0],
+    }
+    return variables.params * batch["mask"], stats, {}
+
+  def trained(seed):
+    zeros = {"seen": jnp.zeros(7), "steps": 0, "last": 0}
+    return train_server(
+      counted,
+      core.Variables(0.0, zeros),
+      {"x": jnp.arange(7), "mask": jnp.asarray(mask)},
+      jax.random.key(seed),
+      {"server_learning_rate": 1.0},
+      epochs=4,
+      batch_size=2,
+    )
+
+  each = [trained(seed) for seed in range(9)]
+  for variables in each:
+    assert variables.stats["seen"].tolist() == (4 * mask).tolist()
+    assert variables.stats["steps"] == 4 * 3
+    assert variables.params == -4 * 3
+  assert len({int(variables.stats["last"]) for variables in each}) > 1
+
+
+def test_nearest_by_hand():
+  server = core.Mean(
+    jnp.array([[2.0, 0.0], [3.0, 3.0], [0.0, 0.0]]), jnp.array([2.0, 1.0, 0.0])
+  )
+  features = jnp.array([[1.0, 2.0], [3.0, 2.0]])
+  scores = nearest(Features(features, None), server)
+  # (0 + 4) / 2 and (4 + 1) / 2; (4 + 4) / 2 and (0 + 1) / 2.
+  assert scores.tolist() == [[-2.0, -2.5, -np.inf], [-4.0, -0.5, -np.inf]]
+
+
+def test_with_head_replaces_parameters_and_statistics():
+  of = lambda w: core.Variables(w, {"mean": -w})
+  whole = joined({"body": of(1.0), "head": of(2.0)})
+  assert with_head(whole, of(3.0)) == joined({"body": of(1.0), "head": of(3.0)})
