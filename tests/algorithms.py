@@ -13,8 +13,10 @@ import optax
 
 import hetfl
 from hetfl import core, distill, population
+from hetfl.algorithms.fd import fd
 from hetfl.algorithms.fedproto import fedproto
 from hetfl.algorithms.personal import headed
+from hetfl.algorithms.scaffold import scaffold
 from hetfl.models import fedmd as party_models
 from tests import federation
 
@@ -277,14 +279,15 @@ TOP = core.Model.from_flax(
 )
 
 
-def personal(method, **options):
-  """A method of clients with bodies of two kinds and heads of one."""
+def personal(method, models=BODIES, head=TOP, **options):
+  """A method of clients with bodies of some kinds and heads of one, or none."""
 
   def build(runner, rounds, **changes):
     del rounds
-    bodies = [changes.pop("model")] * 2 if "model" in changes else BODIES
-    models = [headed(body, TOP) for body in bodies]
-    clients = [hetfl.Client(models[k % 2], transform=noisy) for k in range(5)]
+    bodies = [changes.pop("model")] if "model" in changes else models
+    kinds = [headed(body, head) if head else body for body in bodies]
+    kinds = [kinds[k % len(kinds)] for k in range(5)]
+    clients = [hetfl.Client(model, transform=noisy) for model in kinds]
     return method(
       changed(clients, **changes),
       learning_rate=0.125,
@@ -296,9 +299,12 @@ def personal(method, **options):
 
 
 METHODS = {
+  # There may be classes of which nobody has an example.
+  "fd": personal(fd, head=None, num_classes=FEATURES),
   "fedproto": personal(
     fedproto, num_classes=federation.CLASSES, num_features=FEATURES
   ),
+  "scaffold": personal(scaffold, BODIES[:1], head=None, server_lr=0.5),
 }
 
 CASES = {

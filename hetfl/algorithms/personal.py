@@ -305,6 +305,17 @@ def headed(body: core.Model, head: core.Model) -> core.Model:
   return core.Model(init, apply)
 
 
+def one_model(clients: Sequence[Client]) -> core.Model:
+  """The model of all clients; a `ValueError` if they have several."""
+  for client in clients:
+    if client.model != clients[0].model:
+      raise ValueError(
+        f"{client.label}: its model is not the first client's: the server's is"
+        " the mean of the clients', which need one model"
+      )
+  return clients[0].model
+
+
 def class_sums(
   values: jax.Array, batch: core.Batch, num_classes: int
 ) -> core.Mean:

@@ -1,0 +1,249 @@
+"""FD and SCAFFOLD against oracles from the papers, and their limits."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hetfl import Client, fedavg, local_model, plan_round, Pool
+from hetfl.algorithms.fd import fd
+from hetfl.algorithms.personal import personal
+from hetfl.algorithms.scaffold import scaffold
+from hetfl.optimizers import fedavg_server
+from tests.algorithms import MLP, mutual_data, POPULATION, SIZES, WIDE
+from tests.federation import CLASSES
+from tests.oracles import codist
+from tests.oracles.codist import tree_map
+
+RATE, ROUNDS = 0.125, 3
+ALIKE = [Client(MLP)] * 5
+UNLIKE = [Client(m) for m in (MLP, WIDE, MLP, MLP, WIDE)]
+assert_close = functools.partial(
+  chex.assert_trees_all_close, rtol=2e-4, atol=2e-6
+)
+assert_exact = functools.partial(
+  chex.assert_trees_all_close, rtol=1e-6, atol=1e-9
+)
+
+
+def make_plan(round, number=4, **settings):
+  """A round of some clients, by default without one of the five."""
+  return plan_round(
+    {"train": POPULATION},
+    seed=0,
+    round=round,
+    clients_per_round=number,
+    batch_size=4,
+    epochs=2,
+    tail="short",
+    **settings,
+  )
+
+
+def rounds_of(algorithm, state=None, rounds=ROUNDS, **settings):
+  """Each round's plan, the state after it and its metrics."""
+  step = jax.jit(algorithm.step)
+  state = algorithm.init(jax.random.key(3)) if state is None else state
+  for round in range(1, rounds + 1):
+    plan = make_plan(round, **settings)
+    state, metrics = step(state, plan, mutual_data())
+    yield plan, state, metrics
+
+
+def last(algorithm, **settings):
+  *_, (_, state, metrics) = rounds_of(algorithm, **settings)
+  return state, metrics
+
+
+def in_float64(algorithm):
+  """Its first state."""
+  state = algorithm.init(jax.random.key(3))
+  cast = lambda a: (
+    a.astype(float) if jnp.issubdtype(a.dtype, jnp.floating) else a
+  )
+  return jax.tree.map(cast, state.replace(key=None)).replace(key=state.key)
+
+
+def plain(params):
+  return jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+
+
+def models_of(state):
+  return [plain(local_model(state, k).params) for k in range(5)]
+
+
+def batches_of(plan):
+  """The batches of each client that takes part, by its number."""
+  held, bank = plan.batches["train"], POPULATION.bank
+  return {
+    int(k): [
+      (bank["x"][i[i >= 0]].astype(np.float64), bank["y"][i[i >= 0]])
+      for i in index[:steps]
+    ]
+    for k, index, steps in zip(held.client, held.index, held.steps)
+  }
+
+
+def descend(w, x, dz, more=None):
+  """`w - RATE (g + more)`, given the loss's gradient for the logits."""
+  _, tape = codist.forward(w, x)
+  g = codist.backward(w, tape, dz)
+  if more is not None:
+    g = tree_map(np.add, g, more)
+  return tree_map(lambda w, g: w - RATE * g, w, g)
+
+
+# --- Federated distillation ---------------------------------------------------
+
+
+def fd_round(models, batches, sent, gamma):
+  """Algorithm 1; `sent` holds the last round's means by client and class."""
+  new = {}
+  for k, of_client in batches.items():
+    target = np.zeros((CLASSES, CLASSES))
+    for j in range(CLASSES):
+      others = [f[j] for i, f in sent.items() if i != k and j in f]
+      if others:
+        target[j] = np.mean(others, axis=0)
+    seen = {}
+    for x, y in of_client:
+      p = codist.softmax(codist.logits(models[k], x))
+      for row, j in zip(p, y):
+        seen.setdefault(int(j), []).append(row)
+      label = p - np.eye(CLASSES)[y]
+      pull = p * target[y].sum(1, keepdims=True) - target[y]
+      models[k] = descend(models[k], x, (label + gamma * pull) / len(y))
+    new[k] = {j: np.mean(rows, axis=0) for j, rows in seen.items()}
+  return models, new
+
+
+def test_fd_is_the_oracles():
+  with jax.enable_x64(True):
+    algorithm = fd(UNLIKE, num_classes=CLASSES, weight=0.5, learning_rate=RATE)
+    state = in_float64(algorithm)
+    models, sent, lacking = models_of(state), {}, 0
+    for plan, state, _ in rounds_of(algorithm, state):
+      models, sent = fd_round(models, batches_of(plan), sent, 0.5)
+      assert_exact(models_of(state), models)
+      lacking += sum(len(means) < CLASSES for means in sent.values())
+      for j in range(CLASSES):
+        rows = [means[j] for means in sent.values() if j in means]
+        assert_exact(np.asarray(state.server.means.total[j]), sum(rows))
+        assert state.server.means.count[j] == len(rows)
+    assert lacking
+
+
+def test_fd_that_hears_nobody_learns_alone():
+  options = dict(learning_rate=RATE)
+  alone, _ = last(personal(UNLIKE, **options))
+  deaf, _ = last(fd(UNLIKE, num_classes=CLASSES, weight=0.0, **options))
+  assert_close(models_of(deaf), models_of(alone))
+  heard, _ = last(fd(UNLIKE, num_classes=CLASSES, **options))
+  with pytest.raises(AssertionError):
+    assert_close(models_of(heard), models_of(alone))
+
+
+def test_fd_needs_as_many_logits_as_classes():
+  with pytest.raises(ValueError, match="need the same classes"):
+    last(fd(UNLIKE, num_classes=CLASSES + 1))
+
+
+# --- SCAFFOLD -----------------------------------------------------------------
+
+
+def scaffold_round(server, control, own, batches, server_lr):
+  """Algorithm 1 with option II and weights of the clients' sizes."""
+  models, changes = {}, []
+  for k, of_client in batches.items():
+    w = server
+    correction = tree_map(np.subtract, control, own[k])
+    for x, y in of_client:
+      _, dz = codist.cross_entropy(codist.logits(w, x), y)
+      w = descend(w, x, dz, correction)
+    new = tree_map(
+      lambda a, c, w, w_k, n=len(of_client): a - c + (w - w_k) / (n * RATE),
+      own[k],
+      control,
+      server,
+      w,
+    )
+    changes.append(tree_map(np.subtract, new, own[k]))
+    models[k], own[k] = w, new
+  share = {k: SIZES[k] / sum(SIZES[i] for i in models) for k in models}
+  merged = tree_map(
+    lambda w, *new: (
+      w + server_lr * sum(s * (x - w) for s, x in zip(share.values(), new))
+    ),
+    server,
+    *models.values(),
+  )
+  # |S| / N mean_S (c_k+ - c_k), of which N is 5.
+  mean = tree_map(lambda *d: sum(d) / len(d), *changes)
+  scale = len(changes) / 5
+  control = tree_map(lambda c, d: c + scale * d, control, mean)
+  return merged, control, own
+
+
+def test_scaffold_is_the_oracles():
+  with jax.enable_x64(True):
+    algorithm = scaffold(ALIKE, server_lr=0.5, learning_rate=RATE)
+    state = in_float64(algorithm)
+    server = plain(state.server.model.params)
+    control = tree_map(np.zeros_like, server)
+    own = [control] * 5
+    for plan, state, _ in rounds_of(algorithm, state):
+      server, control, own = scaffold_round(
+        server, control, own, batches_of(plan), 0.5
+      )
+      assert_exact(plain(state.server.model.params), server)
+      assert_exact(plain(state.server.control), control)
+      (group,) = state.clients
+      assert_exact(
+        plain(group.extra), jax.tree.map(lambda *a: np.stack(a), *own)
+      )
+
+
+def as_fedavg(variables, rounds):
+  """FedAvg's model and loss, from a given start."""
+  pool = Pool(
+    MLP,
+    "train",
+    learning_rate=RATE,
+    server_lr=1.0,
+    server_optimizer=fedavg_server,
+  )
+  algorithm = fedavg([pool], rounds=None)
+  state = algorithm.init(jax.random.key(3), [variables])
+  *_, (_, state, metrics) = rounds_of(algorithm, state, rounds)
+  return state.server[0].params, metrics["train/client_loss"]
+
+
+def test_scaffold_begins_as_fedavg_and_then_differs():
+  algorithm = scaffold(ALIKE, learning_rate=RATE)
+  start = algorithm.init(jax.random.key(3)).server.model
+  for rounds in (1, 2):
+    state, metrics = last(algorithm, rounds=rounds)
+    expected, loss = as_fedavg(start, rounds)
+    if rounds == 1:
+      assert_close(state.server.model.params, expected)
+      assert_close(metrics["loss"], loss)  # It holds no correction.
+  with pytest.raises(AssertionError):
+    assert_close(state.server.model.params, expected)
+
+
+def test_scaffold_at_rate_zero_learns_nothing():
+  algorithm = scaffold(ALIKE, learning_rate=lambda round: 0.125 * (round < 2))
+  (_, once, _), (_, twice, _) = rounds_of(algorithm, rounds=2)
+  chex.assert_trees_all_equal(once.server.control, twice.server.control)
+  chex.assert_tree_all_finite(twice.server)
+  assert_close(once.server.model.params, twice.server.model.params)
+
+
+def test_one_model_and_one_rate():
+  with pytest.raises(ValueError, match="'b': its model is not the first"):
+    scaffold([Client(MLP), Client(WIDE, "b")])
+  with pytest.raises(ValueError, match="'b': has a learning rate or an optim"):
+    scaffold([Client(MLP), Client(MLP, "b", learning_rate=0.1)])
