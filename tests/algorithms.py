@@ -13,6 +13,7 @@ import optax
 
 import hetfl
 from hetfl import core, distill, population
+from hetfl.algorithms.ditto import ditto
 from hetfl.algorithms.fd import fd
 from hetfl.algorithms.fedproto import fedproto
 from hetfl.algorithms.personal import headed
@@ -299,6 +300,7 @@ def personal(method, models=BODIES, head=TOP, **options):
 
 
 METHODS = {
+  "ditto": personal(ditto, BODIES[:1], head=None),
   # There may be classes of which nobody has an example.
   "fd": personal(fd, head=None, num_classes=FEATURES),
   "fedproto": personal(

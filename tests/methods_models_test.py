@@ -1,4 +1,4 @@
-"""FD and SCAFFOLD against oracles from the papers, and their limits."""
+"""FD, SCAFFOLD and Ditto against oracles from the papers, and their limits."""
 
 import functools
 
@@ -6,9 +6,11 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from hetfl import Client, fedavg, local_model, plan_round, Pool
+from hetfl.algorithms.ditto import ditto
 from hetfl.algorithms.fd import fd
 from hetfl.algorithms.personal import personal
 from hetfl.algorithms.scaffold import scaffold
@@ -18,7 +20,7 @@ from tests.federation import CLASSES
 from tests.oracles import codist
 from tests.oracles.codist import tree_map
 
-RATE, ROUNDS = 0.125, 3
+RATE, ROUNDS = 0.125, 4
 ALIKE = [Client(MLP)] * 5
 UNLIKE = [Client(m) for m in (MLP, WIDE, MLP, MLP, WIDE)]
 assert_close = functools.partial(
@@ -29,8 +31,8 @@ assert_exact = functools.partial(
 )
 
 
-def make_plan(round, number=4, **settings):
-  """A round of some clients, by default without one of the five."""
+def make_plan(round, number=3, **settings):
+  """A round of some of the five clients."""
   return plan_round(
     {"train": POPULATION},
     seed=0,
@@ -43,18 +45,18 @@ def make_plan(round, number=4, **settings):
   )
 
 
-def rounds_of(algorithm, state=None, rounds=ROUNDS, **settings):
+def rounds_of(algorithm, start=None, rounds=ROUNDS, **settings):
   """Each round's plan, the state after it and its metrics."""
   step = jax.jit(algorithm.step)
-  state = algorithm.init(jax.random.key(3)) if state is None else state
+  state = algorithm.init(jax.random.key(3)) if start is None else start
   for round in range(1, rounds + 1):
     plan = make_plan(round, **settings)
     state, metrics = step(state, plan, mutual_data())
     yield plan, state, metrics
 
 
-def last(algorithm, **settings):
-  *_, (_, state, metrics) = rounds_of(algorithm, **settings)
+def last(algorithm, *args, **settings):
+  *_, (_, state, metrics) = rounds_of(algorithm, *args, **settings)
   return state, metrics
 
 
@@ -96,6 +98,13 @@ def descend(w, x, dz, more=None):
   return tree_map(lambda w, g: w - RATE * g, w, g)
 
 
+def merged(models):
+  """FedAvg's mean of models by client."""
+  total = sum(SIZES[k] for k in models)
+  mean = lambda *w: sum(SIZES[k] / total * x for k, x in zip(models, w))
+  return tree_map(mean, *models.values())
+
+
 # --- Federated distillation ---------------------------------------------------
 
 
@@ -123,9 +132,9 @@ def fd_round(models, batches, sent, gamma):
 def test_fd_is_the_oracles():
   with jax.enable_x64(True):
     algorithm = fd(UNLIKE, num_classes=CLASSES, weight=0.5, learning_rate=RATE)
-    state = in_float64(algorithm)
-    models, sent, lacking = models_of(state), {}, 0
-    for plan, state, _ in rounds_of(algorithm, state):
+    start = in_float64(algorithm)
+    models, sent, lacking = models_of(start), {}, 0
+    for plan, state, _ in rounds_of(algorithm, start):
       models, sent = fd_round(models, batches_of(plan), sent, 0.5)
       assert_exact(models_of(state), models)
       lacking += sum(len(means) < CLASSES for means in sent.values())
@@ -158,43 +167,32 @@ def scaffold_round(server, control, own, batches, server_lr):
   """Algorithm 1 with option II and weights of the clients' sizes."""
   models, changes = {}, []
   for k, of_client in batches.items():
-    w = server
+    w, length = server, len(of_client) * RATE
     correction = tree_map(np.subtract, control, own[k])
     for x, y in of_client:
       _, dz = codist.cross_entropy(codist.logits(w, x), y)
       w = descend(w, x, dz, correction)
-    new = tree_map(
-      lambda a, c, w, w_k, n=len(of_client): a - c + (w - w_k) / (n * RATE),
-      own[k],
-      control,
-      server,
-      w,
-    )
+    moved = tree_map(lambda a, b, by=length: (a - b) / by, server, w)
+    new = tree_map(lambda a, c, m: a - c + m, own[k], control, moved)
     changes.append(tree_map(np.subtract, new, own[k]))
     models[k], own[k] = w, new
-  share = {k: SIZES[k] / sum(SIZES[i] for i in models) for k in models}
-  merged = tree_map(
-    lambda w, *new: (
-      w + server_lr * sum(s * (x - w) for s, x in zip(share.values(), new))
-    ),
-    server,
-    *models.values(),
-  )
+  mean = merged(models)
+  server = tree_map(lambda w, x: w + server_lr * (x - w), server, mean)
   # |S| / N mean_S (c_k+ - c_k), of which N is 5.
   mean = tree_map(lambda *d: sum(d) / len(d), *changes)
   scale = len(changes) / 5
   control = tree_map(lambda c, d: c + scale * d, control, mean)
-  return merged, control, own
+  return server, control, own
 
 
 def test_scaffold_is_the_oracles():
   with jax.enable_x64(True):
     algorithm = scaffold(ALIKE, server_lr=0.5, learning_rate=RATE)
-    state = in_float64(algorithm)
-    server = plain(state.server.model.params)
+    start = in_float64(algorithm)
+    server = plain(start.server.model.params)
     control = tree_map(np.zeros_like, server)
     own = [control] * 5
-    for plan, state, _ in rounds_of(algorithm, state):
+    for plan, state, _ in rounds_of(algorithm, start):
       server, control, own = scaffold_round(
         server, control, own, batches_of(plan), 0.5
       )
@@ -247,3 +245,51 @@ def test_one_model_and_one_rate():
     scaffold([Client(MLP), Client(WIDE, "b")])
   with pytest.raises(ValueError, match="'b': has a learning rate or an optim"):
     scaffold([Client(MLP), Client(MLP, "b", learning_rate=0.1)])
+
+
+# --- Ditto --------------------------------------------------------------------
+
+
+def ditto_round(server, own, batches, weight):
+  """Algorithm 1, whose personal models take steps on the same batches."""
+  models = {}
+  for k, of_client in batches.items():
+    w = server
+    for x, y in of_client:
+      _, dz = codist.cross_entropy(codist.logits(w, x), y)
+      w = descend(w, x, dz)
+      _, dz = codist.cross_entropy(codist.logits(own[k], x), y)
+      near = tree_map(lambda v, w: weight * (v - w), own[k], server)
+      own[k] = descend(own[k], x, dz, near)
+    models[k] = w
+  return merged(models), own
+
+
+def test_ditto_is_the_oracles():
+  with jax.enable_x64(True):
+    algorithm = ditto(ALIKE, weight=0.5, learning_rate=RATE)
+    start = in_float64(algorithm)
+    server, own = plain(start.server.params), models_of(start)
+    for plan, state, _ in rounds_of(algorithm, start):
+      server, own = ditto_round(server, own, batches_of(plan), 0.5)
+      assert_exact(plain(state.server.params), server)
+      assert_exact(models_of(state), own)
+
+
+def test_dittos_server_is_fedavgs_and_its_clients_may_learn_alone():
+  size = lambda w: optax.tree.norm(w, squared=True)
+  clients = [Client(MLP, optimizer=optax.adam, penalty=size)] * 5
+  options = dict(learning_rate=RATE)
+  algorithm = ditto(clients, weight=0.0, **options)
+  start = algorithm.init(jax.random.key(3))
+  state, metrics = last(algorithm, start)
+  expected, _ = as_fedavg(start.server, ROUNDS)
+  assert_close(state.server.params, expected)
+  assert float(metrics["own_loss"].count) == sum(
+    len(y)
+    for batches in batches_of(make_plan(ROUNDS)).values()
+    for _, y in batches
+  )
+  alone = personal(clients, **options)
+  alone, _ = last(alone, alone.init(start.key).replace(clients=start.clients))
+  assert_close(state.clients, alone.clients)
