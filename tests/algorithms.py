@@ -15,6 +15,7 @@ import hetfl
 from hetfl import core, distill, population
 from hetfl.algorithms.ditto import ditto
 from hetfl.algorithms.fd import fd
+from hetfl.algorithms.fedkd import fedkd
 from hetfl.algorithms.fedproto import fedproto
 from hetfl.algorithms.personal import headed
 from hetfl.algorithms.scaffold import scaffold
@@ -303,6 +304,12 @@ METHODS = {
   "ditto": personal(ditto, BODIES[:1], head=None),
   # There may be classes of which nobody has an example.
   "fd": personal(fd, head=None, num_classes=FEATURES),
+  "fedkd": personal(
+    lambda clients, **options: fedkd(
+      clients, mentee=clients[0].model, **options
+    ),
+    head=None,
+  ),
   "fedproto": personal(
     fedproto, num_classes=federation.CLASSES, num_features=FEATURES
   ),

@@ -1,4 +1,4 @@
-"""FD, SCAFFOLD and Ditto against oracles from the papers, and their limits."""
+"""FD, SCAFFOLD, Ditto and FedKD against oracles, and their limits."""
 
 import functools
 
@@ -12,6 +12,7 @@ import pytest
 from hetfl import Client, fedavg, local_model, plan_round, Pool
 from hetfl.algorithms.ditto import ditto
 from hetfl.algorithms.fd import fd
+from hetfl.algorithms.fedkd import fedkd
 from hetfl.algorithms.personal import personal
 from hetfl.algorithms.scaffold import scaffold
 from hetfl.optimizers import fedavg_server
@@ -129,9 +130,11 @@ def fd_round(models, batches, sent, gamma):
   return models, new
 
 
-def test_fd_is_the_oracles():
+# Of those that are alike, who is absent from a round keeps what it last sent.
+@pytest.mark.parametrize("clients", [ALIKE, UNLIKE], ids=["alike", "unlike"])
+def test_fd_is_the_oracles(clients):
   with jax.enable_x64(True):
-    algorithm = fd(UNLIKE, num_classes=CLASSES, weight=0.5, learning_rate=RATE)
+    algorithm = fd(clients, num_classes=CLASSES, weight=0.5, learning_rate=RATE)
     start = in_float64(algorithm)
     models, sent, lacking = models_of(start), {}, 0
     for plan, state, _ in rounds_of(algorithm, start):
@@ -293,3 +296,58 @@ def test_dittos_server_is_fedavgs_and_its_clients_may_learn_alone():
   alone = personal(clients, **options)
   alone, _ = last(alone, alone.init(start.key).replace(clients=start.clients))
   assert_close(state.clients, alone.clients)
+
+
+# --- FedKD --------------------------------------------------------------------
+
+
+def cut_off(update, energy):
+  """The fewest singular vectors with more than a share of the energy."""
+
+  def leaf(a):
+    if a.ndim == 1:
+      return a
+    left, values, right = np.linalg.svd(a, full_matrices=False)
+    share = np.cumsum(values**2) / np.sum(values**2)
+    r = 1 + np.argmax(share > energy)
+    return left[:, :r] * values[:r] @ right[:r]
+
+  return tree_map(leaf, update)
+
+
+def fedkd_round(server, mentors, batches, energy):
+  """Mutual distillation, and updates sent by their singular vectors."""
+  updates = {}
+  for k, of_client in batches.items():
+    mentee = server
+    for x, y in of_client:
+      own, shared = codist.logits(mentors[k], x), codist.logits(mentee, x)
+      own_ce, own_dz = codist.cross_entropy(own, y)
+      shared_ce, shared_dz = codist.cross_entropy(shared, y)
+      _, own_pull = codist.kl(codist.softmax(shared), own)
+      _, shared_pull = codist.kl(codist.softmax(own), shared)
+      both = own_ce + shared_ce
+      mentors[k] = descend(mentors[k], x, own_dz + own_pull / both)
+      mentee = descend(mentee, x, shared_dz + shared_pull / both)
+    updates[k] = cut_off(tree_map(np.subtract, mentee, server), energy)
+  update = cut_off(merged(updates), energy)
+  return tree_map(np.add, server, update), mentors
+
+
+def test_fedkd_is_the_oracles():
+  with jax.enable_x64(True):
+    algorithm = fedkd(
+      UNLIKE,
+      mentee=MLP,
+      energy=lambda round: 0.5 + 0.1 * round,
+      learning_rate=RATE,
+    )
+    start = in_float64(algorithm)
+    server, mentors = plain(start.server.params), models_of(start)
+    rounds = enumerate(rounds_of(algorithm, start), 1)
+    for round, (plan, state, _) in rounds:
+      server, mentors = fedkd_round(
+        server, mentors, batches_of(plan), 0.5 + 0.1 * round
+      )
+      assert_exact(plain(state.server.params), server)
+      assert_exact(models_of(state), mentors)

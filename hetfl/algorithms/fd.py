@@ -16,7 +16,7 @@ from hetfl.algorithms.personal import class_sums, Method, personal
 from hetfl.clients import Client
 
 
-class Shared(NamedTuple):
+class ClassMeans(NamedTuple):
   """Mean predictions of classes, of all clients of a round or of one.
 
   Attributes:
@@ -55,11 +55,11 @@ def fd(
     **options: `learning_rate`, `optimizer` and `engine`; see `personal`.
 
   Returns:
-    The algorithm; see `personal`. Its state's `server` holds what the clients
-    of the last round sent, `Shared`, and each client, as `extra`, what it sent
-    last. Classes of which no other client had an example in the last round have
-    no divergence. Its metrics are `loss`, with the divergence, and `kl`, the
-    mean over examples.
+    The algorithm; see `personal`. Its state's `server` is what the clients of
+    the last round sent, `ClassMeans`; each client keeps, as `extra`, what it
+    sent last. Classes of which no other client had an example in the last round
+    have no divergence. Its metrics are `loss`, with the divergence, and `kl`,
+    the mean over examples.
 
   Raises:
     ValueError: as `personal`; labels are not classes, or there are not
@@ -94,7 +94,7 @@ def fd(
   nothing = lambda: core.Mean(
     jnp.zeros((num_classes, num_classes)), jnp.zeros(num_classes)
   )
-  never = lambda: Shared(nothing(), jnp.zeros((), jnp.int32))
+  never = lambda: ClassMeans(nothing(), jnp.zeros((), jnp.int32))
 
   def objective(client):
     def losses(variables, batch, key, context):
@@ -131,13 +131,13 @@ def fd(
     has = (count > 0).astype(count.dtype)
     means = core.Mean(total / jnp.maximum(count, 1)[:, None], has)
     learner = local.Learner(variables._replace(stats=stats), opt_state)
-    sent = Shared(means, context["server"].turn + 1)
+    sent = ClassMeans(means, context["server"].turn + 1)
     return kept.replace(learner=learner, extra=sent), means
 
   def aggregate(context, sent, key):
     del key
     means = jax.tree.map(lambda a: jnp.sum(a, axis=0), sent.value)
-    return Shared(means, context["server"].turn + 1)
+    return ClassMeans(means, context["server"].turn + 1)
 
   method = Method(
     objective=objective,
@@ -152,7 +152,7 @@ def fd(
   return personal(clients, method, **options)
 
 
-def targets_of(server: Shared, own: Shared) -> jax.Array:
+def targets_of(server: ClassMeans, own: ClassMeans) -> jax.Array:
   """The mean predictions of the other clients.
 
   Args:
@@ -165,9 +165,9 @@ def targets_of(server: Shared, own: Shared) -> jax.Array:
 
   >>> both = core.Mean(jnp.array([[1., 1.], [0., 1.]]), jnp.array([2., 1.]))
   >>> one = core.Mean(jnp.array([[.75, .25], [0., 1.]]), jnp.array([1., 1.]))
-  >>> targets_of(Shared(both, 3), Shared(one, 3)).tolist()
+  >>> targets_of(ClassMeans(both, 3), ClassMeans(one, 3)).tolist()
   [[0.25, 0.75], [0.0, 0.0]]
-  >>> targets_of(Shared(both, 3), Shared(one, 2)).tolist()
+  >>> targets_of(ClassMeans(both, 3), ClassMeans(one, 2)).tolist()
   [[0.5, 0.5], [0.0, 1.0]]
   """
   others = jax.tree.map(
