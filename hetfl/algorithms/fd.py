@@ -65,10 +65,10 @@ def fd(
     ValueError: as `personal`; labels are not classes, or there are not
       `num_classes` logits.
 
-  Reference: Jeong et al. 2018, algorithm 1, whose logits are "normalised via a
-  softmax function". Departures: the divergence in place of the cross-entropy
-  to F_k has the same gradient and is 0 where they agree; the mean is over the
-  clients that have the class and took part, where the paper's are all others.
+  Reference: Jeong et al. 2018, algorithm 1, whose "logits" are softmax outputs.
+  Departures: the divergence in place of the cross-entropy to F_k has the same
+  gradient and is 0 where they agree; the mean is over the clients that have the
+  class and took part, where the paper's are all others.
 
   Two clients predict (1/2, 1/2) for their only images, of class 0. In the first
   round they have no targets. In the second each learns what the other sent.

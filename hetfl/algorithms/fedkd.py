@@ -59,12 +59,12 @@ def fedkd(
   Raises:
     ValueError: as `personal`; mentor and mentee have other classes.
 
-  Reference: Wu et al. 2022, "adaptive mutual distillation" and "dynamic
-  gradients approximation". The denominator is of a batch's means, as in the
+  Reference: Wu et al. 2022, its adaptive mutual distillation and its dynamic
+  approximation of gradients. The denominator is of a batch's means, as in the
   released code, or a microbatch's. Departures: no loss of hidden states, whose
-  layers would have to correspond; partner and denominator are held fixed, which
-  the paper does not say; divergences are summed over classes (the code's are
-  also divided by their number); the mean is weighted as the plan is.
+  layers would have to correspond; partner and denominator are held fixed, where
+  the code differentiates through them; divergences are sums over classes (the
+  code's are also divided by their number); the mean is weighted as the plan is.
 
   Mentor and mentee both predict (1/2, 1/2) for the only image, of class 0: they
   learn from the label alone.

@@ -64,8 +64,8 @@ def scaffold(
     ValueError: as `personal`; clients have several models, or learning rates or
       optimizers of their own.
 
-  Reference: Karimireddy et al. 2020, algorithm 1, lines 7 to 17. Departure:
-  batch statistics, which have no controls, are the clients' weighted mean.
+  Reference: Karimireddy et al. 2020, algorithm 1, option II. Departure: batch
+  statistics, which have no controls, are the clients' weighted mean.
 
   For its only image, of class 0, the client's first gradient is (-1/2, 1/2):
   its control, and that of the server, whose only client it is.
