@@ -13,11 +13,15 @@ import optax
 
 import hetfl
 from hetfl import core, distill, population
+from hetfl.algorithms.ditto import ditto
+from hetfl.algorithms.fd import fd
 from hetfl.algorithms.fedgh import fedgh
+from hetfl.algorithms.fedkd import fedkd
 from hetfl.algorithms.fedproto import fedproto
 from hetfl.algorithms.fedtgp import fedtgp
 from hetfl.algorithms.lgfedavg import lgfedavg
 from hetfl.algorithms.personal import headed
+from hetfl.algorithms.scaffold import scaffold
 from hetfl.models import fedmd as party_models
 from tests import federation
 
@@ -280,14 +284,15 @@ TOP = core.Model.from_flax(
 )
 
 
-def personal(method, **options):
-  """A method of clients with bodies of two kinds and heads of one."""
+def personal(method, models=BODIES, head=TOP, **options):
+  """A method of clients with bodies of some kinds and heads of one, or none."""
 
   def build(runner, rounds, **changes):
     del rounds
-    bodies = [changes.pop("model")] * 2 if "model" in changes else BODIES
-    models = [headed(body, TOP) for body in bodies]
-    clients = [hetfl.Client(models[k % 2], transform=noisy) for k in range(5)]
+    bodies = [changes.pop("model")] if "model" in changes else models
+    kinds = [headed(body, head) if head else body for body in bodies]
+    kinds = [kinds[k % len(kinds)] for k in range(5)]
+    clients = [hetfl.Client(model, transform=noisy) for model in kinds]
     return method(
       changed(clients, **changes),
       learning_rate=0.125,
@@ -300,11 +305,19 @@ def personal(method, **options):
 
 SIZED = dict(num_classes=federation.CLASSES, num_features=FEATURES)
 METHODS = {
-  "fedproto": personal(fedproto, **SIZED),
-  "lgfedavg": personal(lgfedavg),
+  "ditto": personal(ditto, BODIES[:1], head=None),
+  # There may be classes of which nobody has an example.
+  "fd": personal(fd, head=None, num_classes=FEATURES),
   "fedgh": personal(
     fedgh, head=TOP, server_learning_rate=0.125, server_batch_size=4
   ),
+  "fedkd": personal(
+    lambda clients, **options: fedkd(
+      clients, mentee=clients[0].model, **options
+    ),
+    head=None,
+  ),
+  "fedproto": personal(fedproto, **SIZED),
   "fedtgp": personal(
     fedtgp,
     **SIZED,
@@ -312,6 +325,8 @@ METHODS = {
     server_epochs=2,
     server_batch_size=4,
   ),
+  "lgfedavg": personal(lgfedavg),
+  "scaffold": personal(scaffold, BODIES[:1], head=None, server_lr=0.5),
 }
 
 CASES = {

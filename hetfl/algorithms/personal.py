@@ -24,6 +24,7 @@ from hetfl.clients import Client, Group, put_rows, Roster
 from hetfl.engine import Engine, Inline, Task, Work
 from hetfl.engine.work import add, zeros_of
 from hetfl.models.spliced import joined, parted
+from hetfl.optimizers import by_name
 
 PyTree = Any
 
@@ -58,8 +59,12 @@ class Method(NamedTuple):
       the first round; `()` by default.
     begin: `(context, kept) -> learner`, what a client starts the round from; by
       default its own learner.
+    shared: `context -> variables`, of another model that a client trains in the
+      round, by a new optimizer. The objective's variables are then those of
+      `own` and `shared`, `joined`, and so is the learner that `end` gets; see
+      `own_and_shared`.
     end: `(context, kept, learner, batches) -> (kept, message)`, by default the
-      new learner and no message.
+      new learner and no message, or the shared model's variables.
     survey: `(outputs, batch) -> sums`; in place of the message a client sends
       their sum over its batches, by its trained model in inference mode.
     extra: `variables -> pytree`, what else a client keeps at first.
@@ -71,6 +76,7 @@ class Method(NamedTuple):
   hyper: Mapping[str, tuple[Any, float]] = MappingProxyType({})
   server: Callable[..., PyTree] | None = None
   begin: Callable[..., local.Learner] | None = None
+  shared: Callable[[Mapping[str, Any]], core.Variables] | None = None
   end: Callable[..., tuple[Group, PyTree]] | None = None
   survey: Callable[[PyTree, core.Batch], PyTree] | None = None
   extra: Callable[[core.Variables], PyTree] = lambda variables: ()
@@ -207,30 +213,47 @@ def _update(client, method, optimizer) -> Task:
   def optimizer_of(context):
     rate = context["learning_rate"]
     own = rate if client.learning_rate is None else client.learning_rate
-    return (client.optimizer or optimizer)(own)
+    own = (client.optimizer or optimizer)(own)
+    if method.shared is None:
+      return own
+    return by_name({"own": own, "shared": optimizer(rate)})
 
   def begin(context, kept):
-    if method.begin is None:
-      return kept.learner
-    return method.begin(context, kept)
+    learner = kept.learner
+    if method.begin is not None:
+      learner = method.begin(context, kept)
+    if method.shared is None:
+      return learner
+    shared = method.shared(context)
+    states = optimizer_of(context).init({"shared": shared.params})
+    return local.Learner(
+      joined({"own": learner.variables, "shared": shared}),
+      {"own": learner.opt_state, **states},
+    )
 
   def end(context, kept, learner, metrics, batches, key):
     del key
-    new, message = kept.replace(learner=learner), ()
     if method.end is not None:
       new, message = method.end(context, kept, learner, batches)
+    elif method.shared is not None:
+      own, message = own_and_shared(learner)
+      new = kept.replace(learner=own)
+    else:
+      new, message = kept.replace(learner=learner), ()
     # Those that only fill up the rows keep what they had before `begin`.
     keep = lambda a, b: jnp.where(batches.steps > 0, a, b)
     return jax.tree.map(keep, new, kept), message, metrics
 
-  penalty = client.penalty and (
-    lambda params, context: client.l2 * client.penalty(params)
-  )
+  def penalty(params, context):  # Its own model's.
+    del context
+    own = params if method.shared is None else params["own"]
+    return client.l2 * client.penalty(own)
+
   step = local.step_on(
     method.objective(client),
     optimizer_of,
     microbatch=client.microbatch,
-    penalty=penalty,
+    penalty=client.penalty and penalty,
   )
   return local.training(
     step,
@@ -239,6 +262,14 @@ def _update(client, method, optimizer) -> Task:
     transform=client.transform,
     measured=method.measured,
   )
+
+
+def own_and_shared(
+  learner: local.Learner,
+) -> tuple[local.Learner, core.Variables]:
+  """A client's own learner and the shared model, of both in one learner."""
+  parts = parted(learner.variables)
+  return local.Learner(parts["own"], learner.opt_state["own"]), parts["shared"]
 
 
 def _survey(client, method) -> Task:
@@ -307,6 +338,17 @@ def headed(body: core.Model, head: core.Model) -> core.Model:
     return Features(features, logits), stats
 
   return core.Model(init, apply)
+
+
+def one_model(clients: Sequence[Client]) -> core.Model:
+  """The model of all clients; a `ValueError` if they have several."""
+  for client in clients:
+    if client.model != clients[0].model:
+      raise ValueError(
+        f"{client.label}: its model is not the first client's: the server's is"
+        " the mean of the clients', which need one model"
+      )
+  return clients[0].model
 
 
 def class_sums(
