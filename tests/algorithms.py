@@ -15,12 +15,12 @@ import hetfl
 from hetfl import core, distill, population
 from hetfl.algorithms.ditto import ditto
 from hetfl.algorithms.fd import fd
+from hetfl.algorithms.features import headed
 from hetfl.algorithms.fedgh import fedgh
 from hetfl.algorithms.fedkd import fedkd
 from hetfl.algorithms.fedproto import fedproto
 from hetfl.algorithms.fedtgp import fedtgp
 from hetfl.algorithms.lgfedavg import lgfedavg
-from hetfl.algorithms.personal import headed
 from hetfl.algorithms.scaffold import scaffold
 from hetfl.models import fedmd as party_models
 from tests import federation

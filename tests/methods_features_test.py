@@ -10,19 +10,18 @@ import pytest
 
 import hetfl
 from hetfl import core
+from hetfl.algorithms.features import (
+  Features,
+  headed,
+  of_logits,
+  train_server,
+  with_head,
+)
 from hetfl.algorithms.fedgh import fedgh
 from hetfl.algorithms.fedproto import fedproto, nearest
 from hetfl.algorithms.fedtgp import fedtgp
 from hetfl.algorithms.lgfedavg import lgfedavg
-from hetfl.algorithms.personal import (
-  Features,
-  headed,
-  Method,
-  of_logits,
-  personal,
-  train_server,
-  with_head,
-)
+from hetfl.algorithms.personal import Method, personal
 from hetfl.models.spliced import joined, parted
 
 CLASSES, WIDTH, RATE = 3, 2, 0.125

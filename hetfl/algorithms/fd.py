@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from hetfl import core, distill, local
-from hetfl.algorithms.personal import class_sums, Method, personal
+from hetfl.algorithms.features import class_sums
+from hetfl.algorithms.personal import Method, personal
 from hetfl.clients import Client
 
 

@@ -12,16 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, local
-from hetfl.algorithms.fedproto import prototypes_of
-from hetfl.algorithms.personal import (
+from hetfl.algorithms.features import (
   begin_with_head,
   class_sums,
   first_head,
-  Method,
   of_logits,
-  personal,
   train_server,
 )
+from hetfl.algorithms.fedproto import prototypes_of
+from hetfl.algorithms.personal import Method, personal
 from hetfl.clients import Client
 
 
@@ -70,7 +69,7 @@ def fedgh(
   The server's step of 1 takes its head from (0, 0) by (1, 0) - (1/2, 1/2).
 
   >>> from hetfl import ClientPopulation, plan_round
-  >>> from hetfl.algorithms.personal import headed
+  >>> from hetfl.algorithms.features import headed
   >>> same = core.Model(lambda key: core.Variables({}, {}),
   ...                   lambda v, x, key, train: (x, v.stats))
   >>> zero = core.Model(lambda key: core.Variables(jnp.zeros((1, 2)), {}),

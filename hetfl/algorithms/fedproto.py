@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from hetfl import core, local
-from hetfl.algorithms.personal import class_sums, Features, Method, personal
+from hetfl.algorithms.features import class_sums, Features
+from hetfl.algorithms.personal import Method, personal
 from hetfl.clients import Client
 
 
@@ -56,7 +57,7 @@ def fedproto(
   prototype yet: it sends 1 (its logits do not depend on its features).
 
   >>> from hetfl import ClientPopulation, plan_round
-  >>> from hetfl.algorithms.personal import headed
+  >>> from hetfl.algorithms.features import headed
   >>> same = core.Model(lambda key: core.Variables(jnp.ones(()), {}),
   ...                   lambda v, x, key, train: (x * v.params, v.stats))
   >>> zero = core.Model(lambda key: core.Variables(jnp.zeros((1, 2)), {}),

@@ -14,9 +14,10 @@ import numpy as np
 import optax
 
 from hetfl import checks, core
+from hetfl.algorithms.features import class_sums, train_server
 from hetfl.algorithms.fedgh import sent_prototypes
 from hetfl.algorithms.fedproto import no_prototypes, prototypes_of, pulled
-from hetfl.algorithms.personal import class_sums, Method, personal, train_server
+from hetfl.algorithms.personal import Method, personal
 from hetfl.clients import Client
 
 
@@ -83,7 +84,7 @@ def fedtgp(
   moves its prototype of that class there.
 
   >>> from hetfl import ClientPopulation, plan_round
-  >>> from hetfl.algorithms.personal import headed
+  >>> from hetfl.algorithms.features import headed
   >>> same = core.Model(lambda key: core.Variables({}, {}),
   ...                   lambda v, x, key, train: (x, v.stats))
   >>> bank = {'x': jnp.array([[1., 0.]]), 'y': jnp.zeros(1, int)}

@@ -10,13 +10,8 @@ from typing import Any
 import jax
 
 from hetfl import core
-from hetfl.algorithms.personal import (
-  begin_with_head,
-  first_head,
-  Method,
-  of_logits,
-  personal,
-)
+from hetfl.algorithms.features import begin_with_head, first_head, of_logits
+from hetfl.algorithms.personal import Method, personal
 from hetfl.clients import Client, weighted_mean
 from hetfl.models.spliced import parted
 
@@ -50,7 +45,7 @@ def lgfedavg(clients: Sequence[Client], **options: Any) -> core.Algorithm:
   (0, 0). Steps of 1 on p - y, of 1/2 each, go opposite ways: the mean is 0.
 
   >>> from hetfl import ClientPopulation, plan_round
-  >>> from hetfl.algorithms.personal import headed
+  >>> from hetfl.algorithms.features import headed
   >>> same = core.Model(lambda key: core.Variables({}, {}),
   ...                   lambda v, x, key, train: (x, v.stats))
   >>> zero = core.Model(lambda key: core.Variables(jax.numpy.zeros((1, 2)), {}),

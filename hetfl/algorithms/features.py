@@ -1,0 +1,198 @@
+"""Models with a body and a head, and what is made of their features.
+
+Methods that share features, prototypes or heads need to know where a model's
+body ends.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from hetfl import checks, core, local
+from hetfl.clients import Client, Group
+from hetfl.models.spliced import joined, parted
+
+
+class Features(NamedTuple):
+  """The outputs of a model with a body and a head.
+
+  Attributes:
+    features: `float[B, D]`, the body's outputs.
+    logits: `float[B, C]`, the head's.
+  """
+
+  features: jax.Array
+  logits: jax.Array
+
+
+def headed(body: core.Model, head: core.Model) -> core.Model:
+  """A model whose outputs are `Features`: `head(body(x))`, and `body(x)`.
+
+  Args:
+    body: a model from inputs to features; it may differ between clients.
+    head: a model from features to logits.
+
+  Returns:
+    The model; its parameters and statistics are dicts of `body` and `head`.
+
+  >>> times = lambda w: core.Model(
+  ...     lambda key: core.Variables(jnp.array([[w]]), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> model = headed(times(2.), times(3.))
+  >>> outputs = model.predict(model.start(jax.random.key(0)), jnp.ones((1, 1)))
+  >>> outputs.features.tolist(), outputs.logits.tolist()
+  ([[2.0]], [[6.0]])
+  """
+  parts = {"body": body, "head": head}
+
+  def init(key):
+    keys = dict(zip(parts, jax.random.split(key)))
+    return joined({name: m.start(keys[name]) for name, m in parts.items()})
+
+  def apply(variables, x, key, train):
+    of = parted(variables)
+    keys = dict.fromkeys(parts)
+    if key is not None:
+      keys = dict(zip(parts, jax.random.split(key)))
+    features, body_stats = body.outputs(of["body"], x, keys["body"], train)
+    logits, head_stats = head.outputs(of["head"], features, keys["head"], train)
+    stats = {"body": body_stats, "head": head_stats}
+    return Features(features, logits), stats
+
+  return core.Model(init, apply)
+
+
+def class_sums(
+  values: jax.Array, batch: core.Batch, num_classes: int
+) -> core.Mean:
+  """The sum of values over the examples of each class, and their number.
+
+  Args:
+    values: `float[B, D]`.
+    batch: holds `y: int[B]` and `mask: float32[B]`.
+    num_classes: C.
+
+  Returns:
+    The class means as sums `float32[C, D]` and counts `float32[C]`.
+
+  Raises:
+    ValueError: as `core.labels_of`: labels are classes.
+
+  >>> batch = {'y': jnp.array([1, 1, 0]), 'mask': jnp.array([1., 1., 0.])}
+  >>> sums = class_sums(jnp.array([[1.], [2.], [9.]]), batch, 3)
+  >>> sums.total.tolist(), sums.count.tolist()
+  ([[0.0], [3.0], [0.0]], [0.0, 2.0, 0.0])
+  """
+  labels, known = core.labels_of(
+    jnp.zeros((*batch["mask"].shape, num_classes)), batch
+  )
+  of_class = jax.nn.one_hot(labels, num_classes) * batch["mask"][:, None]
+  of_class *= known[:, None]
+  highest = jax.lax.Precision.HIGHEST
+  total = jnp.matmul(of_class.T, core.wide(values), precision=highest)
+  return core.Mean(total, jnp.sum(of_class, axis=0))
+
+
+def of_logits(client: Client) -> local.Objective:
+  """Learning from labels, by a model whose outputs are `Features`."""
+  loss = lambda outputs, batch: client.loss(outputs.logits, batch)
+  return local.supervised(dataclasses.replace(client, loss=loss))
+
+
+def first_head(key: jax.Array, kept: Sequence[Group]) -> core.Variables:
+  """The server's first head: the first client's.
+
+  Args:
+    key: not used; see `Method.server`.
+    kept: what the clients keep at first, of models that `headed` makes.
+
+  Returns:
+    The head's variables.
+
+  Raises:
+    ValueError: clients have heads of other shapes.
+  """
+  del key
+  heads = [parted(group.learner.variables)["head"] for group in kept]
+  first, *others = [jax.tree.map(lambda a: a[0], head) for head in heads]
+  for group, other in zip(kept[1:], others):
+    number = group.clients[0]
+    checks.alike(f"the head of client {number} beside client 0", other, first)
+  return first
+
+
+def with_head(variables: core.Variables, head: core.Variables):
+  """Variables of a model that `headed` makes, with another head.
+
+  >>> of = lambda w: core.Variables(w, {})
+  >>> with_head(joined({'body': of(1.), 'head': of(2.)}), of(3.)).params
+  {'body': 1.0, 'head': 3.0}
+  """
+  return joined({**parted(variables), "head": head})
+
+
+def begin_with_head(context, kept) -> local.Learner:
+  """A client's learner, with the head that the server sent; see `Method`."""
+  variables = with_head(kept.learner.variables, context["server"])
+  return kept.learner._replace(variables=variables)
+
+
+def train_server(
+  objective: local.Objective,
+  variables: core.Variables,
+  examples: core.Batch,
+  key: jax.Array,
+  context: dict[str, Any],
+  *,
+  epochs: int,
+  batch_size: int,
+) -> core.Variables:
+  """The server's training on what clients sent: SGD in epochs of batches.
+
+  Args:
+    objective: the losses of a batch.
+    variables: what is trained.
+    examples: arrays `[R, ...]` by name, as a batch that holds all; examples
+      whose `mask` is 0 enter no batch.
+    key: for the order and the objective.
+    context: the round's, with the step size as `server_learning_rate`.
+    epochs: passes over the examples, in a new order each.
+    batch_size: the last batch of an epoch may be smaller.
+
+  Returns:
+    The trained variables.
+
+  Of three examples two are there: an epoch of single ones is two steps of 1.
+
+  >>> minus = lambda v, batch, key, context: (-v.params * batch['x'], {}, {})
+  >>> examples = {'x': jnp.ones(3), 'mask': jnp.array([1., 0., 1.])}
+  >>> train_server(minus, core.Variables(0., {}), examples, jax.random.key(0),
+  ...              {'server_learning_rate': 1.}, epochs=1, batch_size=1).params
+  Array(2., dtype=float32)
+  """
+  there = examples["mask"] > 0
+  count = jnp.sum(there, dtype=jnp.int32)
+  sgd = lambda context: optax.sgd(context["server_learning_rate"])
+  step = local.step_on(objective, sgd)
+
+  def epoch(learner, key):
+    order_key, step_key = jax.random.split(key)
+    order = jax.random.permutation(order_key, len(there))
+    order = order[jnp.argsort(~there[order], stable=True)]  # Those there first.
+
+    def one(s, learner):
+      at = s * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+      rows = jnp.take(order, at, mode="clip")
+      batch = jax.tree.map(lambda a: a[rows], dict(examples))
+      batch["mask"] = jnp.where(at < count, batch["mask"], 0)
+      return step(learner, batch, jax.random.fold_in(step_key, s), context)[0]
+
+    return jax.lax.fori_loop(0, -(-count // batch_size), one, learner), None
+
+  learner = local.Learner(variables, sgd(context).init(variables.params))
+  learner, _ = jax.lax.scan(epoch, learner, jax.random.split(key, epochs))
+  return learner.variables
