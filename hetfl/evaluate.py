@@ -56,6 +56,27 @@ def classification(
   }
 
 
+def class_f1(logits: jax.Array, batch: core.Batch) -> core.Mean:
+  """F1 of each class, `2 TP / (2 TP + FP + FN)`; its mean is macro-F1.
+
+  Args:
+    logits: `float[B, C]`.
+    batch: holds `y: int32[B]` and `mask: float32[B]`.
+
+  Returns:
+    Sums `float32[C]`; the count is 0 of classes that are neither labels nor
+    predictions.
+
+  >>> batch = {'y': jnp.array([0, 1, 1]), 'mask': jnp.ones(3)}
+  >>> class_f1(jnp.eye(3)[jnp.array([0, 0, 1])], batch).value.tolist()
+  [0.666..., 0.666..., nan]
+  """
+  marks = lambda y: jax.nn.one_hot(y, logits.shape[-1]) * batch["mask"][:, None]
+  predicted, true = marks(jnp.argmax(logits, axis=-1)), marks(batch["y"])
+  both = 2 * jnp.sum(predicted * true, axis=0)
+  return core.Mean(both, jnp.sum(predicted + true, axis=0))
+
+
 class Evaluator:
   """Evaluates models on sets of examples that lie on the device.
 
