@@ -261,7 +261,8 @@ def clients(
     ax.plot(range(len(names)), values, markersize=6, label=text, **style)
   _dress(ax, "Client (mean over clients in parentheses)", "Test accuracy (%)")
   _name_clients(ax, names)
-  fig.legend(loc="outside right upper", **_LEGEND)
+  beside = dict(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+  ax.legend(**beside, **_LEGEND)
   _save(fig, path, title)
 
 
@@ -295,7 +296,7 @@ def holdings(
   fig.colorbar(image, label="Training examples", pad=0.01)
   _dress(ax, "Client", "Class")
   ax.grid(False)
-  ax.yaxis.set_major_locator(ticker.MaxNLocator("auto", integer=True))
+  ax.set_yticks(range(0, classes, -(-classes // 30)))
   _name_clients(ax, names)
   _save(fig, path, title)
 
