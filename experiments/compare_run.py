@@ -63,7 +63,7 @@ def _alone(e, s, options):
 
 def _fml(e, s, options):
   return hetfl.fml(
-    global_model=e.model(s.global_model),
+    global_model=e.model(s.global_model, False),
     alpha=s.fml_alpha,
     beta=s.fml_beta,
     **options,
@@ -101,12 +101,10 @@ METHODS = {
 def words(values: Mapping[str, Any], method: str) -> set[str]:
   """What holds of a method's run; see `settings`."""
   s = Compare.resolve(values, {Compare.resolve(values, ()).dataset})
-  names = {*s.models, *([s.global_model] if method == "fml" else [])}
-  own = {name for name in names if own_models.is_own(name)}
+  names = [*s.models] + [s.global_model] * (method == "fml")
+  kinds = {"own" if own_models.is_own(n) else "hetfl" for n in names}
   found = {method, s.dataset, s.partition, "images", "device"}
-  found |= {"own_models"} if own else set()
-  found |= {"hetfl_models"} if names - own else set()
-  return found | launch.machine_words(values)
+  return found | {f"{n}_models" for n in kinds} | launch.machine_words(values)
 
 
 class Experiment:
@@ -130,8 +128,11 @@ class Experiment:
     self.transform = recipe.evaluate
     shape = (*[recipe.size] * 2, bank["x"].shape[-1])
 
-    @functools.cache
-    def model(name):
+    @functools.cache  # Clients with the same model share one object.
+    def model(name, features):
+      """An architecture's model, whose outputs are `Features` or logits."""
+      if not features:
+        return personal.logits_only(model(name, True))
       body = own_models.model(
         "models",
         name,
@@ -140,14 +141,14 @@ class Experiment:
         lambda: families.body(
           name, s.num_features, shape, conv=s.conv, dtype=s.dtype
         ),
-        ends="features",
+        of="features",
       )
-      head = nn.Dense(self.num_classes)
-      head = core.Model.from_flax(head, jnp.zeros((1, s.num_features)))
-      full = personal.headed(body, head)
-      return full, personal.logits_only(full)
+      head = core.Model.from_flax(
+        nn.Dense(self.num_classes), jnp.zeros((1, s.num_features))
+      )
+      return personal.headed(body, head)
 
-    self.models, self._evaluators = model, {}
+    self.model, self._evaluators = model, {}
     self.of_client = [names[k % len(names)] for k in range(s.num_clients)]
     # `pooled` has a client for each architecture, who holds all examples.
     self.kinds = list(dict.fromkeys(self.of_client))
@@ -155,13 +156,9 @@ class Experiment:
     of = hetfl.ClientPopulation.from_lists
     self.pooled = of(self.images.train.bank, everything)
 
-  def model(self, name: str, features: bool = False) -> core.Model:
-    """An architecture's model, whose outputs are logits or `Features`."""
-    return self.models(name)[0 if features else 1]
-
   def shapes(self, name: str) -> hetfl.Variables:
     """The shapes of an architecture's variables."""
-    return jax.eval_shape(self.model(name).init, jax.random.key(0))
+    return jax.eval_shape(self.model(name, False).init, jax.random.key(0))
 
   def files(self, s: Compare) -> dict[str, bytes]:
     """Name and content of files that belong to a run."""
@@ -232,12 +229,10 @@ class Experiment:
           values = np.nanmean(values, axis=1)
         found.setdefault(name, np.zeros(s.num_clients))[members] = values
     row = {}
-    for way in method.ways:
-      accuracies, f1 = (found[n + way] for n in ("test_accuracy", "macro_f1"))
-      means = spread(accuracies) | {"macro_f1": float(f1.mean())}
-      row |= {f"clients/{name}{way}": value for name, value in means.items()}
     for name, values in found.items():
       row |= {f"client{k}/{name}": x for k, x in enumerate(values.tolist())}
+      for what, value in evaluate.spread(values).items():
+        row[f"clients/{what}_{name}".replace("/mean_", "/")] = value
     return row
 
   def _evaluator(self, s: Compare, members: list[int]) -> hetfl.ClientEvaluator:
@@ -289,10 +284,7 @@ class Experiment:
     ]
     takes_part = s.clients_per_round or s.num_clients
     return {
-      "method": s.method,
-      "dataset": s.dataset,
-      "partition": s.partition,
-      "seed": s.seed,
+      **{n: getattr(s, n) for n in ("method", "dataset", "partition", "seed")},
       "bytes_per_round": takes_part * (sent + received),
       "all": measured("clients"),
       "clients": clients,
@@ -314,24 +306,6 @@ def _measure(scores, batch):
   accuracy = lambda of: evaluate.classification(of, batch)["accuracy"]
   return {f"test_accuracy{way}": accuracy(of) for way, of in scores.items()} | {
     f"macro_f1{way}": evaluate.class_f1(of, batch) for way, of in scores.items()
-  }
-
-
-def spread(accuracies: Sequence[float]) -> dict[str, float]:
-  """How accuracies are spread over clients.
-
-  >>> found = spread([0.5, 1.0, 0.0])
-  >>> found["test_accuracy"], found["deviation"]
-  (0.5, 0.5)
-  """
-  values = np.sort(accuracies)
-  mean, deviation = report.mean_and_deviation(values)
-  tenth = values[: -(-len(values) // 10)]
-  return {
-    "test_accuracy": float(mean),
-    "deviation": float(deviation),
-    "worst_accuracy": float(values[0]),
-    "worst_tenth_accuracy": float(tenth.mean()),
   }
 
 
@@ -367,7 +341,7 @@ def draw(
       for row, base in zip(rows, alone[i] if alone else rows):
         point = {
           "mean/accuracy": row[f"clients/test_accuracy{way}"],
-          "tenth/accuracy": row[f"clients/worst_tenth_accuracy{way}"],
+          "tenth/accuracy": row[f"clients/worst_tenth_test_accuracy{way}"],
         }
         if alone and label != "local":
           point["worse/accuracy"] = worse(each(row, way), each(base))
@@ -407,9 +381,9 @@ def table(results: dict[str, list[dict]]) -> str:
 
   for title, name in {
     "mean %": "test_accuracy",
-    "deviation": "deviation",
-    "worst %": "worst_accuracy",
-    "worst tenth %": "worst_tenth_accuracy",
+    "deviation": "deviation_test_accuracy",
+    "worst %": "worst_test_accuracy",
+    "worst tenth %": "worst_tenth_test_accuracy",
     "macro-F1 %": "macro_f1",
   }.items():
     add(title, lambda way, i, r, name=name: r["all"][name + way])

@@ -60,7 +60,7 @@ def load(
   name: str,
   size: int,
   shape: tuple[int, ...],
-  ends: str = "logits",
+  of: str = "classes",
 ) -> core.Model:
   """Calls the user's function, and checks the model's outputs.
 
@@ -69,7 +69,7 @@ def load(
     name: FILE.py:FUNCTION.
     size: C, the number of classes; for text V, that of tokens.
     shape: height, width, channels; for text the length of a sentence, T.
-    ends: what the outputs are, `logits`, or `features` of a number C.
+    of: what C is the number of; for `features` the outputs need be no logits.
 
   Returns:
     The model, the same for the same arguments.
@@ -81,7 +81,6 @@ def load(
   shown, is_text = f"--{flag}={name}", len(shape) == 1
   function = _function(flag, name)
   example = jnp.zeros((1, *shape), jnp.int32 if is_text else jnp.float32)
-  of = "classes" if ends == "logits" else ends
   counted = "vocabulary_size" if is_text else f"num_{of}"
   with _traced(f"{shown}, called with {counted}={size}"):
     model = function(size)
@@ -92,13 +91,14 @@ def load(
       f"{shown}: returned a {type(model).__name__}, not a Flax Linen module or"
       " a hetfl.Model, such as hetfl.Model.from_nnx(lambda rngs: Net(rngs))"
     )
+  kind = "logits" if of == "classes" else "outputs"
   inputs = "tokens" if is_text else "images"
   with _traced(f"{shown}, given {inputs} of shape {example.shape}"):
     outputs = jax.eval_shape(
       lambda key: model.predict(model.start(key), example), jax.random.key(0)
     )
   found = jax.tree.map(jnp.shape, outputs)
-  wanted, needs = (1, size), f"{size} {of} need {ends} of shape (1, {size})"
+  wanted, needs = (1, size), f"{size} {of} need {kind} of shape (1, {size})"
   if is_text:
     features = getattr(outputs, "features", example)
     width, chunk = features.shape[-1:], getattr(outputs, "chunk", None)
@@ -122,7 +122,7 @@ def model(
   size: int,
   example: jax.Array,
   build: Callable[[], nn.Module],
-  ends: str = "logits",
+  of: str = "classes",
 ) -> core.Model:
   """The user's model, or one of hetfl's.
 
@@ -132,7 +132,7 @@ def model(
     size: see `load`.
     example: inputs of the right shape and type.
     build: makes hetfl's module.
-    ends: see `load`.
+    of: see `load`.
 
   Returns:
     The model.
@@ -141,7 +141,7 @@ def model(
     UsageError: as `load`.
   """
   if is_own(name):
-    return load(flag, name, size, example.shape[1:], ends)
+    return load(flag, name, size, example.shape[1:], of)
   return core.Model.from_flax(build(), example)
 
 

@@ -77,6 +77,29 @@ def class_f1(logits: jax.Array, batch: core.Batch) -> core.Mean:
   return core.Mean(both, jnp.sum(predicted + true, axis=0))
 
 
+def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+  """How a metric, such as an accuracy, is spread over clients.
+
+  Args:
+    values: `[K]`, one for each client.
+
+  Returns:
+    The `mean` and the sample standard `deviation`; the `worst`, and the mean of
+    the `worst_tenth` of the clients, rounded up.
+
+  >>> spread([0.5, 1.0, 0.0])
+  {'mean': 0.5, 'deviation': 0.5, 'worst': 0.0, 'worst_tenth': 0.0}
+  """
+  array = np.sort(np.asarray(values, np.float64))
+  several = len(array) > 1
+  return {
+    "mean": float(array.mean()),
+    "deviation": float(array.std(ddof=1)) if several else 0.0,
+    "worst": float(array[0]),
+    "worst_tenth": float(array[: -(-len(array) // 10)].mean()),
+  }
+
+
 class Evaluator:
   """Evaluates models on sets of examples that lie on the device.
 
