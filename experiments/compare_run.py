@@ -31,8 +31,7 @@ _RECIPES = {"digits": "digits8", "mnist": "mnist28"}  # Of CIFAR: pad32.
 SETTINGS = Compare
 
 
-def _by_head(outputs, server):
-  return (getattr(outputs, "logits", outputs),)
+_by_head = lambda outputs, sent: (getattr(outputs, "logits", outputs),)
 
 
 class Method(NamedTuple):
@@ -57,8 +56,7 @@ class Method(NamedTuple):
   traffic: Callable[[Any, Compare], tuple[int, int]] = lambda e, s: (0, 0)
 
 
-def _alone(e, s, options):
-  return personal.personal(**options)
+_alone = lambda e, s, options: personal.personal(**options)
 
 
 def _fml(e, s, options):
@@ -75,8 +73,8 @@ def _fedproto(e, s, options):
   return fedproto.fedproto(**numbers, weight=s.fedproto_weight, **options)
 
 
-def _nearest(outputs, server):
-  return fedproto.nearest(outputs, server), outputs.logits
+def _nearest(outputs, sent):
+  return fedproto.nearest(outputs, sent), outputs.logits
 
 
 def _model_bytes(e, s):
@@ -112,8 +110,7 @@ class Experiment:
 
   def __init__(self, s: Compare):
     names = families.members(s.models)
-    known = [*families.FAMILIES, *families.NAMES]
-    own_models.check("models", names, known)
+    own_models.check("models", names, [*families.FAMILIES, *families.NAMES])
     own_models.check("global_model", [s.global_model], families.NAMES)
     load = compared_images.load_compared_images
     self.images = load(**s.arguments(load))
