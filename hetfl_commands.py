@@ -4,7 +4,15 @@ import pathlib
 import runpy
 import sys
 
-COMMANDS = ("codist", "fml", "fedmd", "reproduce", "tune", "summarize")
+COMMANDS = (
+  "codist",
+  "fml",
+  "fedmd",
+  "compare",
+  "reproduce",
+  "tune",
+  "summarize",
+)
 
 
 def main() -> None:

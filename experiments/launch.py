@@ -339,7 +339,7 @@ def only_holds(workdir: pathlib.Path, allowed: str, example: str) -> None:
     UsageError: it holds anything else.
   """
   # Hidden files are locks, partly written files or the system's.
-  allowed += r"|\..*|curves\w*\.png|summary\.(csv|png)"
+  allowed += r"|\..*|\w+\.png|summary\.csv"
   for path in sorted(workdir.iterdir()) if workdir.is_dir() else ():
     if not re.fullmatch(allowed, path.name):
       raise UsageError(
@@ -359,6 +359,7 @@ def side_by_side(
   table: Callable[[dict], str],
   tuned: Callable[[Settings, pathlib.Path], Settings] = lambda s, path: s,
   lengthens: Callable[[Settings], bool] = lambda s: False,
+  flag: str = "algorithm",
 ) -> None:
   """Runs the algorithms and seeds of the flags, then prints a table.
 
@@ -374,10 +375,11 @@ def side_by_side(
     table: formats the results of each seed, by algorithm, as text.
     tuned: (settings, folder) -> settings with the fastest speeds.
     lengthens: whether a run can be extended to more rounds.
+    flag: the setting that names the algorithms.
   """
-  names = cls.resolve(given.values, ()).algorithm
+  names = getattr(cls.resolve(given.values, ()), flag)
   if len(set(names)) < len(names):
-    raise UsageError(f"--algorithm={shown(names)}: name each once")
+    raise UsageError(f"--{flag}={shown(names)}: name each once")
   several = len(names) > 1
   workdir = workdir_of(given, *label, *names)
   places = seed_folders(given, workdir)
@@ -386,7 +388,7 @@ def side_by_side(
     for name in names:
       path = place / name if several else place
       s = settle(cls, given, words(given.values, name), path)
-      s = dataclasses.replace(s, seed=seed, algorithm=name)
+      s = dataclasses.replace(s, seed=seed, **{flag: name})
       runs.append((tuned(s, path), path))
   warn_of_idle(given, [s for s, _ in runs])
   kept = {}
@@ -406,13 +408,11 @@ def side_by_side(
     experiment.algorithm(s)
     experiment.plan(s, 1)
   for place in places.values() if several else ():
-    only_holds(
-      place, "|".join(cls.declared()["algorithm"].choices), "ALGORITHM"
-    )
+    only_holds(place, "|".join(cls.declared()[flag].choices), flag.upper())
   folders = [open_folder(s, path, lengthens=lengthens(s)) for s, path in runs]
   results, rows = {}, {}
   for (s, path), folder in zip(runs, folders):
-    experiment, name = None, s.algorithm  # Or two would be alive at once.
+    experiment, name = None, getattr(s, flag)  # Or two would be alive at once.
     experiment = experiment_of(s)
     results.setdefault(name, []).append(train(experiment, s, folder))
     rows.setdefault(name, []).append(logs.read_rows(folder.metrics))

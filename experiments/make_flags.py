@@ -4,11 +4,12 @@
 
 The cells of the papers' tables, with their published numbers, are in
 `experiments/tables`; the settings are declared in `codist.py`, `fml.py`,
-`fedmd.py`, `tune.py` and `shared.py`. A test checks that the files are up to
-date.
+`fedmd.py`, `compare.py`, `tune.py` and `shared.py`. A test checks that the
+files are up to date.
 """
 
 import codist
+import compare
 import fedmd
 import fml
 import settings
@@ -39,6 +40,7 @@ def files() -> dict[str, str]:
     "`codist.py`": codist.Codist,
     "`fml.py`": fml.Fml,
     "`fedmd.py`": fedmd.FedMD,
+    "`compare.py`": compare.Compare,
     "`tune.py`": tune.Search,
   }.items():
     # Those that a command declares anew have a default or range of its own.

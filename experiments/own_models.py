@@ -55,7 +55,13 @@ def check(flag: str, names: Sequence[str], known: Sequence[str]) -> None:
 
 
 @functools.cache
-def load(flag: str, name: str, size: int, shape: tuple[int, ...]) -> core.Model:
+def load(
+  flag: str,
+  name: str,
+  size: int,
+  shape: tuple[int, ...],
+  of: str = "classes",
+) -> core.Model:
   """Calls the user's function, and checks the model's outputs.
 
   Args:
@@ -63,6 +69,7 @@ def load(flag: str, name: str, size: int, shape: tuple[int, ...]) -> core.Model:
     name: FILE.py:FUNCTION.
     size: C, the number of classes; for text V, that of tokens.
     shape: height, width, channels; for text the length of a sentence, T.
+    of: what C is the number of; for `features` the outputs need be no logits.
 
   Returns:
     The model, the same for the same arguments.
@@ -74,7 +81,7 @@ def load(flag: str, name: str, size: int, shape: tuple[int, ...]) -> core.Model:
   shown, is_text = f"--{flag}={name}", len(shape) == 1
   function = _function(flag, name)
   example = jnp.zeros((1, *shape), jnp.int32 if is_text else jnp.float32)
-  counted = "vocabulary_size" if is_text else "num_classes"
+  counted = "vocabulary_size" if is_text else f"num_{of}"
   with _traced(f"{shown}, called with {counted}={size}"):
     model = function(size)
     if isinstance(model, nn.Module):
@@ -84,13 +91,14 @@ def load(flag: str, name: str, size: int, shape: tuple[int, ...]) -> core.Model:
       f"{shown}: returned a {type(model).__name__}, not a Flax Linen module or"
       " a hetfl.Model, such as hetfl.Model.from_nnx(lambda rngs: Net(rngs))"
     )
+  kind = "logits" if of == "classes" else "outputs"
   inputs = "tokens" if is_text else "images"
   with _traced(f"{shown}, given {inputs} of shape {example.shape}"):
     outputs = jax.eval_shape(
       lambda key: model.predict(model.start(key), example), jax.random.key(0)
     )
   found = jax.tree.map(jnp.shape, outputs)
-  wanted, needs = (1, size), f"{size} classes need logits of shape (1, {size})"
+  wanted, needs = (1, size), f"{size} {of} need {kind} of shape (1, {size})"
   if is_text:
     features = getattr(outputs, "features", example)
     width, chunk = features.shape[-1:], getattr(outputs, "chunk", None)
@@ -114,6 +122,7 @@ def model(
   size: int,
   example: jax.Array,
   build: Callable[[], nn.Module],
+  of: str = "classes",
 ) -> core.Model:
   """The user's model, or one of hetfl's.
 
@@ -123,6 +132,7 @@ def model(
     size: see `load`.
     example: inputs of the right shape and type.
     build: makes hetfl's module.
+    of: see `load`.
 
   Returns:
     The model.
@@ -131,7 +141,7 @@ def model(
     UsageError: as `load`.
   """
   if is_own(name):
-    return load(flag, name, size, example.shape[1:])
+    return load(flag, name, size, example.shape[1:], of)
   return core.Model.from_flax(build(), example)
 
 

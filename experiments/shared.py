@@ -27,8 +27,8 @@ class Run(Settings):
       By default runs/COMMAND-DATASET-..., which ends in the names of the flag
       files.
     rounds: Number of rounds. A finished run of fml (with constant --alpha and
-      --beta) or of fedmd can be extended if its number of rounds is a multiple
-      of --eval_every.
+      --beta), fedmd or compare can be extended if its number of rounds is a
+      multiple of --eval_every.
     seed: Seeds the initial models, the sampling of clients, batches,
       augmentation and --distill_examples (but for Stack Overflow and C4); not
       which client has which data (--partition_seed).

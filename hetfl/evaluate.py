@@ -56,6 +56,50 @@ def classification(
   }
 
 
+def class_f1(logits: jax.Array, batch: core.Batch) -> core.Mean:
+  """F1 of each class, `2 TP / (2 TP + FP + FN)`; its mean is macro-F1.
+
+  Args:
+    logits: `float[B, C]`.
+    batch: holds `y: int32[B]` and `mask: float32[B]`.
+
+  Returns:
+    Sums `float32[C]`; the count is 0 of classes that are neither labels nor
+    predictions.
+
+  >>> batch = {'y': jnp.array([0, 1, 1]), 'mask': jnp.ones(3)}
+  >>> class_f1(jnp.eye(3)[jnp.array([0, 0, 1])], batch).value.tolist()
+  [0.666..., 0.666..., nan]
+  """
+  marks = lambda y: jax.nn.one_hot(y, logits.shape[-1]) * batch["mask"][:, None]
+  predicted, true = marks(jnp.argmax(logits, axis=-1)), marks(batch["y"])
+  both = 2 * jnp.sum(predicted * true, axis=0)
+  return core.Mean(both, jnp.sum(predicted + true, axis=0))
+
+
+def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+  """How a metric, such as an accuracy, is spread over clients.
+
+  Args:
+    values: `[K]`, one for each client.
+
+  Returns:
+    The `mean` and the sample standard `deviation`; the `worst`, and the mean of
+    the `worst_tenth` of the clients, rounded up.
+
+  >>> spread([0.5, 1.0, 0.0])
+  {'mean': 0.5, 'deviation': 0.5, 'worst': 0.0, 'worst_tenth': 0.0}
+  """
+  array = np.sort(np.asarray(values, np.float64))
+  several = len(array) > 1
+  return {
+    "mean": float(array.mean()),
+    "deviation": float(array.std(ddof=1)) if several else 0.0,
+    "worst": float(array[0]),
+    "worst_tenth": float(array[: -(-len(array) // 10)].mean()),
+  }
+
+
 class Evaluator:
   """Evaluates models on sets of examples that lie on the device.
 

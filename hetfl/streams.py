@@ -26,6 +26,7 @@ class Stream(enum.IntEnum):
   SUBCLASSES = 13
   TEXT_USERS = 14
   DISTILL_SENTENCES = 15
+  OWN_TEST = 16  # which of its examples a client keeps for tests
   PUBLIC_HELDOUT = 21
   PUBLIC_EXAMPLES = 22
   PRIVATE_HELDOUT = 23

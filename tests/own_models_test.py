@@ -148,6 +148,30 @@ def test_fedmd(experiment, nets, tmp_path):
   assert "--dtype has no effect" not in done.stderr  # On the mlp it has.
 
 
+def test_compare(experiment, nets, tmp_path):
+  compare, run = experiment("compare"), tmp_path / "run"
+  models = f"{nets}:narrow,{nets}:linear"
+  done = compare(
+    f"--models={models}",
+    "--method=fedproto",
+    "--num_clients=4",
+    "--rounds=1",
+    "--notensorboard",
+    f"--workdir={run}",
+  )
+  assert done.returncode == 0, done.stderr
+  result, _ = outcome(run)
+  # 32 features, batch normalisation of 8 and a head of 10 classes.
+  narrow = 64 * 8 + 8 + 2 * 8 + 8 * 32 + 32 + 32 * 10 + 10
+  linear = 64 * 32 + 32 + 32 * 10 + 10
+  sizes = [client["parameters"] for client in result["clients"]]
+  assert sizes == [narrow, linear, narrow, linear]
+  assert (run / "model-nets.py").read_text() == nets.read_text()
+  needs = "is (1, 8, 8, 32), but 32 features need outputs of shape (1, 32)"
+  cases = [((f"--models={nets}:map_of_classes",), needs)]
+  compare.refuse(cases, fresh=tmp_path / "fresh")
+
+
 WORDS = """
 import flax.linen as nn
 from hetfl.models import language

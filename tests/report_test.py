@@ -42,6 +42,34 @@ def figures(monkeypatch):
   return drawn
 
 
+def test_clients_are_named_and_their_means_are_in_the_legend(figures):
+  accuracies = {"local": [0.5, 1.0], "fedproto by head": [0.25, 0.5]}
+  report.clients(accuracies, "", names=["0: mlp", "1: cnn"])
+  counts = np.array([[3, 0, 9], [0, 2, 4]])
+  report.holdings(counts, "", names=["0: mlp", "1: cnn"])
+  clients, holdings = figures
+  for fig in figures:
+    ax = fig.axes[0]
+    assert [label.get_text() for label in ax.get_xticklabels()] == [
+      "0: mlp",
+      "1: cnn",
+    ]
+  ax = clients.axes[0]
+  assert texts(ax.get_legend()) == ["local (75.0)", "fedproto by head (37.5)"]
+  assert [line.get_ydata().tolist() for line in ax.lines] == [
+    [50.0, 100.0],
+    [25.0, 50.0],
+  ]
+  # Client 0 holds 9 examples of class 2.
+  ax = holdings.axes[0]
+  assert {(*t.get_position(), t.get_text()) for t in ax.texts} == {
+    (0, 0, "3"),
+    (0, 2, "9"),
+    (1, 1, "2"),
+    (1, 2, "4"),
+  }
+
+
 def texts(legend):
   return [text.get_text() for text in legend.get_texts()]
 

@@ -132,14 +132,18 @@ def outcome(workdir):
   return result, rows
 
 
-def last_state(workdir):
-  """The round of the last checkpoint, and the bits of its arrays."""
+def last_arrays(workdir):
+  """The round of the last checkpoint, and its arrays by name."""
   last = sorted((workdir / "checkpoints").iterdir())[-1]
   handler = orbax.checkpoint.StandardCheckpointHandler()
   with orbax.checkpoint.Checkpointer(handler) as checkpointer:
-    arrays = checkpointer.restore(last / "state")
-  bits = {n: np.asarray(a).tobytes() for n, a in arrays.items()}
-  return last.name, bits
+    return last.name, checkpointer.restore(last / "state")
+
+
+def last_state(workdir):
+  """The same, with the bits of the arrays."""
+  name, arrays = last_arrays(workdir)
+  return name, {n: np.asarray(a).tobytes() for n, a in arrays.items()}
 
 
 def everything(workdir):

@@ -66,6 +66,16 @@ def headed(body: core.Model, head: core.Model) -> core.Model:
   return core.Model(init, apply)
 
 
+def logits_only(model: core.Model) -> core.Model:
+  """The model of `headed`, with the logits alone as its outputs."""
+
+  def apply(variables, x, key, train):
+    outputs, stats = model.outputs(variables, x, key, train)
+    return outputs.logits, stats
+
+  return core.Model(model.init, apply)
+
+
 def class_sums(
   values: jax.Array, batch: core.Batch, num_classes: int
 ) -> core.Mean:

@@ -236,6 +236,78 @@ def parallel_coordinates(
   _save(fig, path, title)
 
 
+def clients(
+  accuracies: Mapping[str, Sequence[float]],
+  path: str | os.PathLike[str],
+  *,
+  names: Sequence[str],
+  title: str | None = None,
+) -> None:
+  """Draws each client's accuracy by several methods to a PNG.
+
+  Args:
+    accuracies: label -> K accuracies, from 0 to 1.
+    path: the PNG; replaced atomically.
+    names: K clients' names.
+    title: above the panel.
+  """
+  fig = _figure(max(6.4, 2.4 + 0.3 * len(names)), 4.4)
+  ax = fig.subplots()
+  markers = itertools.cycle("os^Dvp")
+  for color, mark, label in zip(itertools.cycle(_COLORS), markers, accuracies):
+    values = 100 * np.array(accuracies[label], float)
+    style: dict[str, Any] = dict(color=color, lw=0, marker=mark, alpha=0.8)
+    text = f"{label} ({values.mean():.1f})"
+    ax.plot(range(len(names)), values, markersize=6, label=text, **style)
+  _dress(ax, "Client (mean over clients in parentheses)", "Test accuracy (%)")
+  _name_clients(ax, names)
+  beside = dict(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+  ax.legend(**beside, **_LEGEND)
+  _save(fig, path, title)
+
+
+def holdings(
+  counts: np.ndarray,
+  path: str | os.PathLike[str],
+  *,
+  names: Sequence[str],
+  title: str | None = None,
+) -> None:
+  """Draws how many examples of each class each client holds, to a PNG.
+
+  Args:
+    counts: `int[K, C]`.
+    path: the PNG; replaced atomically.
+    names: K clients' names.
+    title: above the panel.
+  """
+  number, classes = counts.shape
+  height = 1.8 + 0.3 * min(classes, 30)
+  fig = _figure(max(6.4, 2.4 + 0.3 * number), height)
+  ax = fig.subplots()
+  norm = colors.PowerNorm(0.5, 0, counts.max())
+  image = ax.imshow(counts.T, cmap="Blues", norm=norm, aspect="auto")
+  if classes <= 30 and number <= 60:
+    for (k, c), count in np.ndenumerate(counts):
+      if count:
+        color = "w" if norm(count) > 0.6 else "0.2"
+        at = dict(ha="center", va="center")
+        ax.text(k, c, str(count), at, fontsize=6.5, color=color)
+  fig.colorbar(image, label="Training examples", pad=0.01)
+  _dress(ax, "Client", "Class")
+  ax.grid(False)
+  ax.set_yticks(range(0, classes, -(-classes // 30)))
+  _name_clients(ax, names)
+  _save(fig, path, title)
+
+
+def _name_clients(ax, names: Sequence[str]) -> None:
+  """Names the clients on the horizontal axis, of many only some."""
+  ticks = range(0, len(names), -(-len(names) // 40))
+  ax.set_xticks(ticks, [names[k] for k in ticks], rotation=60, ha="right")
+  ax.tick_params(axis="x", labelsize=7.5)
+
+
 def _figure(width: float, height: float) -> figure.Figure:
   """A figure of the given size in inches; needs no display."""
   return figure.Figure(figsize=(width, height), layout="constrained", dpi=150)

@@ -1,0 +1,93 @@
+r"""Methods of federated learning with unlike models, side by side.
+
+Each client has a model of its own architecture, and examples of its own, of
+which it keeps a quarter for tests. All methods have the same clients, models,
+batches and evaluation. Without flags it compares all methods on the embedded
+data set `digits`; for example:
+
+  python experiments/compare.py --dataset=cifar10 --data_dir=DIR \
+      --method=local,fml,fedproto --num_clients=20 --partition_alpha=0.1
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import sys
+from typing import Literal
+
+import settings
+from settings import count, setting, share
+import shared
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compare(shared.Rounds):
+  """A run of one of the methods.
+
+  Attributes:
+    method: One method, or a comma-separated list of them, which are run one
+      after another and compared. local is each client alone; pooled one model
+      of each architecture on the examples of all clients, an upper bound.
+    dataset: Data set (npz is your own). Training and test images are divided
+      together.
+    partition: How the images are split among clients; each class by a Dirichlet
+      distribution; into single-class shards (pathological); or evenly (iid).
+    partition_alpha: Concentration of --partition=dirichlet; small values give
+      skewed clients.
+    shards_per_client: Shards, so at most as many classes, of each client with
+      --partition=pathological.
+    num_clients: Number of clients.
+    clients_per_round: Number of clients sampled in each round; by default all.
+      The others keep their models unchanged.
+    models: Architectures, which clients have in turn; a family, cnn4 (cnn,
+      small_cnn, lenet5, resnet) or mixed3 (mlp, small_cnn, lenet5), or a list
+      of them and of their members; or FILE.py:FUNCTION for one of your own,
+      where FUNCTION(num_features) returns a Flax module from images to so many
+      features.
+    num_features: Number of features in which all models end, before the layer
+      that gives the class scores.
+    global_model: Architecture of the model that all clients share.
+    local_epochs: A client's passes over its examples in a round.
+    batch_size: Clients' batch size.
+    learning_rate: Clients' learning rate.
+    momentum: Clients' momentum.
+    fml_alpha: Weight of the labels in the clients' models' loss.
+    fml_beta: Weight of the labels in the shared model's loss.
+    fedproto_weight: Weight of the distance to the prototypes.
+  """
+
+  # A new method also needs a line in METHODS of compare_run.py.
+  method: tuple[Literal["local", "pooled", "fml", "fedproto"], ...] = setting(
+    ("local", "pooled", "fml", "fedproto")
+  )
+  dataset: Literal["digits", "mnist", "cifar10", "cifar100", "npz"] = setting(
+    "digits"
+  )
+  partition: Literal["dirichlet", "pathological", "iid"] = setting("dirichlet")
+  partition_alpha: float = setting(
+    0.1, {"digits": 0.5}, only="dirichlet", low=1e-6
+  )
+  shards_per_client: int = count(2, {"cifar100": 20}, only="pathological")
+  num_clients: int = count(20, {"digits": 10})
+  clients_per_round: int | None = count()
+  models: tuple[str, ...] = setting("cnn4", {"digits": "mixed3"})
+  num_features: int = count(128, {"digits": 32})
+  global_model: str = setting("small_cnn", only="fml")
+  rounds: int = count(100, {"digits": 40})
+  eval_every: int = count(5)
+  checkpoint_every: int = count(10, kind="speed")
+  local_epochs: int = count(1, {"digits": 2})
+  batch_size: int = count(32, {"digits": 16})
+  learning_rate: float = setting(0.01, low=1e-12)
+  momentum: float = share(0.9)
+  fml_alpha: float = share(0.5, only="fml")
+  fml_beta: float = share(0.5, only="fml")
+  fedproto_weight: float = setting(1.0, only="fedproto", low=0)
+
+
+def main(argv: Sequence[str]) -> None:
+  """Runs the methods of --method, then prints a table."""
+  settings.main(argv, Compare, "compare_run")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

@@ -1,0 +1,116 @@
+"""Image federations on which methods are compared side by side."""
+
+import os
+from typing import NamedTuple
+
+import numpy as np
+
+from hetfl.data import partition as partition_lib
+from hetfl.data import vision
+from hetfl.data.errors import one_of
+from hetfl.data.npz import check_npz, load_npz
+from hetfl.population import ClientPopulation, stratified
+from hetfl.streams import Stream
+
+PARTITIONS = ("dirichlet", "pathological", "iid")
+
+
+class ComparedImages(NamedTuple):
+  """Clients and their examples, in one bank of `x` and `y`.
+
+  Attributes:
+    train: K clients' examples for training.
+    test: for tests.
+    num_classes: C.
+  """
+
+  train: ClientPopulation
+  test: ClientPopulation
+  num_classes: int
+
+  @property
+  def class_counts(self) -> np.ndarray:
+    """`int[K, C]`: how many training examples of each class a client holds."""
+    y, n = self.train.bank["y"], self.num_classes
+    held = [y[self.train.positions(k)] for k in range(len(self.train))]
+    return np.stack([np.bincount(labels, minlength=n) for labels in held])
+
+
+def load_compared_images(
+  dataset: str,
+  *,
+  num_clients: int,
+  partition: str = "dirichlet",
+  partition_alpha: float = 0.1,
+  shards_per_client: int = 2,
+  partition_seed: int = 0,
+  data_dir: str | os.PathLike | None = None,
+  download: bool = False,
+  npz: str | os.PathLike | None = None,
+) -> ComparedImages:
+  """Divides all images of a data set, and keeps a quarter of each client's.
+
+  The official training and test images are divided together. Of a client's, a
+  quarter with the same shares of classes are for tests, at least one.
+
+  Args:
+    dataset: see `vision.load`, or `npz`.
+    num_clients: K.
+    partition: `dirichlet`, `pathological` (shards of one class each) or `iid`;
+      see `hetfl.data.partition`.
+    partition_alpha: the Dirichlet's concentration: small is skewed.
+    shards_per_client: of `pathological`.
+    partition_seed: makes the clients.
+    data_dir: see `vision.load`.
+    download: see `vision.load`.
+    npz: a file of your own images, see `hetfl.data.npz.load_npz`.
+
+  Returns:
+    The federation.
+
+  Raises:
+    DataError: the data is missing or damaged.
+    ValueError: an argument is out of its range, or a client has one image only.
+
+  Reference: McMahan et al. 2017 for `pathological`; Tan et al. 2023 (PFLlib)
+    for a quarter of all images.
+
+  >>> images = load_compared_images('digits', num_clients=2, partition='iid')
+  >>> images.train.sizes, images.test.sizes
+  (array([675, 674]), array([224, 224]))
+  """
+  one_of(PARTITIONS, partition=partition)
+  check_npz(npz, [dataset])
+  if npz is not None:
+    images = load_npz(npz)
+  else:
+    images = vision.load(dataset, data_dir, download)
+  bank = {n: np.concatenate([images.train[n], images.test[n]]) for n in "xy"}
+  y, seed = bank["y"], partition_seed
+  if partition == "iid":
+    parts = partition_lib.iid(len(y), num_clients=num_clients, seed=seed)
+  elif partition == "dirichlet":
+    parts = partition_lib.dirichlet(
+      y, num_clients=num_clients, seed=seed, alpha=partition_alpha
+    )
+  else:
+    (parts,) = partition_lib.shards(
+      y,
+      num_clients=num_clients,
+      shards_per_client=shards_per_client,
+      seed=seed,
+    )
+  train, test = [], []
+  for k, own in enumerate(parts):
+    if len(own) < 2:
+      raise ValueError(
+        f"num_clients={num_clients}: client {k} has a single image, and needs"
+        " another one for tests; use fewer clients, a larger partition_alpha or"
+        " another partition_seed"
+      )
+    size = max(1, len(own) // 4)
+    chosen = stratified(y[own], size=size, seed=[Stream.OWN_TEST, seed, k])
+    test.append(np.sort(own[chosen]))
+    train.append(np.sort(np.delete(own, chosen)))
+  of = ClientPopulation.from_lists
+  return ComparedImages(of(bank, train), of(bank, test), images.num_classes)

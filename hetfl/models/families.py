@@ -1,0 +1,131 @@
+"""Small networks that end in equally many features, in families.
+
+Clients whose models differ in all but the number of features can share what is
+made of features: prototypes, or a head.
+"""
+
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from hetfl import core
+from hetfl.models import kernels, layers, vision
+
+# By name: filters and side of the convolutions, and widths of dense layers.
+_CNNS = {
+  "cnn": ((32, 64), 5, ()),
+  "small_cnn": ((8, 16), 3, ()),
+  "lenet5": ((6, 16), 5, (120,)),
+  "mlp": ((), 0, (200,)),
+}
+NAMES = (*_CNNS, "resnet")
+FAMILIES = {
+  "cnn4": ("cnn", "small_cnn", "lenet5", "resnet"),
+  "mixed3": ("mlp", "small_cnn", "lenet5"),
+}
+
+
+def members(names: Sequence[str]) -> tuple[str, ...]:
+  """Names with those of families replaced by their members'.
+
+  >>> members(["mixed3", "resnet"])
+  ('mlp', 'small_cnn', 'lenet5', 'resnet')
+  """
+  return tuple(m for name in names for m in FAMILIES.get(name, (name,)))
+
+
+def body(
+  name: str,
+  num_features: int,
+  image_shape: tuple[int, int, int],
+  *,
+  conv: kernels.ConvForm | None = None,
+  dtype: layers.DType | None = None,
+) -> nn.Module:
+  """A network from images to features, which are not negative.
+
+  | | layers before the features | parameters, CIFAR-10, 128 features |
+  |---|---|---|
+  | cnn | 5x5 32, 64 | 258,624 |
+  | small_cnn | 3x3 8, 16 | 75,248 |
+  | lenet5 | 5x5 6, 16; dense 120 | 66,480 |
+  | mlp | dense 200 | 640,328 |
+  | resnet | 3x3 16; residual blocks 16, 32, 64; mean | 85,856 |
+
+  Convolutions but those of `resnet` have no padding, and 2x2 max pooling and
+  ReLU follow each. Those of `resnet`, one block a width, have group
+  normalisation. For images smaller than 28x28 all are padded, and the networks
+  narrower: dense layers have width 32, convolutions 16 channels.
+
+  Args:
+    name: one of `NAMES`.
+    num_features: D.
+    image_shape: height, width, channels.
+    conv: see `vision.CNN`.
+    dtype: see `vision.CNN`.
+
+  Returns:
+    The network; it maps `float[B, H, W, c]` to `float32[B, D]`.
+
+  Reference: McMahan et al. 2017 for `cnn`, here without padding; LeCun et al.
+    1998 for `lenet5`, with maximum pooling and ReLU; He et al. 2016 and Wu and
+    He 2018 for `resnet`.
+
+  >>> import jax
+  >>> x = jnp.zeros((1, 32, 32, 3))
+  >>> shapes = jax.eval_shape(
+  ...     body("resnet", 128, x.shape[1:]).init, jax.random.key(0), x)
+  >>> core.num_parameters(shapes["params"])
+  85856
+  """
+  small = min(image_shape[:2]) < 28
+  form: dict[str, Any] = dict(conv=conv, dtype=dtype)
+  if name == "resnet":
+    widths = (16, 16, 16) if small else (16, 32, 64)
+    return ResNet(widths, num_features, **form)
+  filters, kernel, dense = _CNNS[name]
+  if small:
+    filters, dense = tuple(min(w, 16) for w in filters), (32,) * len(dense)
+  padding: layers.Padding = "SAME" if small else "VALID"
+  net = vision.CNN(filters, kernel, dense, num_features, padding, **form)
+  return Rectified(net)
+
+
+class Rectified(nn.Module):
+  """A network with ReLU after its last layer."""
+
+  net: nn.Module
+
+  def __call__(self, x, train: bool = False):
+    """Maps images to `float32[B, D]`."""
+    return nn.relu(self.net(x, train))
+
+
+class ResNet(nn.Module):
+  """Residual blocks, each of a width; all but the first halve the image."""
+
+  widths: Sequence[int]
+  num_features: int
+  conv: kernels.ConvForm | None = None
+  dtype: layers.DType | None = None
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps images to `float32[B, D]`."""
+    small = min(x.shape[1:3]) < 16  # There compile time dominates.
+    form = self.conv or kernels.default_conv(small=small)
+    conv = functools.partial(layers.Conv, form=form, dtype=self.dtype)
+    norm = functools.partial(nn.GroupNorm, 8, dtype=self.dtype)
+    x = conv(self.widths[0], (3, 3), pool=True)(x)
+    for i, width in enumerate(self.widths):
+      strides = (1, 1) if i == 0 else (2, 2)
+      y = nn.relu(norm()(x))
+      if i:
+        x = conv(width, (1, 1), strides=strides)(y)
+      y = conv(width, (3, 3), strides=strides)(y)
+      x += conv(width, (3, 3))(nn.relu(norm()(y)))
+    x = jnp.mean(core.wide(nn.relu(norm()(x))), axis=(1, 2))
+    return nn.relu(layers.Dense(self.num_features)(x))

@@ -1,0 +1,114 @@
+"""experiments/compare.py as a user runs it."""
+
+import numpy as np
+import pytest
+from sklearn import metrics as sklearn_metrics
+
+from hetfl.data.compared_images import load_compared_images
+from tests.runs import last_arrays, last_state, outcome
+
+METHODS = ("local", "pooled", "fml", "fedproto")
+CLIENTS, SAMPLED = 4, 3
+QUICK = (
+  f"--num_clients={CLIENTS}",
+  f"--clients_per_round={SAMPLED}",
+  "--models=mlp,small_cnn",
+  "--global_model=mlp",
+  "--local_epochs=1",
+  "--eval_every=2",
+  "--notensorboard",
+)
+
+
+@pytest.fixture
+def compare(experiment):
+  return experiment("compare")
+
+
+def by_numpy(folder, client):
+  """Labels of an MLP's test images, and predictions by prototype and head."""
+  _, arrays = last_arrays(folder)
+  arrays = {name.partition("_")[2]: a for name, a in arrays.items()}
+  # Every other client is in the first group.
+  own = "clients_0_learner_variables_params"
+  layer = lambda name: (
+    arrays[f"{own}_{name}_{part}"][client // 2] for part in ("kernel", "bias")
+  )
+  images = load_compared_images(
+    "digits", num_clients=CLIENTS, partition_alpha=0.5
+  )
+  held = images.test.client(client)
+  x = (held["x"].reshape(-1, 64) / 255 - 0.305) / 0.376
+  for name in ("body_net_Dense_0", "body_net_Dense_1"):
+    kernel, bias = layer(name)
+    x = np.maximum(x @ kernel + bias, 0)
+  kernel, bias = layer("head")
+  prototypes = arrays["server_total"] / arrays["server_count"][:, None]
+  distances = np.square(x[:, None] - prototypes[None]).sum(-1)
+  return held["y"], distances.argmin(-1), (x @ kernel + bias).argmax(-1)
+
+
+def test_four_methods_side_by_side_and_one_alone(compare, tmp_path):
+  done = compare(*QUICK, "--rounds=4", f"--workdir={tmp_path}/all")
+  assert done.returncode == 0, done.stderr
+  for name in ("curves", "clients", "partition"):
+    assert (tmp_path / f"all/{name}.png").read_bytes().startswith(b"\x89PNG")
+  lines = [line.split("  ") for line in done.stdout.splitlines()]
+  cells = [[cell.strip() for cell in line if cell] for line in lines]
+  head, rows = cells[0], {cell[0]: cell for cell in cells if len(cell) > 5}
+  results = {}
+  for name in METHODS:
+    results[name], evaluations = outcome(tmp_path / "all" / name)
+    assert [row["round"] for row in evaluations] == [2, 4]
+  # An evaluation of client 2, an MLP, without hetfl's models.
+  client = results["fedproto"]["clients"][2]
+  y, *predicted = by_numpy(tmp_path / "all/fedproto", 2)
+  assert (client["model"], client["test_examples"]) == ("mlp", len(y))
+  for way, labels in zip(("", "_by_head"), predicted):
+    right = np.mean(labels == y)
+    assert client[f"test_accuracy{way}"] == pytest.approx(right)
+    f1 = sklearn_metrics.f1_score(y, labels, average="macro")
+    assert client[f"macro_f1{way}"] == pytest.approx(f1)
+  # The table, out of the clients' results.
+  alone = [c["test_accuracy"] for c in results["local"]["clients"]]
+  kilobytes = {"fml": 2 * 4 * 3466 * SAMPLED / 1e3}
+  kilobytes["fedproto"] = 4 * (10 * 33 + 10 * 32) * SAMPLED / 1e3
+  for label in (*METHODS, "fedproto by head"):
+    name, _, way = label.partition(" ")
+    metric = "_".join(["test_accuracy", *way.split()])
+    own = [c[metric] for c in results[name]["clients"]]
+    shown = dict(zip(head, rows[label]))
+    for title, value in {
+      "mean %": np.mean(own),
+      "deviation": np.std(own, ddof=1),
+      "worst %": min(own),
+      "worst tenth %": min(own),  # One of four clients.
+      "worse than alone %": np.mean(np.less(own, alone)),
+    }.items():
+      assert float(shown[title]) == pytest.approx(100 * value, abs=0.5)
+    sent = float(shown["KB a round"].replace(",", ""))
+    assert sent == pytest.approx(kilobytes.get(name, 0), abs=0.1)
+  # All images are in the clients' hands; a quarter of each's are for tests.
+  held = results["local"]["clients"]
+  assert sum(c["examples"] + c["test_examples"] for c in held) == 1797
+  for c in held:
+    assert c["test_examples"] == (c["examples"] + c["test_examples"]) // 4
+  assert results["pooled"]["all"]["test_accuracy"] > np.mean(alone)
+  # A method by itself, resumed, is the same.
+  for rounds in (2, 4):
+    one = ("--method=fedproto", f"--rounds={rounds}")
+    done = compare(*QUICK, *one, f"--workdir={tmp_path}/resumed")
+    assert done.returncode == 0, done.stderr
+  folders = tmp_path / "all/fedproto", tmp_path / "resumed"
+  for found in (outcome, last_state):
+    assert found(folders[0]) == found(folders[1])
+
+
+def test_bad_input_is_one_line(compare, tmp_path):
+  cases = [
+    (("--method=local,local",), "--method=local,local: name each once"),
+    (("--models=vgg",), "--models=vgg: choose from cnn4, mixed3, cnn"),
+    (("--clients_per_round=5",), "--clients_per_round=5: pool 0 has 4"),
+    (("--num_clients=900", "--partition_alpha=0.01"), "has a single image"),
+  ]
+  compare.refuse(cases, *QUICK, "--rounds=1", fresh=tmp_path / "fresh")
