@@ -13,7 +13,9 @@ import optax
 
 import hetfl
 from hetfl import core, distill, population
+from hetfl.algorithms.dsfl import dsfl
 from hetfl.algorithms.fedproto import fedproto
+from hetfl.algorithms.ktpfl import ktpfl
 from hetfl.algorithms.personal import headed
 from hetfl.models import fedmd as party_models
 from tests import federation
@@ -216,6 +218,25 @@ def party_data():
   return data | {"public": jax.device_put(PUBLIC), "stopping": private}
 
 
+def public(method, server=False, **options):
+  """A method of parties that share scores on public examples."""
+
+  def build(runner, rounds, **changes):
+    del rounds
+    *group, last = parties(**changes)
+    if server:  # Has no data of its own.
+      options["server"] = dataclasses.replace(last, name="server")
+    return method(
+      [*group, last],
+      public_transform=changes.get("transform"),
+      eval_batch_size=5,
+      engine=runner,
+      **options,
+    )
+
+  return Case(build, party_plan, party_data)
+
+
 def fit_plan(round):
   return hetfl.plan_fit(
     held_by_parties(PRIVATE),
@@ -317,17 +338,9 @@ CASES = {
     fit_plan,
     party_data,
   ),
-  "fedmd": Case(
-    lambda runner, rounds, **changes: hetfl.fedmd(
-      parties(**changes),
-      public_transform=changes.get("transform"),
-      consensus_weights=(3.0, 1.0, 2.0),
-      eval_batch_size=5,
-      engine=runner,
-    ),
-    party_plan,
-    party_data,
-  ),
+  "fedmd": public(hetfl.fedmd, consensus_weights=(3.0, 1.0, 2.0)),
+  "dsfl": public(dsfl, server=True, consensus_weights=(3.0, 1.0, 2.0)),
+  "ktpfl": public(ktpfl, temperature=2.0, coefficients_lr=0.25),
   **METHODS,
 }
 

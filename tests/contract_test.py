@@ -84,8 +84,10 @@ RUNNERS = {
 # Lanes change nothing for parties, which are single rows: one mesh is enough.
 # PeriodicCodist shares batches as MergedCodist does.
 NOTHING_NEW = {
-  "fit": ("side by side", "lanes3", "mesh3", "mesh8"),
-  "fedmd": ("side by side", "lanes3", "mesh3", "mesh8"),
+  **dict.fromkeys(
+    ("fit", "fedmd", "dsfl", "ktpfl"),
+    ("side by side", "lanes3", "mesh3", "mesh8"),
+  ),
   "periodic": ("mesh8",),
 }
 
@@ -360,7 +362,7 @@ OWNERS = {
   "merged": "a teacher",
   "fml": "a client: local",
   "fit": "participant 'party0'",
-  "fedmd": "participant 'party0'",
+  **dict.fromkeys(("fedmd", "dsfl", "ktpfl"), "participant 'party0'"),
   **dict.fromkeys(METHODS, "a client"),
 }
 
