@@ -89,8 +89,8 @@ def consensus_shares(
   Raises:
     ValueError: there are not so many, one is negative, or all are 0.
   """
-  weights = 1.0 if weights is None else weights
-  (shares,) = core.hyper(number, consensus_weights=weights).values()
+  values = 1.0 if weights is None else weights
+  (shares,) = core.hyper(number, consensus_weights=values).values()
   checks.between(0, np.inf, consensus_weights=jnp.min(shares))
   checks.positive(sum_of_consensus_weights=jnp.sum(shares))
   return shares

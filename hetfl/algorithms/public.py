@@ -27,8 +27,8 @@ class Translator(NamedTuple):
     loss: `(logits [B, C], target [B, C], temperature) -> float[B]`.
   """
 
-  scores: Callable[[jax.Array, jax.Array], jax.Array]
-  loss: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+  scores: Callable[[jax.Array, jax.Array | float], jax.Array]
+  loss: Callable[[jax.Array, jax.Array, jax.Array | float], jax.Array]
 
 
 class Parties:
@@ -169,7 +169,7 @@ class Parties:
     learners = _learners(state, "digest")
     if len(self.students) > number:  # The server has a party's batches.
       learners.append(state.server)
-      rows.append(rows[0]._replace(client=np.int32(number)))
+      rows.append(rows[0]._replace(client=np.asarray(number, np.int32)))
     new, losses = self._train("digest", state, plan, shown, learners, rows)
     server = new[-1] if len(new) > number else state.server
     return _kept(state, "digest", new[:number]).replace(server=server), losses
