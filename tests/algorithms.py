@@ -14,6 +14,7 @@ import optax
 import hetfl
 from hetfl import core, distill, population
 from hetfl.algorithms.dsfl import dsfl
+from hetfl.algorithms.feddf import feddf
 from hetfl.algorithms.fedproto import fedproto
 from hetfl.algorithms.ktpfl import ktpfl
 from hetfl.algorithms.personal import headed
@@ -330,6 +331,7 @@ CASES = {
   ),
   "periodic": codistilling(hetfl.periodic_codist, period=2),
   "merged": codistilling(hetfl.merged_codist, alpha=0.5),
+  "feddf": codistilling(feddf),
   "fml": Case(of_clients, mutual_plan, mutual_data),
   "fit": Case(
     lambda runner, rounds, **changes: hetfl.fit(

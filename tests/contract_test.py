@@ -88,7 +88,7 @@ NOTHING_NEW = {
     ("fit", "fedmd", "dsfl", "ktpfl"),
     ("side by side", "lanes3", "mesh3", "mesh8"),
   ),
-  "periodic": ("mesh8",),
+  **dict.fromkeys(("periodic", "feddf"), ("mesh8",)),
 }
 
 
@@ -359,6 +359,7 @@ def test_a_state_that_has_not_begun_is_finite(name):
 OWNERS = {
   "fedavg": "pool 'pool0'",
   "periodic": "pool 'pool0'",
+  "feddf": "pool 'pool0'",
   "merged": "a teacher",
   "fml": "a client: local",
   "fit": "participant 'party0'",

@@ -1,4 +1,4 @@
-"""DS-FL and KT-pFL against oracles, and what they must do besides."""
+"""DS-FL, KT-pFL and FedDF against oracles, and what they must do besides."""
 
 import contextlib
 import functools
@@ -8,13 +8,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import hetfl
 from hetfl import core, Participant, population
 from hetfl.algorithms.dsfl import dsfl
+from hetfl.algorithms.feddf import feddf
 from hetfl.algorithms.ktpfl import ktpfl, step_coefficients
-from tests import algorithms
+from tests import algorithms, federation
 from tests.oracles import codist as oracle
 from tests.oracles.codist import softmax, tree_map
 
@@ -215,6 +217,89 @@ def test_ktpfl_is_the_oracles():
   assert np.abs(c - 1 / 3).max() > 0.05
 
 
+# --- FedDF ----------------------------------------------------------------
+
+
+def feddf_pools(number=2):
+  return federation.make_pools(
+    number,
+    models=federation.DENSE,
+    server_lr=1.0,
+    server_optimizer=hetfl.optimizers.fedavg_server,
+  )
+
+
+def feddf_plan(round, absent=None):
+  plan = federation.make_plan(round, tail="short")
+  if absent is not None:  # Is sampled, and sends nothing.
+    rows = plan.batches["pool0"]
+    rows.steps[absent], rows.weight[absent] = 0, 0
+  return plan
+
+
+def feddf_round(models, plan, client_lr, distill_lr):
+  """The models afterwards; Adam as in the paper, new in each round."""
+  bank, teachers, starts = federation.POPULATION.bank, [], []
+  for i, params in enumerate(models):
+    rows = plan.batches[f"pool{i}"]
+    present = [k for k, n in enumerate(rows.weight) if n > 0]
+    deltas = []
+    for k in present:
+      kept = [index[index >= 0] for index in rows.index[k, : rows.steps[k]]]
+      batches = [(bank["x"][index], bank["y"][index]) for index in kept]
+      deltas.append(oracle.client_update(params, batches, client_lr))
+    minus = lambda w, delta: w - delta
+    teachers += [tree_map(minus, params, delta) for delta in deltas]
+    mean = oracle.weighted_mean(deltas, rows.weight[present])
+    starts.append(tree_map(minus, params, mean))
+  fused = []
+  for student in starts:
+    adam = oracle.DISTILL_ADAM.init(student)
+    for index in plan.batches["distill"].index[0]:
+      x = bank["x"][index]
+      mean = np.mean([oracle.logits(w, x) for w in teachers], axis=0)
+      z, tape = oracle.forward(student, x)
+      grads = oracle.backward(student, tape, oracle.kl(softmax(mean), z)[1])
+      student, adam = oracle.DISTILL_ADAM.update(
+        grads, adam, student, distill_lr
+      )
+    fused.append(student)
+  return fused
+
+
+def test_feddf_is_the_oracles():
+  distiller = hetfl.Distiller(0.01, regularization=0.0)
+  algorithm = feddf(feddf_pools(), distiller, rounds=None)
+  with float64() as double:
+    state = double(algorithm.init(jax.random.key(3)))
+    models = [as_oracles(learner) for learner in state.server]
+    rates = [float(state.hyper[n][0]) for n in ("learning_rate", "distill_lr")]
+    step = jax.jit(algorithm.step)
+    for round, absent in ((1, None), (2, 1)):
+      plan = feddf_plan(round, absent)
+      state, _ = step(state, plan, double(federation.make_data()))
+      models = feddf_round(models, plan, *rates)
+      check(state.server, models)
+
+
+def test_feddf_without_learning_from_others_is_fedavg():
+  """Its rate is 0, or it learns from its own start alone."""
+  pools, data = feddf_pools(), federation.make_data()
+  expected, _ = jax.jit(hetfl.fedavg(pools, rounds=None).step)(
+    hetfl.fedavg(pools, rounds=None).init(jax.random.key(0)),
+    feddf_plan(1),
+    data,
+  )
+  for rate, regularization in ((0.0, 0.0), (0.5, 1.0)):
+    distiller = hetfl.Distiller(
+      rate, regularization=regularization, optimizer=optax.sgd
+    )
+    algorithm = feddf(pools, distiller, rounds=None)
+    state = algorithm.init(jax.random.key(0))
+    state, _ = jax.jit(algorithm.step)(state, feddf_plan(1), data)
+    assert_close(federation.params(state), federation.params(expected))
+
+
 # --- Properties -----------------------------------------------------------
 
 
@@ -304,3 +389,5 @@ def test_what_is_out_of_range_is_refused():
   ]:
     with pytest.raises(ValueError, match=message):
       method(PARTIES, **settings)
+  with pytest.raises(ValueError, match="Distiller without a divergence"):
+    feddf(feddf_pools(), hetfl.Distiller(divergence=max), rounds=None)
