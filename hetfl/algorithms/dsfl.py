@@ -37,8 +37,8 @@ def entropy_reduction(
   Returns:
     `float[N, C]`, probabilities.
 
-  Reference: Itahara et al. 2021, section 3.2, "entropy reduction aggregation":
-  the softmax is of the mean of the probabilities, not of its logarithm.
+  Reference: Itahara et al. 2021, "entropy reduction aggregation": the softmax
+  is of the mean of the probabilities, not of its logarithm.
 
   >>> import jax.numpy as jnp
   >>> p = [jnp.array([[.5, .5]]), jnp.array([[.75, .25]])]
@@ -84,8 +84,8 @@ def dsfl(
   Raises:
     ValueError: a value is out of its range.
 
-  Reference: Itahara et al. 2021, algorithm 1. Departures: both optimizers of a
-  party, and the server's, persist; the divergence KL has the gradient of the
+  Reference: Itahara et al. 2021, DS-FL with ERA. Departures: both optimizers of
+  a party, and the server's, persist; the divergence KL has the gradient of the
   paper's cross-entropy, but is 0 for a model that says what the target says.
 
   The server's model learns what two parties say, who do not learn: (1/2, 1/2)

@@ -119,6 +119,7 @@ def feddf(
     at_once = max(1, batch_size_or_default(None) // index.shape[1])
     *_, key = round_keys(state.key, plan.round, len(pools))
     sent = engine.run(*client_works(pools, state, plan, data))
+    weights = [local.of_round(plan, pool.name).weight for pool in pools]
     # What each client's model says, added up by the engine.
     said = engine.run(
       *(
@@ -126,14 +127,16 @@ def feddf(
           teacher,
           (old.variables, key, bank, index),
           (update.delta, update.stats),
-          (update.weight > 0).astype(np.int32),
+          (weight > 0).astype(np.int32),
           total=True,
           at_once=at_once,
         )
-        for teacher, old, update in zip(teachers, state.server, sent)
+        for teacher, old, update, weight in zip(
+          teachers, state.server, sent, weights
+        )
       )
     )
-    ensemble = _mean_of(said, [update.weight for update in sent])
+    ensemble = _mean_of(said, weights)
     gradients = [pool.combine(update) for pool, update in zip(pools, sent)]
     state = step_servers(pools, state, gradients, decay)
     starts = [server.variables for server in state.server]

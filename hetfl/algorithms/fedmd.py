@@ -30,8 +30,8 @@ from hetfl.streams import generator, Stream
 def _tempered_scores(logits, temperature):
   if logits.ndim < 2:
     raise ValueError(
-      "digest_loss='kl' needs logits float[B, C], not outputs of shape"
-      f" {logits.shape}; use 'mae' or 'mse' for other outputs"
+      "class probabilities need logits float[B, C], not outputs of shape"
+      f" {logits.shape}; fedmd's digest_loss 'mae' and 'mse' take other outputs"
     )
   return distill.tempered_softmax(logits, temperature)
 

@@ -73,7 +73,7 @@ def step_coefficients(
   Returns:
     `float[P, P]`.
 
-  Reference: Zhang et al. 2021, equation 9.
+  Reference: Zhang et al. 2021, the update of the coefficients in algorithm 1.
 
   Two parties that say the same are equal: only the penalty, whose slope is
   `2 rho (c - 1/2)`, moves the coefficients.
@@ -106,7 +106,7 @@ def mixtures(
   Returns:
     P arrays `float[N, C]`.
 
-  Reference: Zhang et al. 2021, equation 4.
+  Reference: Zhang et al. 2021, "personalized soft prediction".
 
   >>> p = [jnp.array([[0., 1.]]), jnp.array([[1., 0.]])]
   >>> [m.tolist() for m in mixtures(jnp.array([[.25, .75], [0., 1.]]), p)]
@@ -151,12 +151,12 @@ def ktpfl(
   Raises:
     ValueError: a value is out of its range.
 
-  Reference: Zhang et al. 2021, equations 4 to 9. Departures: the order is that
-  of the released code, whose parties send once a round: the coefficients are
-  fitted before, not after, the parties learn from them. Rows are projected to
-  distributions, where the code takes a softmax of 5 c and the paper says
-  nothing; the loss is the paper's KL, not the code's squared error; the rate is
-  constant. Both optimizers of a party persist.
+  Reference: Zhang et al. 2021, equation 7, algorithm 1. Departures: the order
+  is that of the released code, whose parties send once a round: the coefficients
+  are fitted before, not after, the parties learn from them. Rows are projected
+  to distributions, where the code takes a softmax of 5 c; the loss is the
+  paper's KL, not the code's squared error, with equal weights of the parties;
+  the rate is constant. Both optimizers of a party persist.
 
   Party b says (3/4, 1/4), a says (1/2, 1/2) and starts to learn their mean. At
   (a, b) = (1/2, 1/2) its loss has the slopes `sum_c p_jc log(m_c / p_ac) + 1`,
