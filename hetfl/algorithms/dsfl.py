@@ -77,9 +77,9 @@ def dsfl(
   Returns:
     The algorithm, whose `init` and `step` take what `fedmd`'s do. Its state's
     `clients` holds a `Learner` for each party, `server` the server's, which
-    digests the first party's batches. Its metrics are each party's
-    `NAME/revisit_loss` on its labels, and its and the server's
-    `NAME/digest_loss`, the divergence from the targets.
+    digests the first party's batches, and whose learning rate is the last of
+    `hyper`. Its metrics are each party's `NAME/revisit_loss` on its labels, and
+    its and the server's `NAME/digest_loss`, the divergence from the targets.
 
   Raises:
     ValueError: a value is out of its range.
