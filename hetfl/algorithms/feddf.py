@@ -139,13 +139,11 @@ def feddf(
     ensemble = _mean_of(said, weights)
     gradients = [pool.combine(update) for pool, update in zip(pools, sent)]
     state = step_servers(pools, state, gradients, decay)
-    starts = [server.variables for server in state.server]
-    own = engine.run(
-      *(
-        distiller.look(view, start, key, bank, batches, np.int32(1))
-        for view, start in zip(views, starts)
-      )
-    )
+    looks = [
+      distiller.look(view, new.variables, key, bank, batches, np.int32(1))
+      for view, new in zip(views, state.server)
+    ]
+    own = engine.run(*looks)
     # Differs from the batches' keys.
     student_key = jax.random.fold_in(key, np.uint32(2**31))
 
@@ -155,29 +153,20 @@ def feddf(
         **{name: [x, x] for name, x in of_pool.items()},
         "decay": decay,
         "key": key,
-        "teachers": [starts[i]],
+        "teachers": [state.server[i].variables],
         "views": [own[i], ensemble],
       }
 
+    rows = [local.row_of(plan, "distill", i) for i in range(len(pools))]
     works = [
-      local.work(
-        student,
-        context(i),
-        student_key,
-        bank,
-        (),
-        local.row_of(plan, "distill", i),
-      )
+      local.work(student, context(i), student_key, bank, (), rows[i])
       for i, student in enumerate(students)
     ]
     distilled, losses = zip(*engine.run(*works))
-    state = state.replace(
-      server=tuple(
-        server._replace(variables=new)
-        for server, new in zip(state.server, distilled)
-      )
+    server = tuple(
+      old._replace(variables=new) for old, new in zip(state.server, distilled)
     )
-    return state, local.metrics_of(
+    return state.replace(server=server), local.metrics_of(
       pools, client_loss=client_losses(sent), distill_loss=losses
     )
 

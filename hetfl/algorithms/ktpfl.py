@@ -97,16 +97,7 @@ def step_coefficients(
 def mixtures(
   coefficients: jax.Array, scores: Sequence[jax.Array]
 ) -> list[jax.Array]:
-  """Each party's targets, `sum_j c_kj p_j`.
-
-  Args:
-    coefficients: c, `float[P, P]`.
-    scores: P arrays `float[N, C]`.
-
-  Returns:
-    P arrays `float[N, C]`.
-
-  Reference: Zhang et al. 2021, "personalized soft prediction".
+  """Each party's "personalized soft prediction", `sum_j c_kj p_j`.
 
   >>> p = [jnp.array([[0., 1.]]), jnp.array([[1., 0.]])]
   >>> [m.tolist() for m in mixtures(jnp.array([[.25, .75], [0., 1.]]), p)]
