@@ -21,6 +21,7 @@ from settings import Given
 import hetfl
 from hetfl import augment, core, evaluate
 from hetfl.algorithms import fedproto, personal
+from hetfl.algorithms.features import headed, logits_only
 from hetfl.data import compared_images, files
 from hetfl.models import families
 from hetfl.optimizers import momentum_sgd

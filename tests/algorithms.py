@@ -14,12 +14,15 @@ import optax
 import hetfl
 from hetfl import core, distill, population
 from hetfl.algorithms.ditto import ditto
+from hetfl.algorithms.dsfl import dsfl
 from hetfl.algorithms.fd import fd
 from hetfl.algorithms.features import headed
+from hetfl.algorithms.feddf import feddf
 from hetfl.algorithms.fedgh import fedgh
 from hetfl.algorithms.fedkd import fedkd
 from hetfl.algorithms.fedproto import fedproto
 from hetfl.algorithms.fedtgp import fedtgp
+from hetfl.algorithms.ktpfl import ktpfl
 from hetfl.algorithms.lgfedavg import lgfedavg
 from hetfl.algorithms.scaffold import scaffold
 from hetfl.models import fedmd as party_models
@@ -223,6 +226,25 @@ def party_data():
   return data | {"public": jax.device_put(PUBLIC), "stopping": private}
 
 
+def public(method, server=False, **options):
+  """A method of parties that share scores on public examples."""
+
+  def build(runner, rounds, **changes):
+    del rounds
+    *group, last = parties(**changes)
+    if server:  # Has no data of its own.
+      options["server"] = dataclasses.replace(last, name="server")
+    return method(
+      [*group, last],
+      public_transform=changes.get("transform"),
+      eval_batch_size=5,
+      engine=runner,
+      **options,
+    )
+
+  return Case(build, party_plan, party_data)
+
+
 def fit_plan(round):
   return hetfl.plan_fit(
     held_by_parties(PRIVATE),
@@ -337,6 +359,7 @@ CASES = {
   ),
   "periodic": codistilling(hetfl.periodic_codist, period=2),
   "merged": codistilling(hetfl.merged_codist, alpha=0.5),
+  "feddf": codistilling(feddf),
   "fml": Case(of_clients, mutual_plan, mutual_data),
   "fit": Case(
     lambda runner, rounds, **changes: hetfl.fit(
@@ -345,17 +368,9 @@ CASES = {
     fit_plan,
     party_data,
   ),
-  "fedmd": Case(
-    lambda runner, rounds, **changes: hetfl.fedmd(
-      parties(**changes),
-      public_transform=changes.get("transform"),
-      consensus_weights=(3.0, 1.0, 2.0),
-      eval_batch_size=5,
-      engine=runner,
-    ),
-    party_plan,
-    party_data,
-  ),
+  "fedmd": public(hetfl.fedmd, consensus_weights=(3.0, 1.0, 2.0)),
+  "dsfl": public(dsfl, server=True, consensus_weights=(3.0, 1.0, 2.0)),
+  "ktpfl": public(ktpfl, temperature=2.0, coefficients_lr=0.25),
   **METHODS,
 }
 

@@ -85,9 +85,11 @@ RUNNERS = {
 # PeriodicCodist shares batches as MergedCodist does, and the methods whose
 # clients keep models hand their rows to the engine as `fml` does.
 NOTHING_NEW = {
-  "fit": ("side by side", "lanes3", "mesh3", "mesh8"),
-  "fedmd": ("side by side", "lanes3", "mesh3", "mesh8"),
-  "periodic": ("mesh8",),
+  **dict.fromkeys(
+    ("fit", "fedmd", "dsfl", "ktpfl"),
+    ("side by side", "lanes3", "mesh3", "mesh8"),
+  ),
+  **dict.fromkeys(("periodic", "feddf"), ("mesh8",)),
   **dict.fromkeys(METHODS, {*RUNNERS} - {"mesh2"}),
 }
 
@@ -359,10 +361,11 @@ def test_a_state_that_has_not_begun_is_finite(name):
 OWNERS = {
   "fedavg": "pool 'pool0'",
   "periodic": "pool 'pool0'",
+  "feddf": "pool 'pool0'",
   "merged": "a teacher",
   "fml": "a client: local",
   "fit": "participant 'party0'",
-  "fedmd": "participant 'party0'",
+  **dict.fromkeys(("fedmd", "dsfl", "ktpfl"), "participant 'party0'"),
   **dict.fromkeys(METHODS, "a client"),
 }
 

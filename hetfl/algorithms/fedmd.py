@@ -10,9 +10,9 @@ Distillation", algorithm 1. What the paper leaves open follows the released
 code, github.com/diogenes0319/FedMD_clean.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,31 +20,18 @@ import numpy as np
 
 from hetfl import checks, core, distill, local, population
 from hetfl.algorithms.fit import plan_party
-from hetfl.batches import gather, in_order, Plan, plan_clients, prepare
-from hetfl.engine import batch_size_or_default, Engine, Inline, Task, Work
+from hetfl.algorithms.public import Parties, Translator
+from hetfl.batches import in_order, Plan, plan_clients
+from hetfl.engine import Engine
 from hetfl.population import ClientPopulation, Subset
 from hetfl.streams import generator, Stream
-
-PyTree = Any
-
-
-class Translator(NamedTuple):
-  """The scores that parties share, and the loss between party and consensus.
-
-  Attributes:
-    scores: `(logits [..., C], temperature) -> float[..., C]`.
-    loss: `(logits [B, C], consensus [B, C], temperature) -> float[B]`.
-  """
-
-  scores: Callable[[jax.Array, jax.Array], jax.Array]
-  loss: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def _tempered_scores(logits, temperature):
   if logits.ndim < 2:
     raise ValueError(
-      "digest_loss='kl' needs logits float[B, C], not outputs of shape"
-      f" {logits.shape}; use 'mae' or 'mse' for other outputs"
+      "class probabilities need logits float[B, C], not outputs of shape"
+      f" {logits.shape}; fedmd's digest_loss 'mae' and 'mse' take other outputs"
     )
   return distill.tempered_softmax(logits, temperature)
 
@@ -92,6 +79,21 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
   ignored = lambda c, f: (c == 0) & ~jnp.isfinite(f)
   terms = [c * jnp.where(ignored(c, f), 0, f) for c, f in zip(weights, scores)]
   return functools.reduce(jnp.add, terms)
+
+
+def consensus_shares(
+  weights: Sequence[float] | jax.Array | None, number: int
+) -> jax.Array:
+  """Consensus weights `float32[number]`; equal ones for `None`.
+
+  Raises:
+    ValueError: there are not so many, one is negative, or all are 0.
+  """
+  values = 1.0 if weights is None else weights
+  (shares,) = core.hyper(number, consensus_weights=values).values()
+  checks.between(0, np.inf, consensus_weights=jnp.min(shares))
+  checks.positive(sum_of_consensus_weights=jnp.sum(shares))
+  return shares
 
 
 def fedmd(
@@ -161,8 +163,6 @@ def fedmd(
   >>> state.clients[0].params.round(2).tolist()  # Digest: (1/2, 0)
   [[0.8..., -0.3...]]
   """
-  parties = core.unique_names("parties", parties, local.Participant)
-  engine = engine or Inline()
   if not isinstance(digest_loss, Translator):
     if digest_loss not in TRANSLATORS:
       raise ValueError(
@@ -170,141 +170,37 @@ def fedmd(
         " give a Translator"
       )
     digest_loss = TRANSLATORS[digest_loss]
-  weights = 1.0 if consensus_weights is None else consensus_weights
-  (shares,) = core.hyper(len(parties), consensus_weights=weights).values()
-  checks.between(0, np.inf, consensus_weights=jnp.min(shares))
-  checks.positive(sum_of_consensus_weights=jnp.sum(shares))
+  group = Parties(
+    parties,
+    digest_loss,
+    public_transform=public_transform,
+    eval_batch_size=eval_batch_size,
+    engine=engine,
+  )
+  shares = consensus_shares(consensus_weights, len(parties))
   checks.positive(temperature=temperature)
-  batch_size = batch_size_or_default(eval_batch_size)
-  how = digest_loss, public_transform
-  scores_of = [_scores_task(party, *how) for party in parties]
-  digest = [_digest_task(party, *how) for party in parties]
-  revisit = [local.own_training(party) for party in parties]
-  everyone = range(len(parties))
 
   def init(key, trained=None):
-    optimizers = [party.optimizer for party in parties]
-    learners = local.start_learners(parties, optimizers, key, first=2**31)
-    if trained is not None:
-      learners = [
-        new.adopt(party.label, given)
-        for party, new, given in zip(parties, learners, trained, strict=True)
-      ]
-    clients = tuple(
-      _with_both(party.optimizer(0.0).init(learner.params), learner)
-      for party, learner in zip(parties, learners)
-    )
-    values = local.hyper_of(parties) | core.hyper(temperature=temperature)
-    values |= core.hyper(len(parties), consensus_weights=weights)
-    return core.State(jnp.copy(key), values, clients=clients)  # If donated.
+    values = core.hyper(temperature=temperature)
+    values |= core.hyper(len(parties), consensus_weights=shares)
+    return group.init(key, trained, values)
 
   def step(state, plan, data):
-    key = jax.random.fold_in(state.key, plan.round)
-    digest_key, revisit_key = jax.random.split(key)
-    clients, public = state.clients, checks.bank(data, "public")
-    subset = local.row_of(plan, "public").index[0]
-    lots = in_order(subset, batch_size).index[0]
-    contexts = [local.values_of(state, k, "temperature") for k in everyone]
-
-    def train(tasks, key, *each):  # Returns the learners and their losses.
-      works = [
-        local.work(task, context, key, *row)
-        for task, context, *row in zip(tasks, contexts, *each)
-      ]
-      return zip(*engine.run(*works))
-
     # Communicate: each party computes its scores on the public subset.
-    ones = np.ones(len(lots), int)
-    works = [
-      Work(task, (context, kept.variables, public), lots, ones)
-      for task, context, kept in zip(scores_of, contexts, clients)
-    ]
-    scores = engine.run(*works)
+    scores = group.communicate(state, plan, data)
     # Aggregate: the server computes the consensus, before any party trains.
     agreed = consensus(scores, state.hyper["consensus_weights"])
     # Distribute: the subset becomes a bank, with the consensus in it.
-    shown = _distribute(public, subset, agreed)
+    shown = group.distribute(plan, data, agreed)
     # Digest: each party approaches the consensus on the public subset.
-    digested, digest_losses = train(
-      digest,
-      digest_key,
-      [shown] * len(parties),
-      [kept._replace(opt_state=kept.opt_state["digest"]) for kept in clients],
-      [local.row_of(plan, "digest", k, rows=len(parties)) for k in everyone],
-    )
+    state, digest_losses = group.digest(state, plan, [shown] * len(parties))
     # Revisit: each party trains on its own private data for a few epochs.
-    revisited, revisit_losses = train(
-      revisit,
-      revisit_key,
-      [checks.bank(data, party.name) for party in parties],
-      [
-        learner._replace(opt_state=kept.opt_state["revisit"])
-        for learner, kept in zip(digested, clients)
-      ],
-      [
-        local.row_of(plan, parties[k].name, k, stats=clients[k].stats)
-        for k in everyone
-      ],
-    )
-    clients = tuple(
-      _with_both(first.opt_state, last)
-      for first, last in zip(digested, revisited)
-    )
-    return state.replace(clients=clients), local.metrics_of(
+    state, revisit_losses = group.revisit(state, plan, data)
+    return state, local.metrics_of(
       parties, digest_loss=digest_losses, revisit_loss=revisit_losses
     )
 
   return core.Algorithm(init, step)
-
-
-def _with_both(digest_state: PyTree, learner: local.Learner) -> local.Learner:
-  """A party's model and the states of its two optimizers."""
-  states = {"digest": digest_state, "revisit": learner.opt_state}
-  return learner._replace(opt_state=states)
-
-
-@jax.jit
-def _distribute(public, subset, agreed):
-  """The public subset and the consensus on it, as a bank."""
-  shown = gather(public, subset)
-  # NaN for positions beyond the bank.
-  known = shown.pop("mask").reshape(-1, *[1] * (agreed.ndim - 2))
-  agreed = agreed.reshape(-1, *agreed.shape[2:])[: len(subset)]
-  return {**shown, "consensus": agreed + (known - 1)}
-
-
-def _scores_task(party, translator, transform) -> Task:
-  """A party's scores on a batch of public examples, in inference mode."""
-
-  def scores(context, variables, bank, index):
-    batch = prepare(transform, gather(bank, index))
-    logits, _ = local.outputs_of(
-      party.label, party.model, variables, batch, None, train=False
-    )
-    checks.array(party.label, logits)
-    return translator.scores(logits, context["temperature"])
-
-  return Task.of(scores)
-
-
-def _digest_task(party, translator, transform) -> Task:
-  """A party's training towards the consensus, on what `_distribute` made."""
-
-  def make_batch(context, key, bank, index, s):
-    del context, s
-    shown = gather(bank, index)
-    batch = prepare(transform, shown, key)
-    return {**batch, "consensus": shown["consensus"]}
-
-  def towards(variables, batch, key, context):
-    logits, stats = local.outputs_of(
-      party.label, party.model, variables, batch, key
-    )
-    target = batch["consensus"]
-    losses = translator.loss(logits, target, context["temperature"])
-    return losses, stats, {}
-
-  return local.own_training(party, towards, make_batch)
 
 
 def plan_fedmd(

@@ -1,0 +1,282 @@
+"""Rounds of parties that share class scores on public examples: their phases.
+
+FedMD, DS-FL and KT-pFL differ in the order of the phases, and in what the
+server makes of the scores.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetfl import checks, core, local
+from hetfl.batches import gather, in_order, Plan, prepare
+from hetfl.engine import batch_size_or_default, Engine, Inline, Task, Work
+
+PyTree = Any
+
+
+class Translator(NamedTuple):
+  """The scores that parties share, and the loss between party and target.
+
+  Attributes:
+    scores: `(logits [..., C], temperature) -> float[..., C]`.
+    loss: `(logits [B, C], target [B, C], temperature) -> float[B]`.
+  """
+
+  scores: Callable[[jax.Array, jax.Array | float], jax.Array]
+  loss: Callable[[jax.Array, jax.Array, jax.Array | float], jax.Array]
+
+
+class Parties:
+  """P parties that keep models of their own, and the phases of their rounds.
+
+  Both optimizers of a party persist, that of Digest and that of Revisit. The
+  phases take the round's plan, of `plan_fedmd`, and the banks on the device:
+  `public`, and each party's by its name.
+
+  Args:
+    parties: P parties, whose models have the same number of outputs.
+    translator: what they share, and how they learn from targets.
+    server: how a model of the server, which only digests, trains; or `None`.
+    public_transform: applied to each public batch as stored in its bank; a
+      party's own transform is for its private batches.
+    eval_batch_size: examples at once in `communicate`, by default 40 on CPUs
+      and 1,000 elsewhere; changes speed only.
+    engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
+
+  Attributes:
+    parties: the parties.
+    students: the parties and, after them, the server if it has a model.
+
+  Raises:
+    ValueError: two have the same name, or a value is out of its range.
+  """
+
+  def __init__(
+    self,
+    parties: Sequence[local.Participant],
+    translator: Translator,
+    *,
+    server: local.Participant | None = None,
+    public_transform: core.Preparation | None = None,
+    eval_batch_size: int | None = None,
+    engine: Engine | None = None,
+  ):
+    self.parties = core.unique_names("parties", parties, local.Participant)
+    self.students = self.parties
+    if server is not None:
+      everyone = (*parties, server)
+      self.students = core.unique_names(
+        "parties and server", everyone, local.Participant
+      )
+    self._engine = engine or Inline()
+    self._batch_size = batch_size_or_default(eval_batch_size)
+    how = translator, public_transform
+    self._scores = [_scores_task(party, *how) for party in self.parties]
+    self._digest = [_digest_task(student, *how) for student in self.students]
+    self._revisit = [local.own_training(party) for party in self.parties]
+
+  def init(
+    self,
+    key: jax.Array,
+    trained: Iterable[local.Learner] | None,
+    hyper: dict[str, jax.Array],
+    server: PyTree = (),
+  ) -> core.State:
+    """The state before the first round.
+
+    Args:
+      key: the run's key.
+      trained: P learners to start from, whose optimizers continue in `revisit`;
+        `None` makes new models.
+      hyper: the algorithm's hyper-parameters.
+      server: what a server without a model keeps.
+
+    Returns:
+      The state; `clients` holds a `Learner` for each party, with the states of
+      its two optimizers by their phases, `server` the server's, if it has one.
+    """
+    optimizers = [student.optimizer for student in self.students]
+    learners = local.start_learners(self.students, optimizers, key, first=2**31)
+    new, last = learners[: len(self.parties)], learners[len(self.parties) :]
+    if trained is not None:
+      new = tuple(
+        learner.adopt(party.label, given)
+        for party, learner, given in zip(
+          self.parties, new, trained, strict=True
+        )
+      )
+    clients = tuple(
+      learner._replace(
+        opt_state={
+          "digest": party.optimizer(0.0).init(learner.params),
+          "revisit": learner.opt_state,
+        }
+      )
+      for party, learner in zip(self.parties, new)
+    )
+    values = local.hyper_of(self.students) | hyper
+    server = last[0] if last else server
+    return core.State(jnp.copy(key), values, server, clients)  # If donated.
+
+  def communicate(
+    self, state: core.State, plan: Plan, data: dict[str, core.Batch]
+  ) -> list[jax.Array]:
+    """Each party's scores on the round's N public examples, `float[N, C]`."""
+    subset = _subset(plan)
+    lots = in_order(subset, self._batch_size).index[0]
+    public, steps = checks.bank(data, "public"), np.ones(len(lots), int)
+    works = [
+      Work(task, (self._context(state, k), kept.variables, public), lots, steps)
+      for k, (task, kept) in enumerate(zip(self._scores, state.clients))
+    ]
+    return _without_lots(self._engine.run(*works), len(subset))
+
+  def distribute(
+    self, plan: Plan, data: dict[str, core.Batch], target: jax.Array
+  ) -> core.Batch:
+    """The round's public examples and a target for each, as a bank.
+
+    Args:
+      plan: the round's plan.
+      data: holds the public bank.
+      target: `float[N, C]`.
+
+    Returns:
+      The bank of N examples, as `digest` takes it.
+    """
+    return _shown(checks.bank(data, "public"), _subset(plan), target)
+
+  def digest(
+    self, state: core.State, plan: Plan, shown: Sequence[core.Batch]
+  ) -> tuple[core.State, list[core.Mean]]:
+    """Each student approaches its targets on the round's public examples.
+
+    Args:
+      state: the state.
+      plan: the round's plan.
+      shown: for each student what `distribute` returned.
+
+    Returns:
+      The state, and each student's mean loss over its steps.
+    """
+    number = len(self.parties)
+    rows = [local.row_of(plan, "digest", k, rows=number) for k in range(number)]
+    learners = _learners(state, "digest")
+    if len(self.students) > number:  # The server has a party's batches.
+      learners.append(state.server)
+      rows.append(rows[0]._replace(client=np.asarray(number, np.int32)))
+    new, losses = self._train("digest", state, plan, shown, learners, rows)
+    server = new[-1] if len(new) > number else state.server
+    return _kept(state, "digest", new[:number]).replace(server=server), losses
+
+  def revisit(
+    self, state: core.State, plan: Plan, data: dict[str, core.Batch]
+  ) -> tuple[core.State, list[core.Mean]]:
+    """Each party trains on its own private examples.
+
+    Args:
+      state: the state.
+      plan: the round's plan.
+      data: the parties' banks.
+
+    Returns:
+      The state, and each party's mean loss over its steps.
+    """
+    banks = [checks.bank(data, party.name) for party in self.parties]
+    rows = [
+      local.row_of(plan, party.name, k, stats=kept.stats)
+      for k, (party, kept) in enumerate(zip(self.parties, state.clients))
+    ]
+    learners = _learners(state, "revisit")
+    new, losses = self._train("revisit", state, plan, banks, learners, rows)
+    return _kept(state, "revisit", new), losses
+
+  def _train(self, phase, state, plan, banks, learners, rows):
+    """Runs a phase; returns the learners and their losses."""
+    key = jax.random.fold_in(state.key, plan.round)
+    key = jax.random.split(key)[("digest", "revisit").index(phase)]
+    tasks = {"digest": self._digest, "revisit": self._revisit}[phase]
+    works = [
+      local.work(task, self._context(state, k), key, *own)
+      for k, (task, *own) in enumerate(zip(tasks, banks, learners, rows))
+    ]
+    new, losses = zip(*self._engine.run(*works))
+    return new, list(losses)
+
+  def _context(self, state, k):
+    return local.values_of(state, k, "temperature")
+
+
+def _subset(plan):
+  return local.row_of(plan, "public").index[0]
+
+
+def _learners(state, phase):
+  """The parties' models, each with its optimizer of a phase."""
+  return [
+    kept._replace(opt_state=kept.opt_state[phase]) for kept in state.clients
+  ]
+
+
+def _kept(state, phase, learners):
+  """The state with the parties' new models and optimizers of a phase."""
+  return state.replace(
+    clients=tuple(
+      new._replace(opt_state={**kept.opt_state, phase: new.opt_state})
+      for kept, new in zip(state.clients, learners)
+    )
+  )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _without_lots(scores, size):
+  """Scores in lots `[L, B, ...]`, the last filled up, as `[size, ...]`."""
+  return [a.reshape(-1, *a.shape[2:])[:size] for a in scores]
+
+
+@jax.jit
+def _shown(public, subset, target):
+  """The public subset and the targets on it, as a bank."""
+  shown = gather(public, subset)
+  # NaN for positions beyond the bank.
+  known = shown.pop("mask").reshape(-1, *[1] * (target.ndim - 1))
+  return {**shown, "consensus": target + (known - 1)}
+
+
+def _scores_task(party, translator, transform) -> Task:
+  """A party's scores on a batch of public examples, in inference mode."""
+
+  def scores(context, variables, bank, index):
+    batch = prepare(transform, gather(bank, index))
+    logits, _ = local.outputs_of(
+      party.label, party.model, variables, batch, None, train=False
+    )
+    checks.array(party.label, logits)
+    return translator.scores(logits, context["temperature"])
+
+  return Task.of(scores)
+
+
+def _digest_task(party, translator, transform) -> Task:
+  """A student's training towards its targets, on what `_shown` made."""
+
+  def make_batch(context, key, bank, index, s):
+    del context, s
+    shown = gather(bank, index)
+    batch = prepare(transform, shown, key)
+    return {**batch, "consensus": shown["consensus"]}
+
+  def towards(variables, batch, key, context):
+    logits, stats = local.outputs_of(
+      party.label, party.model, variables, batch, key
+    )
+    target = batch["consensus"]
+    losses = translator.loss(logits, target, context["temperature"])
+    return losses, stats, {}
+
+  return local.own_training(party, towards, make_batch)

@@ -1,0 +1,393 @@
+"""DS-FL, KT-pFL and FedDF against oracles, and what they must do besides."""
+
+import contextlib
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import hetfl
+from hetfl import core, Participant, population
+from hetfl.algorithms.dsfl import dsfl
+from hetfl.algorithms.feddf import feddf
+from hetfl.algorithms.ktpfl import ktpfl, step_coefficients
+from tests import algorithms, federation
+from tests.oracles import codist as oracle
+from tests.oracles.codist import softmax, tree_map
+
+assert_close = functools.partial(
+  chex.assert_trees_all_close, rtol=2e-4, atol=5e-6
+)
+NAMES = ("a", "b", "c")
+PUBLIC, PRIVATE = algorithms.make_bank(14, 0), algorithms.make_bank(15, 1)
+HELD = {
+  name: population.Subset(PRIVATE, index)
+  for name, index in zip(NAMES, np.split(np.arange(15), (4, 9)))
+}
+
+
+class Dense(nn.Module):
+  """Dense layers, as the oracle's."""
+
+  width: int
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(self.width)(x.reshape(len(x), -1))
+    return nn.Dense(algorithms.PARTY_CLASSES)(nn.relu(x))
+
+
+def participant(name, width, rate):
+  model = core.Model.from_flax(Dense(width), PUBLIC["x"][:1])
+  return Participant(model, name, learning_rate=rate)
+
+
+PARTIES = [
+  participant(name, width, rate)
+  for name, width, rate in zip(NAMES, (3, 5, 4), (0.5, 0.25, 0.125))
+]
+SERVER = participant("server", 6, 0.5)
+
+
+def make_plan(round, absent=None):
+  plan = hetfl.plan_fedmd(
+    population.Subset.whole(PUBLIC),
+    HELD,
+    seed=0,
+    round=round,
+    subset=12,
+    digest_batch_size=5,
+    digest_epochs=2,
+    revisit_batch_size=3,
+  )
+  if absent is not None:
+    plan.batches["digest"].steps[absent] = 0
+    plan.batches[NAMES[absent]].steps[:] = 0
+  return plan
+
+
+def make_data():
+  banks = {"public": PUBLIC} | dict.fromkeys(NAMES, PRIVATE)
+  return jax.device_put(banks)
+
+
+@contextlib.contextmanager
+def float64():
+  with jax.enable_x64(True):
+    double = lambda a: (
+      a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a
+    )
+    yield lambda tree: jax.tree.map(double, tree)
+
+
+# --- The oracle -----------------------------------------------------------
+
+
+def train(params, batches, lr, temperature=1.0):
+  """SGD towards targets: the loss is KL(target || softmax(z / T))."""
+  for x, target in batches:
+    z, tape = oracle.forward(params, x)
+    dz = (softmax(z, temperature) - target) / (temperature * len(x))
+    grads = oracle.backward(params, tape, dz)
+    params = tree_map(lambda w, g: w - lr * g, params, grads)
+  return params
+
+
+def revisited(params, plan, k):
+  row = plan.batches[NAMES[k]]
+  batches = [
+    (PRIVATE["x"][i], np.eye(algorithms.PARTY_CLASSES)[PRIVATE["y"][i]])
+    for i in row.index[0, : row.steps[0]]
+  ]
+  return train(params, batches, PARTIES[k].learning_rate)
+
+
+def digested(params, plan, k, target, lr, temperature=1.0):
+  row, x = plan.batches["digest"], public(plan)
+  batches = [(x[i], target[i]) for i in row.index[k, : row.steps[k]]]
+  return train(params, batches, lr, temperature)
+
+
+def public(plan):
+  return PUBLIC["x"][plan.batches["public"].index[0, 0]]
+
+
+def dsfl_round(models, server, plan, weights, temperature):
+  models = [revisited(w, plan, k) for k, w in enumerate(models)]
+  said = [softmax(oracle.logits(w, public(plan))) for w in models]
+  mean = sum(c * p for c, p in zip(weights, said)) / sum(weights)
+  target = np.exp(mean / temperature)
+  target /= target.sum(axis=1, keepdims=True)
+  return [
+    digested(w, plan, k, target, PARTIES[k].learning_rate)
+    for k, w in enumerate(models)
+  ], digested(server, plan, 0, target, SERVER.learning_rate)
+
+
+def to_simplex(v):
+  """The nearest distribution, `max(v - tau, 0)`; tau by bisection."""
+  low, high = v.min() - 1, v.max()
+  for _ in range(100):
+    tau = (low + high) / 2
+    low, high = (tau, high) if np.maximum(v - tau, 0).sum() > 1 else (low, tau)
+  return np.maximum(v - high, 0)
+
+
+def coefficients_step(c, said, eta, rho):
+  new = np.zeros_like(c)
+  for k, row in enumerate(c):
+    mixed = sum(weight * p for weight, p in zip(row, said))
+    # Of sum_j c_kj p_j (log m - log p_k) also the logarithm has a slope.
+    slope = [
+      (p * (np.log(mixed / said[k]) + 1)).sum(axis=1).mean() for p in said
+    ]
+    new[k] = to_simplex(
+      row - eta * (np.array(slope) + 2 * rho * (row - 1 / len(c)))
+    )
+  return new
+
+
+def ktpfl_round(models, c, plan, eta, rho, temperature, steps):
+  said = [softmax(oracle.logits(w, public(plan)), temperature) for w in models]
+  for _ in range(steps):
+    c = coefficients_step(c, said, eta, rho)
+  models = [
+    digested(
+      w,
+      plan,
+      k,
+      sum(weight * p for weight, p in zip(c[k], said)),
+      PARTIES[k].learning_rate,
+      temperature,
+    )
+    for k, w in enumerate(models)
+  ]
+  return [revisited(w, plan, k) for k, w in enumerate(models)], c
+
+
+def as_oracles(learner):
+  return tree_map(lambda a: np.asarray(a, np.float64), learner.params)
+
+
+def check(learners, expected):
+  for learner, params in zip(learners, expected, strict=True):
+    assert_close(learner.params, params, rtol=1e-9, atol=1e-11)
+
+
+def test_dsfl_is_the_oracles():
+  algorithm = dsfl(PARTIES, server=SERVER, eval_batch_size=5)
+  with float64() as double:
+    state = double(algorithm.init(jax.random.key(3)))
+    models = [as_oracles(learner) for learner in state.clients]
+    server = as_oracles(state.server)
+    step = jax.jit(algorithm.step)
+    for round, weights, absent in ((1, (1, 1, 1), None), (2, (3, 0, 1), 1)):
+      plan = make_plan(round, absent)
+      state = double(core.with_hyper(state, consensus_weights=weights))
+      temperature = float(state.hyper["temperature"])
+      state, metrics = step(state, plan, double(make_data()))
+      models, server = dsfl_round(models, server, plan, weights, temperature)
+      check(state.clients, models)
+      check([state.server], [server])
+  counts = {name: int(mean.count) for name, mean in metrics.items()}
+  assert counts["a/revisit_loss"] == 4 and counts["server/digest_loss"] == 6
+  assert counts["b/revisit_loss"] == counts["b/digest_loss"] == 0
+
+
+def test_ktpfl_is_the_oracles():
+  how = dict(coefficients_lr=2.0, penalty=0.125, temperature=2.0)
+  algorithm = ktpfl(PARTIES, coefficients_steps=2, eval_batch_size=5, **how)
+  with float64() as double:
+    state = double(algorithm.init(jax.random.key(3)))
+    models = [as_oracles(learner) for learner in state.clients]
+    c = np.full((3, 3), 1 / 3)
+    state = state.replace(server=jnp.asarray(c))
+    step = jax.jit(algorithm.step)
+    for round, absent in ((1, None), (2, 1)):
+      plan = make_plan(round, absent)
+      state, _ = step(state, plan, double(make_data()))
+      models, c = ktpfl_round(models, c, plan, *how.values(), 2)
+      check(state.clients, models)
+      np.testing.assert_allclose(state.server, c, rtol=1e-9, atol=1e-12)
+  assert np.abs(c - 1 / 3).max() > 0.05
+
+
+# --- FedDF ----------------------------------------------------------------
+
+
+def feddf_pools(number=2):
+  return federation.make_pools(
+    number,
+    models=federation.DENSE,
+    server_lr=1.0,
+    server_optimizer=hetfl.optimizers.fedavg_server,
+  )
+
+
+def feddf_plan(round, absent=None):
+  plan = federation.make_plan(round, tail="short")
+  if absent is not None:  # Is sampled, and sends nothing.
+    rows = plan.batches["pool0"]
+    rows.steps[absent], rows.weight[absent] = 0, 0
+  return plan
+
+
+def feddf_round(models, plan, client_lr, distill_lr):
+  """The models afterwards; Adam as in the paper, new in each round."""
+  bank, teachers, starts = federation.POPULATION.bank, [], []
+  for i, params in enumerate(models):
+    rows = plan.batches[f"pool{i}"]
+    present = [k for k, n in enumerate(rows.weight) if n > 0]
+    deltas = []
+    for k in present:
+      kept = [index[index >= 0] for index in rows.index[k, : rows.steps[k]]]
+      batches = [(bank["x"][index], bank["y"][index]) for index in kept]
+      deltas.append(oracle.client_update(params, batches, client_lr))
+    minus = lambda w, delta: w - delta
+    teachers += [tree_map(minus, params, delta) for delta in deltas]
+    mean = oracle.weighted_mean(deltas, rows.weight[present])
+    starts.append(tree_map(minus, params, mean))
+  fused = []
+  for student in starts:
+    adam = oracle.DISTILL_ADAM.init(student)
+    for index in plan.batches["distill"].index[0]:
+      x = bank["x"][index]
+      mean = np.mean([oracle.logits(w, x) for w in teachers], axis=0)
+      z, tape = oracle.forward(student, x)
+      grads = oracle.backward(student, tape, oracle.kl(softmax(mean), z)[1])
+      student, adam = oracle.DISTILL_ADAM.update(
+        grads, adam, student, distill_lr
+      )
+    fused.append(student)
+  return fused
+
+
+def test_feddf_is_the_oracles():
+  distiller = hetfl.Distiller(0.01, regularization=0.0)
+  algorithm = feddf(feddf_pools(), distiller, rounds=None)
+  with float64() as double:
+    state = double(algorithm.init(jax.random.key(3)))
+    models = [as_oracles(learner) for learner in state.server]
+    rates = [float(state.hyper[n][0]) for n in ("learning_rate", "distill_lr")]
+    step = jax.jit(algorithm.step)
+    for round, absent in ((1, None), (2, 1)):
+      plan = feddf_plan(round, absent)
+      state, _ = step(state, plan, double(federation.make_data()))
+      models = feddf_round(models, plan, *rates)
+      check(state.server, models)
+
+
+def test_feddf_without_learning_from_others_is_fedavg():
+  """Its rate is 0, or it learns from its own start alone."""
+  pools, data = feddf_pools(), federation.make_data()
+  expected, _ = jax.jit(hetfl.fedavg(pools, rounds=None).step)(
+    hetfl.fedavg(pools, rounds=None).init(jax.random.key(0)),
+    feddf_plan(1),
+    data,
+  )
+  for rate, regularization in ((0.0, 0.0), (0.5, 1.0)):
+    distiller = hetfl.Distiller(
+      rate, regularization=regularization, optimizer=optax.sgd
+    )
+    algorithm = feddf(pools, distiller, rounds=None)
+    state = algorithm.init(jax.random.key(0))
+    state, _ = jax.jit(algorithm.step)(state, feddf_plan(1), data)
+    assert_close(federation.params(state), federation.params(expected))
+
+
+# --- Properties -----------------------------------------------------------
+
+
+def run(algorithm, rounds, state=None):
+  state = algorithm.init(jax.random.key(0)) if state is None else state
+  step = jax.jit(algorithm.step)
+  for round in range(1, rounds + 1):
+    state, metrics = step(state, make_plan(round), make_data())
+  return state, metrics
+
+
+def test_the_servers_model_is_only_a_listener():
+  alone, _ = run(dsfl(PARTIES), 2)
+  beside, metrics = run(dsfl(PARTIES, server=SERVER), 2)
+  assert alone.server == ()
+  assert_close(alone.clients, beside.clients)
+  assert metrics["server/digest_loss"].value > 0
+  assert "server/revisit_loss" not in metrics
+
+
+def test_with_constant_coefficients_ktpfl_is_fedmd():
+  ours, metrics = run(ktpfl(PARTIES, coefficients_lr=0.0, temperature=2.0), 2)
+  theirs, expected = run(
+    hetfl.fedmd(PARTIES, digest_loss="kl", temperature=2.0), 2
+  )
+  assert_close(ours.clients, theirs.clients)
+  assert_close(metrics, expected)
+  np.testing.assert_allclose(ours.server, 1 / 3, rtol=1e-6)
+
+
+def test_the_penalty_decides_between_ones_own_scores_and_the_mean():
+  said = list(softmax(np.random.default_rng(0).normal(size=(3, 12, 4))))
+  said = [jnp.asarray(p, jnp.float32) for p in said]
+  said[0] = said[0].at[0].set(jnp.array([1.0, 0.0, 0.0, 0.0]))
+  start = jnp.array([[0.2, 0.2, 0.6], [0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])
+  own = step_coefficients(start, said, 0.5, 0.0, 2000)
+  np.testing.assert_allclose(own, np.eye(3), atol=0.01)
+  equal = step_coefficients(start, said, 1e-4, 4000.0, 100)
+  np.testing.assert_allclose(equal, 1 / 3, atol=2e-3)
+  # A distribution, however large the step.
+  far = step_coefficients(start, said, 1e3, 1.0)
+  np.testing.assert_allclose(far.sum(axis=1), 1, rtol=1e-4)
+  assert (far >= 0).all()
+
+
+def test_trials_of_dsfl_are_one_program():
+  """16 trials as one `vmap`, three rounds as one `scan`."""
+  rng, trials = np.random.default_rng(0), 16
+  algorithm = dsfl(PARTIES, server=SERVER)
+  state = algorithm.init(jax.random.key(0))
+  values = {
+    "learning_rate": rng.uniform(0.1, 0.5, (trials, 4)),
+    "temperature": rng.uniform(0.05, 0.5, trials),
+  }
+  values = {name: jnp.float32(x) for name, x in values.items()}
+  plans = [make_plan(round) for round in (1, 2, 3)]
+  data = make_data()
+
+  def trial(values):
+    step = lambda state, plan: algorithm.step(state, plan, data)
+    begin = core.with_hyper(state, **values)
+    return jax.lax.scan(step, begin, hetfl.stack_plans(plans))
+
+  together, metrics = jax.jit(jax.vmap(trial))(values)
+  losses = metrics["server/digest_loss"].value
+  assert losses.shape == (trials, 3)
+  step = jax.jit(algorithm.step)
+  for i in range(trials):
+    one = core.with_hyper(state, **{n: x[i] for n, x in values.items()})
+    for t, plan in enumerate(plans):
+      one, now = step(one, plan, data)
+      found = now["server/digest_loss"].value
+      np.testing.assert_allclose(losses[i, t], found, rtol=1e-4)
+    ours = jax.tree.map(lambda a, i=i: a[i], algorithms.arrays(together))
+    assert_close(ours, algorithms.arrays(one))
+  assert np.unique(np.round(losses[:, -1], 4)).size == trials
+
+
+def test_what_is_out_of_range_is_refused():
+  for method, settings, message in [
+    (dsfl, dict(temperature=0.0), "temperature=0.0"),
+    (dsfl, dict(consensus_weights=(0, 0, 0)), "sum_of_consensus_weights=0.0"),
+    (dsfl, dict(server=PARTIES[0]), "parties and server: .* name of its own"),
+    (ktpfl, dict(coefficients_lr=-1.0), "coefficients_lr=-1.0"),
+    (ktpfl, dict(coefficients_steps=0), "coefficients_steps=0"),
+    (ktpfl, dict(penalty=-1.0), "penalty=-1.0"),
+  ]:
+    with pytest.raises(ValueError, match=message):
+      method(PARTIES, **settings)
+  with pytest.raises(ValueError, match="Distiller without a divergence"):
+    feddf(feddf_pools(), hetfl.Distiller(divergence=max), rounds=None)
