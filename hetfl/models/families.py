@@ -70,8 +70,8 @@ def body(
   Returns:
     The network; it maps `float[B, H, W, c]` to `float32[B, D]`.
 
-  Reference: McMahan et al. 2017 (`cnn`), LeCun et al. 1998 (`lenet5`), He et al.
-    2016 and Wu and He 2018 (`resnet`).
+  Reference: McMahan et al. 2017 (`cnn`), LeCun et al. 1998 (`lenet5`), He et
+    al. 2016 and Wu and He 2018 (`resnet`).
 
   >>> import jax
   >>> x = jnp.zeros((1, 32, 32, 3))
