@@ -26,7 +26,7 @@ class Compare(shared.Rounds):
   Attributes:
     method: One method, or a comma-separated list of them, which are run one
       after another and compared. local is each client alone; pooled one model
-      of each architecture on the examples of all clients, an upper bound.
+      of each architecture on the examples of all clients together.
     dataset: Data set (npz is your own). Training and test images are divided
       together.
     partition: How the images are split among clients; each class by a Dirichlet

@@ -39,7 +39,7 @@ def by_numpy(folder, client):
   )
   held = images.test.client(client)
   x = (held["x"].reshape(-1, 64) / 255 - 0.305) / 0.376
-  for name in ("body_net_Dense_0", "body_net_Dense_1"):
+  for name in ("body_layers_0_Dense_0", "body_layers_0_Dense_1"):
     kernel, bias = layer(name)
     x = np.maximum(x @ kernel + bias, 0)
   kernel, bias = layer("head")

@@ -70,9 +70,8 @@ def body(
   Returns:
     The network; it maps `float[B, H, W, c]` to `float32[B, D]`.
 
-  Reference: McMahan et al. 2017 for `cnn`, here without padding; LeCun et al.
-    1998 for `lenet5`, with maximum pooling and ReLU; He et al. 2016 and Wu and
-    He 2018 for `resnet`.
+  Reference: McMahan et al. 2017 (`cnn`), LeCun et al. 1998 (`lenet5`), He et
+    al. 2016 and Wu and He 2018 (`resnet`).
 
   >>> import jax
   >>> x = jnp.zeros((1, 32, 32, 3))
@@ -91,17 +90,7 @@ def body(
     filters, dense = tuple(min(w, 16) for w in filters), (32,) * len(dense)
   padding: layers.Padding = "SAME" if small else "VALID"
   net = vision.CNN(filters, kernel, dense, num_features, padding, **form)
-  return Rectified(net)
-
-
-class Rectified(nn.Module):
-  """A network with ReLU after its last layer."""
-
-  net: nn.Module
-
-  def __call__(self, x, train: bool = False):
-    """Maps images to `float32[B, D]`."""
-    return nn.relu(self.net(x, train))
+  return nn.Sequential([net, nn.relu])
 
 
 class ResNet(nn.Module):
