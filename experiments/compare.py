@@ -26,7 +26,8 @@ class Compare(shared.Rounds):
   Attributes:
     method: One method, or a comma-separated list of them, which are run one
       after another and compared. local is each client alone; pooled one model
-      of each architecture on the examples of all clients together.
+      of each architecture on the examples of all clients together. ditto needs
+      one architecture for all.
     dataset: Data set (npz is your own). Training and test images are divided
       together.
     partition: How the images are split among clients; each class by a Dirichlet
@@ -52,13 +53,20 @@ class Compare(shared.Rounds):
     momentum: Clients' momentum.
     fml_alpha: Weight of the labels in the clients' models' loss.
     fml_beta: Weight of the labels in the shared model's loss.
-    fedproto_weight: Weight of the distance to the prototypes.
+    prototype_weight: Weight of the distance to the prototypes.
+    fd_weight: Weight of the other clients' mean predictions.
+    ditto_weight: Weight of the distance to the shared model.
+    server_learning_rate: The server's, for prototypes or the head.
   """
 
   # A new method also needs a line in METHODS of compare_run.py.
-  method: tuple[Literal["local", "pooled", "fml", "fedproto"], ...] = setting(
-    ("local", "pooled", "fml", "fedproto")
-  )
+  method: tuple[
+    Literal[
+      *("local", "pooled", "fml", "fedkd", "fd", "fedproto", "fedtgp"),
+      *("fedgh", "lgfedavg", "ditto"),
+    ],
+    ...,
+  ] = setting(("local", "pooled", "fml", "fedproto"))
   dataset: Literal["digits", "mnist", "cifar10", "cifar100", "npz"] = setting(
     "digits"
   )
@@ -71,7 +79,7 @@ class Compare(shared.Rounds):
   clients_per_round: int | None = count()
   models: tuple[str, ...] = setting("cnn4", {"digits": "mixed3"})
   num_features: int = count(128, {"digits": 32})
-  global_model: str = setting("small_cnn", only="fml")
+  global_model: str = setting("small_cnn", only="fml or fedkd")
   rounds: int = count(100, {"digits": 40})
   eval_every: int = count(5)
   checkpoint_every: int = count(10, kind="speed")
@@ -81,7 +89,10 @@ class Compare(shared.Rounds):
   momentum: float = share(0.9)
   fml_alpha: float = share(0.5, only="fml")
   fml_beta: float = share(0.5, only="fml")
-  fedproto_weight: float = setting(1.0, only="fedproto", low=0)
+  prototype_weight: float = setting(1.0, only="fedproto or fedtgp", low=0)
+  fd_weight: float = setting(1.0, only="fd", low=0)
+  ditto_weight: float = setting(1.0, only="ditto", low=0)
+  server_learning_rate: float = setting(0.01, only="fedtgp or fedgh", low=1e-12)
 
 
 def main(argv: Sequence[str]) -> None:

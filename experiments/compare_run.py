@@ -20,7 +20,16 @@ from settings import Given
 
 import hetfl
 from hetfl import augment, core, evaluate
-from hetfl.algorithms import fedproto, personal
+from hetfl.algorithms import (
+  ditto,
+  fd,
+  fedgh,
+  fedkd,
+  fedproto,
+  fedtgp,
+  lgfedavg,
+  personal,
+)
 from hetfl.algorithms.features import headed, logits_only
 from hetfl.data import compared_images, files
 from hetfl.models import families
@@ -69,12 +78,44 @@ def _fml(e, s, options):
   )
 
 
+def _fedkd(e, s, options):
+  return fedkd.fedkd(mentee=e.model(s.global_model, False), **options)
+
+
+def _numbers(e, s):
+  """C classes and D features."""
+  return dict(num_classes=e.num_classes, num_features=s.num_features)
+
+
 def _fedproto(e, s, options):
-  numbers = dict(num_classes=e.num_classes, num_features=s.num_features)
-  return fedproto.fedproto(**numbers, weight=s.fedproto_weight, **options)
+  weight = s.prototype_weight
+  return fedproto.fedproto(**_numbers(e, s), weight=weight, **options)
+
+
+def _fedtgp(e, s, options):
+  return fedtgp.fedtgp(
+    **_numbers(e, s),
+    weight=s.prototype_weight,
+    server_learning_rate=s.server_learning_rate,
+    **options,
+  )
+
+
+def _fedgh(e, s, options):
+  rate = s.server_learning_rate
+  return fedgh.fedgh(head=e.head, server_learning_rate=rate, **options)
+
+
+def _fd(e, s, options):
+  return fd.fd(num_classes=e.num_classes, weight=s.fd_weight, **options)
+
+
+def _ditto(e, s, options):
+  return ditto.ditto(weight=s.ditto_weight, **options)
 
 
 def _nearest(outputs, sent):
+  sent = getattr(sent, "prototypes", sent)
   return fedproto.nearest(outputs, sent), outputs.logits
 
 
@@ -82,25 +123,47 @@ def _model_bytes(e, s):
   return (training.num_bytes(e.shapes(s.global_model)),) * 2
 
 
+def _own_bytes(e, s):  # All have one architecture.
+  return (training.num_bytes(e.shapes(e.kinds[0])),) * 2
+
+
+def _head_bytes(e, s):
+  return (4 * e.num_classes * (s.num_features + 1),) * 2
+
+
 def _prototype_bytes(e, s):
   numbers = e.num_classes * s.num_features
   return 4 * (numbers + e.num_classes), 4 * numbers
 
 
+def _prediction_bytes(e, s):
+  return (4 * e.num_classes * (e.num_classes + 1),) * 2
+
+
+_WITH_GLOBAL = {"fml", "fedkd"}  # Methods with a --global_model.
+_WAYS = "", "_by_head"
 METHODS = {
   "local": Method(_alone),
   "pooled": Method(_alone),
   "fml": Method(_fml, traffic=_model_bytes),
-  "fedproto": Method(
-    _fedproto, True, _nearest, ("", "_by_head"), _prototype_bytes
+  "fedkd": Method(_fedkd, traffic=_model_bytes),  # Before compression.
+  "fd": Method(_fd, traffic=_prediction_bytes),
+  "fedproto": Method(_fedproto, True, _nearest, _WAYS, _prototype_bytes),
+  "fedtgp": Method(_fedtgp, True, _nearest, _WAYS, _prototype_bytes),
+  "fedgh": Method(_fedgh, True, traffic=_head_bytes),
+  "lgfedavg": Method(
+    lambda e, s, options: lgfedavg.lgfedavg(**options),
+    True,
+    traffic=_head_bytes,
   ),
+  "ditto": Method(_ditto, traffic=_own_bytes),
 }
 
 
 def words(values: Mapping[str, Any], method: str) -> set[str]:
   """What holds of a method's run; see `settings`."""
   s = Compare.resolve(values, {Compare.resolve(values, ()).dataset})
-  names = [*s.models] + [s.global_model] * (method == "fml")
+  names = [*s.models] + [s.global_model] * (method in _WITH_GLOBAL)
   kinds = {"own" if own_models.is_own(n) else "hetfl" for n in names}
   found = {method, s.dataset, s.partition, "images", "device"}
   return found | {f"{n}_models" for n in kinds} | launch.machine_words(values)
@@ -126,6 +189,10 @@ class Experiment:
     self.transform = recipe.evaluate
     shape = (*[recipe.size] * 2, bank["x"].shape[-1])
 
+    self.head = core.Model.from_flax(
+      nn.Dense(self.num_classes), jnp.zeros((1, s.num_features))
+    )
+
     @functools.cache  # Clients with the same model share one object.
     def model(name, features):
       """An architecture's model, whose outputs are `Features` or logits."""
@@ -141,10 +208,7 @@ class Experiment:
         ),
         of="features",
       )
-      head = core.Model.from_flax(
-        nn.Dense(self.num_classes), jnp.zeros((1, s.num_features))
-      )
-      return headed(body, head)
+      return headed(body, self.head)
 
     self.model, self._evaluators = model, {}
     self.of_client = [names[k % len(names)] for k in range(s.num_clients)]
@@ -160,7 +224,7 @@ class Experiment:
 
   def files(self, s: Compare) -> dict[str, bytes]:
     """Name and content of files that belong to a run."""
-    names = self.kinds + [s.global_model] * ("fml" in s.words)
+    names = self.kinds + [s.global_model] * bool(s.words & _WITH_GLOBAL)
     return {"data.json": self._record} | own_models.sources(names)
 
   @functools.cached_property

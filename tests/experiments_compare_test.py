@@ -104,10 +104,24 @@ def test_four_methods_side_by_side_and_one_alone(compare, tmp_path):
     assert found(folders[0]) == found(folders[1])
 
 
+def test_all_methods_run(compare, tmp_path):
+  methods = "fedkd,fd,fedtgp,fedgh,lgfedavg,ditto"
+  one = ("--models=mlp", f"--method={methods}", "--rounds=2")
+  done = compare(*QUICK, *one, f"--workdir={tmp_path}/all")
+  assert done.returncode == 0, done.stderr
+  for name in methods.split(","):
+    result, _ = outcome(tmp_path / "all" / name)
+    assert result["all"]["test_accuracy"] > 0.2  # Of ten classes.
+  sent = lambda name: outcome(tmp_path / "all" / name)[0]["bytes_per_round"]
+  assert sent("lgfedavg") == SAMPLED * 2 * 4 * 10 * 33
+  assert sent("ditto") == SAMPLED * 2 * 4 * 3466
+
+
 def test_bad_input_is_one_line(compare, tmp_path):
   cases = [
     (("--method=local,local",), "--method=local,local: name each once"),
     (("--models=vgg",), "--models=vgg: choose from cnn4, mixed3, cnn"),
+    (("--method=ditto",), "its model is not the first client's"),
     (("--clients_per_round=5",), "--clients_per_round=5: pool 0 has 4"),
     (("--num_clients=900", "--partition_alpha=0.01"), "has a single image"),
   ]
