@@ -78,6 +78,8 @@ def curves(
   for ax in grid.flat[len(names) :]:
     ax.remove()
   of_label = {label: _COLORS[i % len(_COLORS)] for i, label in enumerate(runs)}
+  styles = [style for style in ("-", "--", ":") for _ in _COLORS]
+  style_of = dict(zip(runs, itertools.cycle(styles)))
   for name, ax in zip(names, grid.flat):
     pool = name.removesuffix(ends)
     last = []
@@ -93,7 +95,8 @@ def curves(
         ax.fill_between(x, *band, color=color, alpha=0.2, lw=0)
       # A single point draws no line.
       marker = "o" if len(x) <= 12 else None
-      ax.plot(x, y, color=color, lw=1.8, marker=marker, markersize=3.5)
+      style = dict(color=color, ls=style_of[label], marker=marker)
+      ax.plot(x, y, lw=1.8, markersize=3.5, **style)
     for label, value in (published or {}).get(pool, {}).items():
       color = of_label.get(label, "0.35")
       ax.axhline(100 * value, color=color, linestyle="--", lw=1.2)
@@ -102,7 +105,7 @@ def curves(
     ax.set_xlim(left=0)
     _dress(ax, xlabel, ylabel if ax in grid[:, 0] else "")
     beside = dict(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
-    ax.legend(ax.lines, last, handlelength=1.2, **beside, **_LEGEND)
+    ax.legend(ax.lines, last, handlelength=1.8, **beside, **_LEGEND)
   _save(fig, path, title)
 
 
@@ -253,7 +256,7 @@ def clients(
   """
   fig = _figure(max(6.4, 2.4 + 0.3 * len(names)), 4.4)
   ax = fig.subplots()
-  markers = itertools.cycle("os^Dvp")
+  markers = itertools.cycle("os^Dv")  # Not as many as colours.
   for color, mark, label in zip(itertools.cycle(_COLORS), markers, accuracies):
     values = 100 * np.array(accuracies[label], float)
     style: dict[str, Any] = dict(color=color, lw=0, marker=mark, alpha=0.8)
