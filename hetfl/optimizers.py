@@ -73,7 +73,10 @@ def momentum_sgd(
 def by_name(
   optimizers: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-  """An optimizer of several models by name, each with one of its own."""
+  """An optimizer of several models by name, each with one of its own.
+
+  Extra arguments, such as the loss as `value`, are those of all together.
+  """
 
   def init(params):
     return {name: optimizers[name].init(w) for name, w in params.items()}

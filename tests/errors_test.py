@@ -179,6 +179,12 @@ WRONG = {
   ),
   "pools: give a sequence": lambda: fedavg(POOLS[0], rounds=1),
   "parties: give a sequence": lambda: fedmd(algorithms.PARTIES[0]),
+  "trained: give a Learner for each of 3 parties, not 0": lambda: fedmd(
+    algorithms.PARTIES
+  ).init(KEY, []),
+  "server: there is no global_model": lambda: fml(
+    [Client(MLP)], global_model=None
+  ).init(KEY, MLP.start(KEY)),
   "clients: give at least one Client": lambda: fml([MLP], global_model=MLP),
   "distiller=None: give a Distiller": lambda: merged_codist(
     POOLS, None, alpha=0.5, rounds=1

@@ -282,6 +282,8 @@ def fml(
       # The key that FedAvg gives its only pool.
       server_key = jax.random.fold_in(init_key, 0)
       server = global_model.start(server_key, "server", server)
+    elif server is not None:
+      raise ValueError("server: there is no global_model for its variables")
 
     def start_all(model, group, part=0):
       numbers = 1 + part * len(clients) + np.array(group)

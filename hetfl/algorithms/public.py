@@ -104,11 +104,14 @@ class Parties:
     learners = local.start_learners(self.students, optimizers, key, first=2**31)
     new, last = learners[: len(self.parties)], learners[len(self.parties) :]
     if trained is not None:
+      if len(trained) != len(new):
+        raise ValueError(
+          f"trained: give a Learner for each of {len(new)} parties, not"
+          f" {len(trained)}"
+        )
       new = tuple(
         learner.adopt(party.label, given)
-        for party, learner, given in zip(
-          self.parties, new, trained, strict=True
-        )
+        for party, learner, given in zip(self.parties, new, trained)
       )
     clients = tuple(
       learner._replace(
