@@ -71,6 +71,7 @@ def test_four_algorithms_side_by_side(fml, tmp_path):
     "--microbatch=0",
     "--conv=native",
     f"--workdir={tmp_path}/again",
+    XLA_FLAGS="",
   )
   assert again.returncode == 0, again.stderr
   _, theirs = outcome(tmp_path / "all/fml")
@@ -184,6 +185,7 @@ def test_unlike_tasks_on_real_images(fml, tmp_path):
     "--notensorboard",
     f"--data_dir={data}",
     f"--workdir={tmp_path}/run",
+    XLA_FLAGS="",
   )
   assert done.returncode == 0, done.stderr
   result, rows = outcome(tmp_path / "run")

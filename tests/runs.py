@@ -73,7 +73,12 @@ class Experiment:
     self._environment, self._forks = environment, forks
 
   def __call__(self, *args, **environment):
-    """Runs it to its end."""
+    """Runs it to its end.
+
+    With the tests' XLA_FLAGS programs are compiled soon but run slowly, those
+    with XLA's own convolutions or of many images twenty times as long as with
+    XLA_FLAGS="".
+    """
     environment = self._environment | environment
     if environment == self._forks.environment:
       return self._forks.run(self._script, *args)
