@@ -1,11 +1,11 @@
 """experiments/fml.py as a user runs it."""
 
-import os
 import re
 import signal
 
 import pytest
 
+from tests import runs
 from tests.runs import error_of, everything, last_state, outcome, stop
 
 ALGORITHMS = ("fedavg", "fedprox", "fml", "independent")
@@ -168,10 +168,8 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
 
 
 @pytest.mark.slow
+@runs.needs_real_data
 def test_unlike_tasks_on_real_images(fml, tmp_path):
-  data = os.environ.get("HETFL_DATA_DIR")
-  if not data:
-    pytest.skip("HETFL_DATA_DIR is not set")
   # Figure 6 in small: partial global model, two data sets, MLPs as clients.
   done = fml(
     "--algorithm=fml",
@@ -183,7 +181,7 @@ def test_unlike_tasks_on_real_images(fml, tmp_path):
     "--batch_size=500",
     "--microbatch=50",
     "--notensorboard",
-    f"--data_dir={data}",
+    f"--data_dir={runs.REAL}",
     f"--workdir={tmp_path}/run",
     XLA_FLAGS="",
   )

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -10,8 +11,11 @@ import time
 
 import numpy as np
 import orbax.checkpoint
+import pytest
 
 SECONDS = 300  # A run may take no longer.
+REAL = os.environ.get("HETFL_DATA_DIR")
+needs_real_data = pytest.mark.skipif(not REAL, reason="no HETFL_DATA_DIR")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
