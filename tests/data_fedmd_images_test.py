@@ -1,7 +1,6 @@
 """FedMD's partitions and environments."""
 
 import functools
-import os
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,11 +9,7 @@ import pytest
 
 from hetfl import population
 from hetfl.data import DataError, fedmd_images, vision
-
-REAL = os.environ.get("HETFL_DATA_DIR")
-needs_real_data = pytest.mark.skipif(
-  not REAL, reason="HETFL_DATA_DIR is unset: no real images to read"
-)
+from tests.runs import needs_real_data, REAL
 
 
 @settings(max_examples=40, deadline=None)

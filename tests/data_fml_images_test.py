@@ -1,19 +1,12 @@
 """Shards by label, and the federations of FML."""
 
-import os
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
 
 from hetfl.data import fml_images, partition
-
-REAL = os.environ.get("HETFL_DATA_DIR")
-needs_real_data = pytest.mark.skipif(
-  REAL is None, reason="HETFL_DATA_DIR is unset: no real images to read"
-)
-
+from tests.runs import needs_real_data, REAL
 
 # --- Shards -----------------------------------------------------------------
 

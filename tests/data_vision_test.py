@@ -15,11 +15,8 @@ import numpy as np
 import pytest
 
 from hetfl.data import DataError, files, vision
+from tests.runs import needs_real_data, REAL
 
-REAL = os.environ.get("HETFL_DATA_DIR")
-needs_real_data = pytest.mark.skipif(
-  REAL is None, reason="HETFL_DATA_DIR is unset: no real images to read"
-)
 CLASSES = 4
 
 

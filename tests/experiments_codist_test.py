@@ -3,7 +3,6 @@
 import csv
 import hashlib
 import json
-import os
 import pathlib
 import random
 import re
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests import runs
 from tests.runs import error_of, everything, last_state, outcome, ROOT, stop
 
 QUICK = ("--rounds=6", "--eval_every=3", "--codist_period=4")
@@ -137,20 +137,21 @@ def test_seeds_have_folders_and_a_mean(codist, experiment, tmp_path):
 
 @pytest.mark.slow
 def test_speed_flags_change_nothing_but_rounding(codist, tmp_path):
-  run = ("--algorithm=merged", "--rounds=3", "--eval_every=3")
+  run = ("--algorithm=merged", "--rounds=2", "--eval_every=2")
   cases = {
     "threads": (),
     "inline": (
       "--engine=inline",
       "--conv=native",
       "--microbatch=0",
-      "--rounds_per_dispatch=3",
+      "--rounds_per_dispatch=2",
     ),
     "mesh": ("--engine=mesh", "--cpu_devices=2", "--lanes=4", "--bank=round"),
   }
   results = {}
   for name, flags in cases.items():
-    done = codist(*run, *flags, f"--workdir={tmp_path / name}")
+    optimized = {"XLA_FLAGS": ""} if name == "inline" else {}
+    done = codist(*run, *flags, f"--workdir={tmp_path / name}", **optimized)
     assert done.returncode == 0, done.stderr
     results[name] = outcome(tmp_path / name)[1][-1]
   for name in ("inline", "mesh"):
@@ -259,10 +260,6 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
       "--merge_alpha=1,0.5,0: give one value, or FI",
     ),
     (("--clients_per_round=0",), "clients_per_round"),
-    (
-      ("--clients_per_round=9",),
-      "error: --clients_per_round=9: pool 1 has 8 clients",
-    ),
     (("--high_capacity_clients=99",), "--high_capacity_clients"),
     (
       ("--clients_per_round=20,9",),
@@ -316,14 +313,13 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
 
 
 @pytest.mark.slow
+@runs.needs_real_data
 def test_real_cifar_100_and_a_flipped_bit(codist, tmp_path):
-  data = os.environ.get("HETFL_DATA_DIR")
-  if not data:
-    pytest.skip("HETFL_DATA_DIR is not set")
   flags = ROOT / "experiments/flags/table1_cifar_4700_periodic_out.flags"
   run = (f"--flagfile={flags}", "--rounds=2", "--codist_period=2")
   run += ("--distill_steps=2", "--eval_batch_size=500")
-  done = codist(*run, f"--data_dir={data}", f"--workdir={tmp_path}/run")
+  place = f"--workdir={tmp_path}/run"
+  done = codist(*run, f"--data_dir={runs.REAL}", place, XLA_FLAGS="")
   assert done.returncode == 0, done.stderr
   result, rows = outcome(tmp_path / "run")
   pools = result["pools"]
@@ -332,7 +328,7 @@ def test_real_cifar_100_and_a_flipped_bit(codist, tmp_path):
   assert [pools[p]["examples"] for p in pools] == [31_500, 4_700]
   assert np.isfinite(rows[-1]["large/distill_loss"])
   shutil.copytree(
-    pathlib.Path(data, "cifar-100-binary"), tmp_path / "cifar-100-binary"
+    pathlib.Path(runs.REAL, "cifar-100-binary"), tmp_path / "cifar-100-binary"
   )
   file = tmp_path / "cifar-100-binary/train.bin"
   file.chmod(0o644)
@@ -345,7 +341,7 @@ def test_real_cifar_100_and_a_flipped_bit(codist, tmp_path):
   assert done.returncode != 0
   line = error_of(done)
   assert "train.bin" in line and "sha256" in line.lower()
-  done = codist(*run, f"--data_dir={data}", "--recipe=mnist28")
+  done = codist(*run, f"--data_dir={runs.REAL}", "--recipe=mnist28")
   assert "crops of 28x28x1 do not fit images of 32x32x3" in error_of(done)
 
 

@@ -215,6 +215,7 @@ def test_engines_agree(undisturbed, fedmd, tmp_path):
     "--conv=native",
     "--eval_batch_size=500",
     f"--workdir={tmp_path}/inline",
+    XLA_FLAGS="",
   )
   assert done.returncode == 0, done.stderr
   rows = [

@@ -1,11 +1,11 @@
 """experiments/fml.py as a user runs it."""
 
-import os
 import re
 import signal
 
 import pytest
 
+from tests import runs
 from tests.runs import error_of, everything, last_state, outcome, stop
 
 ALGORITHMS = ("fedavg", "fedprox", "fml", "independent")
@@ -71,6 +71,7 @@ def test_four_algorithms_side_by_side(fml, tmp_path):
     "--microbatch=0",
     "--conv=native",
     f"--workdir={tmp_path}/again",
+    XLA_FLAGS="",
   )
   assert again.returncode == 0, again.stderr
   _, theirs = outcome(tmp_path / "all/fml")
@@ -167,10 +168,8 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
 
 
 @pytest.mark.slow
+@runs.needs_real_data
 def test_unlike_tasks_on_real_images(fml, tmp_path):
-  data = os.environ.get("HETFL_DATA_DIR")
-  if not data:
-    pytest.skip("HETFL_DATA_DIR is not set")
   # Figure 6 in small: partial global model, two data sets, MLPs as clients.
   done = fml(
     "--algorithm=fml",
@@ -182,8 +181,9 @@ def test_unlike_tasks_on_real_images(fml, tmp_path):
     "--batch_size=500",
     "--microbatch=50",
     "--notensorboard",
-    f"--data_dir={data}",
+    f"--data_dir={runs.REAL}",
     f"--workdir={tmp_path}/run",
+    XLA_FLAGS="",
   )
   assert done.returncode == 0, done.stderr
   result, rows = outcome(tmp_path / "run")

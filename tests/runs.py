@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -10,8 +11,11 @@ import time
 
 import numpy as np
 import orbax.checkpoint
+import pytest
 
 SECONDS = 300  # A run may take no longer.
+REAL = os.environ.get("HETFL_DATA_DIR")
+needs_real_data = pytest.mark.skipif(not REAL, reason="no HETFL_DATA_DIR")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -73,7 +77,12 @@ class Experiment:
     self._environment, self._forks = environment, forks
 
   def __call__(self, *args, **environment):
-    """Runs it to its end."""
+    """Runs it to its end.
+
+    With the tests' XLA_FLAGS programs are compiled soon but run slowly, those
+    with XLA's own convolutions or of many images twenty times as long as with
+    XLA_FLAGS="".
+    """
     environment = self._environment | environment
     if environment == self._forks.environment:
       return self._forks.run(self._script, *args)
