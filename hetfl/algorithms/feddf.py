@@ -63,7 +63,7 @@ def feddf(
     ValueError: a value is out of its range, or the distiller has a divergence
       of its own.
 
-  Reference: Lin et al. 2020, algorithm 3. Departures: the plan says how many
+  Reference: Lin et al. 2020. Departures: the plan says how many
   steps are taken, without a validation set; the rate is constant in a round,
   where the paper's falls by a cosine. Clients of weight 0 do not teach.
 

@@ -48,10 +48,10 @@ def fedproto(
   Raises:
     ValueError: as `personal`; labels are not classes.
 
-  Reference: Tan et al. 2022, equations 4, 6 and 8, algorithm 1. Departures:
+  Reference: Tan et al. 2022, algorithm 1. Departures:
   the mean of squares over features is that of the released code, as are
   prototypes from a pass of the trained model over the round's batches; the
-  average is over examples (equation 6), where the code weighs clients equally.
+  average is over examples, where the code weighs clients equally.
 
   The client's features are 1 for its only image, of class 0, which has no
   prototype yet: it sends 1 (its logits do not depend on its features).
@@ -146,7 +146,7 @@ def nearest(outputs: Features, server: core.Mean) -> jax.Array:
   Returns:
     `float32[B, C]`, minus infinity for classes without a prototype.
 
-  Reference: Tan et al. 2022, section 4.3 ("inference").
+  Reference: Tan et al. 2022, on inference.
 
   >>> server = core.Mean(jnp.array([[0.], [6.]]), jnp.array([1., 2.]))
   >>> nearest(Features(jnp.array([[2.]]), None), server).tolist()

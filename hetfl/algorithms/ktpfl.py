@@ -33,7 +33,7 @@ def coefficients_loss(
   Returns:
     A scalar.
 
-  Reference: Zhang et al. 2021, equation 7, with equal weights of the parties.
+  Reference: Zhang et al. 2021, with equal weights of the parties.
 
   Party 0 says (1/2, 1/2) and learns (3/4, 1/4) from 1, which learns from
   itself: `3/4 log(3/2) + 1/4 log(1/2) + rho`.
@@ -73,7 +73,7 @@ def step_coefficients(
   Returns:
     `float[P, P]`.
 
-  Reference: Zhang et al. 2021, the update of the coefficients in algorithm 1.
+  Reference: Zhang et al. 2021, the update of the coefficients.
 
   Two parties that say the same are equal: only the penalty, whose slope is
   `2 rho (c - 1/2)`, moves the coefficients.
@@ -142,7 +142,7 @@ def ktpfl(
   Raises:
     ValueError: a value is out of its range.
 
-  Reference: Zhang et al. 2021, equation 7, algorithm 1. Departures: the order
+  Reference: Zhang et al. 2021. Departures: the order
   is that of the released code, whose parties send once a round: the
   coefficients are fitted before, not after, the parties learn from them. Rows
   are projected to distributions, where the code takes a softmax of 5 c; the
