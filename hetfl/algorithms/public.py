@@ -4,7 +4,7 @@ FedMD, DS-FL and KT-pFL differ in the order of the phases, and in what the
 server makes of the scores.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -83,7 +83,7 @@ class Parties:
   def init(
     self,
     key: jax.Array,
-    trained: Iterable[local.Learner] | None,
+    trained: Sequence[local.Learner] | None,
     hyper: dict[str, jax.Array],
     server: PyTree = (),
   ) -> core.State:
