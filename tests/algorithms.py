@@ -331,7 +331,9 @@ METHODS = {
   # There may be classes of which nobody has an example.
   "fd": personal(fd, head=None, num_classes=FEATURES),
   "fedgh": personal(
-    fedgh, head=TOP, server_learning_rate=0.125, server_batch_size=4
+    functools.partial(fedgh, head=TOP),
+    server_learning_rate=0.125,
+    server_batch_size=4,
   ),
   "fedkd": personal(
     lambda clients, **options: fedkd(
