@@ -396,6 +396,16 @@ def as_type(x: jax.Array, dtype: Any) -> jax.Array:
   return x.astype(dtype)
 
 
+def as_types(tree: PyTree, like: PyTree) -> PyTree:
+  """Casts arrays, such as a mean of float32, to the types of others' leaves.
+
+  >>> as_types([jnp.ones(1)], [jnp.ones(1, jnp.bfloat16)])
+  [Array([1], dtype=bfloat16)]
+  """
+  cast = lambda x, old: as_type(jnp.asarray(x), old.dtype)
+  return jax.tree.map(cast, tree, like)
+
+
 def num_parameters(params: PyTree) -> int:
   """Number of trained parameters.
 

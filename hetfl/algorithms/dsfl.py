@@ -127,7 +127,7 @@ def dsfl(
     # Aggregation, by entropy reduction, and Broadcast.
     weights = state.hyper["consensus_weights"]
     target = entropy_reduction(scores, weights, state.hyper["temperature"])
-    shown = group.distribute(plan, data, target)
+    (shown,) = group.distribute(plan, data, target)
     # Distillation, of the parties and of the server's model.
     everyone = [shown] * len(group.students)
     state, digest_losses = group.digest(state, plan, everyone)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from hetfl import core, distill, local
-from hetfl.algorithms.features import class_sums
+from hetfl.algorithms.features import class_sums, no_sums
 from hetfl.algorithms.personal import Method, personal
 from hetfl.clients import Client
 
@@ -92,9 +92,7 @@ def fd(
   [1.46..., 0.53...] 0.12...
   """
   # Of a client in the first round, of its sums, and of the server.
-  nothing = lambda: core.Mean(
-    jnp.zeros((num_classes, num_classes)), jnp.zeros(num_classes)
-  )
+  nothing = lambda: no_sums(num_classes, num_classes)
   never = lambda: ClassMeans(nothing(), jnp.zeros((), jnp.int32))
 
   def objective(client):

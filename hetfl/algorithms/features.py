@@ -107,6 +107,11 @@ def class_sums(
   return core.Mean(total, jnp.sum(of_class, axis=0))
 
 
+def no_sums(num_classes: int, size: int) -> core.Mean:
+  """`class_sums` of `size` numbers over no examples."""
+  return core.Mean(jnp.zeros((num_classes, size)), jnp.zeros(num_classes))
+
+
 def of_logits(client: Client) -> local.Objective:
   """Learning from labels, by a model whose outputs are `Features`."""
   loss = lambda outputs, batch: client.loss(outputs.logits, batch)

@@ -155,14 +155,13 @@ class Pool(local.Participant):
     @jax.jit
     def step(server, gradient, stats, rate):
       # Sums are float32 at least; the model and its optimizer keep their types.
-      like = lambda x, old: core.as_type(x, old.dtype)
       params, opt_state = local.descend(
         self.server_optimizer(rate),
         server.params,
         server.opt_state,
-        jax.tree.map(like, gradient, server.params),
+        core.as_types(gradient, server.params),
       )
-      stats = jax.tree.map(like, stats, server.stats)
+      stats = core.as_types(stats, server.stats)
       return local.Learner(core.Variables(params, stats), opt_state)
 
     return step

@@ -121,11 +121,7 @@ def fedkd(
     del key
     mean, last = weighted_mean(sent.value, sent.weight), context["server"]
     update = compressed(mean.params, context["energy"])
-    return jax.tree.map(
-      lambda x, old: core.as_type(x, old.dtype),
-      mean._replace(params=optax.tree.add(last.params, update)),
-      last,
-    )
+    return mean._replace(params=optax.tree.add(last.params, update))
 
   method = Method(
     objective=objective,

@@ -191,7 +191,7 @@ def fedmd(
     # Aggregate: the server computes the consensus, before any party trains.
     agreed = consensus(scores, state.hyper["consensus_weights"])
     # Distribute: the subset becomes a bank, with the consensus in it.
-    shown = group.distribute(plan, data, agreed)
+    (shown,) = group.distribute(plan, data, agreed)
     # Digest: each party approaches the consensus on the public subset.
     state, digest_losses = group.digest(state, plan, [shown] * len(parties))
     # Revisit: each party trains on its own private data for a few epochs.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hetfl import core, local
-from hetfl.algorithms.features import class_sums, Features
+from hetfl.algorithms.features import class_sums, Features, no_sums
 from hetfl.algorithms.personal import Method, personal
 from hetfl.clients import Client
 
@@ -75,7 +75,7 @@ def fedproto(
 
   def none_yet(key, kept):
     del key, kept
-    return no_prototypes(num_classes, num_features)
+    return no_sums(num_classes, num_features)
 
   def survey(outputs, batch):
     return class_sums(outputs.features, batch, num_classes)
@@ -120,13 +120,6 @@ def pulled(
     return loss + context["weight"] * distance, stats, {"distance": distance}
 
   return losses
-
-
-def no_prototypes(num_classes: int, num_features: int) -> core.Mean:
-  """Those of the first round."""
-  return core.Mean(
-    jnp.zeros((num_classes, num_features)), jnp.zeros(num_classes)
-  )
 
 
 def prototypes_of(server: core.Mean) -> tuple[jax.Array, jax.Array]:

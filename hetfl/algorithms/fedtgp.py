@@ -14,9 +14,9 @@ import numpy as np
 import optax
 
 from hetfl import checks, core
-from hetfl.algorithms.features import class_sums, train_server
+from hetfl.algorithms.features import class_sums, no_sums, train_server
 from hetfl.algorithms.fedgh import sent_prototypes
-from hetfl.algorithms.fedproto import no_prototypes, prototypes_of, pulled
+from hetfl.algorithms.fedproto import prototypes_of, pulled
 from hetfl.algorithms.personal import Method, personal
 from hetfl.clients import Client
 
@@ -110,7 +110,7 @@ def fedtgp(
 
   def start(key, kept):
     del kept
-    none = no_prototypes(num_classes, num_features)
+    none = no_sums(num_classes, num_features)
     return Trained(none, network.start(key))
 
   def contrast(variables, batch, key, context):

@@ -56,7 +56,7 @@ def _merge(merge, memes, weights):
   one = jax.tree.map(lambda a: a[0], each)
   merged = merge(each, jnp.concatenate(weights))
   checks.alike("merge", merged, one)
-  return jax.tree.map(lambda x, a: core.as_type(x, a.dtype), merged, one)
+  return core.as_types(merged, one)
 
 
 def _objective(client, models) -> local.Objective:

@@ -188,8 +188,7 @@ def ktpfl(
     coefficients = step_coefficients(
       state.server, scores, *how, coefficients_steps
     )
-    targets = mixtures(coefficients, scores)
-    shown = [group.distribute(plan, data, target) for target in targets]
+    shown = group.distribute(plan, data, *mixtures(coefficients, scores))
     state, digest_losses = group.digest(state, plan, shown)
     state, revisit_losses = group.revisit(state, plan, data)
     losses = dict(digest_loss=digest_losses, revisit_loss=revisit_losses)

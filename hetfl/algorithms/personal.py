@@ -67,7 +67,8 @@ class Method(NamedTuple):
     survey: `(outputs, batch) -> sums`; in place of the message a client sends
       their sum over its batches, by its trained model in inference mode.
     extra: `variables -> pytree`, what else a client keeps at first.
-    aggregate: `(context, sent, key) -> server`, from `Sent`.
+    aggregate: `(context, sent, key) -> server`, from `Sent`; cast to the types
+      of the server's last.
     measured: names of the metrics, `loss` and what the objective measures.
   """
 
@@ -201,7 +202,7 @@ def personal(
     sent = Sent(value, together(*weights), together(*numbers))
     new = method.aggregate(context, sent, key)
     checks.alike("aggregate", new, context["server"])
-    return new
+    return core.as_types(new, context["server"])
 
   return core.Algorithm(init, step)
 

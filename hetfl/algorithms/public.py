@@ -140,19 +140,21 @@ class Parties:
     return _without_lots(self._engine.run(*works), len(subset))
 
   def distribute(
-    self, plan: Plan, data: dict[str, core.Batch], target: jax.Array
-  ) -> core.Batch:
-    """The round's public examples and a target for each, as a bank.
+    self, plan: Plan, data: dict[str, core.Batch], *targets: jax.Array
+  ) -> list[core.Batch]:
+    """The round's public examples, gathered once, with each of some targets.
 
     Args:
       plan: the round's plan.
       data: holds the public bank.
-      target: `float[N, C]`.
+      *targets: each `float[N, C]`.
 
     Returns:
-      The bank of N examples, as `digest` takes it.
+      For each a bank of N examples, as `digest` takes it.
     """
-    return _shown(checks.bank(data, "public"), _subset(plan), target)
+    public, subset = checks.bank(data, "public"), _subset(plan)
+    shown, known = _shown(public, subset, targets)
+    return [{**shown, "consensus": target} for target in known]
 
   def digest(
     self, state: core.State, plan: Plan, shown: Sequence[core.Batch]
@@ -243,12 +245,13 @@ def _without_lots(scores, size):
 
 
 @jax.jit
-def _shown(public, subset, target):
-  """The public subset and the targets on it, as a bank."""
+def _shown(public, subset, targets):
+  """The public subset, and the targets on it."""
   shown = gather(public, subset)
   # NaN for positions beyond the bank.
-  known = shown.pop("mask").reshape(-1, *[1] * (target.ndim - 1))
-  return {**shown, "consensus": target + (known - 1)}
+  known = shown.pop("mask") - 1
+  add = lambda target: target + known.reshape(-1, *[1] * (target.ndim - 1))
+  return shown, list(map(add, targets))
 
 
 def _scores_task(party, translator, transform) -> Task:

@@ -138,11 +138,7 @@ def scaffold(
       mean.params,
     )
     return Controlled(
-      jax.tree.map(
-        lambda x, old: core.as_type(x, old.dtype),
-        mean._replace(params=params),
-        model,
-      ),
+      mean._replace(params=params),
       jax.tree.map(
         lambda c, d: c + jnp.sum(d, axis=0) / len(clients), control, changes
       ),
