@@ -95,13 +95,12 @@ def codist_round(
     The round.
   """
   runner = engine.Inline(at_once=1000) if plain else rounds.one_device()
-  part = 16 if isinstance(runner, engine.Threads) else None
   clients = clients_of(EQUAL)
   bank = jax.device_put(dict(clients.bank))
   distiller = hetfl.Distiller(
     transform=augment.RECIPES["crop24"].distill,
     mixup_beta=2,
-    microbatch=part,
+    microbatch=rounds.microbatch(runner),
   )
   pools = [pool_of(size, "native" if plain else None, dtype) for size in CNNS]
   options = dict(rounds=1500, engine=runner)

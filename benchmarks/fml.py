@@ -13,13 +13,12 @@ import numpy as np
 
 from benchmarks import peers, rounds
 import hetfl
-from hetfl import augment, core, engine
+from hetfl import augment, core
 from hetfl.models import fml as nets
 
 NUM_CLIENTS = 5
 BATCH_SIZE = 128
 SHAPE = (32, 32, 3)
-MICROBATCH = 16
 NORMAL = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
 
@@ -42,11 +41,10 @@ def ours_round(
   model = core.Model.from_flax(
     nets.net("cnn1", 10, SHAPE, dtype=dtype), jnp.zeros((1, *SHAPE))
   )
-  on_threads = isinstance(runner, engine.Threads)
   client = hetfl.Client(
     model,
     transform=augment.RECIPES["pad32"].train,
-    microbatch=MICROBATCH if on_threads else None,
+    microbatch=rounds.microbatch(runner),
   )
   clients = [client] * NUM_CLIENTS
   shared = model if mutual else None

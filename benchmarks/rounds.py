@@ -68,6 +68,11 @@ def one_device(at_once: int | None = None) -> engine.Engine:
   return engine.Inline(at_once=at_once)
 
 
+def microbatch(runner: engine.Engine) -> int | None:
+  """What the commands pass through a model at once by default."""
+  return 16 if isinstance(runner, engine.Threads) else None
+
+
 def looped(setup: Setup) -> Round:
   """A callable that runs the next rounds and blocks till they are done.
 

@@ -1,4 +1,7 @@
-"""Every flag file makes two rounds, on real images where they are at hand."""
+"""Every flag file makes two rounds, on real images where they are at hand.
+
+The rounds are traced, or with HETFL_TRAIN=1, which takes long, they are run.
+"""
 
 import dataclasses
 import functools
@@ -24,6 +27,7 @@ LEAST = {
 # What no program reads: it is in plans, in data, or a number in the state.
 NUMBERS = ("partition", "merge_weights", "high_capacity_clients", "environment")
 NUMBERS += ("bad_clients", "distill_examples", "consensus_weights")
+TRAIN = bool(os.environ.get("HETFL_TRAIN"))
 KNOWN = {}  # What rounds return, by what their programs depend on.
 TABLES = sorted(p.stem for p in (ROOT / "experiments/tables").glob("*.toml"))
 
@@ -43,15 +47,18 @@ def load_few(load, *args):
 
 
 def rounds(s, algorithm, start, plans, data):
-  """What two rounds return, but for its values: nothing is compiled."""
+  """What two rounds return, but for its values if nothing is compiled."""
   arrays, tree = jax.tree.flatten((plans, data))
   values = {n: v for n, v in s.of_kind("result").items() if n not in NUMBERS}
   program = str((values, tree, *map(jax.typeof, arrays)))
   if program not in KNOWN:
-    state = jax.eval_shape(algorithm.init, *start)
+    call = (lambda f, *args: f(*args)) if TRAIN else jax.eval_shape
+    state = call(jax.jit(algorithm.init), *start)
     step = jax.jit(algorithm.step)  # Traced once.
     for plan in plans:
-      state, metrics = jax.eval_shape(step, state, plan, data)
+      state, metrics = call(step, state, plan, data)
+      if TRAIN:
+        assert all(np.isfinite(m.total) for m in metrics.values())
     KNOWN[program] = state, metrics
   return KNOWN[program]
 
