@@ -50,6 +50,10 @@ def build(name, runner=None):
 
 make_pools = functools.partial(federation.make_pools, models=federation.DENSE)
 every_algorithm = pytest.mark.parametrize("name", CASES)
+# Those whose clients keep models stand on one frame, here for all FedProto.
+every_frame = pytest.mark.parametrize(
+  "name", [name for name in CASES if name not in {*METHODS} - {"fedproto"}]
+)
 those_with_pools = pytest.mark.parametrize(
   "name", [name for name, case in CASES.items() if case.pooled]
 )
@@ -112,7 +116,7 @@ def test_lanes_devices_and_threads(reference, on_threads, name, kind):
   assert_close(metrics, expected_metrics)
 
 
-@every_algorithm
+@every_frame
 def test_threads_give_the_same_bits_every_time(name):
   algorithm = build(name, engine.Threads(3))
   states = [run(name, algorithm, 2)[0] for _ in range(2)]
@@ -209,7 +213,7 @@ def test_a_state_may_be_given_up(name):
       run(name, algorithm._replace(step=step), 2, state=state)
 
 
-@every_algorithm
+@every_frame
 def test_a_plan_may_lie_on_the_device(on_threads, name):
   case, algorithm = CASES[name], on_threads(name)
   plan = case.plan(1)
@@ -331,7 +335,7 @@ def test_no_type_is_promoted(name, kind):
     jax.eval_shape(algorithm.step, state, case.plan(1), case.data())
 
 
-@every_algorithm
+@every_frame
 def test_programs_are_freed_with_the_algorithm(name, monkeypatch):
   tasks, make = [], engine.Task.__init__
 
@@ -370,7 +374,7 @@ OWNERS = {
 }
 
 
-@every_algorithm
+@every_frame
 def test_errors_of_models_and_losses_say_whose_they_are(name):
   """Those that Flax and optax raise, of another shape or signature."""
   narrow = core.Model.from_flax(nn.Dense(3), jnp.zeros((1, 7)))

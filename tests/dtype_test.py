@@ -1,5 +1,7 @@
 """Models that compute in bfloat16: what is narrow, and what stays float32."""
 
+import importlib
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 from hetfl import core
 from hetfl.models import fedmd, fml, language, layers, next_word, vision
 from hetfl.models.kernels.products import recur
-from tests.runs import error_of, outcome
+from tests.runs import error_of, outcome, ROOT
 
 IMAGES = (64, 16, 16, 3)  # Enough for batch statistics.
 WORDS = 60
@@ -167,41 +169,45 @@ def test_parameters_of_bfloat16_still_do():
   np.testing.assert_allclose(core.wide(narrow), core.wide(theirs), atol=0.05)
 
 
-SHORT = {
-  "codist": (
-    ("--algorithm=merged", "--rounds=2", "--eval_every=2", "--distill_steps=2"),
-    "large/test_loss",
-  ),
-  "codist_text": (
-    ("--dataset=pydoc", "--algorithm=fedavg", "--rounds=1"),
-    "large/test_loss",
-  ),
-  "fml": (
-    ("--algorithm=fml", "--rounds=1", "--local_epochs=1", "--num_clients=5"),
-    "global/test_loss",
-  ),
-  "fedmd": (
-    (
-      *("--public_epochs=1", "--transfer_epochs=1", "--pooled_epochs=1"),
-      *("--rounds=1", "--num_parties=2"),
-    ),
-    "party0/test_loss",
-  ),
+IMAGE, SENTENCE = np.zeros((2, 8, 8, 1)), np.zeros((2, 5), int)
+COMMANDS = {
+  "codist": (lambda e: e.models, IMAGE),
+  "codist --dataset=pydoc": (lambda e: e.models, SENTENCE),
+  "compare": (lambda e: [e.model(name, False) for name in e.kinds], IMAGE),
+  "fml": (lambda e: [e.global_model, *(c.model for c in e.clients)], IMAGE),
+  "fedmd": (lambda e: [p.model for p in e.parties], np.zeros((2, 16, 16, 1))),
 }
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_models_compute_in_bfloat16(monkeypatch, command):
+  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+  name, *flags = command.split()
+  module = importlib.import_module(f"{name}_run")
+  parse = importlib.import_module("settings").parse
+  given = parse([*flags, "--dtype=bfloat16"], module.SETTINGS)
+  words = module.words(given.values, "fml" if name == "fml" else "local")
+  experiment = module.Experiment(module.SETTINGS.resolve(given.values, words))
+  models, x = COMMANDS[command]
+  for model in models(experiment):
+    variables = jax.eval_shape(model.init, jax.random.key(0))
+    types = products(jax.make_jaxpr(model.predict)(variables, x).jaxpr)
+    assert any("bfloat16" in t[:2] for t in types)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHORT)
-def test_commands_compute_in_bfloat16(experiment, name, tmp_path):
-  run, (flags, loss) = experiment(name.partition("_")[0]), SHORT[name]
-  rows = {}
+def test_a_run_in_bfloat16(experiment, tmp_path):
+  run, rows = experiment("fml"), {}
+  flags = ("--algorithm=fml", "--rounds=1", "--local_epochs=1")
+  flags += ("--client_models=mlp", "--global_model=mlp", "--notensorboard")
   for dtype in ("float32", "bfloat16"):
     done = run(*flags, f"--dtype={dtype}", f"--workdir={tmp_path / dtype}")
     assert done.returncode == 0, done.stderr
     rows[dtype] = outcome(tmp_path / dtype)[1][-1]
   # About the same, but not the same.
+  loss = "global/test_loss"
   assert rows["bfloat16"][loss] != rows["float32"][loss]
   assert rows["bfloat16"][loss] == pytest.approx(rows["float32"][loss], rel=0.1)
-  if name == "codist":  # It is part of what a run is.
-    other = run(*flags, f"--workdir={tmp_path / 'bfloat16'}")
-    assert "dtype" in error_of(other)
+  # It is part of what a run is.
+  other = run(*flags, f"--workdir={tmp_path / 'bfloat16'}")
+  assert "dtype" in error_of(other)
