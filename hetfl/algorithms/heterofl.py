@@ -76,8 +76,7 @@ def heterofl(
   >>> held = ClientPopulation.from_lists(bank, [[0], [0]])
   >>> plan = plan_round({'train': held}, seed=0, round=1, batch_size=1)
   >>> clients = Client(channels(1)), Client(channels(2), learning_rate=2.)
-  >>> algorithm = heterofl(
-  ...     clients, global_model=channels(3), learning_rate=1.)
+  >>> algorithm = heterofl(clients, global_model=channels(3), learning_rate=1.)
   >>> state, metrics = algorithm.step(
   ...     algorithm.init(jax.random.key(0)), plan, {'train': bank})
   >>> state.server.params.tolist()
@@ -103,6 +102,10 @@ def heterofl(
 
   def server(key, kept):
     whole = global_model.start(key, "global_model")
+    if output is not None and output not in whole.params:
+      raise ValueError(
+        f"output={output!r}: the models' layers are {sorted(whole.params)}"
+      )
     for group in kept:
       own = jax.tree.map(lambda a: a[0], group.learner.variables)
       _check(clients[group.clients[0]].label, own, whole)
@@ -185,11 +188,8 @@ def filled(own: PyTree, whole: PyTree) -> PyTree:
   >>> filled(jnp.ones((1, 2), int), jnp.zeros((2, 3))).tolist()
   [[1, 1, 0], [0, 0, 0]]
   """
-
-  def fill(x, w):
-    return jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, w.shape)])
-
-  return jax.tree.map(fill, own, whole)
+  ends = lambda x, w: [(0, n - m) for m, n in zip(x.shape, w.shape)]
+  return jax.tree.map(lambda x, w: jnp.pad(x, ends(x, w)), own, whole)
 
 
 def _check(label, own, whole):
