@@ -373,9 +373,11 @@ def heterofl_round(server, batches, have):
       "Dense_0": {"kernel": np.s_[:, :n], "bias": np.s_[:n]},
       "Dense_1": {"kernel": np.s_[:n, have[k]], "bias": np.s_[have[k]]},
     }
-    w = tree_map(lambda a: a, server)
-    w["Dense_0"] = tree_map(lambda a, n=n: a[..., :n], w["Dense_0"])
-    w["Dense_1"] = w["Dense_1"] | {"kernel": w["Dense_1"]["kernel"][:n]}
+    first, second = server["Dense_0"], server["Dense_1"]
+    w = {
+      "Dense_0": {name: a[..., :n] for name, a in first.items()},
+      "Dense_1": second | {"kernel": second["kernel"][:n]},
+    }
     for x, y in of_client:
       z = np.where(have[k], codist.logits(w, x), 0)
       w = descend(w, x, codist.cross_entropy(z, y)[1] * have[k])

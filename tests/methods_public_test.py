@@ -320,7 +320,8 @@ class Small(nn.Module):
   @nn.compact
   def __call__(self, x):
     x = nn.relu(nn.Dense(self.width)(x.reshape(len(x), -1)))
-    return nn.Dense(federation.CLASSES)(nn.relu(nn.Dense(4)(x)))
+    x = nn.relu(nn.Dense(4)(x))
+    return nn.Dense(federation.CLASSES)(x)
 
 
 def small(width):
@@ -354,24 +355,22 @@ def fedet_round(models, server, plan, decay, diversity, shared):
   sizes = [plan.batches[f"pool{i}"].weight.sum() for i in range(len(models))]
   parts = [{shared: w[shared]} for w in models]
   server = server | oracle.weighted_mean(parts, sizes)
-  agree = []
   for index in plan.batches["distill"].index[0]:
     x = bank["x"][index]
     said = np.stack([oracle.logits(w, x) for w in teachers])
     labels, others = fedet_lesson(said)
-    agree += list(others.sum(axis=1) == 0)
+    assert others.any()
     z, tape = oracle.forward(server, x)
     dz = oracle.cross_entropy(z, labels)[1]
     dz += diversity * oracle.kl(others, z)[1]
     grads = oracle.backward(server, tape, dz)
     rate = decay * LARGE.learning_rate
     server = tree_map(lambda w, g, r=rate: w - r * g, server, grads)
-  assert 0 < np.mean(agree) < 1
   return [w | {shared: server[shared]} for w in models], server
 
 
 def test_fedet_is_the_oracles():
-  algorithm = fedet(TEACHERS, LARGE, diversity=0.5, shared="Dense_1", rounds=4)
+  algorithm = fedet(TEACHERS, LARGE, diversity=0.5, shared="Dense_2", rounds=4)
   with float64() as double:
     state = double(algorithm.init(jax.random.key(3)))
     *models, server = map(as_oracles, state.server)
@@ -380,7 +379,7 @@ def test_fedet_is_the_oracles():
       plan = feddf_plan(round, absent)
       state, _ = step(state, plan, double(federation.make_data()))
       decay = 1 - (round - 1) / 4
-      models, server = fedet_round(models, server, plan, decay, 0.5, "Dense_1")
+      models, server = fedet_round(models, server, plan, decay, 0.5, "Dense_2")
       check(state.server, [*models, server])
 
 

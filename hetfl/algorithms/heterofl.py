@@ -121,8 +121,8 @@ def heterofl(
       lambda a: jnp.ones_like(core.wide(a)), learner.variables
     )
     if output is not None:
-      of_class = lambda a: a * kept.extra.astype(a.dtype)
-      part = jax.tree.map(of_class, held.params[output])
+      has = lambda a: jnp.broadcast_to(kept.extra.astype(a.dtype), a.shape)
+      part = jax.tree.map(has, held.params[output])
       held = held._replace(params={**held.params, output: part})
     sent = tuple(
       filled(x, context["server"]) for x in (learner.variables, held)
