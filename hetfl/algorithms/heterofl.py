@@ -124,12 +124,10 @@ def heterofl(
       has = lambda a: jnp.broadcast_to(kept.extra.astype(a.dtype), a.shape)
       part = jax.tree.map(has, held.params[output])
       held = held._replace(params={**held.params, output: part})
-    sent = tuple(
-      filled(x, context["server"]) for x in (learner.variables, held)
-    )
+    fill = lambda own: filled(own, context["server"])
     # The optimizer is kept as it was at first: new in each round.
     new = learner._replace(opt_state=kept.learner.opt_state)
-    return kept.replace(learner=new), sent
+    return kept.replace(learner=new), (fill(learner.variables), fill(held))
 
   def aggregate(context, sent, key):
     del key
@@ -188,8 +186,9 @@ def filled(own: PyTree, whole: PyTree) -> PyTree:
   >>> filled(jnp.ones((1, 2), int), jnp.zeros((2, 3))).tolist()
   [[1, 1, 0], [0, 0, 0]]
   """
-  ends = lambda x, w: [(0, n - m) for m, n in zip(x.shape, w.shape)]
-  return jax.tree.map(lambda x, w: jnp.pad(x, ends(x, w)), own, whole)
+  ends = lambda x, w: [(0, n - m, 0) for m, n in zip(x.shape, w.shape)]
+  fill = lambda x, w: jax.lax.pad(x, jnp.zeros((), x.dtype), ends(x, w))
+  return jax.tree.map(fill, own, whole)
 
 
 def _check(label, own, whole):
