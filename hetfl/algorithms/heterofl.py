@@ -63,7 +63,7 @@ def heterofl(
   normalised, `x = x / r if train else x`; and pooling over positions before the
   first dense layer, since leading entries of a flattened image are those of
   other positions and channels in a narrower one. Departure: batch statistics
-  are averaged as parameters are; the paper gathers them after training.
+  are averaged as parameters are; the code gathers them after training.
 
   The global model has three channels; the clients have one, and two at twice
   the rate. For the image, of class 0, both move up by half their rate.
