@@ -16,12 +16,14 @@ from hetfl import core, distill, population
 from hetfl.algorithms.ditto import ditto
 from hetfl.algorithms.dsfl import dsfl
 from hetfl.algorithms.fd import fd
-from hetfl.algorithms.features import headed
+from hetfl.algorithms.features import headed, logits_only
 from hetfl.algorithms.feddf import feddf
+from hetfl.algorithms.fedet import fedet
 from hetfl.algorithms.fedgh import fedgh
 from hetfl.algorithms.fedkd import fedkd
 from hetfl.algorithms.fedproto import fedproto
 from hetfl.algorithms.fedtgp import fedtgp
+from hetfl.algorithms.heterofl import heterofl
 from hetfl.algorithms.ktpfl import ktpfl
 from hetfl.algorithms.lgfedavg import lgfedavg
 from hetfl.algorithms.scaffold import scaffold
@@ -325,6 +327,25 @@ def personal(method, models=BODIES, head=TOP, **options):
   return Case(build, mutual_plan, mutual_data)
 
 
+# Small models and a large one of one head.
+HEADED = [logits_only(headed(body, TOP)) for body in (*BODIES, BODIES[1])]
+
+
+def teaching(runner, rounds, **changes):
+  """Pools whose models, of some kinds, teach the server's."""
+  pools = make_pools(models=federation.DENSE)
+  pools = [
+    dataclasses.replace(pool, model=kind) for pool, kind in zip(pools, HEADED)
+  ]
+  server = hetfl.Participant(HEADED[-1], "server", learning_rate=0.125)
+  shared = None if "model" in changes else "head"
+  changes = dict(transform=noisy) | changes
+  *pools, server = changed([*pools, server], **changes)
+  return fedet(
+    pools, server, diversity=0.5, shared=shared, rounds=rounds, engine=runner
+  )
+
+
 SIZED = dict(num_classes=federation.CLASSES, num_features=FEATURES)
 METHODS = {
   "ditto": personal(ditto, BODIES[:1], head=None),
@@ -349,6 +370,13 @@ METHODS = {
     server_epochs=2,
     server_batch_size=4,
   ),
+  "heterofl": personal(
+    lambda clients, **options: heterofl(
+      clients, global_model=clients[0].model, **options
+    ),
+    [WIDE, MLP],
+    head=None,
+  ),
   "lgfedavg": personal(lgfedavg),
   "scaffold": personal(scaffold, BODIES[:1], head=None, server_lr=0.5),
 }
@@ -362,6 +390,7 @@ CASES = {
   "periodic": codistilling(hetfl.periodic_codist, period=2),
   "merged": codistilling(hetfl.merged_codist, alpha=0.5),
   "feddf": codistilling(feddf),
+  "fedet": pooled(teaching),
   "fml": Case(of_clients, mutual_plan, mutual_data),
   "fit": Case(
     lambda runner, rounds, **changes: hetfl.fit(

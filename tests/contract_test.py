@@ -366,6 +366,7 @@ OWNERS = {
   "fedavg": "pool 'pool0'",
   "periodic": "pool 'pool0'",
   "feddf": "pool 'pool0'",
+  "fedet": "pool 'pool0'",
   "merged": "a teacher",
   "fml": "a client: local",
   "fit": "participant 'party0'",

@@ -1,4 +1,4 @@
-"""FD, SCAFFOLD, Ditto and FedKD against oracles, and their limits."""
+"""FD, SCAFFOLD, Ditto, FedKD and HeteroFL against oracles, and their limits."""
 
 import functools
 
@@ -13,11 +13,12 @@ from hetfl import Client, fedavg, local_model, plan_round, Pool
 from hetfl.algorithms.ditto import ditto
 from hetfl.algorithms.fd import fd
 from hetfl.algorithms.fedkd import fedkd
+from hetfl.algorithms.heterofl import heterofl
 from hetfl.algorithms.personal import personal
 from hetfl.algorithms.scaffold import scaffold
 from hetfl.optimizers import fedavg_server
-from tests.algorithms import MLP, mutual_data, POPULATION, SIZES, WIDE
-from tests.federation import CLASSES
+from tests.algorithms import MLP, model, mutual_data, POPULATION, SIZES, WIDE
+from tests.federation import CLASSES, Cnn, Mlp
 from tests.oracles import codist
 from tests.oracles.codist import tree_map
 
@@ -207,12 +208,13 @@ def test_scaffold_is_the_oracles():
       )
 
 
-def as_fedavg(variables, rounds):
+def as_fedavg(variables, rounds, optimizer=optax.sgd):
   """FedAvg's model and loss, from a given start."""
   pool = Pool(
     MLP,
     "train",
     learning_rate=RATE,
+    optimizer=optimizer,
     server_lr=1.0,
     server_optimizer=fedavg_server,
   )
@@ -351,3 +353,89 @@ def test_fedkd_is_the_oracles():
       )
       assert_exact(plain(state.server.params), server)
       assert_exact(models_of(state), mentors)
+
+
+# --- HeteroFL -----------------------------------------------------------------
+
+WIDTHS = (5, 7, 5, 5, 7)  # Of UNLIKE.
+WIDEST = model(Mlp(9))
+LABELS = [POPULATION.client(k)["y"] for k in range(5)]
+HAVE = np.array([np.isin(np.arange(CLASSES), y) for y in LABELS])
+
+
+def heterofl_round(server, batches, have):
+  """Entry by entry, over the clients that hold it."""
+  total = tree_map(np.zeros_like, server)
+  count = tree_map(np.zeros_like, server)
+  for k, of_client in batches.items():
+    n = WIDTHS[k]
+    part = {
+      "Dense_0": {"kernel": np.s_[:, :n], "bias": np.s_[:n]},
+      "Dense_1": {"kernel": np.s_[:n, have[k]], "bias": np.s_[have[k]]},
+    }
+    first, second = server["Dense_0"], server["Dense_1"]
+    w = {
+      "Dense_0": {name: a[..., :n] for name, a in first.items()},
+      "Dense_1": second | {"kernel": second["kernel"][:n]},
+    }
+    for x, y in of_client:
+      z = np.where(have[k], codist.logits(w, x), 0)
+      w = descend(w, x, codist.cross_entropy(z, y)[1] * have[k])
+    for layer, arrays in part.items():
+      for name, at in arrays.items():
+        own = w[layer][name]
+        held = own[..., have[k]] if layer == "Dense_1" else own
+        total[layer][name][at] += SIZES[k] * held
+        count[layer][name][at] += SIZES[k]
+  mean = lambda old, a, n: np.where(n > 0, a / np.maximum(n, 1), old)
+  return tree_map(mean, server, total, count)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_heterofl_is_the_oracles(masked):
+  have = HAVE if masked else np.ones_like(HAVE)
+  options = dict(classes=HAVE, output="Dense_1") if masked else {}
+  with jax.enable_x64(True):
+    algorithm = heterofl(
+      UNLIKE, global_model=WIDEST, learning_rate=RATE, **options
+    )
+    start = in_float64(algorithm)
+    first = server = plain(start.server.params)
+    for plan, state, _ in rounds_of(algorithm, start):
+      server = heterofl_round(server, batches_of(plan), have)
+      assert_exact(plain(state.server.params), server)
+  assert not HAVE.all()
+  for get in (
+    lambda w: w["Dense_0"]["kernel"][:, 7:],
+    lambda w: w["Dense_1"]["kernel"][7:],
+  ):  # Nobody holds these.
+    np.testing.assert_array_equal(get(server), get(first))
+
+
+def test_heterofl_of_one_width_is_fedavg():
+  optimizer = functools.partial(optax.sgd, momentum=0.9)
+  algorithm = heterofl(
+    ALIKE, global_model=MLP, learning_rate=RATE, optimizer=optimizer
+  )
+  start = algorithm.init(jax.random.key(3))
+  state, metrics = last(algorithm, start)
+  expected, loss = as_fedavg(start.server, ROUNDS, optimizer)
+  assert_close(state.server.params, expected)
+  assert_close(metrics["loss"], loss)
+
+
+def test_heterofl_takes_leading_parts_only():
+  def init(clients=UNLIKE, global_model=WIDEST, **options):
+    algorithm = heterofl(clients, global_model=global_model, **options)
+    return last(algorithm, rounds=1)
+
+  for options, message in (
+    (dict(global_model=MLP), "a client: its model beside the global one"),
+    (dict(global_model=model(Cnn())), "beside the global one"),
+    (dict(output="Dense_1"), "output='Dense_1': give classes too"),
+    (dict(classes=HAVE, output="head"), "output='head': the models' layers"),
+    (dict(classes=HAVE[:4]), r"classes: of shape \(4, 3\)"),
+    (dict(classes=HAVE[:, :2]), "classes: 2 for each client"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      init(**options)

@@ -1,6 +1,7 @@
-"""DS-FL, KT-pFL and FedDF against oracles, and what they must do besides."""
+"""DS-FL, KT-pFL, FedDF, Fed-ET against oracles, and what else they must do."""
 
 import contextlib
+import dataclasses
 import functools
 
 import chex
@@ -15,6 +16,7 @@ import hetfl
 from hetfl import core, Participant, population
 from hetfl.algorithms.dsfl import dsfl
 from hetfl.algorithms.feddf import feddf
+from hetfl.algorithms.fedet import consensus, fedet
 from hetfl.algorithms.ktpfl import ktpfl, step_coefficients
 from tests import algorithms, federation
 from tests.oracles import codist as oracle
@@ -237,9 +239,9 @@ def feddf_plan(round, absent=None):
   return plan
 
 
-def feddf_round(models, plan, client_lr, distill_lr):
-  """The models afterwards; Adam as in the paper, new in each round."""
-  bank, teachers, starts = federation.POPULATION.bank, [], []
+def averaged(models, plan, lr, server_lr=1.0):
+  """The models of the clients that take part, and the pools' new ones."""
+  bank, teachers, means = federation.POPULATION.bank, [], []
   for i, params in enumerate(models):
     rows = plan.batches[f"pool{i}"]
     present = [k for k, n in enumerate(rows.weight) if n > 0]
@@ -247,11 +249,18 @@ def feddf_round(models, plan, client_lr, distill_lr):
     for k in present:
       kept = [index[index >= 0] for index in rows.index[k, : rows.steps[k]]]
       batches = [(bank["x"][index], bank["y"][index]) for index in kept]
-      deltas.append(oracle.client_update(params, batches, client_lr))
+      deltas.append(oracle.client_update(params, batches, lr))
     minus = lambda w, delta: w - delta
     teachers += [tree_map(minus, params, delta) for delta in deltas]
     mean = oracle.weighted_mean(deltas, rows.weight[present])
-    starts.append(tree_map(minus, params, mean))
+    means.append(tree_map(lambda w, g: w - server_lr * g, params, mean))
+  return teachers, means
+
+
+def feddf_round(models, plan, client_lr, distill_lr):
+  """The models afterwards; Adam as in the paper, new in each round."""
+  bank = federation.POPULATION.bank
+  teachers, starts = averaged(models, plan, client_lr)
   fused = []
   for student in starts:
     adam = oracle.DISTILL_ADAM.init(student)
@@ -298,6 +307,106 @@ def test_feddf_without_learning_from_others_is_fedavg():
     state = algorithm.init(jax.random.key(0))
     state, _ = jax.jit(algorithm.step)(state, feddf_plan(1), data)
     assert_close(federation.params(state), federation.params(expected))
+
+
+# --- Fed-ET ---------------------------------------------------------------
+
+
+class Small(nn.Module):
+  """Its first layer has a width of its own; the others are all models'."""
+
+  width: int
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.relu(nn.Dense(self.width)(x.reshape(len(x), -1)))
+    x = nn.relu(nn.Dense(4)(x))
+    return nn.Dense(federation.CLASSES)(x)
+
+
+def small(width):
+  return core.Model.from_flax(Small(width), federation.EXAMPLE)
+
+
+TEACHERS = [
+  dataclasses.replace(pool, model=small(width))
+  for pool, width in zip(feddf_pools(), (3, 5))
+]
+LARGE = Participant(small(8), "server", learning_rate=0.5)
+
+
+def fedet_lesson(said):
+  """Labels, and what those say who disagree, from `[K, B, C]`."""
+  sure = said.var(axis=2, keepdims=True)
+  labels = (sure * said).sum(axis=0).argmax(axis=1)
+  others = np.zeros(said.shape[1:])
+  for b, label in enumerate(labels):
+    who = said[:, b].argmax(axis=1) != label
+    if who.any():
+      weights = sure[who, b] / sure[who, b].sum()
+      others[b] = softmax((weights * said[who, b]).sum(axis=0))
+  return labels, others
+
+
+def fedet_round(models, server, plan, decay, diversity, shared):
+  """The pools' models and the server's afterwards."""
+  bank = federation.POPULATION.bank
+  teachers, models = averaged(models, plan, TEACHERS[0].learning_rate, decay)
+  sizes = [plan.batches[f"pool{i}"].weight.sum() for i in range(len(models))]
+  parts = [{shared: w[shared]} for w in models]
+  server = server | oracle.weighted_mean(parts, sizes)
+  for index in plan.batches["distill"].index[0]:
+    x = bank["x"][index]
+    said = np.stack([oracle.logits(w, x) for w in teachers])
+    labels, others = fedet_lesson(said)
+    assert others.any()
+    z, tape = oracle.forward(server, x)
+    dz = oracle.cross_entropy(z, labels)[1]
+    dz += diversity * oracle.kl(others, z)[1]
+    grads = oracle.backward(server, tape, dz)
+    rate = decay * LARGE.learning_rate
+    server = tree_map(lambda w, g, r=rate: w - r * g, server, grads)
+  return [w | {shared: server[shared]} for w in models], server
+
+
+def test_fedet_is_the_oracles():
+  algorithm = fedet(TEACHERS, LARGE, diversity=0.5, shared="Dense_2", rounds=4)
+  with float64() as double:
+    state = double(algorithm.init(jax.random.key(3)))
+    *models, server = map(as_oracles, state.server)
+    step = jax.jit(algorithm.step)
+    for round, absent in ((1, None), (2, 1)):
+      plan = feddf_plan(round, absent)
+      state, _ = step(state, plan, double(federation.make_data()))
+      decay = 1 - (round - 1) / 4
+      models, server = fedet_round(models, server, plan, decay, 0.5, "Dense_2")
+      check(state.server, [*models, server])
+
+
+def test_fedets_pools_are_fedavgs_but_for_shared_layers():
+  def after(algorithm):
+    state = algorithm.init(jax.random.key(0))
+    data = federation.make_data()
+    return jax.jit(algorithm.step)(state, feddf_plan(1), data)[0].server
+
+  expected = after(hetfl.fedavg(TEACHERS, rounds=None))
+  alone = after(fedet(TEACHERS, LARGE, rounds=None))
+  assert_close([w.params for w in alone[:-1]], [w.params for w in expected])
+  idle = dataclasses.replace(LARGE, learning_rate=0.0)
+  found = after(fedet(TEACHERS, idle, shared="Dense_2", rounds=None))
+  sizes = [rows.weight.sum() for rows in feddf_plan(1).batches.values()][:2]
+  parts = [w.params["Dense_2"] for w in expected]
+  mean = lambda *w: np.average(w, axis=0, weights=sizes)
+  parts = jax.tree.map(mean, *parts)
+  for ours, theirs in zip(found[:-1], expected):
+    assert_close(ours.params, theirs.params | {"Dense_2": parts})
+  assert_close(found[-1].params["Dense_2"], parts)
+
+
+def test_an_ensemble_that_agrees_has_no_others():
+  said = [jnp.array([[[0.0, 2.0]], [[0.0, 0.0]]]), jnp.array([[[1.0, 5.0]]])]
+  labels, others = consensus(said)  # The second says nothing.
+  assert labels.tolist() == [1] and not others.any()
 
 
 # --- Properties -----------------------------------------------------------
@@ -391,3 +500,12 @@ def test_what_is_out_of_range_is_refused():
       method(PARTIES, **settings)
   with pytest.raises(ValueError, match="Distiller without a divergence"):
     feddf(feddf_pools(), hetfl.Distiller(divergence=max), rounds=None)
+  for settings, message in (
+    (dict(diversity=-1.0), "diversity=-1.0"),
+    (dict(shared="Dense_3"), "'server' has no parameters of that name"),
+    (dict(shared="Dense_0"), "shared='Dense_0', of pool 'pool1' beside"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      fedet(TEACHERS, LARGE, rounds=1, **settings).init(jax.random.key(0))
+  with pytest.raises(ValueError, match="pools and server: .* of its own"):
+    fedet(TEACHERS, dataclasses.replace(LARGE, name="pool0"), rounds=1)

@@ -217,6 +217,7 @@ def init_pools(
   key: jax.Array,
   variables: Sequence[core.Variables] | None,
   hyper: dict[str, jax.Array],
+  *students: local.Participant,
 ) -> core.State:
   """The state of several pools before the first round.
 
@@ -225,6 +226,8 @@ def init_pools(
     key: the run's key.
     variables: P models to continue from; `None` makes new ones.
     hyper: the exchange's hyper-parameters.
+    *students: models of the server without clients, with their own optimizers;
+      they count as pools after the P, but for `server_lr` and `prox_mu`.
 
   Returns:
     The state; its server holds P `Learner`s, its `hyper` also `learning_rate`,
@@ -239,12 +242,13 @@ def init_pools(
     values["prox_mu"] = [
       0.0 if pool.prox_mu is None else pool.prox_mu for pool in pools
     ]
+  everyone = (*pools, *students)
+  optimizers = [pool.server_optimizer for pool in pools]
+  optimizers += [student.optimizer for student in students]
   return core.State(
     run_key,
-    local.hyper_of(pools) | core.hyper(len(pools), **values) | hyper,
-    server=local.start_learners(
-      pools, [pool.server_optimizer for pool in pools], init_key, variables
-    ),
+    local.hyper_of(everyone) | core.hyper(len(pools), **values) | hyper,
+    server=local.start_learners(everyone, optimizers, init_key, variables),
   )
 
 

@@ -5,26 +5,16 @@ Federated Learning", algorithms 1 and 3.
 """
 
 from collections.abc import Sequence
-import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, distill, local
-from hetfl.algorithms.fedavg import (
-  client_losses,
-  client_works,
-  init_pools,
-  linear_decay,
-  Pool,
-  round_keys,
-  step_servers,
-)
-from hetfl.clients import weighted_mean
+from hetfl.algorithms.ensemble import Ensemble
+from hetfl.algorithms.fedavg import init_pools, Pool
 from hetfl.distill import Distiller
-from hetfl.engine import batch_size_or_default, Engine, Inline, Task, Work
+from hetfl.engine import Engine
 
 
 def feddf(
@@ -91,21 +81,13 @@ def feddf(
   >>> [round(float(p.params[0, 0]), 3) for p in state.server]
   [0.134, 0.983]
   """
-  pools = core.unique_names("pools", pools, Pool)
-  engine = engine or Inline()
   distiller = distiller or Distiller(regularization=0.0)
   if not isinstance(distiller, Distiller) or distiller.divergence is not None:
     raise ValueError(
       f"distiller={distiller!r}: give a Distiller without a divergence"
     )
-  checks.counts(**checks.given(rounds=rounds))
-  # Every client's model teaches: the server must see each, not their sum.
-  pools = tuple(
-    dataclasses.replace(pool, aggregate=pool.aggregate or _mean)
-    for pool in pools
-  )
-  views = [distiller.view(pool.model) for pool in pools]
-  teachers = [_teacher(view) for view in views]
+  ensemble = Ensemble(pools, distiller, rounds=rounds, engine=engine)
+  pools, engine = ensemble.pools, ensemble.engine
   # A student, and the ensemble as the only other.
   students = [distiller.student([pool.model, pool.model], 0) for pool in pools]
 
@@ -113,53 +95,31 @@ def feddf(
     return init_pools(pools, key, variables, distiller.hyper(len(pools)))
 
   def step(state, plan, data):
-    decay = linear_decay(plan.round, rounds)
-    batches = local.of_round(plan, "distill", 1)
-    bank, index = checks.bank(data, "distill"), batches.index[0]
-    at_once = max(1, batch_size_or_default(None) // index.shape[1])
-    *_, key = round_keys(state.key, plan.round, len(pools))
-    sent = engine.run(*client_works(pools, state, plan, data))
-    weights = [local.of_round(plan, pool.name).weight for pool in pools]
     # What each client's model says, added up by the engine.
-    said = engine.run(
-      *(
-        Work(
-          teacher,
-          (old.variables, key, bank, index),
-          (update.delta, update.stats),
-          (weight > 0).astype(np.int32),
-          total=True,
-          at_once=at_once,
-        )
-        for teacher, old, update, weight in zip(
-          teachers, state.server, sent, weights
-        )
-      )
-    )
-    ensemble = _mean_of(said, weights)
-    gradients = [pool.combine(update) for pool, update in zip(pools, sent)]
-    state = step_servers(pools, state, gradients, decay)
+    averaged = ensemble.average(state, plan, data, total=True)
+    state, key = averaged.state, averaged.batch_key
+    mean = _mean_of(averaged.said, averaged.weights)
+    batches = local.of_round(plan, "distill", 1)
+    bank = checks.bank(data, "distill")
     looks = [
       distiller.look(view, new.variables, key, bank, batches, np.int32(1))
-      for view, new in zip(views, state.server)
+      for view, new in zip(ensemble.views, state.server)
     ]
     own = engine.run(*looks)
-    # Differs from the batches' keys.
-    student_key = jax.random.fold_in(key, np.uint32(2**31))
 
     def context(i):
       of_pool = {name: x[i] for name, x in state.hyper.items()}
       return {
         **{name: [x, x] for name, x in of_pool.items()},
-        "decay": decay,
+        "decay": averaged.decay,
         "key": key,
         "teachers": [state.server[i].variables],
-        "views": [own[i], ensemble],
+        "views": [own[i], mean],
       }
 
     rows = [local.row_of(plan, "distill", i) for i in range(len(pools))]
     works = [
-      local.work(student, context(i), student_key, bank, (), rows[i])
+      local.work(student, context(i), averaged.student_key, bank, (), rows[i])
       for i, student in enumerate(students)
     ]
     distilled, losses = zip(*engine.run(*works))
@@ -167,28 +127,10 @@ def feddf(
       old._replace(variables=new) for old, new in zip(state.server, distilled)
     )
     return state.replace(server=server), local.metrics_of(
-      pools, client_loss=client_losses(sent), distill_loss=losses
+      pools, client_loss=averaged.losses, distill_loss=losses
     )
 
   return core.Algorithm(init, step)
-
-
-def _mean(updates):
-  return weighted_mean(updates.delta, updates.weight)
-
-
-def _teacher(view: Task) -> Task:
-  """A client's model's logits on all of a round's batches, `[S, B, C]`."""
-
-  def logits(server, key, bank, index, update) -> Any:
-    delta, stats = update
-    params = jax.tree.map(jnp.subtract, server.params, delta)
-    variables = core.Variables(params, stats)
-    numbers = jnp.arange(len(index), dtype=jnp.int32)
-    one = lambda batch: view.whole(1, variables, key, bank, batch)
-    return jax.lax.map(one, (numbers, index))
-
-  return Task.of(logits)
 
 
 @jax.jit

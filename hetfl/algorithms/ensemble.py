@@ -1,0 +1,152 @@
+"""Rounds of pools in which the models of all clients teach the server's.
+
+FedDF and Fed-ET differ in who learns, and what of what the clients say.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetfl import checks, core, local
+from hetfl.algorithms.fedavg import (
+  client_losses,
+  client_works,
+  linear_decay,
+  Pool,
+  round_keys,
+  step_servers,
+)
+from hetfl.batches import Plan
+from hetfl.clients import weighted_mean
+from hetfl.distill import Distiller
+from hetfl.engine import batch_size_or_default, Engine, Inline, Task, Work
+
+
+class Averaged(NamedTuple):
+  """A round of federated averaging, before anyone learns from the clients.
+
+  Attributes:
+    state: the pools' state after it.
+    losses: each pool's loss.
+    said: each pool's clients' logits on the distillation batches, `float[K, S,
+      B, C]`, or their sum, `float[S, B, C]`. Clients of weight 0 say zeros.
+    weights: each pool's clients' weights, `float32[K]`.
+    decay: the factor of the round's learning rates.
+    batch_key: the key of the distillation batches; see `Distiller.batch`.
+    student_key: the key of those who learn from them.
+  """
+
+  state: core.State
+  losses: list[core.Mean]
+  said: Sequence[jax.Array]
+  weights: Sequence[jax.Array | np.ndarray]
+  decay: jax.Array
+  batch_key: jax.Array
+  student_key: jax.Array
+
+
+class Ensemble:
+  """P pools, whose clients' models are all heard.
+
+  Args:
+    pools: P pools.
+    distiller: how models see the distillation batches.
+    rounds: T, over which learning rates fall linearly; `None` for no fall.
+    engine: where the work runs, by default `Inline()`.
+
+  Attributes:
+    pools: the pools, of which the server sees each client's update.
+    views: the tasks of a model's logits on a batch, one for each pool.
+    engine: the engine.
+
+  Raises:
+    ValueError: as `fedavg`.
+  """
+
+  def __init__(
+    self,
+    pools: Sequence[Pool],
+    distiller: Distiller,
+    *,
+    rounds: int | None,
+    engine: Engine | None = None,
+  ):
+    checks.counts(**checks.given(rounds=rounds))
+    mean = lambda updates: weighted_mean(updates.delta, updates.weight)
+    self.pools = tuple(
+      dataclasses.replace(pool, aggregate=pool.aggregate or mean)
+      for pool in core.unique_names("pools", pools, Pool)
+    )
+    self.views = [distiller.view(pool.model) for pool in self.pools]
+    self.engine = engine or Inline()
+    self._teachers = [_teacher(view) for view in self.views]
+    self._rounds = rounds
+
+  def average(
+    self,
+    state: core.State,
+    plan: Plan,
+    data: dict[str, core.Batch],
+    *,
+    total: bool,
+  ) -> Averaged:
+    """A step of federated averaging in each pool, and what its clients say.
+
+    Args:
+      state: the pools' state.
+      plan: the round's plan, with batches by the pools' names and `distill`.
+      data: banks by these names.
+      total: whether each pool's logits are added up.
+
+    Returns:
+      The state after the step, and what learning from the clients takes.
+    """
+    *_, key = round_keys(state.key, plan.round, len(self.pools))
+    index = local.of_round(plan, "distill", 1).index[0]
+    bank = checks.bank(data, "distill")
+    sent = self.engine.run(*client_works(self.pools, state, plan, data))
+    weights = [local.of_round(plan, pool.name).weight for pool in self.pools]
+    works = [
+      Work(
+        teacher,
+        (old.variables, key, bank, index),
+        (update.delta, update.stats),
+        (weight > 0).astype(np.int32),
+        total=total,
+        at_once=max(1, batch_size_or_default(None) // index.shape[1]),
+      )
+      for teacher, old, update, weight in zip(
+        self._teachers, state.server, sent, weights
+      )
+    ]
+    said = self.engine.run(*works)
+    gradients = [pool.combine(update) for pool, update in zip(self.pools, sent)]
+    decay = linear_decay(plan.round, self._rounds)
+    return Averaged(
+      step_servers(self.pools, state, gradients, decay),
+      client_losses(sent),
+      said,
+      weights,
+      decay,
+      batch_key=key,
+      # Differs from the batches' keys.
+      student_key=jax.random.fold_in(key, np.uint32(2**31)),
+    )
+
+
+def _teacher(view: Task) -> Task:
+  """A client's model's logits on all of a round's batches, `[S, B, C]`."""
+
+  def logits(server, key, bank, index, update) -> Any:
+    delta, stats = update
+    params = jax.tree.map(jnp.subtract, server.params, delta)
+    variables = core.Variables(params, stats)
+    numbers = jnp.arange(len(index), dtype=jnp.int32)
+    one = lambda batch: view.whole(1, variables, key, bank, batch)
+    return jax.lax.map(one, (numbers, index))
+
+  return Task.of(logits)
