@@ -30,6 +30,8 @@ class Compare(shared.Rounds):
       one architecture for all.
     dataset: Data set (npz is your own). Training and test images are divided
       together.
+    examples: Number of the data set's images that are divided, drawn with the
+      same shares of classes; by default all.
     partition: How the images are split among clients; each class by a Dirichlet
       distribution; into single-class shards (pathological); or evenly (iid).
     partition_alpha: Concentration of --partition=dirichlet; small values give
@@ -70,6 +72,7 @@ class Compare(shared.Rounds):
   dataset: Literal["digits", "mnist", "cifar10", "cifar100", "npz"] = setting(
     "digits"
   )
+  examples: int | None = count()
   partition: Literal["dirichlet", "pathological", "iid"] = setting("dirichlet")
   partition_alpha: float = setting(
     0.1, {"digits": 0.5}, only="dirichlet", low=1e-6

@@ -27,6 +27,7 @@ class Stream(enum.IntEnum):
   TEXT_USERS = 14
   DISTILL_SENTENCES = 15
   OWN_TEST = 16  # which of its examples a client keeps for tests
+  EXAMPLES = 17  # of a data set, those that are divided among clients
   PUBLIC_HELDOUT = 21
   PUBLIC_EXAMPLES = 22
   PRIVATE_HELDOUT = 23

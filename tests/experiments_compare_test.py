@@ -1,5 +1,7 @@
 """experiments/compare.py as a user runs it."""
 
+import functools
+
 import numpy as np
 import pytest
 from sklearn import metrics as sklearn_metrics
@@ -117,12 +119,26 @@ def test_all_methods_run(compare, tmp_path):
   assert sent("ditto") == SAMPLED * 2 * 4 * 3466
 
 
+def test_fewer_examples_keep_the_shares_of_classes():
+  load = functools.partial(
+    load_compared_images, "digits", num_clients=2, partition="iid"
+  )
+  held = lambda images: sum(
+    np.bincount(one.bank["y"][one.members])
+    for one in (images.train, images.test)
+  )
+  everything, some = held(load()), held(load(examples=600))
+  assert some.sum() == 600
+  assert np.abs(some - everything * 600 / 1797).max() < 1
+
+
 def test_bad_input_is_one_line(compare, tmp_path):
   cases = [
     (("--method=local,local",), "--method=local,local: name each once"),
     (("--models=vgg",), "--models=vgg: choose from cnn4, mixed3, cnn"),
     (("--method=ditto",), "its model is not the first client's"),
     (("--clients_per_round=5",), "--clients_per_round=5: pool 0 has 4"),
+    (("--examples=1798",), "--examples=1798: there are 1797"),
     (("--num_clients=900", "--partition_alpha=0.01"), "has a single image"),
   ]
   compare.refuse(cases, *QUICK, "--rounds=1", fresh=tmp_path / "fresh")

@@ -40,6 +40,7 @@ def load_compared_images(
   dataset: str,
   *,
   num_clients: int,
+  examples: int | None = None,
   partition: str = "dirichlet",
   partition_alpha: float = 0.1,
   shards_per_client: int = 2,
@@ -56,6 +57,8 @@ def load_compared_images(
   Args:
     dataset: see `vision.load`, or `npz`.
     num_clients: K.
+    examples: how many images are divided, with the same shares of classes; by
+      default all.
     partition: `dirichlet`, `pathological` (shards of one class each) or `iid`;
       see `hetfl.data.partition`.
     partition_alpha: the Dirichlet's concentration: small is skewed.
@@ -86,7 +89,14 @@ def load_compared_images(
   else:
     images = vision.load(dataset, data_dir, download)
   bank = {n: np.concatenate([images.train[n], images.test[n]]) for n in "xy"}
-  y, seed = bank["y"], partition_seed
+  seed = partition_seed
+  if examples is not None:
+    if examples > len(bank["y"]):
+      raise ValueError(f"examples={examples}: there are {len(bank['y'])}")
+    draw = [Stream.EXAMPLES, seed]
+    drawn = np.sort(stratified(bank["y"], size=examples, seed=draw))
+    bank = {name: array[drawn] for name, array in bank.items()}
+  y = bank["y"]
   if partition == "iid":
     parts = partition_lib.iid(len(y), num_clients=num_clients, seed=seed)
   elif partition == "dirichlet":
