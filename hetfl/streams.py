@@ -39,6 +39,7 @@ class Stream(enum.IntEnum):
   ORDER = 106  # of a client's examples
   DISTILL = 107  # order of distillation batches
   SUBSET = 108  # no longer used
+  DROPOUT = 109  # which clients of a round take no part after all
 
 
 def generator(stream: Stream, *numbers: int) -> np.random.Generator:

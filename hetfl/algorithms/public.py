@@ -139,6 +139,11 @@ class Parties:
     ]
     return _without_lots(self._engine.run(*works), len(subset))
 
+  def heard(self, plan: Plan) -> jax.Array:
+    """`float32[P]`: 1 for parties that take part, who have steps of Digest."""
+    steps = local.of_round(plan, "digest", len(self.parties)).steps
+    return jnp.asarray(steps > 0, jnp.float32)
+
   def distribute(
     self, plan: Plan, data: dict[str, core.Batch], *targets: jax.Array
   ) -> list[core.Batch]:
