@@ -9,7 +9,7 @@ from hetfl.data import partition as partition_lib
 from hetfl.data import vision
 from hetfl.data.errors import one_of
 from hetfl.data.npz import check_npz, load_npz
-from hetfl.population import ClientPopulation, stratified
+from hetfl.population import ClientPopulation, stratified, Subset
 from hetfl.streams import Stream
 
 PARTITIONS = ("dirichlet", "pathological", "iid")
@@ -22,11 +22,13 @@ class ComparedImages(NamedTuple):
     train: K clients' examples for training.
     test: for tests.
     num_classes: C.
+    public: the images set aside, without labels; `None` if there are none.
   """
 
   train: ClientPopulation
   test: ClientPopulation
   num_classes: int
+  public: Subset | None = None
 
   @property
   def class_counts(self) -> np.ndarray:
@@ -41,6 +43,7 @@ def load_compared_images(
   *,
   num_clients: int,
   examples: int | None = None,
+  public_examples: int = 0,
   partition: str = "dirichlet",
   partition_alpha: float = 0.1,
   shards_per_client: int = 2,
@@ -59,6 +62,7 @@ def load_compared_images(
     num_clients: K.
     examples: how many images are divided, with the same shares of classes; by
       default all.
+    public_examples: how many images are set aside, before others are drawn.
     partition: `dirichlet`, `pathological` (shards of one class each) or `iid`;
       see `hetfl.data.partition`.
     partition_alpha: the Dirichlet's concentration: small is skewed.
@@ -89,7 +93,10 @@ def load_compared_images(
   else:
     images = vision.load(dataset, data_dir, download)
   bank = {n: np.concatenate([images.train[n], images.test[n]]) for n in "xy"}
-  seed = partition_seed
+  seed, public = partition_seed, None
+  if public_examples:
+    public = _public(bank["x"], public_examples, seed)
+    bank = {n: np.delete(a, public.index, axis=0) for n, a in bank.items()}
   if examples is not None:
     if examples > len(bank["y"]):
       raise ValueError(f"examples={examples}: there are {len(bank['y'])}")
@@ -123,4 +130,54 @@ def load_compared_images(
     test.append(np.sort(own[chosen]))
     train.append(np.sort(np.delete(own, chosen)))
   of = ClientPopulation.from_lists
-  return ComparedImages(of(bank, train), of(bank, test), images.num_classes)
+  return ComparedImages(
+    of(bank, train),
+    of(bank, test),
+    images.num_classes,
+    public and public.alone(),
+  )
+
+
+def load_public_images(
+  public_dataset: str,
+  *,
+  public_examples: int,
+  image_shape: tuple[int, ...],
+  partition_seed: int = 0,
+  data_dir: str | os.PathLike | None = None,
+  download: bool = False,
+) -> Subset:
+  """Public images, without labels, of another data set than the clients'.
+
+  Args:
+    public_dataset: see `vision.load`.
+    public_examples: how many of its training images are drawn.
+    image_shape: height, width and channels of the clients' images.
+    partition_seed: of the draw.
+    data_dir: see `vision.load`.
+    download: see `vision.load`.
+
+  Returns:
+    The images, in a bank of their own, of `x` alone.
+
+  Raises:
+    DataError: the data is missing or damaged.
+    ValueError: there are fewer images, or they have another shape.
+
+  >>> load_public_images(
+  ...     'digits', public_examples=9, image_shape=(8, 8, 1)).bank['x'].shape
+  (9, 8, 8, 1)
+  """
+  one_of(vision.DATASETS, public_dataset=public_dataset)
+  x = vision.load(public_dataset, data_dir, download).train["x"]
+  if x.shape[1:] != image_shape:
+    raise ValueError(
+      f"public_dataset={public_dataset}: its images are {x.shape[1:]}, those of"
+      f" the clients {image_shape}; choose another"
+    )
+  return _public(x, public_examples, partition_seed).alone()
+
+
+def _public(x: np.ndarray, size: int, seed: int) -> Subset:
+  draw = [Stream.PUBLIC_EXAMPLES, seed]
+  return Subset.whole({"x": x}).draw(size, seed=draw, name="public_examples")
