@@ -45,16 +45,24 @@ class Compare(shared.Rounds):
     digest_batch_size: Batch size on public images.
     digest_epochs: Passes over a round's public images.
     partition: How the images are split among clients; each class by a Dirichlet
-      distribution; into single-class shards (pathological); or evenly (iid).
+      distribution; into single-class shards (pathological); evenly (iid); or
+      as a file says.
     partition_alpha: Concentration of --partition=dirichlet; small values give
       skewed clients.
     shards_per_client: Shards, so at most as many classes, of each client with
       --partition=pathological.
+    partition_file: JSON, a list of each client's positions among the images,
+      those for training before those for testing; as [[0, 5, 2], [1, 3]].
+    validation: Share of a client's training images that it keeps to measure
+      when to stop; 0 for none.
+    patience: Ends a run after so many evaluations without a greater mean
+      accuracy on --validation images; by default never.
     num_clients: Number of clients.
     clients_per_round: Number of clients sampled in each round; by default all.
       The others keep their models unchanged.
     dropout_rate: Probability with which a client drops out of a round in which
-      it would take part; it sends nothing, and does not change.
+      it would take part; it sends nothing and does not change. Not for ktpfl,
+      nor are --late_clients and --clients_per_round.
     late_clients: Number of clients, the last ones, that take part only from
       --late_round on.
     late_round: The first round of --late_clients.
@@ -110,11 +118,16 @@ class Compare(shared.Rounds):
   )
   digest_batch_size: int = count(128, {"digits": 32}, only=_PUBLIC)
   digest_epochs: int = count(1, only=_PUBLIC)
-  partition: Literal["dirichlet", "pathological", "iid"] = setting("dirichlet")
+  partition: Literal["dirichlet", "pathological", "iid", "file"] = setting(
+    "dirichlet"
+  )
   partition_alpha: float = setting(
     0.1, {"digits": 0.5}, only="dirichlet", low=1e-6
   )
   shards_per_client: int = count(2, {"cifar100": 20}, only="pathological")
+  partition_file: str | None = setting(kind="place")
+  validation: float = setting(0.0, low=0, high=0.9)
+  patience: int | None = count()
   num_clients: int = count(20, {"digits": 10})
   clients_per_round: int | None = count()
   dropout_rate: float = share(0.0)

@@ -59,8 +59,9 @@ class Method(NamedTuple):
   """A method, as `METHODS` names them.
 
   Attributes:
-    build: `(experiment, s, options) -> algorithm`; the options are who takes
-      part, by the name `of`, `engine`, and more as that is.
+    make: the library's function. It gets who takes part, by the name `of`, and
+      what all of that kind take.
+    more: `(experiment, s) -> its other arguments`.
     of: `clients`, whose state is of `hetfl.clients.Group`s; `parties`; or
       `pools` of the clients of an architecture.
     shared: `state -> models`, one for all clients of each architecture.
@@ -72,89 +73,30 @@ class Method(NamedTuple):
       receives in a round.
   """
 
-  build: Callable[..., core.Algorithm]
+  make: Callable[..., core.Algorithm]
+  more: Callable[[Any, Compare], dict[str, Any]] = lambda e, s: {}
   of: str = "clients"
   shared: Callable[[Any], Sequence[hetfl.Variables]] | None = None
   features: bool = False
   scores: Callable[[Any, Any], tuple] = _by_head
   ways: Sequence[str] = ("",)
-  traffic: Callable[..., tuple[int, int]] = lambda e, s, name: (0, 0)
+  traffic: Callable[..., Sequence[int]] = lambda e, s, name: (0, 0)
 
 
-_alone = lambda e, s, options: personal.personal(**options)
+def _prototypes(e, s):
+  numbers = dict(num_classes=e.num_classes, num_features=s.num_features)
+  return numbers | dict(weight=s.prototype_weight)
 
 
-def _fml(e, s, options):
-  return hetfl.fml(
-    global_model=e.model(s.global_model, False),
-    alpha=s.fml_alpha,
-    beta=s.fml_beta,
-    **options,
-  )
-
-
-def _fedkd(e, s, options):
-  return fedkd.fedkd(mentee=e.model(s.global_model, False), **options)
-
-
-def _numbers(e, s):
-  """C classes and D features."""
-  return dict(num_classes=e.num_classes, num_features=s.num_features)
-
-
-def _fedproto(e, s, options):
-  weight = s.prototype_weight
-  return fedproto.fedproto(**_numbers(e, s), weight=weight, **options)
-
-
-def _fedtgp(e, s, options):
-  return fedtgp.fedtgp(
-    **_numbers(e, s),
-    weight=s.prototype_weight,
-    server_learning_rate=s.server_learning_rate,
-    **options,
-  )
-
-
-def _fedgh(e, s, options):
-  rate = s.server_learning_rate
-  return fedgh.fedgh(head=e.head, server_learning_rate=rate, **options)
-
-
-def _fd(e, s, options):
-  return fd.fd(num_classes=e.num_classes, weight=s.fd_weight, **options)
-
-
-def _ditto(e, s, options):
-  return ditto.ditto(weight=s.ditto_weight, **options)
-
-
-def _scaffold(e, s, options):
-  del options["optimizer"]  # Its clients train by plain SGD.
-  return scaffold.scaffold(**options)
-
-
-def _ktpfl(e, s, options):
-  return ktpfl.ktpfl(temperature=s.temperature, **options)
-
-
-def _dsfl(e, s, options):
-  return dsfl.dsfl(temperature=s.temperature, **options)
+def _server_rate(e, s):
+  return dict(server_learning_rate=s.server_learning_rate)
 
 
 def _distiller(e, s):
-  return hetfl.Distiller(
-    s.distill_lr, final_share=1.0, regularization=0.0, transform=e.transform
+  made = hetfl.Distiller(
+    s.distill_lr, regularization=0.0, transform=e.transform
   )
-
-
-def _feddf(e, s, options):
-  return feddf.feddf(distiller=_distiller(e, s), **options)
-
-
-def _codist(e, s, options):
-  options |= dict(distiller=_distiller(e, s), period=s.codist_period)
-  return hetfl.periodic_codist(**options)
+  return dict(distiller=made)
 
 
 def _nearest(outputs, sent):
@@ -162,29 +104,14 @@ def _nearest(outputs, sent):
   return fedproto.nearest(outputs, sent), outputs.logits
 
 
-def _global_bytes(e, s, name):
-  return _own_bytes(e, s, s.global_model)
-
-
-def _own_bytes(e, s, name):
-  return (training.num_bytes(e.shapes(name)),) * 2
-
-
-def _twice_bytes(e, s, name):
-  return (2 * training.num_bytes(e.shapes(name)),) * 2
-
-
-def _head_bytes(e, s, name):
-  return (4 * e.num_classes * (s.num_features + 1),) * 2
+_global_bytes = lambda e, s, name: [e.num_bytes(s.global_model)] * 2
+_own_bytes = lambda e, s, name: [e.num_bytes(name)] * 2
+_head_bytes = lambda e, s, name: [4 * e.num_classes * (s.num_features + 1)] * 2
 
 
 def _prototype_bytes(e, s, name):
   numbers = e.num_classes * s.num_features
   return 4 * (numbers + e.num_classes), 4 * numbers
-
-
-def _prediction_bytes(e, s, name):
-  return (4 * e.num_classes * (e.num_classes + 1),) * 2
 
 
 def _score_bytes(e, s, name):  # Receives which images come next, too.
@@ -197,10 +124,6 @@ def _one_of_group(state):
   return list(map(first, state.clients))
 
 
-def _of_pools(state):
-  return [learner.variables for learner in state.server]
-
-
 _WITH_GLOBAL = {"fml", "fedkd"}  # Methods with a --global_model.
 _by_prototype = functools.partial(
   Method,
@@ -209,34 +132,65 @@ _by_prototype = functools.partial(
   ways=("", "_by_head"),
   traffic=_prototype_bytes,
 )
-_in_pools = functools.partial(
-  Method, of="pools", shared=_of_pools, traffic=_own_bytes
-)
 _by_scores = functools.partial(Method, of="parties", traffic=_score_bytes)
+_in_pools = functools.partial(
+  Method,
+  of="pools",
+  shared=lambda state: [learner.variables for learner in state.server],
+  traffic=_own_bytes,
+)
 METHODS = {
-  "local": Method(_alone),
-  "pooled": Method(_alone, shared=_one_of_group),
-  "fml": Method(_fml, traffic=_global_bytes),
-  "fedkd": Method(_fedkd, traffic=_global_bytes),  # Before compression.
-  "fd": Method(_fd, traffic=_prediction_bytes),
-  "fedproto": _by_prototype(_fedproto),
-  "fedtgp": _by_prototype(_fedtgp),
-  "fedgh": Method(_fedgh, features=True, traffic=_head_bytes),
-  "lgfedavg": Method(
-    lambda e, s, options: lgfedavg.lgfedavg(**options),
+  "local": Method(personal.personal),
+  "pooled": Method(personal.personal, shared=_one_of_group),
+  "fml": Method(
+    hetfl.fml,
+    lambda e, s: dict(
+      global_model=e.model(s.global_model, False),
+      alpha=s.fml_alpha,
+      beta=s.fml_beta,
+    ),
+    traffic=_global_bytes,
+  ),
+  "fedkd": Method(
+    fedkd.fedkd,
+    lambda e, s: dict(mentee=e.model(s.global_model, False)),
+    traffic=_global_bytes,  # Before compression.
+  ),
+  "fd": Method(
+    fd.fd,
+    lambda e, s: dict(num_classes=e.num_classes, weight=s.fd_weight),
+    traffic=lambda e, s, name: [4 * e.num_classes * (e.num_classes + 1)] * 2,
+  ),
+  "fedproto": _by_prototype(fedproto.fedproto, _prototypes),
+  "fedtgp": _by_prototype(
+    fedtgp.fedtgp, lambda e, s: _prototypes(e, s) | _server_rate(e, s)
+  ),
+  "fedgh": Method(
+    fedgh.fedgh,
+    lambda e, s: dict(head=e.head) | _server_rate(e, s),
     features=True,
     traffic=_head_bytes,
   ),
-  "ditto": Method(_ditto, traffic=_own_bytes),
-  "scaffold": Method(
-    _scaffold, shared=lambda state: [state.server.model], traffic=_twice_bytes
+  "lgfedavg": Method(lgfedavg.lgfedavg, features=True, traffic=_head_bytes),
+  "ditto": Method(
+    ditto.ditto, lambda e, s: dict(weight=s.ditto_weight), traffic=_own_bytes
   ),
-  "fedavg": _in_pools(lambda e, s, options: hetfl.fedavg(**options)),
-  "fedmd": _by_scores(lambda e, s, options: hetfl.fedmd(**options)),
-  "dsfl": _by_scores(_dsfl),
-  "ktpfl": _by_scores(_ktpfl),
-  "feddf": _in_pools(_feddf),
-  "codist": _in_pools(_codist),
+  "scaffold": Method(  # Its clients train by plain SGD.
+    lambda optimizer, **options: scaffold.scaffold(**options),
+    shared=lambda state: [state.server.model],
+    traffic=lambda e, s, name: [2 * e.num_bytes(name)] * 2,
+  ),
+  "fedavg": _in_pools(hetfl.fedavg),
+  "feddf": _in_pools(feddf.feddf, _distiller),
+  "codist": _in_pools(
+    hetfl.periodic_codist,
+    lambda e, s: _distiller(e, s) | dict(period=s.codist_period),
+  ),
+  "fedmd": _by_scores(hetfl.fedmd),
+  "dsfl": _by_scores(dsfl.dsfl, lambda e, s: dict(temperature=s.temperature)),
+  "ktpfl": _by_scores(
+    ktpfl.ktpfl, lambda e, s: dict(temperature=s.temperature)
+  ),
 }
 
 
@@ -256,6 +210,11 @@ def words(values: Mapping[str, Any], method: str) -> set[str]:
     raise UsageError(
       "--method=ktpfl: all clients take part in each round; leave out"
       " --clients_per_round, --dropout_rate and --late_clients"
+    )
+  if s.patience and not s.validation:
+    raise UsageError(
+      f"--patience={s.patience}: needs images to measure by; give --validation,"
+      " such as 0.1"
     )
   found = {method, s.dataset, s.partition, "images", "device"}
   found |= {"set_aside"} if s.public_dataset == s.dataset else set()
@@ -322,10 +281,14 @@ class Experiment:
     """The shapes of an architecture's variables."""
     return jax.eval_shape(self.model(name, False).init, jax.random.key(0))
 
+  def num_bytes(self, name: str) -> int:
+    """The bytes of an architecture's variables."""
+    return training.num_bytes(self.shapes(name))
+
   def files(self, s: Compare) -> dict[str, bytes]:
     """Name and content of files that belong to a run."""
     names = self.kinds + [s.global_model] * bool(s.words & _WITH_GLOBAL)
-    sets = [self.images.train, self.images.test]
+    sets = [self.images.train, self.images.test, self.images.validation]
     if s.method in PUBLIC or "set_aside" in s.words:
       sets.append(self.public)
     return {"data.json": files.record(sets)} | own_models.sources(names)
@@ -371,8 +334,8 @@ class Experiment:
     }[method.of]
     make = functools.partial(make, transform=self.transform)
     options |= {method.of: list(map(make, models, self.rows(s)))}
-    engine = launch.engine_of(s, s.lanes)
-    return method.build(self, s, options | {"engine": engine})
+    options |= {"engine": launch.engine_of(s, s.lanes)}
+    return method.make(**method.more(self, s), **options)
 
   def device_data(self, s: Compare) -> dict:
     """The banks, as the algorithm takes them."""
@@ -415,7 +378,7 @@ class Experiment:
     options = s.arguments(hetfl.plan_fedmd, round=round)
     drawn = hetfl.plan_fedmd(self.public, held, **options).batches
     there = train.client[train.steps > 0]
-    absent = ~np.isin(np.arange(s.num_clients), there)
+    absent = np.setdiff1d(np.arange(s.num_clients), there)
     digest = leave_out(drawn["digest"], absent)
     return {"public": drawn["public"], "digest": digest}
 
@@ -438,9 +401,12 @@ class Experiment:
     for members, variables in zip(self.members, models):
       sent = state.server if method.features else ()
       each = [sent] * len(members)
-      evaluator = self._evaluator(s, members)
       both = hetfl.Variables(variables, jax.tree.map(stacked, *each))
-      for name, values in evaluator(both, own=not method.shared).items():
+      measured = {}
+      for which in ("test", "validation")[: 1 + bool(s.validation)]:
+        evaluator = self._evaluator(s, members, which)
+        measured |= evaluator(both, own=not method.shared)
+      for name, values in measured.items():
         if values.ndim > 1:  # Of classes; NaN for those that are not there.
           values = np.nanmean(values, axis=1)
         found.setdefault(name, np.zeros(s.num_clients))[[*members]] = values
@@ -452,18 +418,18 @@ class Experiment:
     return row
 
   def _evaluator(
-    self, s: Compare, members: tuple[int, ...]
+    self, s: Compare, members: tuple[int, ...], which: str
   ) -> hetfl.ClientEvaluator:
-    """Of models of one architecture, on the test examples of clients."""
+    """Of models of one architecture, on `which` examples of clients."""
     method, name = METHODS[s.method], self.of_client[members[0]]
-    key = name, method.features, method.scores
+    key = name, method.features, method.scores, which
     if key not in self._evaluators:
-      held = self.images.test.take(members)
+      held = getattr(self.images, which).take(members)
       self._evaluators[key] = hetfl.ClientEvaluator(
         _scored(method, self.model(name, method.features)),
         dataclasses.replace(held, bank=self.bank),
         transform=self.transform,
-        measure=_measure,
+        measure=functools.partial(_measure, which),
         engine=self.engine,
         batch_size=s.eval_batch_size,
       )
@@ -522,11 +488,14 @@ def _scored(method: Method, model: core.Model) -> core.Model:
   return core.Model(model.init, apply)
 
 
-def _measure(scores, batch):
-  accuracy = lambda of: evaluate.classification(of, batch)["accuracy"]
-  return {f"test_accuracy{way}": accuracy(of) for way, of in scores.items()} | {
-    f"macro_f1{way}": evaluate.class_f1(of, batch) for way, of in scores.items()
-  }
+def _measure(which, scores, batch):
+  found = {}
+  for way, of in scores.items():
+    accuracy = evaluate.classification(of, batch)["accuracy"]
+    found[f"{which}_accuracy{way}"] = accuracy
+    if which == "test":
+      found[f"macro_f1{way}"] = evaluate.class_f1(of, batch)
+  return found
 
 
 def worse(accuracies: Sequence[float], alone: Sequence[float]) -> float:
@@ -558,7 +527,9 @@ def draw(
   for label, (way, seeds) in labelled(runs).items():
     drawn[label] = [[] for _ in seeds]
     for i, rows in enumerate(seeds):
-      for row, base in zip(rows, alone[i] if alone else rows):
+      # A run that has ended stays as it was.
+      bases = alone[i] + alone[i][-1:] * len(rows) if alone else rows
+      for row, base in zip(rows, bases):
         point = {
           "mean/accuracy": row[f"clients/test_accuracy{way}"],
           "tenth/accuracy": row[f"clients/worst_tenth_test_accuracy{way}"],

@@ -297,29 +297,30 @@ def plan_clients(
         tail=tail,
       )
     )
-  rng = generator(Stream.DROPOUT, seed, phase, round, pool)
-  absent = rng.random(len(clients)) < dropout_rate
-  absent[len(clients) - late_clients :] |= round < late_round
+  draw = generators(Stream.DROPOUT, seed, phase, round, pool)
+  joined = len(clients) - (late_clients if round < late_round else 0)
+  absent = [
+    k for k in chosen.tolist() if k >= joined or draw(k).random() < dropout_rate
+  ]
   return leave_out(rows_of(orders, chosen, weights), absent)
 
 
-def leave_out(batches: Batches, absent: np.ndarray) -> Batches:
+def leave_out(batches: Batches, absent: Sequence[int] | np.ndarray) -> Batches:
   """Batches in which some clients take no part, without steps and weight.
 
   Args:
     batches: the batches, on the host.
-    absent: `bool[K]`, by the clients' numbers.
+    absent: the clients' numbers.
 
   Returns:
     The batches.
 
   >>> batches = rows_of([np.zeros((2, 1))] * 2, [3, 1], [5., 6.])
-  >>> absent = np.array([False, True, False, False])
-  >>> left = leave_out(batches, absent)
+  >>> left = leave_out(batches, [1])
   >>> left.steps.tolist(), left.weight.tolist()
   ([2, 0], [5.0, 0.0])
   """
-  there = ~absent[batches.client]
+  there = ~np.isin(batches.client, absent)
   return batches._replace(
     steps=batches.steps * there, weight=batches.weight * there
   )

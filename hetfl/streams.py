@@ -28,6 +28,7 @@ class Stream(enum.IntEnum):
   DISTILL_SENTENCES = 15
   OWN_TEST = 16  # which of its examples a client keeps for tests
   EXAMPLES = 17  # of a data set, those that are divided among clients
+  OWN_VALIDATION = 18  # as OWN_TEST, to decide when to stop
   PUBLIC_HELDOUT = 21
   PUBLIC_EXAMPLES = 22
   PRIVATE_HELDOUT = 23

@@ -137,6 +137,8 @@ def feddf(
       )
     )
     ensemble = _mean_of(said, weights)
+    # Else there is no ensemble.
+    anyone = (sum(map(jnp.sum, weights)) > 0).astype(np.int32)
     gradients = [pool.combine(update) for pool, update in zip(pools, sent)]
     state = step_servers(pools, state, gradients, decay)
     looks = [
@@ -159,7 +161,9 @@ def feddf(
 
     rows = [local.row_of(plan, "distill", i) for i in range(len(pools))]
     works = [
-      local.work(student, context(i), student_key, bank, (), rows[i])
+      local.work(
+        student, context(i), student_key, bank, (), rows[i], when=anyone
+      )
       for i, student in enumerate(students)
     ]
     distilled, losses = zip(*engine.run(*works))

@@ -1,18 +1,25 @@
 """Image federations on which methods are compared side by side."""
 
+import json
 import os
+import pathlib
 from typing import NamedTuple
 
 import numpy as np
 
 from hetfl.data import partition as partition_lib
 from hetfl.data import vision
-from hetfl.data.errors import one_of
+from hetfl.data.errors import one_of, reading
 from hetfl.data.npz import check_npz, load_npz
-from hetfl.population import ClientPopulation, stratified, Subset
+from hetfl.population import (
+  ClientPopulation,
+  positions_in,
+  stratified,
+  Subset,
+)
 from hetfl.streams import Stream
 
-PARTITIONS = ("dirichlet", "pathological", "iid")
+PARTITIONS = ("dirichlet", "pathological", "iid", "file")
 
 
 class ComparedImages(NamedTuple):
@@ -22,12 +29,14 @@ class ComparedImages(NamedTuple):
     train: K clients' examples for training.
     test: for tests.
     num_classes: C.
+    validation: to decide when to stop, or `None`.
     public: the images set aside, without labels; `None` if there are none.
   """
 
   train: ClientPopulation
   test: ClientPopulation
   num_classes: int
+  validation: ClientPopulation | None = None
   public: Subset | None = None
 
   @property
@@ -47,6 +56,8 @@ def load_compared_images(
   partition: str = "dirichlet",
   partition_alpha: float = 0.1,
   shards_per_client: int = 2,
+  partition_file: str | os.PathLike | None = None,
+  validation: float = 0.0,
   partition_seed: int = 0,
   data_dir: str | os.PathLike | None = None,
   download: bool = False,
@@ -64,9 +75,13 @@ def load_compared_images(
       default all.
     public_examples: how many images are set aside, before others are drawn.
     partition: `dirichlet`, `pathological` (shards of one class each) or `iid`;
-      see `hetfl.data.partition`.
+      see `hetfl.data.partition`; or `file`.
     partition_alpha: the Dirichlet's concentration: small is skewed.
     shards_per_client: of `pathological`.
+    partition_file: of `file`: JSON, a list of each client's positions among the
+      images, those for training before those for testing.
+    validation: the share of the rest of a client's images that it keeps for
+      validation, at least one; 0 for none.
     partition_seed: makes the clients.
     data_dir: see `vision.load`.
     download: see `vision.load`.
@@ -77,7 +92,7 @@ def load_compared_images(
 
   Raises:
     DataError: the data is missing or damaged.
-    ValueError: an argument is out of its range, or a client has one image only.
+    ValueError: an argument is out of its range, or a client has too few images.
 
   Reference: McMahan et al. 2017 for `pathological`; Tan et al. 2023 (PFLlib)
     for a quarter of all images.
@@ -93,6 +108,11 @@ def load_compared_images(
   else:
     images = vision.load(dataset, data_dir, download)
   bank = {n: np.concatenate([images.train[n], images.test[n]]) for n in "xy"}
+  if partition == "file" and (examples or public_examples):
+    raise ValueError(
+      "partition=file: says who has which images; leave out examples, and take"
+      " public ones from another data set"
+    )
   seed, public = partition_seed, None
   if public_examples:
     public = _public(bank["x"], public_examples, seed)
@@ -110,6 +130,8 @@ def load_compared_images(
     parts = partition_lib.dirichlet(
       y, num_clients=num_clients, seed=seed, alpha=partition_alpha
     )
+  elif partition == "file":
+    parts = _of_file(partition_file, bank, num_clients)
   else:
     (parts,) = partition_lib.shards(
       y,
@@ -117,25 +139,48 @@ def load_compared_images(
       shards_per_client=shards_per_client,
       seed=seed,
     )
-  train, test = [], []
+  shares = [(0.25, Stream.OWN_TEST)]
+  shares += [(validation, Stream.OWN_VALIDATION)] * bool(validation)
+  kept: list[list[np.ndarray]] = [[], [], []]  # Test, validation, training.
   for k, own in enumerate(parts):
-    if len(own) < 2:
+    if len(own) <= len(shares):
       raise ValueError(
-        f"num_clients={num_clients}: client {k} has a single image, and needs"
-        " another one for tests; use fewer clients, a larger partition_alpha or"
-        " another partition_seed"
+        f"num_clients={num_clients}: client {k} has {len(own)} of the"
+        f" {len(shares) + 1} images it needs, for training, tests and"
+        " validation; use fewer clients, a larger partition_alpha or another"
+        " partition_seed"
       )
-    size = max(1, len(own) // 4)
-    chosen = stratified(y[own], size=size, seed=[Stream.OWN_TEST, seed, k])
-    test.append(np.sort(own[chosen]))
-    train.append(np.sort(np.delete(own, chosen)))
-  of = ClientPopulation.from_lists
+    for held, (share, stream) in zip(kept, shares):
+      size = max(1, int(share * len(own)))
+      chosen = stratified(y[own], size=size, seed=[stream, seed, k])
+      held.append(np.sort(own[chosen]))
+      own = np.delete(own, chosen)
+    kept[-1].append(np.sort(own))
+  test, heldout, train = (
+    ClientPopulation.from_lists(bank, lists) for lists in kept
+  )
   return ComparedImages(
-    of(bank, train),
-    of(bank, test),
+    train,
+    test,
     images.num_classes,
+    heldout if validation else None,
     public and public.alone(),
   )
+
+
+def _of_file(path, bank, num_clients) -> list[np.ndarray]:
+  """The positions of each client's images."""
+  layout = (
+    "want JSON, a list of each client's positions, as [[0, 5, 2], [1, 3]]"
+  )
+  if path is None:
+    raise ValueError(f"partition_file=None: partition=file needs it; {layout}")
+  with reading(path, layout):
+    held = enumerate(json.loads(pathlib.Path(path).read_text()))
+    parts = [positions_in(bank, own, f"client {k}") for k, own in held]
+  if len(parts) != num_clients:
+    raise ValueError(f"num_clients={num_clients}: {path} has {len(parts)}")
+  return parts
 
 
 def load_public_images(
