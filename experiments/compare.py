@@ -141,7 +141,7 @@ class Compare(shared.Rounds):
   checkpoint_every: int = count(10, kind="speed")
   local_epochs: int = count(1, {"digits": 2}, argument="epochs")
   batch_size: int = count(32, {"digits": 16})
-  learning_rate: float = setting(0.01, low=1e-12)
+  learning_rate: float = setting(0.01, {"scaffold": 0.1}, low=1e-12)
   momentum: float = share(0.9)
   fml_alpha: float = share(0.5, only="fml")
   fml_beta: float = share(0.5, only="fml")

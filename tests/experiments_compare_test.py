@@ -148,13 +148,13 @@ def test_methods_in_pools_and_on_public_images(compare, tmp_path):
     accuracy = results[name]["clients"][2]["test_accuracy"]
     assert accuracy == pytest.approx(np.mean(labels == y))
   # All clients of KT-pFL take part.
-  one = ("--method=ktpfl", "--num_clients=2", "--models=mlp", "--rounds=2")
+  one = ("--method=ktpfl", "--models=mlp", "--rounds=2", "--public_subset=32")
   watched = ("--validation=0.25", "--patience=1", "--eval_every=1")
   done = compare(*one, *public, *watched, f"--workdir={tmp_path}/one")
   assert done.returncode == 0, done.stderr
   result, rows = outcome(tmp_path / "one")
   for c in result["clients"]:  # A quarter, and a quarter of the rest.
-    assert c["examples"] / c["test_examples"] == pytest.approx(9 / 4, rel=0.02)
+    assert c["examples"] / c["test_examples"] == pytest.approx(9 / 4, rel=0.1)
   assert rows[-1]["clients/validation_accuracy"] > 0.2
 
 
@@ -169,6 +169,8 @@ def test_fewer_examples_keep_the_shares_of_classes():
   everything, some = held(load()), held(load(examples=600))
   assert some.sum() == 600
   assert np.abs(some - everything * 600 / 1797).max() < 1
+  with pytest.raises(ValueError, match="examples=1798: there are 1797"):
+    load(examples=1798)
 
 
 def test_a_file_says_who_has_which_images(tmp_path):
@@ -195,7 +197,6 @@ def test_bad_input_is_one_line(compare, tmp_path):
     (("--models=vgg",), "--models=vgg: choose from cnn4, mixed3, cnn"),
     (("--method=ditto",), "its model is not the first client's"),
     (("--clients_per_round=5",), "--clients_per_round=5: pool 0 has 4"),
-    (("--examples=1798",), "--examples=1798: there are 1797"),
     (("--method=dsfl",), "--method=dsfl: needs public images; give --public_"),
     (
       ("--method=ktpfl", "--public_dataset=digits"),
@@ -206,7 +207,6 @@ def test_bad_input_is_one_line(compare, tmp_path):
       "--public_subset=999: exceeds the 300 public examples",
     ),
     (("--patience=2",), "--patience=2: needs images to measure by; give --val"),
-    (("--late_clients=5",), "--late_clients=5: must lie between 0 and 4"),
     (("--num_clients=900", "--partition_alpha=0.01"), "has 1 of the 2 images"),
   ]
   compare.refuse(cases, *QUICK, "--rounds=1", fresh=tmp_path / "fresh")
