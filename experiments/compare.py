@@ -18,6 +18,9 @@ import settings
 from settings import count, setting, share
 import shared
 
+PUBLIC = ("fedmd", "dsfl", "ktpfl", "feddf", "codist")  # On public images.
+_PUBLIC = " ".join(PUBLIC)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare(shared.Rounds):
@@ -26,19 +29,43 @@ class Compare(shared.Rounds):
   Attributes:
     method: One method, or a comma-separated list of them, which are run one
       after another and compared. local is each client alone; pooled one model
-      of each architecture on the examples of all clients together. ditto needs
-      one architecture for all.
+      of each architecture on the examples of all clients together. fedavg
+      averages the clients of each architecture; scaffold, whose clients train
+      by SGD without momentum, and ditto need one architecture for all, codist
+      (PeriodicCodist) two or more.
     dataset: Data set (npz is your own). Training and test images are divided
       together.
+    examples: Number of the data set's images that are divided, drawn with the
+      same shares of classes; by default all.
+    public_dataset: Data set of the public images, of the same shape; their
+      labels are not used. With --dataset itself they are set aside before it is
+      divided, for all methods.
+    public_examples: Number of public images.
+    public_subset: Number of public images of a round.
+    digest_batch_size: Batch size on public images.
+    digest_epochs: Passes over a round's public images.
     partition: How the images are split among clients; each class by a Dirichlet
-      distribution; into single-class shards (pathological); or evenly (iid).
+      distribution; into single-class shards (pathological); evenly (iid); or
+      as a file says.
     partition_alpha: Concentration of --partition=dirichlet; small values give
       skewed clients.
     shards_per_client: Shards, so at most as many classes, of each client with
       --partition=pathological.
+    partition_file: JSON, a list of each client's positions among the images,
+      those for training before those for testing; as [[0, 5, 2], [1, 3]].
+    validation: Share of a client's training images that it keeps to measure
+      when to stop; 0 for none.
+    patience: Ends a run after so many evaluations without a greater mean
+      accuracy on --validation images; by default never.
     num_clients: Number of clients.
     clients_per_round: Number of clients sampled in each round; by default all.
       The others keep their models unchanged.
+    dropout_rate: Probability with which a client drops out of a round in which
+      it would take part; it sends nothing and does not change. Not for ktpfl,
+      nor are --late_clients and --clients_per_round.
+    late_clients: Number of clients, the last ones, that take part only from
+      --late_round on.
+    late_round: The first round of --late_clients.
     models: Architectures, which clients have in turn; a family, cnn4 (cnn,
       small_cnn, lenet5, resnet) or mixed3 (mlp, small_cnn, lenet5), or a list
       of them and of their members; or FILE.py:FUNCTION for one of your own,
@@ -57,42 +84,76 @@ class Compare(shared.Rounds):
     fd_weight: Weight of the other clients' mean predictions.
     ditto_weight: Weight of the distance to the shared model.
     server_learning_rate: The server's, for prototypes or the head.
+    temperature: Of the mean of the clients' predictions (dsfl), or of all
+      softmaxes (ktpfl).
+    distill_lr: Learning rate of the servers' distillation, by Adam.
+    codist_period: Rounds from one codistillation to the next.
   """
 
   # A new method also needs a line in METHODS of compare_run.py.
   method: tuple[
     Literal[
       *("local", "pooled", "fml", "fedkd", "fd", "fedproto", "fedtgp"),
-      *("fedgh", "lgfedavg", "ditto"),
+      *("fedgh", "lgfedavg", "ditto", "scaffold", "fedavg", "fedmd", "dsfl"),
+      *("ktpfl", "feddf", "codist"),
     ],
     ...,
   ] = setting(("local", "pooled", "fml", "fedproto"))
   dataset: Literal["digits", "mnist", "cifar10", "cifar100", "npz"] = setting(
     "digits"
   )
-  partition: Literal["dirichlet", "pathological", "iid"] = setting("dirichlet")
+  examples: int | None = count()
+  public_dataset: (
+    Literal["digits", "mnist", "cifar10", "cifar100", "npz"] | None
+  ) = setting(
+    None,
+    {"cifar10": "cifar100", "cifar100": "cifar10"},
+    only=f"{_PUBLIC} set_aside",
+  )
+  public_examples: int = count(
+    5000, {"digits": 300}, only=f"{_PUBLIC} set_aside"
+  )
+  public_subset: int = count(
+    1000, {"digits": 100}, only=_PUBLIC, argument="subset"
+  )
+  digest_batch_size: int = count(128, {"digits": 32}, only=_PUBLIC)
+  digest_epochs: int = count(1, only=_PUBLIC)
+  partition: Literal["dirichlet", "pathological", "iid", "file"] = setting(
+    "dirichlet"
+  )
   partition_alpha: float = setting(
     0.1, {"digits": 0.5}, only="dirichlet", low=1e-6
   )
   shards_per_client: int = count(2, {"cifar100": 20}, only="pathological")
+  partition_file: str | None = setting(kind="place")
+  validation: float = setting(0.0, low=0, high=0.9)
+  patience: int | None = count()
   num_clients: int = count(20, {"digits": 10})
   clients_per_round: int | None = count()
+  dropout_rate: float = share(0.0)
+  late_clients: int = setting(0, low=0)
+  late_round: int = count(1)
   models: tuple[str, ...] = setting("cnn4", {"digits": "mixed3"})
   num_features: int = count(128, {"digits": 32})
-  global_model: str = setting("small_cnn", only="fml or fedkd")
+  global_model: str = setting("small_cnn", only="fml fedkd")
   rounds: int = count(100, {"digits": 40})
   eval_every: int = count(5)
   checkpoint_every: int = count(10, kind="speed")
-  local_epochs: int = count(1, {"digits": 2})
+  local_epochs: int = count(1, {"digits": 2}, argument="epochs")
   batch_size: int = count(32, {"digits": 16})
-  learning_rate: float = setting(0.01, low=1e-12)
+  learning_rate: float = setting(0.01, {"scaffold": 0.1}, low=1e-12)
   momentum: float = share(0.9)
   fml_alpha: float = share(0.5, only="fml")
   fml_beta: float = share(0.5, only="fml")
-  prototype_weight: float = setting(1.0, only="fedproto or fedtgp", low=0)
+  prototype_weight: float = setting(1.0, only="fedproto fedtgp", low=0)
   fd_weight: float = setting(1.0, only="fd", low=0)
   ditto_weight: float = setting(1.0, only="ditto", low=0)
-  server_learning_rate: float = setting(0.01, only="fedtgp or fedgh", low=1e-12)
+  server_learning_rate: float = setting(0.01, only="fedtgp fedgh", low=1e-12)
+  temperature: float = setting(
+    0.1, {"ktpfl": 10.0}, only="dsfl ktpfl", low=1e-6
+  )
+  distill_lr: float = setting(1e-3, only="feddf codist", low=0)
+  codist_period: int = count(5, only="codist", argument="period")
 
 
 def main(argv: Sequence[str]) -> None:

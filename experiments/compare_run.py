@@ -9,31 +9,42 @@ import functools
 import pathlib
 from typing import Any, NamedTuple
 
-from compare import Compare
+from compare import Compare, PUBLIC
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import launch
 import numpy as np
 import own_models
-from settings import Given
+from settings import Given, UsageError
 
 import hetfl
 from hetfl import augment, core, evaluate
 from hetfl.algorithms import (
   ditto,
+  dsfl,
   fd,
+  feddf,
   fedgh,
   fedkd,
   fedproto,
   fedtgp,
+  ktpfl,
   lgfedavg,
   personal,
+  scaffold,
 )
 from hetfl.algorithms.features import headed, logits_only
+from hetfl.batches import (
+  leave_out,
+  number_of_steps,
+  plan_clients,
+  plan_distillation,
+)
+from hetfl.clients import rows_of_group
 from hetfl.data import compared_images, files
 from hetfl.models import families
-from hetfl.optimizers import momentum_sgd
+from hetfl.optimizers import fedavg_server, momentum_sgd
 from hetfl.run import logs, report, training
 
 _RECIPES = {"digits": "digits8", "mnist": "mnist28"}  # Of CIFAR: pad32.
@@ -48,70 +59,44 @@ class Method(NamedTuple):
   """A method, as `METHODS` names them.
 
   Attributes:
-    build: `(experiment, s, options) -> algorithm`; the options are `clients`,
-      `learning_rate`, `optimizer` and `engine`. Its state's `clients` holds
-      `hetfl.clients.Group`s.
+    make: the library's function. It gets who takes part, by the name `of`, and
+      what all of that kind take.
+    more: `(experiment, s) -> its other arguments`.
+    of: `clients`, whose state is of `hetfl.clients.Group`s; `parties`; or
+      `pools` of the clients of an architecture.
+    shared: `state -> models`, one for all clients of each architecture.
     features: whether clients' outputs are `Features`, not logits.
     scores: `(outputs, what the server sent) -> class scores`, by each of
       `ways`; by default the logits. What was sent is there with `features`.
     ways: how clients classify; the paper's way is "", others are suffixes.
-    traffic: `(experiment, s) -> bytes` that a client sends and receives in a
-      round.
+    traffic: `(experiment, s, architecture) -> bytes` that a client sends and
+      receives in a round.
   """
 
-  build: Callable[..., core.Algorithm]
+  make: Callable[..., core.Algorithm]
+  more: Callable[[Any, Compare], dict[str, Any]] = lambda e, s: {}
+  of: str = "clients"
+  shared: Callable[[Any], Sequence[hetfl.Variables]] | None = None
   features: bool = False
   scores: Callable[[Any, Any], tuple] = _by_head
   ways: Sequence[str] = ("",)
-  traffic: Callable[[Any, Compare], tuple[int, int]] = lambda e, s: (0, 0)
+  traffic: Callable[..., Sequence[int]] = lambda e, s, name: (0, 0)
 
 
-_alone = lambda e, s, options: personal.personal(**options)
+def _prototypes(e, s):
+  numbers = dict(num_classes=e.num_classes, num_features=s.num_features)
+  return numbers | dict(weight=s.prototype_weight)
 
 
-def _fml(e, s, options):
-  return hetfl.fml(
-    global_model=e.model(s.global_model, False),
-    alpha=s.fml_alpha,
-    beta=s.fml_beta,
-    **options,
+def _server_rate(e, s):
+  return dict(server_learning_rate=s.server_learning_rate)
+
+
+def _distiller(e, s):
+  made = hetfl.Distiller(
+    s.distill_lr, regularization=0.0, transform=e.transform
   )
-
-
-def _fedkd(e, s, options):
-  return fedkd.fedkd(mentee=e.model(s.global_model, False), **options)
-
-
-def _numbers(e, s):
-  """C classes and D features."""
-  return dict(num_classes=e.num_classes, num_features=s.num_features)
-
-
-def _fedproto(e, s, options):
-  weight = s.prototype_weight
-  return fedproto.fedproto(**_numbers(e, s), weight=weight, **options)
-
-
-def _fedtgp(e, s, options):
-  return fedtgp.fedtgp(
-    **_numbers(e, s),
-    weight=s.prototype_weight,
-    server_learning_rate=s.server_learning_rate,
-    **options,
-  )
-
-
-def _fedgh(e, s, options):
-  rate = s.server_learning_rate
-  return fedgh.fedgh(head=e.head, server_learning_rate=rate, **options)
-
-
-def _fd(e, s, options):
-  return fd.fd(num_classes=e.num_classes, weight=s.fd_weight, **options)
-
-
-def _ditto(e, s, options):
-  return ditto.ditto(weight=s.ditto_weight, **options)
+  return dict(distiller=made)
 
 
 def _nearest(outputs, sent):
@@ -119,44 +104,93 @@ def _nearest(outputs, sent):
   return fedproto.nearest(outputs, sent), outputs.logits
 
 
-def _model_bytes(e, s):
-  return (training.num_bytes(e.shapes(s.global_model)),) * 2
+_global_bytes = lambda e, s, name: [e.num_bytes(s.global_model)] * 2
+_own_bytes = lambda e, s, name: [e.num_bytes(name)] * 2
+_head_bytes = lambda e, s, name: [4 * e.num_classes * (s.num_features + 1)] * 2
 
 
-def _own_bytes(e, s):  # All have one architecture.
-  return (training.num_bytes(e.shapes(e.kinds[0])),) * 2
-
-
-def _head_bytes(e, s):
-  return (4 * e.num_classes * (s.num_features + 1),) * 2
-
-
-def _prototype_bytes(e, s):
+def _prototype_bytes(e, s, name):
   numbers = e.num_classes * s.num_features
   return 4 * (numbers + e.num_classes), 4 * numbers
 
 
-def _prediction_bytes(e, s):
-  return (4 * e.num_classes * (e.num_classes + 1),) * 2
+def _score_bytes(e, s, name):  # Receives which images come next, too.
+  scores = 4 * s.public_subset * e.num_classes
+  return scores, scores + 4 * s.public_subset
+
+
+def _one_of_group(state):
+  first = lambda group: jax.tree.map(lambda a: a[0], group.learner.variables)
+  return list(map(first, state.clients))
 
 
 _WITH_GLOBAL = {"fml", "fedkd"}  # Methods with a --global_model.
-_WAYS = "", "_by_head"
+_by_prototype = functools.partial(
+  Method,
+  features=True,
+  scores=_nearest,
+  ways=("", "_by_head"),
+  traffic=_prototype_bytes,
+)
+_by_scores = functools.partial(Method, of="parties", traffic=_score_bytes)
+_in_pools = functools.partial(
+  Method,
+  of="pools",
+  shared=lambda state: [learner.variables for learner in state.server],
+  traffic=_own_bytes,
+)
 METHODS = {
-  "local": Method(_alone),
-  "pooled": Method(_alone),
-  "fml": Method(_fml, traffic=_model_bytes),
-  "fedkd": Method(_fedkd, traffic=_model_bytes),  # Before compression.
-  "fd": Method(_fd, traffic=_prediction_bytes),
-  "fedproto": Method(_fedproto, True, _nearest, _WAYS, _prototype_bytes),
-  "fedtgp": Method(_fedtgp, True, _nearest, _WAYS, _prototype_bytes),
-  "fedgh": Method(_fedgh, True, traffic=_head_bytes),
-  "lgfedavg": Method(
-    lambda e, s, options: lgfedavg.lgfedavg(**options),
-    True,
+  "local": Method(personal.personal),
+  "pooled": Method(personal.personal, shared=_one_of_group),
+  "fml": Method(
+    hetfl.fml,
+    lambda e, s: dict(
+      global_model=e.model(s.global_model, False),
+      alpha=s.fml_alpha,
+      beta=s.fml_beta,
+    ),
+    traffic=_global_bytes,
+  ),
+  "fedkd": Method(
+    fedkd.fedkd,
+    lambda e, s: dict(mentee=e.model(s.global_model, False)),
+    traffic=_global_bytes,  # Before compression.
+  ),
+  "fd": Method(
+    fd.fd,
+    lambda e, s: dict(num_classes=e.num_classes, weight=s.fd_weight),
+    traffic=lambda e, s, name: [4 * e.num_classes * (e.num_classes + 1)] * 2,
+  ),
+  "fedproto": _by_prototype(fedproto.fedproto, _prototypes),
+  "fedtgp": _by_prototype(
+    fedtgp.fedtgp, lambda e, s: _prototypes(e, s) | _server_rate(e, s)
+  ),
+  "fedgh": Method(
+    fedgh.fedgh,
+    lambda e, s: dict(head=e.head) | _server_rate(e, s),
+    features=True,
     traffic=_head_bytes,
   ),
-  "ditto": Method(_ditto, traffic=_own_bytes),
+  "lgfedavg": Method(lgfedavg.lgfedavg, features=True, traffic=_head_bytes),
+  "ditto": Method(
+    ditto.ditto, lambda e, s: dict(weight=s.ditto_weight), traffic=_own_bytes
+  ),
+  "scaffold": Method(  # Its clients train by plain SGD.
+    lambda optimizer, **options: scaffold.scaffold(**options),
+    shared=lambda state: [state.server.model],
+    traffic=lambda e, s, name: [2 * e.num_bytes(name)] * 2,
+  ),
+  "fedavg": _in_pools(hetfl.fedavg),
+  "feddf": _in_pools(feddf.feddf, _distiller),
+  "codist": _in_pools(
+    hetfl.periodic_codist,
+    lambda e, s: _distiller(e, s) | dict(period=s.codist_period),
+  ),
+  "fedmd": _by_scores(hetfl.fedmd),
+  "dsfl": _by_scores(dsfl.dsfl, lambda e, s: dict(temperature=s.temperature)),
+  "ktpfl": _by_scores(
+    ktpfl.ktpfl, lambda e, s: dict(temperature=s.temperature)
+  ),
 }
 
 
@@ -165,7 +199,25 @@ def words(values: Mapping[str, Any], method: str) -> set[str]:
   s = Compare.resolve(values, {Compare.resolve(values, ()).dataset})
   names = [*s.models] + [s.global_model] * (method in _WITH_GLOBAL)
   kinds = {"own" if own_models.is_own(n) else "hetfl" for n in names}
+  if method in PUBLIC and s.public_dataset is None:
+    raise UsageError(
+      f"--method={method}: needs public images; give --public_dataset of images"
+      f" of the same shape, or --public_dataset={s.dataset} to set aside some"
+    )
+  if method == "ktpfl" and (
+    s.clients_per_round or s.dropout_rate or s.late_clients
+  ):
+    raise UsageError(
+      "--method=ktpfl: all clients take part in each round; leave out"
+      " --clients_per_round, --dropout_rate and --late_clients"
+    )
+  if s.patience and not s.validation:
+    raise UsageError(
+      f"--patience={s.patience}: needs images to measure by; give --validation,"
+      " such as 0.1"
+    )
   found = {method, s.dataset, s.partition, "images", "device"}
+  found |= {"set_aside"} if s.public_dataset == s.dataset else set()
   return found | {f"{n}_models" for n in kinds} | launch.machine_words(values)
 
 
@@ -177,17 +229,22 @@ class Experiment:
     own_models.check("models", names, [*families.FAMILIES, *families.NAMES])
     own_models.check("global_model", [s.global_model], families.NAMES)
     load = compared_images.load_compared_images
-    self.images = load(**s.arguments(load))
+    own = s.public_examples if s.public_dataset == s.dataset else 0
+    self.images = load(**s.arguments(load, public_examples=own))
+    load_public = compared_images.load_public_images
+    shape = self.images.train.bank["x"].shape[1:]
+    self._load_public = functools.partial(
+      load_public, **s.arguments(load_public, image_shape=shape)
+    )
     self.engine = launch.engine_of(s)
     self.num_classes = self.images.num_classes
-    (bank,) = hetfl.put_banks(self.images.train)
-    self.data = {"train": bank}
+    (self.bank,) = hetfl.put_banks(self.images.train)
     if s.dataset == "npz":
       recipe = augment.fitted("plain", self.images.train.bank["x"])
     else:
       recipe = augment.RECIPES[_RECIPES.get(s.dataset, "pad32")]
     self.transform = recipe.evaluate
-    shape = (*[recipe.size] * 2, bank["x"].shape[-1])
+    shape = (*[recipe.size] * 2, shape[-1])
 
     self.head = core.Model.from_flax(
       nn.Dense(self.num_classes), jnp.zeros((1, s.num_features))
@@ -212,8 +269,10 @@ class Experiment:
 
     self.model, self._evaluators = model, {}
     self.of_client = [names[k % len(names)] for k in range(s.num_clients)]
-    # `pooled` has a client for each architecture, who holds all examples.
     self.kinds = list(dict.fromkeys(self.of_client))
+    of_kind = lambda kind: np.flatnonzero(np.array(self.of_client) == kind)
+    self.members = [tuple(of_kind(kind).tolist()) for kind in self.kinds]
+    # `pooled` has a client for each architecture, who holds all examples.
     everything = [self.images.train.members] * len(self.kinds)
     of = hetfl.ClientPopulation.from_lists
     self.pooled = of(self.images.train.bank, everything)
@@ -222,74 +281,135 @@ class Experiment:
     """The shapes of an architecture's variables."""
     return jax.eval_shape(self.model(name, False).init, jax.random.key(0))
 
+  def num_bytes(self, name: str) -> int:
+    """The bytes of an architecture's variables."""
+    return training.num_bytes(self.shapes(name))
+
   def files(self, s: Compare) -> dict[str, bytes]:
     """Name and content of files that belong to a run."""
     names = self.kinds + [s.global_model] * bool(s.words & _WITH_GLOBAL)
-    return {"data.json": self._record} | own_models.sources(names)
+    sets = [self.images.train, self.images.test, self.images.validation]
+    if s.method in PUBLIC or "set_aside" in s.words:
+      sets.append(self.public)
+    return {"data.json": files.record(sets)} | own_models.sources(names)
 
   @functools.cached_property
-  def _record(self) -> bytes:
-    return files.record([self.images.train, self.images.test])
+  def public(self) -> hetfl.Subset:
+    """The public images, without labels."""
+    return self.images.public or self._load_public()
+
+  @functools.cached_property
+  def _public_bank(self) -> core.Batch:
+    return hetfl.put_banks(self.public)[0]
+
+  def rows(self, s: Compare) -> dict[str, tuple[int, ...]]:
+    """The clients of those who take part, by name."""
+    if METHODS[s.method].of == "pools":
+      return {f"pool{i}": held for i, held in enumerate(self.members)}
+    return {f"client{k}": (k,) for k in range(s.num_clients)}
 
   def algorithm(self, s: Compare) -> core.Algorithm:
     """Builds the method."""
     method = METHODS[s.method]
-    names = self.kinds if s.method == "pooled" else self.of_client
-    options = dict(
-      clients=[
-        hetfl.Client(
-          model=self.model(name, method.features), transform=self.transform
-        )
-        for name in names
-      ],
+    of_kinds = s.method == "pooled" or method.of == "pools"
+    names = self.kinds if of_kinds else self.of_client
+    models = [self.model(name, method.features) for name in names]
+    how: dict[str, Any] = dict(
       learning_rate=s.learning_rate,
       optimizer=functools.partial(
         momentum_sgd, momentum=s.momentum, weight_decay=0.0
       ),
-      engine=launch.engine_of(s, s.lanes),
     )
-    return method.build(self, s, options)
+    public = dict(
+      public_transform=self.transform, eval_batch_size=s.eval_batch_size
+    )
+    server = dict(server_lr=1.0, server_optimizer=fedavg_server)
+    make, options = {
+      "clients": (hetfl.Client, how),
+      "parties": (functools.partial(hetfl.Participant, **how), public),
+      "pools": (
+        functools.partial(hetfl.Pool, **how, **server),
+        {"rounds": None},
+      ),
+    }[method.of]
+    make = functools.partial(make, transform=self.transform)
+    options |= {method.of: list(map(make, models, self.rows(s)))}
+    options |= {"engine": launch.engine_of(s, s.lanes)}
+    return method.make(**method.more(self, s), **options)
 
   def device_data(self, s: Compare) -> dict:
     """The banks, as the algorithm takes them."""
-    return self.data
+    alone = METHODS[s.method].of == "clients"
+    data = dict.fromkeys(["train"] if alone else self.rows(s), self.bank)
+    if s.method in PUBLIC:
+      data |= dict.fromkeys(["public", "distill"], self._public_bank)
+    return data
 
   def plan(self, s: Compare, round: int) -> hetfl.Plan:
     """A round's plan, alike for all methods; a pure function of `round`."""
-    pooled = s.method == "pooled"
-    return hetfl.plan_round(
-      {"train": self.pooled if pooled else self.images.train},
-      seed=s.seed,
-      round=round,
-      batch_size=s.batch_size,
-      epochs=s.local_epochs,
-      clients_per_round=None if pooled else s.clients_per_round,
-      tail="repeat" if "own_models" in s.words else "short",
-    )
+    tail = "repeat" if "own_models" in s.words else "short"
+    options = s.arguments(plan_clients, round=round, tail=tail)
+    clients = self.images.train
+    if s.method == "pooled":
+      clients = self.pooled
+      options |= dict(clients_per_round=None, dropout_rate=0.0, late_clients=0)
+    plan = hetfl.plan_round({"train": clients}, **options)
+    if METHODS[s.method].of == "clients":
+      return plan
+    train, everyone = plan.batches["train"], np.arange(s.num_clients)
+    batches = {
+      name: rows_of_group(train, everyone, held)[1]
+      for name, held in self.rows(s).items()
+    }
+    if s.method in PUBLIC:
+      batches |= self._on_public(s, round, train)
+    return hetfl.Plan(plan.round, batches)
+
+  def _on_public(
+    self, s: Compare, round: int, train: hetfl.Batches
+  ) -> dict[str, hetfl.Batches]:
+    """The batches of public images; only clients that take part digest."""
+    if METHODS[s.method].of == "pools":
+      size, epochs = s.digest_batch_size, s.digest_epochs
+      steps = number_of_steps(s.public_subset, batch_size=size, epochs=epochs)
+      options = dict(seed=s.seed, round=round, steps=steps, batch_size=size)
+      return {"distill": plan_distillation(self.public, **options)}
+    held = dict(zip(self.rows(s), self.images.train.subsets()))
+    options = s.arguments(hetfl.plan_fedmd, round=round)
+    drawn = hetfl.plan_fedmd(self.public, held, **options).batches
+    there = train.client[train.steps > 0]
+    absent = np.setdiff1d(np.arange(s.num_clients), there)
+    digest = leave_out(drawn["digest"], absent)
+    return {"public": drawn["public"], "digest": digest}
 
   def evaluate(self, s: Compare, state) -> dict[str, float]:
     """Each client's accuracy and macro-F1 on its test examples, and the spread.
 
-    A client that is evaluated by `pooled` has the model of its architecture.
+    By its own model, or the one that clients of its architecture share.
     """
-    method, everyone = METHODS[s.method], np.arange(s.num_clients)
-    holder = everyone
-    if s.method == "pooled":
-      holder = np.array([self.kinds.index(name) for name in self.of_client])
+    method, stacked = METHODS[s.method], lambda *leaves: jnp.stack(leaves)
+    if method.shared:
+      models = method.shared(state)
+    elif method.of == "parties":
+      models = [
+        jax.tree.map(stacked, *(state.clients[k].variables for k in members))
+        for members in self.members
+      ]
+    else:
+      models = [group.learner.variables for group in state.clients]
     found: dict[str, np.ndarray] = {}
-    for group in state.clients:
-      members = everyone[np.isin(holder, group.clients)]
-      rows = np.array([group.clients.index(k) for k in holder[members]])
+    for members, variables in zip(self.members, models):
       sent = state.server if method.features else ()
-      both = hetfl.Variables(
-        jax.tree.map(lambda a, rows=rows: a[rows], group.learner.variables),
-        jax.tree.map(lambda a, rows=rows: jnp.stack([a] * len(rows)), sent),
-      )
-      evaluator = self._evaluator(s, members.tolist())
-      for name, values in evaluator(both, own=True).items():
+      each = [sent] * len(members)
+      both = hetfl.Variables(variables, jax.tree.map(stacked, *each))
+      measured = {}
+      for which in ("test", "validation")[: 1 + bool(s.validation)]:
+        evaluator = self._evaluator(s, members, which)
+        measured |= evaluator(both, own=not method.shared)
+      for name, values in measured.items():
         if values.ndim > 1:  # Of classes; NaN for those that are not there.
           values = np.nanmean(values, axis=1)
-        found.setdefault(name, np.zeros(s.num_clients))[members] = values
+        found.setdefault(name, np.zeros(s.num_clients))[[*members]] = values
     row = {}
     for name, values in found.items():
       row |= {f"client{k}/{name}": x for k, x in enumerate(values.tolist())}
@@ -297,17 +417,19 @@ class Experiment:
         row[f"clients/{what}_{name}".replace("/mean_", "/")] = value
     return row
 
-  def _evaluator(self, s: Compare, members: list[int]) -> hetfl.ClientEvaluator:
-    """Of models of one architecture, on the test examples of clients."""
+  def _evaluator(
+    self, s: Compare, members: tuple[int, ...], which: str
+  ) -> hetfl.ClientEvaluator:
+    """Of models of one architecture, on `which` examples of clients."""
     method, name = METHODS[s.method], self.of_client[members[0]]
-    key = name, method.features, method.scores, *members
+    key = name, method.features, method.scores, which
     if key not in self._evaluators:
-      held = self.images.test.take(members)
+      held = getattr(self.images, which).take(members)
       self._evaluators[key] = hetfl.ClientEvaluator(
         _scored(method, self.model(name, method.features)),
-        dataclasses.replace(held, bank=self.data["train"]),
+        dataclasses.replace(held, bank=self.bank),
         transform=self.transform,
-        measure=_measure,
+        measure=functools.partial(_measure, which),
         engine=self.engine,
         batch_size=s.eval_batch_size,
       )
@@ -330,7 +452,8 @@ class Experiment:
             found[f"best_{short}"] = max(row[name] for row in rows)
       return found
 
-    sent, received = METHODS[s.method].traffic(self, s)
+    traffic = functools.partial(METHODS[s.method].traffic, self, s)
+    each = [traffic(name) for name in self.of_client]
     clients = [
       {
         "model": name,
@@ -339,15 +462,16 @@ class Experiment:
         "test_examples": int(self.images.test.sizes[k]),
         **measured(f"client{k}"),
         # In a round that it takes part in.
-        "bytes_sent_per_round": sent,
-        "bytes_received_per_round": received,
+        "bytes_sent_per_round": each[k][0],
+        "bytes_received_per_round": each[k][1],
       }
       for k, name in enumerate(self.of_client)
     ]
     takes_part = s.clients_per_round or s.num_clients
     return {
       **{n: getattr(s, n) for n in ("method", "dataset", "partition", "seed")},
-      "bytes_per_round": takes_part * (sent + received),
+      # Of clients of unlike models the mean.
+      "bytes_per_round": takes_part * sum(map(sum, each)) // s.num_clients,
       "all": measured("clients"),
       "clients": clients,
     }
@@ -364,11 +488,14 @@ def _scored(method: Method, model: core.Model) -> core.Model:
   return core.Model(model.init, apply)
 
 
-def _measure(scores, batch):
-  accuracy = lambda of: evaluate.classification(of, batch)["accuracy"]
-  return {f"test_accuracy{way}": accuracy(of) for way, of in scores.items()} | {
-    f"macro_f1{way}": evaluate.class_f1(of, batch) for way, of in scores.items()
-  }
+def _measure(which, scores, batch):
+  found = {}
+  for way, of in scores.items():
+    accuracy = evaluate.classification(of, batch)["accuracy"]
+    found[f"{which}_accuracy{way}"] = accuracy
+    if which == "test":
+      found[f"macro_f1{way}"] = evaluate.class_f1(of, batch)
+  return found
 
 
 def worse(accuracies: Sequence[float], alone: Sequence[float]) -> float:
@@ -400,7 +527,9 @@ def draw(
   for label, (way, seeds) in labelled(runs).items():
     drawn[label] = [[] for _ in seeds]
     for i, rows in enumerate(seeds):
-      for row, base in zip(rows, alone[i] if alone else rows):
+      # A run that has ended stays as it was.
+      bases = alone[i] + alone[i][-1:] * len(rows) if alone else rows
+      for row, base in zip(rows, bases):
         point = {
           "mean/accuracy": row[f"clients/test_accuracy{way}"],
           "tenth/accuracy": row[f"clients/worst_tenth_test_accuracy{way}"],

@@ -36,7 +36,8 @@ class Batches(NamedTuple):
     index: `int32[K, S, B]`, positions in the bank; -1 marks an empty place.
     steps: `int32[K]`, how many of the S steps each row has.
     client: `int32[K]`, whose the rows are: numbers in their population.
-    weight: `float32[K]`, the clients' weights in an aggregate; positive.
+    weight: `float32[K]`, the clients' weights in an aggregate; 0 for those that
+      take no part, which have no steps.
   """
 
   index: np.ndarray  # type: ignore[assignment]
@@ -211,11 +212,15 @@ def plan_clients(
   max_steps: int | None = None,
   tail: Tail = "wrap",
   uniform_weights: bool = False,
+  dropout_rate: float = 0.0,
+  late_clients: int = 0,
+  late_round: int = 1,
 ) -> Batches:
   """Samples a round's clients and orders their examples.
 
   Clients are drawn uniformly without replacement. A client's order of examples
-  does not depend on the other clients.
+  does not depend on the other clients. Those that drop out, or join later, keep
+  their rows, without steps and weight: they send nothing and do not change.
 
   Args:
     clients: the clients; or the examples of a single one.
@@ -229,6 +234,9 @@ def plan_clients(
     max_steps: see `order`.
     tail: see `order`.
     uniform_weights: weight clients equally, not by their number of examples.
+    dropout_rate: the probability with which a client drops out of a round.
+    late_clients: how many clients, the last ones, join later.
+    late_round: the first round of these.
 
   Returns:
     The batches; the same for the same arguments.
@@ -243,17 +251,27 @@ def plan_clients(
   ...     clients, seed=0, round=1, clients_per_round=1, batch_size=2)
   >>> batches.steps, batches.weight
   (array([2], dtype=int32), array([3.], dtype=float32))
+  >>> for round in (1, 2):  # The second of two clients joins in round 2.
+  ...   batches = plan_clients(
+  ...       clients, seed=0, round=round, batch_size=2, late_clients=1,
+  ...       late_round=2)
+  ...   print(batches.steps, batches.weight)
+  [2 0] [3. 0.]
+  [2 2] [3. 3.]
   """
   checks.counts(
     round=round,
     batch_size=batch_size,
     epochs=epochs,
+    late_round=late_round,
     **checks.given(max_steps=max_steps, clients_per_round=clients_per_round),
   )
   checks.seed(seed)
+  checks.between(0, 1, dropout_rate=dropout_rate)
   if isinstance(clients, Subset):
     clients = ClientPopulation.from_lists(clients.bank, [clients.index])
   check_kind(clients, f"pool {pool}", ClientPopulation)
+  checks.between(0, len(clients), late_clients=late_clients)
   number = clients_per_round or len(clients)
   if not 1 <= number <= len(clients):
     raise ValueError(
@@ -279,7 +297,33 @@ def plan_clients(
         tail=tail,
       )
     )
-  return rows_of(orders, chosen, weights)
+  draw = generators(Stream.DROPOUT, seed, phase, round, pool)
+  joined = len(clients) - (late_clients if round < late_round else 0)
+  absent = [
+    k for k in chosen.tolist() if k >= joined or draw(k).random() < dropout_rate
+  ]
+  return leave_out(rows_of(orders, chosen, weights), absent)
+
+
+def leave_out(batches: Batches, absent: Sequence[int] | np.ndarray) -> Batches:
+  """Batches in which some clients take no part, without steps and weight.
+
+  Args:
+    batches: the batches, on the host.
+    absent: the clients' numbers.
+
+  Returns:
+    The batches.
+
+  >>> batches = rows_of([np.zeros((2, 1))] * 2, [3, 1], [5., 6.])
+  >>> left = leave_out(batches, [1])
+  >>> left.steps.tolist(), left.weight.tolist()
+  ([2, 0], [5.0, 0.0])
+  """
+  there = ~np.isin(batches.client, absent)
+  return batches._replace(
+    steps=batches.steps * there, weight=batches.weight * there
+  )
 
 
 def plan_distillation(
@@ -356,8 +400,8 @@ def plan_round(
     batch_size: see `plan_clients`; one number, or one for each pool.
     distill_steps: see `plan_distillation`.
     distill_batch_size: see `plan_distillation`.
-    **options: `epochs`, `max_steps`, `tail`, `uniform_weights`, `phase`: see
-      `plan_clients`.
+    **options: `epochs`, `max_steps`, `tail`, `uniform_weights`, `phase`,
+      `dropout_rate`, `late_clients`, `late_round`: see `plan_clients`.
 
   Returns:
     The plan, a pure function of its arguments: batches by the names of

@@ -27,6 +27,8 @@ class Stream(enum.IntEnum):
   TEXT_USERS = 14
   DISTILL_SENTENCES = 15
   OWN_TEST = 16  # which of its examples a client keeps for tests
+  EXAMPLES = 17  # of a data set, those that are divided among clients
+  OWN_VALIDATION = 18  # as OWN_TEST, to decide when to stop
   PUBLIC_HELDOUT = 21
   PUBLIC_EXAMPLES = 22
   PRIVATE_HELDOUT = 23
@@ -38,6 +40,7 @@ class Stream(enum.IntEnum):
   ORDER = 106  # of a client's examples
   DISTILL = 107  # order of distillation batches
   SUBSET = 108  # no longer used
+  DROPOUT = 109  # which clients of a round take no part after all
 
 
 def generator(stream: Stream, *numbers: int) -> np.random.Generator:

@@ -16,6 +16,7 @@ import scipy.special
 import hetfl
 from hetfl import core, engine, population
 from hetfl.algorithms.fedavg import round_keys
+from hetfl.batches import leave_out
 from hetfl.run import trials
 from tests import federation
 from tests.algorithms import (
@@ -26,6 +27,7 @@ from tests.algorithms import (
   make_distiller,
   METHODS,
   noisy,
+  party_plan,
   run,
   unlike,
 )
@@ -200,6 +202,45 @@ def test_going_on_compiles_nothing(reference, in_one_program, name):
   state, _ = run(name, algorithm, ROUNDS - 1, state=state, first=2)
   assert_equal(arrays(state), arrays(expected))
   assert algorithm.step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+  "name", [n for n in CASES if n not in ("fit", "ktpfl")]
+)
+def test_who_takes_no_part_does_not_change(in_one_program, name):
+  case, algorithm, start = CASES[name], in_one_program(name), initial(name)
+  plan = case.plan(1)
+
+  def after(**absent):
+    """The state after a round without some clients, by their bank."""
+    batches = dict(plan.batches)
+    for bank, who in absent.items():
+      batches[bank] = leave_out(batches[bank], who)
+    plan_without = plan._replace(batches=batches)
+    return algorithm.step(start, plan_without, case.data())[0]
+
+  numbers = np.arange(99)
+  banks = [bank for bank in plan.batches if bank not in ("public", "distill")]
+  assert_equal(*map(arrays, (after(**dict.fromkeys(banks, numbers)), start)))
+  usual = after()
+  if case.pooled and name not in ("feddf", "fedet"):  # Else servers learn.
+    one = after(pool0=numbers).server
+    assert_equal(one, (start.server[0], usual.server[1]))
+  elif case.plan is party_plan:
+    one = after(digest=[1], party1=[0]).clients
+    assert_equal(one[1], start.clients[1])
+    with pytest.raises(AssertionError):  # They learn from each other alone.
+      assert_equal(one[0], usual.clients[0])
+  elif not case.pooled:
+    own = lambda state: jax.tree.map(
+      lambda a: a[group.clients.index(1)], state.clients[i]
+    )
+    i, group = next(
+      (i, group) for i, group in enumerate(start.clients) if 1 in group.clients
+    )
+    assert_equal(own(after(train=[1])), own(start))
+    with pytest.raises(AssertionError):
+      assert_equal(own(usual), own(start))
 
 
 @every_algorithm

@@ -1,5 +1,7 @@
 """experiments/compare.py as a user runs it."""
 
+import functools
+
 import numpy as np
 import pytest
 from sklearn import metrics as sklearn_metrics
@@ -25,17 +27,16 @@ def compare(experiment):
   return experiment("compare")
 
 
-def by_numpy(folder, client):
+def by_numpy(folder, client, own, row=(), **options):
   """Labels of an MLP's test images, and predictions by prototype and head."""
   _, arrays = last_arrays(folder)
   arrays = {name.partition("_")[2]: a for name, a in arrays.items()}
-  # Every other client is in the first group.
-  own = "clients_0_learner_variables_params"
   layer = lambda name: (
-    arrays[f"{own}_{name}_{part}"][client // 2] for part in ("kernel", "bias")
+    arrays[f"{own}_variables_params_{name}_{part}"][row]
+    for part in ("kernel", "bias")
   )
   images = load_compared_images(
-    "digits", num_clients=CLIENTS, partition_alpha=0.5
+    "digits", num_clients=CLIENTS, partition_alpha=0.5, **options
   )
   held = images.test.client(client)
   x = (held["x"].reshape(-1, 64) / 255 - 0.305) / 0.376
@@ -43,9 +44,12 @@ def by_numpy(folder, client):
     kernel, bias = layer(name)
     x = np.maximum(x @ kernel + bias, 0)
   kernel, bias = layer("head")
+  by_head = (x @ kernel + bias).argmax(-1)
+  if "server_total" not in arrays:
+    return held["y"], by_head
   prototypes = arrays["server_total"] / arrays["server_count"][:, None]
   distances = np.square(x[:, None] - prototypes[None]).sum(-1)
-  return held["y"], distances.argmin(-1), (x @ kernel + bias).argmax(-1)
+  return held["y"], distances.argmin(-1), by_head
 
 
 def test_four_methods_side_by_side_and_one_alone(compare, tmp_path):
@@ -62,7 +66,9 @@ def test_four_methods_side_by_side_and_one_alone(compare, tmp_path):
     assert [row["round"] for row in evaluations] == [2, 4]
   # An evaluation of client 2, an MLP, without hetfl's models.
   client = results["fedproto"]["clients"][2]
-  y, *predicted = by_numpy(tmp_path / "all/fedproto", 2)
+  # Every other client is in the first group.
+  group = dict(own="clients_0_learner", row=1)
+  y, *predicted = by_numpy(tmp_path / "all/fedproto", 2, **group)
   assert (client["model"], client["test_examples"]) == ("mlp", len(y))
   for way, labels in zip(("", "_by_head"), predicted):
     right = np.mean(labels == y)
@@ -105,7 +111,7 @@ def test_four_methods_side_by_side_and_one_alone(compare, tmp_path):
 
 
 def test_all_methods_run(compare, tmp_path):
-  methods = "fedkd,fd,fedtgp,fedgh,lgfedavg,ditto"
+  methods = "fedkd,fd,fedtgp,fedgh,lgfedavg,ditto,scaffold"
   one = ("--models=mlp", f"--method={methods}", "--rounds=2")
   done = compare(*QUICK, *one, f"--workdir={tmp_path}/all")
   assert done.returncode == 0, done.stderr
@@ -115,6 +121,74 @@ def test_all_methods_run(compare, tmp_path):
   sent = lambda name: outcome(tmp_path / "all" / name)[0]["bytes_per_round"]
   assert sent("lgfedavg") == SAMPLED * 2 * 4 * 10 * 33
   assert sent("ditto") == SAMPLED * 2 * 4 * 3466
+  assert sent("scaffold") == 2 * sent("ditto")
+
+
+def test_methods_in_pools_and_on_public_images(compare, tmp_path):
+  methods = "fedavg,feddf,codist,fedmd,dsfl"
+  public = ("--public_dataset=digits", "--public_examples=97")
+  drawn = (*public, "--public_subset=32", "--codist_period=1")
+  drawn += (f"--method={methods}", "--rounds=2", "--dropout_rate=0.1")
+  done = compare(*QUICK, *drawn, f"--workdir={tmp_path}/all")
+  assert done.returncode == 0, done.stderr
+  results = {}
+  for name in methods.split(","):
+    results[name], _ = outcome(tmp_path / "all" / name)
+    assert results[name]["all"]["test_accuracy"] > 0.3  # Of ten classes.
+    held = results[name]["clients"]
+    assert sum(c["examples"] + c["test_examples"] for c in held) == 1797 - 97
+  model = 2 * 4 * np.mean([c["parameters"] for c in held])
+  assert results["feddf"]["bytes_per_round"] == SAMPLED * model
+  scores = 2 * 4 * 32 * 10 + 4 * 32  # And which images.
+  assert results["dsfl"]["bytes_per_round"] == SAMPLED * scores
+  # Client 2, an MLP, is evaluated by the model of its pool, or its own.
+  for name, own in (("fedavg", "server_0"), ("fedmd", "clients_2")):
+    folder = tmp_path / "all" / name
+    y, labels = by_numpy(folder, 2, own, public_examples=97)
+    accuracy = results[name]["clients"][2]["test_accuracy"]
+    assert accuracy == pytest.approx(np.mean(labels == y))
+  # All clients of KT-pFL take part.
+  one = ("--method=ktpfl", "--models=mlp", "--rounds=2", "--public_subset=32")
+  watched = ("--validation=0.25", "--patience=1", "--eval_every=1")
+  done = compare(*one, *public, *watched, f"--workdir={tmp_path}/one")
+  assert done.returncode == 0, done.stderr
+  result, rows = outcome(tmp_path / "one")
+  for c in result["clients"]:  # A quarter, and a quarter of the rest.
+    assert c["examples"] / c["test_examples"] == pytest.approx(9 / 4, rel=0.1)
+  assert rows[-1]["clients/validation_accuracy"] > 0.2
+
+
+def test_fewer_examples_keep_the_shares_of_classes():
+  load = functools.partial(
+    load_compared_images, "digits", num_clients=2, partition="iid"
+  )
+  held = lambda images: sum(
+    np.bincount(one.bank["y"][one.members])
+    for one in (images.train, images.test)
+  )
+  everything, some = held(load()), held(load(examples=600))
+  assert some.sum() == 600
+  assert np.abs(some - everything * 600 / 1797).max() < 1
+  with pytest.raises(ValueError, match="examples=1798: there are 1797"):
+    load(examples=1798)
+
+
+def test_a_file_says_who_has_which_images(tmp_path):
+  path = tmp_path / "clients.json"
+  path.write_text("[[0, 1796, 2], [1, 3]]")
+  load = functools.partial(
+    load_compared_images, "digits", partition="file", partition_file=path
+  )
+  images = load(num_clients=2)
+  held = [
+    [*images.train.positions(k), *images.test.positions(k)] for k in (0, 1)
+  ]
+  assert list(map(sorted, held)) == [[0, 2, 1796], [1, 3]]
+  with pytest.raises(ValueError, match="num_clients=3: .* has 2"):
+    load(num_clients=3)
+  path.write_text("[[0, 1797], [1, 3]]")
+  with pytest.raises(ValueError, match="client 0: position 1797 is outside"):
+    load(num_clients=2)
 
 
 def test_bad_input_is_one_line(compare, tmp_path):
@@ -123,6 +197,16 @@ def test_bad_input_is_one_line(compare, tmp_path):
     (("--models=vgg",), "--models=vgg: choose from cnn4, mixed3, cnn"),
     (("--method=ditto",), "its model is not the first client's"),
     (("--clients_per_round=5",), "--clients_per_round=5: pool 0 has 4"),
-    (("--num_clients=900", "--partition_alpha=0.01"), "has a single image"),
+    (("--method=dsfl",), "--method=dsfl: needs public images; give --public_"),
+    (
+      ("--method=ktpfl", "--public_dataset=digits"),
+      "--method=ktpfl: all clients take part in each round; leave out",
+    ),
+    (
+      ("--method=dsfl", "--public_dataset=digits", "--public_subset=999"),
+      "--public_subset=999: exceeds the 300 public examples",
+    ),
+    (("--patience=2",), "--patience=2: needs images to measure by; give --val"),
+    (("--num_clients=900", "--partition_alpha=0.01"), "has 1 of the 2 images"),
   ]
   compare.refuse(cases, *QUICK, "--rounds=1", fresh=tmp_path / "fresh")

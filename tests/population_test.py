@@ -216,3 +216,25 @@ def test_on_tpus_images_lie_one_after_another(devices, monkeypatch):
   order = lambda name: placed[name].format.layout.major_to_minor
   assert order("x") == (0, 3, 1, 2) and order("gray") == (0, 1, 2, 3)
   assert runner.compile(jnp.sum)(placed["x"]) == bank["x"].sum()
+
+
+def test_who_drops_out_does_not_depend_on_who_is_sampled():
+  bank = {"y": np.zeros(40)}
+  held = population.ClientPopulation.from_lists
+  clients = held(bank, np.arange(40).reshape(20, 2))
+  plan = functools.partial(plan_clients, clients, seed=3, batch_size=2)
+  gone = []
+  for t in range(1, 51):
+    everyone = plan(round=t, dropout_rate=0.25)
+    some = plan(round=t, dropout_rate=0.25, clients_per_round=5)
+    usual = plan(round=t, clients_per_round=5)
+    np.testing.assert_array_equal(some.client, usual.client)
+    np.testing.assert_array_equal(some.index, usual.index)
+    np.testing.assert_array_equal(some.steps, everyone.steps[some.client])
+    np.testing.assert_array_equal(everyone.weight, 2 * everyone.steps)
+    gone.append(1 - everyone.steps)
+  assert np.mean(gone) == pytest.approx(0.25, abs=0.04)  # Three deviations.
+  assert np.std(gone, axis=0).min() > 0
+  late = dict(late_clients=3, late_round=5)
+  present = [plan(round=t, **late).steps.tolist() for t in (4, 5)]
+  assert present == [[1] * 17 + [0] * 3, [1] * 20]

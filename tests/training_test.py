@@ -198,6 +198,26 @@ def test_a_finished_run_is_not_run_again(tmp_path):
     run(tmp_path, rounds=3)
 
 
+def test_patience_ends_a_run_for_good(tmp_path):
+  accuracy, seen = (None, 0.1, 0.5, float("nan"), 0.5, 0.9), []
+
+  def measured(state):
+    seen.append(int(state["round"]))
+    return {"accuracy": accuracy[seen[-1]]}
+
+  def once():
+    done = run(
+      tmp_path, evaluate=measured, eval_every=1, patience=2, watched="accuracy"
+    )
+    return done["rounds"], done["pools"]["accuracy"], seen
+
+  # The best is not exceeded for two evaluations.
+  assert once() == (4, 0.5, [1, 2, 3, 4])
+  assert once() == (4, 0.5, [1, 2, 3, 4])
+  (tmp_path / "result.json").unlink()
+  assert once() == (4, 0.5, [1, 2, 3, 4])
+
+
 def test_the_second_round_does_not_compile(tmp_path):
   algorithm = Regression()
   run(tmp_path, algorithm)

@@ -338,8 +338,8 @@ def merged_codist(
     gradients = [pool.combine(s) for pool, s in zip(pools, sent)]
     # Lines 7 and 8; the statistics are the clients'.
     merged = [
-      (_merge(g, theta.params, student.params, a), stats)
-      for (g, stats), theta, student in zip(gradients, thetas, students)
+      (_merge(g, theta.params, student.params, a), *rest)
+      for (g, *rest), theta, student in zip(gradients, thetas, students)
     ]
     # Line 9: apply FedAvg with the merged gradient.
     state = step_servers(pools, state, merged, decay)

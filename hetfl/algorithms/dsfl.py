@@ -125,7 +125,7 @@ def dsfl(
     # Predict and Upload.
     scores = group.communicate(state, plan, data)
     # Aggregation, by entropy reduction, and Broadcast.
-    weights = state.hyper["consensus_weights"]
+    weights = state.hyper["consensus_weights"] * group.heard(plan)
     target = entropy_reduction(scores, weights, state.hyper["temperature"])
     (shown,) = group.distribute(plan, data, target)
     # Distillation, of the parties and of the server's model.

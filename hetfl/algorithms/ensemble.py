@@ -48,6 +48,11 @@ class Averaged(NamedTuple):
   batch_key: jax.Array
   student_key: jax.Array
 
+  @property
+  def anyone(self) -> jax.Array:
+    """1 if any client says something, else 0: then nobody can learn from it."""
+    return jnp.int32(sum(map(jnp.sum, self.weights)) > 0)
+
 
 class Ensemble:
   """P pools, whose clients' models are all heard.

@@ -123,8 +123,8 @@ class Pool(local.Participant):
     }
 
   @functools.cached_property
-  def combine(self) -> Callable[[ClientUpdates], tuple[PyTree, PyTree]]:
-    """`sent -> (gradient, stats)`: what the server makes of the updates.
+  def combine(self) -> Callable[[ClientUpdates], tuple[PyTree, PyTree, Any]]:
+    """`sent -> (gradient, stats, weight)`: what the server makes of updates.
 
     `g = sum_k n_k (w - w_k) / sum_k n_k`, or what `aggregate` says; the
     statistics are the clients' weighted mean in any case.
@@ -137,23 +137,25 @@ class Pool(local.Participant):
     def combine(sent):
       if self.aggregate is None:
         mean = lambda x: x / sent.weight
-        return jax.tree.map(mean, (sent.delta, sent.stats))
+        return *jax.tree.map(mean, (sent.delta, sent.stats)), sent.weight
       gradient = self.aggregate(sent)
       one = jax.tree.map(lambda a: a[0], sent.delta)
       checks.alike(f"{self.label}: aggregate", gradient, one)
-      return gradient, weighted_mean(sent.stats, sent.weight)
+      stats = weighted_mean(sent.stats, sent.weight)
+      return gradient, stats, jnp.sum(sent.weight)
 
     return combine
 
   @functools.cached_property
   def server_step(self) -> Callable[..., local.Learner]:
-    """`(server, gradient, stats, rate) -> server`: a server optimizer's step.
+    """`(server, *combined, rate) -> server`: a server optimizer's step.
 
+    Without weight, as no client takes part, the server stays as it is.
     Algorithms share this program, so that equal gradients give equal bits.
     """
 
     @jax.jit
-    def step(server, gradient, stats, rate):
+    def step(server, gradient, stats, weight, rate):
       # Sums are float32 at least; the model and its optimizer keep their types.
       params, opt_state = local.descend(
         self.server_optimizer(rate),
@@ -162,7 +164,8 @@ class Pool(local.Participant):
         core.as_types(gradient, server.params),
       )
       stats = core.as_types(stats, server.stats)
-      return local.Learner(core.Variables(params, stats), opt_state)
+      new = local.Learner(core.Variables(params, stats), opt_state)
+      return jax.tree.map(lambda a, b: jnp.where(weight > 0, a, b), new, server)
 
     return step
 
@@ -366,7 +369,7 @@ def client_updates(
 def step_servers(
   pools: Sequence[Pool],
   state: core.State,
-  gradients: Sequence[tuple[PyTree, PyTree]],
+  gradients: Sequence[tuple[PyTree, PyTree, Any]],
   decay: jax.Array,
 ) -> core.State:
   """A step of each pool's server optimizer.
@@ -374,8 +377,8 @@ def step_servers(
   Args:
     pools: P pools.
     state: their state.
-    gradients: P pairs: what the optimizer takes as its gradient, and the
-      model's new statistics.
+    gradients: P triples: what the optimizer takes as its gradient, the model's
+      new statistics, and the clients' total weight.
     decay: the factor of the servers' learning rates in this round.
 
   Returns:

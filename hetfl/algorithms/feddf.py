@@ -119,7 +119,15 @@ def feddf(
 
     rows = [local.row_of(plan, "distill", i) for i in range(len(pools))]
     works = [
-      local.work(student, context(i), averaged.student_key, bank, (), rows[i])
+      local.work(
+        student,
+        context(i),
+        averaged.student_key,
+        bank,
+        (),
+        rows[i],
+        when=averaged.anyone,
+      )
       for i, student in enumerate(students)
     ]
     distilled, losses = zip(*engine.run(*works))

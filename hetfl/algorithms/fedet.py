@@ -65,9 +65,9 @@ def fedet(
       no `shared` parameters, or has them in other shapes.
 
   Reference: Cho et al. 2022: weighted consensus distillation with diversity
-  regularization, and representation transfer, which is here an option. The
-  authors released no code. Departures: the mean of shared layers is weighted by
-  the pools' examples. Clients of weight 0 do not teach.
+  regularization, and representation transfer, which is here an option.
+  Departures: the mean of shared layers is weighted by the pools' examples.
+  Clients of weight 0 do not teach.
 
   Clients, who do not learn, say (2, 0) and (0, 4), with variances 1 and 4: y is
   1, of 0.2 (2, 0) + 0.8 (0, 4), and the first disagrees with q = (0.88, 0.12).
@@ -134,21 +134,21 @@ def fedet(
 
   def step(state, plan, data):
     *of_pools, learner = state.server
-    averaged = ensemble.average(
-      state.replace(server=tuple(of_pools)), plan, data, total=False
-    )
+    state = state.replace(server=tuple(of_pools))
+    averaged = ensemble.average(state, plan, data, total=False)
+    of_pools, when = averaged.state.server, averaged.anyone
     sizes = jnp.stack([jnp.sum(n) for n in averaged.weights])
-    mean = weighted_mean(stack(*map(part, averaged.state.server)), sizes)
-    learner = _with(learner, mean)
+    mean = weighted_mean(stack(*map(part, of_pools)), sizes)
+    learner = _with(learner, mean, when)
     labels, others = consensus(averaged.said)
     context = local.values_of(state, len(pools), "diversity")
     context["learning_rate"] *= averaged.decay
     context |= dict(batch_key=averaged.batch_key, labels=labels, others=others)
     row = local.row_of(plan, "distill", len(pools), stats=learner.stats)
     bank, key = checks.bank(data, "distill"), averaged.student_key
-    work = local.work(student, context, key, bank, learner, row)
+    work = local.work(student, context, key, bank, learner, row, when=when)
     ((learner, loss),) = ensemble.engine.run(work)
-    of_pools = [_with(old, part(learner)) for old in averaged.state.server]
+    of_pools = [_with(old, part(learner), when) for old in of_pools]
     state = state.replace(server=(*of_pools, learner))
     metrics = local.metrics_of(pools, client_loss=averaged.losses)
     return state, metrics | local.metrics_of([server], distill_loss=[loss])
@@ -189,11 +189,12 @@ def consensus(said: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
   return y, jnp.where(there_are, distill.tempered_softmax(others, 1.0), 0)
 
 
-def _with(learner, part):
-  """A learner with other shared layers: copies, since states are donated."""
+def _with(learner, part, when):
+  """A learner with other shared layers, copied since states are donated."""
   if not part:
     return learner
   old = {name: learner.params[name] for name in part}
-  new = jax.tree.map(jnp.copy, core.as_types(part, old))
+  choose = lambda new, a: jnp.where(when > 0, new, a)
+  new = jax.tree.map(choose, core.as_types(part, old), old)
   variables = learner.variables._replace(params={**learner.params, **new})
   return learner._replace(variables=variables)

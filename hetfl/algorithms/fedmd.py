@@ -189,7 +189,8 @@ def fedmd(
     # Communicate: each party computes its scores on the public subset.
     scores = group.communicate(state, plan, data)
     # Aggregate: the server computes the consensus, before any party trains.
-    agreed = consensus(scores, state.hyper["consensus_weights"])
+    weights = state.hyper["consensus_weights"] * group.heard(plan)
+    agreed = consensus(scores, weights)
     # Distribute: the subset becomes a bank, with the consensus in it.
     (shown,) = group.distribute(plan, data, agreed)
     # Digest: each party approaches the consensus on the public subset.

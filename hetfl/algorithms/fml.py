@@ -50,13 +50,15 @@ def _kept(state, client) -> Group:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _merge(merge, memes, weights):
-  """Line 7: the new global model, of the types of the memes."""
+def _merge(merge, last, memes, weights):
+  """Line 7: the new global model; the last one if nobody takes part."""
   each = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *memes)
   one = jax.tree.map(lambda a: a[0], each)
-  merged = merge(each, jnp.concatenate(weights))
+  weights = jnp.concatenate(weights)
+  merged = merge(each, weights)
   checks.alike("merge", merged, one)
-  return core.as_types(merged, one)
+  keep = lambda a, b: jnp.where(jnp.sum(weights) > 0, a, b)
+  return jax.tree.map(keep, core.as_types(merged, last), last)
 
 
 def _objective(client, models) -> local.Objective:
@@ -326,7 +328,7 @@ def fml(
     server = state.server
     if global_model is not None:  # Line 7.
       weights = [turn.batches.weight for turn in turns]
-      server = _merge(merge, memes, weights)
+      server = _merge(merge, server, memes, weights)
     total = lambda *of_groups: sum(map(jnp.sum, of_groups))
     metrics = jax.tree.map(total, *means)
     return state.replace(server=server, clients=kept), metrics

@@ -201,8 +201,10 @@ def personal(
     value = jax.tree.map(together, *messages)
     sent = Sent(value, together(*weights), together(*numbers))
     new = method.aggregate(context, sent, key)
-    checks.alike("aggregate", new, context["server"])
-    return core.as_types(new, context["server"])
+    last, anyone = context["server"], jnp.sum(sent.weight) > 0
+    checks.alike("aggregate", new, last)
+    keep = lambda a, b: jnp.where(anyone, a, b)
+    return jax.tree.map(keep, core.as_types(new, last), last)
 
   return core.Algorithm(init, step)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from hetfl import checks, core, local
 from hetfl.batches import gather, in_order, Plan, prepare
+from hetfl.clients import group_clients
 from hetfl.engine import batch_size_or_default, Engine, Inline, Task, Work
 
 PyTree = Any
@@ -76,9 +77,16 @@ class Parties:
     self._engine = engine or Inline()
     self._batch_size = batch_size_or_default(eval_batch_size)
     how = translator, public_transform
-    self._scores = [_scores_task(party, *how) for party in self.parties]
-    self._digest = [_digest_task(student, *how) for student in self.students]
-    self._revisit = [local.own_training(party) for party in self.parties]
+    first = {k: of[0] for of in group_clients(self.students) for k in of}
+
+    def tasks(make, *args):
+      """A task for each student; those who are alike share one."""
+      made = functools.cache(lambda k: make(self.students[k], *args))
+      return [made(first[k]) for k in range(len(self.students))]
+
+    self._scores = tasks(_scores_task, *how)
+    self._digest = tasks(_digest_task, *how)
+    self._revisit = tasks(local.own_training)
 
   def init(
     self,
@@ -139,6 +147,11 @@ class Parties:
     ]
     return _without_lots(self._engine.run(*works), len(subset))
 
+  def heard(self, plan: Plan) -> jax.Array:
+    """`float32[P]`: 1 for parties that take part, who have steps of Digest."""
+    steps = local.of_round(plan, "digest", len(self.parties)).steps
+    return jnp.asarray(steps > 0, jnp.float32)
+
   def distribute(
     self, plan: Plan, data: dict[str, core.Batch], *targets: jax.Array
   ) -> list[core.Batch]:
@@ -172,9 +185,11 @@ class Parties:
     number = len(self.parties)
     rows = [local.row_of(plan, "digest", k, rows=number) for k in range(number)]
     learners = _learners(state, "digest")
-    if len(self.students) > number:  # The server has a party's batches.
+    if len(self.students) > number:  # The server has the first one's batches.
       learners.append(state.server)
-      rows.append(rows[0]._replace(client=np.asarray(number, np.int32)))
+      steps = local.of_round(plan, "digest").steps.max()
+      client = np.asarray(number, np.int32)
+      rows.append(rows[0]._replace(steps=steps, client=client))
     new, losses = self._train("digest", state, plan, shown, learners, rows)
     server = new[-1] if len(new) > number else state.server
     return _kept(state, "digest", new[:number]).replace(server=server), losses

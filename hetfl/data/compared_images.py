@@ -1,18 +1,25 @@
 """Image federations on which methods are compared side by side."""
 
+import json
 import os
+import pathlib
 from typing import NamedTuple
 
 import numpy as np
 
 from hetfl.data import partition as partition_lib
 from hetfl.data import vision
-from hetfl.data.errors import one_of
+from hetfl.data.errors import one_of, reading
 from hetfl.data.npz import check_npz, load_npz
-from hetfl.population import ClientPopulation, stratified
+from hetfl.population import (
+  ClientPopulation,
+  positions_in,
+  stratified,
+  Subset,
+)
 from hetfl.streams import Stream
 
-PARTITIONS = ("dirichlet", "pathological", "iid")
+PARTITIONS = ("dirichlet", "pathological", "iid", "file")
 
 
 class ComparedImages(NamedTuple):
@@ -22,11 +29,15 @@ class ComparedImages(NamedTuple):
     train: K clients' examples for training.
     test: for tests.
     num_classes: C.
+    validation: to decide when to stop, or `None`.
+    public: the images set aside, without labels; `None` if there are none.
   """
 
   train: ClientPopulation
   test: ClientPopulation
   num_classes: int
+  validation: ClientPopulation | None = None
+  public: Subset | None = None
 
   @property
   def class_counts(self) -> np.ndarray:
@@ -40,9 +51,13 @@ def load_compared_images(
   dataset: str,
   *,
   num_clients: int,
+  examples: int | None = None,
+  public_examples: int = 0,
   partition: str = "dirichlet",
   partition_alpha: float = 0.1,
   shards_per_client: int = 2,
+  partition_file: str | os.PathLike | None = None,
+  validation: float = 0.0,
   partition_seed: int = 0,
   data_dir: str | os.PathLike | None = None,
   download: bool = False,
@@ -56,10 +71,17 @@ def load_compared_images(
   Args:
     dataset: see `vision.load`, or `npz`.
     num_clients: K.
+    examples: how many images are divided, with the same shares of classes; by
+      default all.
+    public_examples: how many images are set aside, before others are drawn.
     partition: `dirichlet`, `pathological` (shards of one class each) or `iid`;
-      see `hetfl.data.partition`.
+      see `hetfl.data.partition`; or `file`.
     partition_alpha: the Dirichlet's concentration: small is skewed.
     shards_per_client: of `pathological`.
+    partition_file: of `file`: JSON, a list of each client's positions among the
+      images, those for training before those for testing.
+    validation: the share of the rest of a client's images that it keeps for
+      validation, at least one; 0 for none.
     partition_seed: makes the clients.
     data_dir: see `vision.load`.
     download: see `vision.load`.
@@ -70,7 +92,7 @@ def load_compared_images(
 
   Raises:
     DataError: the data is missing or damaged.
-    ValueError: an argument is out of its range, or a client has one image only.
+    ValueError: an argument is out of its range, or a client has too few images.
 
   Reference: McMahan et al. 2017 for `pathological`; Tan et al. 2023 (PFLlib)
     for a quarter of all images.
@@ -86,13 +108,30 @@ def load_compared_images(
   else:
     images = vision.load(dataset, data_dir, download)
   bank = {n: np.concatenate([images.train[n], images.test[n]]) for n in "xy"}
-  y, seed = bank["y"], partition_seed
+  if partition == "file" and (examples or public_examples):
+    raise ValueError(
+      "partition=file: says who has which images; leave out examples, and take"
+      " public ones from another data set"
+    )
+  seed, public = partition_seed, None
+  if public_examples:
+    public = _public(bank["x"], public_examples, seed)
+    bank = {n: np.delete(a, public.index, axis=0) for n, a in bank.items()}
+  if examples is not None:
+    if examples > len(bank["y"]):
+      raise ValueError(f"examples={examples}: there are {len(bank['y'])}")
+    draw = [Stream.EXAMPLES, seed]
+    drawn = np.sort(stratified(bank["y"], size=examples, seed=draw))
+    bank = {name: array[drawn] for name, array in bank.items()}
+  y = bank["y"]
   if partition == "iid":
     parts = partition_lib.iid(len(y), num_clients=num_clients, seed=seed)
   elif partition == "dirichlet":
     parts = partition_lib.dirichlet(
       y, num_clients=num_clients, seed=seed, alpha=partition_alpha
     )
+  elif partition == "file":
+    parts = _of_file(partition_file, bank, num_clients)
   else:
     (parts,) = partition_lib.shards(
       y,
@@ -100,17 +139,90 @@ def load_compared_images(
       shards_per_client=shards_per_client,
       seed=seed,
     )
-  train, test = [], []
+  shares = [(0.25, Stream.OWN_TEST)]
+  shares += [(validation, Stream.OWN_VALIDATION)] * bool(validation)
+  kept: list[list[np.ndarray]] = [[], [], []]  # Test, validation, training.
   for k, own in enumerate(parts):
-    if len(own) < 2:
+    if len(own) <= len(shares):
       raise ValueError(
-        f"num_clients={num_clients}: client {k} has a single image, and needs"
-        " another one for tests; use fewer clients, a larger partition_alpha or"
-        " another partition_seed"
+        f"num_clients={num_clients}: client {k} has {len(own)} of the"
+        f" {len(shares) + 1} images it needs, for training, tests and"
+        " validation; use fewer clients, a larger partition_alpha or another"
+        " partition_seed"
       )
-    size = max(1, len(own) // 4)
-    chosen = stratified(y[own], size=size, seed=[Stream.OWN_TEST, seed, k])
-    test.append(np.sort(own[chosen]))
-    train.append(np.sort(np.delete(own, chosen)))
-  of = ClientPopulation.from_lists
-  return ComparedImages(of(bank, train), of(bank, test), images.num_classes)
+    for held, (share, stream) in zip(kept, shares):
+      size = max(1, int(share * len(own)))
+      chosen = stratified(y[own], size=size, seed=[stream, seed, k])
+      held.append(np.sort(own[chosen]))
+      own = np.delete(own, chosen)
+    kept[-1].append(np.sort(own))
+  test, heldout, train = (
+    ClientPopulation.from_lists(bank, lists) for lists in kept
+  )
+  return ComparedImages(
+    train,
+    test,
+    images.num_classes,
+    heldout if validation else None,
+    public and public.alone(),
+  )
+
+
+def _of_file(path, bank, num_clients) -> list[np.ndarray]:
+  """The positions of each client's images."""
+  layout = (
+    "want JSON, a list of each client's positions, as [[0, 5, 2], [1, 3]]"
+  )
+  if path is None:
+    raise ValueError(f"partition_file=None: partition=file needs it; {layout}")
+  with reading(path, layout):
+    held = enumerate(json.loads(pathlib.Path(path).read_text()))
+    parts = [positions_in(bank, own, f"client {k}") for k, own in held]
+  if len(parts) != num_clients:
+    raise ValueError(f"num_clients={num_clients}: {path} has {len(parts)}")
+  return parts
+
+
+def load_public_images(
+  public_dataset: str,
+  *,
+  public_examples: int,
+  image_shape: tuple[int, ...],
+  partition_seed: int = 0,
+  data_dir: str | os.PathLike | None = None,
+  download: bool = False,
+) -> Subset:
+  """Public images, without labels, of another data set than the clients'.
+
+  Args:
+    public_dataset: see `vision.load`.
+    public_examples: how many of its training images are drawn.
+    image_shape: height, width and channels of the clients' images.
+    partition_seed: of the draw.
+    data_dir: see `vision.load`.
+    download: see `vision.load`.
+
+  Returns:
+    The images, in a bank of their own, of `x` alone.
+
+  Raises:
+    DataError: the data is missing or damaged.
+    ValueError: there are fewer images, or they have another shape.
+
+  >>> load_public_images(
+  ...     'digits', public_examples=9, image_shape=(8, 8, 1)).bank['x'].shape
+  (9, 8, 8, 1)
+  """
+  one_of(vision.DATASETS, public_dataset=public_dataset)
+  x = vision.load(public_dataset, data_dir, download).train["x"]
+  if x.shape[1:] != image_shape:
+    raise ValueError(
+      f"public_dataset={public_dataset}: its images are {x.shape[1:]}, those of"
+      f" the clients {image_shape}; choose another"
+    )
+  return _public(x, public_examples, partition_seed).alone()
+
+
+def _public(x: np.ndarray, size: int, seed: int) -> Subset:
+  draw = [Stream.PUBLIC_EXAMPLES, seed]
+  return Subset.whole({"x": x}).draw(size, seed=draw, name="public_examples")

@@ -117,6 +117,8 @@ def run(
   tensorboard: bool = True,
   stop_on_nonfinite: bool = False,
   rounds_per_dispatch: int = 1,
+  patience: int | None = None,
+  watched: str = "clients/validation_accuracy",
 ) -> dict[str, Any]:
   """Trains to the last round, resuming from the newest checkpoint if any.
 
@@ -157,6 +159,9 @@ def run(
       evaluation or checkpoint falls between them; other rounds are dispatched
       one by one. Changes results by floating-point rounding only. With more
       than one the step must be traceable, not one on `Threads`.
+    patience: end the run after so many evaluations without a greater value of
+      `watched` than before them; `None` for never.
+    watched: a name of what `evaluate` returns.
 
   Returns:
     The contents of `result.json`: what `summarize` returned, `rounds`,
@@ -176,9 +181,18 @@ def run(
     eval_every=eval_every,
     checkpoint_every=checkpoint_every,
     rounds_per_dispatch=rounds_per_dispatch,
+    **checks.given(patience=patience),
   )
-  finished = (folder.result() or {}).get("rounds") == rounds
-  if engine_lib.from_first(finished):
+
+  def over(done: int) -> bool:
+    """Whether the run ends with this round."""
+    rows = logs.read_rows(folder.metrics) if patience else []
+    values = [row[watched] or 0.0 for row in rows if row["round"] <= done]
+    wait = len(values) - 1 - values.index(max(values)) if values else 0
+    return engine_lib.from_first(done == rounds or wait >= (patience or 1))
+
+  reached = (folder.result() or {}).get("rounds", 0)
+  if engine_lib.from_first(0 < reached <= rounds) and over(reached):
     logging.info("%s: the run is finished already.", folder.path)
     return _shared(folder)
 
@@ -216,8 +230,9 @@ def run(
         extra |= {"seconds": seconds(), "evaluation": evaluation}
         checkpoints.save(done, state, extra)
 
-    every = (eval_every, checkpoint_every)
-    dispatches = _dispatches(done + 1, rounds, every, rounds_per_dispatch)
+    every, ends = (eval_every, checkpoint_every), over(done)
+    last = done if ends else rounds
+    dispatches = _dispatches(done + 1, last, every, rounds_per_dispatch)
     for dispatch, plan in _ahead(plan_fn, dispatches):
       step = step_one if len(dispatch) == 1 else step_several
       state, metrics = step(state, plan, data)
@@ -237,16 +252,17 @@ def run(
           )
         write(row)
         logs.show(row, bar)
+        ends = over(done)
       bar.update(len(dispatch))
-      due = done % checkpoint_every == 0 or done == rounds
+      due = done % checkpoint_every == 0 or ends
       # Several processes stop where they wait for each other anyway.
       stop = (jax.process_count() == 1 or due or evaluated) and stopped()
       if due or stop:
         save()
-      if stop:
+      if stop or ends:
         break
-    if done == rounds:
-      result = {"rounds": rounds, "seconds": seconds(), **code}
+    if ends:
+      result = {"rounds": done, "seconds": seconds(), **code}
       folder.write_result({**summarize(state, evaluation), **result})
     if stopped():  # Perhaps after the last round.
       logging.warning(
