@@ -389,5 +389,3 @@ def test_what_is_out_of_range_is_refused():
   ]:
     with pytest.raises(ValueError, match=message):
       method(PARTIES, **settings)
-  with pytest.raises(ValueError, match="Distiller without a divergence"):
-    feddf(feddf_pools(), hetfl.Distiller(divergence=max), rounds=None)

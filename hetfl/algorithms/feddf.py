@@ -45,7 +45,8 @@ def feddf(
     pools: P pools, one or more, whose models have the same classes. With
       `server_optimizer=fedavg_server, server_lr=1.` students start from the
       clients' weighted means, as in the paper.
-    distiller: how students learn; `None` is Adam at 1e-3. Its temperature is
+    distiller: how students learn, its divergence from the mean of the clients'
+      outputs, the only teacher; `None` is Adam at 1e-3. Its temperature is
       that of the mean logits, its regularization mixes the prediction of the
       student's start into its target; the paper has neither (1 and 0).
     rounds: T, over which all learning rates but the clients' fall linearly;
@@ -60,8 +61,8 @@ def feddf(
     `NAME/distill_loss`, means over steps.
 
   Raises:
-    ValueError: a value is out of its range, or the distiller has a divergence
-      of its own.
+    ValueError: a value is out of its range; labels are not classes, and the
+      distiller has no divergence for them.
 
   Reference: Lin et al. 2020. Departures: the plan says how many
   steps are taken, without a validation set; the rate is constant in a round,
@@ -94,15 +95,17 @@ def feddf(
   pools = core.unique_names("pools", pools, Pool)
   engine = engine or Inline()
   distiller = distiller or Distiller(regularization=0.0)
-  if not isinstance(distiller, Distiller) or distiller.divergence is not None:
-    raise ValueError(
-      f"distiller={distiller!r}: give a Distiller without a divergence"
+  if not isinstance(distiller, Distiller):
+    raise ValueError(f"distiller={distiller!r}: give a Distiller")
+  if distiller.divergence is not None:
+    distiller = dataclasses.replace(
+      distiller, divergence=_of_arrays(distiller.divergence)
     )
   checks.counts(**checks.given(rounds=rounds))
   # Every client's model teaches: the server must see each, not their sum.
   pools = tuple(
     dataclasses.replace(pool, aggregate=pool.aggregate or _mean)
-    for pool in pools
+    for pool in distiller.of_classes(pools)
   )
   views = [distiller.view(pool.model) for pool in pools]
   teachers = [_teacher(view) for view in views]
@@ -153,7 +156,7 @@ def feddf(
         **{name: [x, x] for name, x in of_pool.items()},
         "decay": decay,
         "key": key,
-        "teachers": [state.server[i].variables],
+        "teachers": [state.server[i].variables] * 2,
         "views": [own[i], ensemble],
       }
 
@@ -175,6 +178,16 @@ def feddf(
 
 def _mean(updates):
   return weighted_mean(updates.delta, updates.weight)
+
+
+def _of_arrays(divergence):
+  """A divergence that refuses `TokenLogits`, whose features have no mean."""
+
+  def of_arrays(outputs, *args, **mix):
+    checks.array("feddf", outputs)
+    return divergence(outputs, *args, **mix)
+
+  return of_arrays
 
 
 def _teacher(view: Task) -> Task:

@@ -59,7 +59,7 @@ def _merge(merge, memes, weights):
   return core.as_types(merged, one)
 
 
-def _objective(client, models) -> local.Objective:
+def _objective(client, models, divergence) -> local.Objective:
   """Equation 5's losses, added up: each partner is held fixed.
 
   The gradient of the sum then holds each model's own; of a partner that does
@@ -91,6 +91,7 @@ def _objective(client, models) -> local.Objective:
             losses,
             weight=context[_WEIGHTS[name]],
             temperature=context["temperature"],
+            divergence=divergence,
           )
       total += losses
       measured |= {f"{name}_loss": losses, f"{name}_kl": kl}
@@ -117,11 +118,18 @@ def _in_turn(step):
   return turns
 
 
-def _client_update(client, global_model, optimizer, sequential) -> Task:
+def _client_update(
+  client, global_model, optimizer, sequential, divergence
+) -> Task:
   """ClientUpdate of algorithm 1; without a global model, learning alone."""
   models = {"local": client.model}
   if global_model is not None:
     models["meme"] = splice(global_model, **client.parts)
+    if divergence is None:
+      client = local.of_classes(
+        client, "fml compares softmaxes", "give fml(divergence=)"
+      )
+      divergence = distill.pair_divergence
 
   def optimizers(context):
     rate = context["learning_rate"]
@@ -155,7 +163,7 @@ def _client_update(client, global_model, optimizer, sequential) -> Task:
     return client.l2 * sum(own)
 
   step = local.step_on(
-    _objective(client, models),
+    _objective(client, models, divergence),
     optimizers,
     microbatch=client.microbatch,
     penalty=client.penalty and penalty,
@@ -178,6 +186,7 @@ def fml(
   learning_rate: float | jax.Array | core.Schedule = 0.01,
   optimizer: core.Optimizer = momentum_sgd,
   temperature: float | jax.Array | core.Schedule = 1.0,
+  divergence: distill.PairDivergence | None = None,
   sequential: bool = False,
   from_global: bool = False,
   merge: Callable[[core.Variables, jax.Array], core.Variables] = weighted_mean,
@@ -210,6 +219,9 @@ def fml(
       or a schedule.
     optimizer: `learning rate -> optax optimizer`, likewise.
     temperature: T of the divergences, then multiplied by T^2; likewise.
+    divergence: `(outputs, partner's outputs, temperature) -> float[B]` in place
+      of KL, for labels that are not classes, of which an example has one.
+      `None` for `distill.pair_divergence`.
     sequential: whether the local model is updated first and the meme learns
       from the updated one, as in deep mutual learning (Zhang et al. 2018). The
       paper does not say; its code updates both at once.
@@ -230,8 +242,9 @@ def fml(
     divergence in it; and `meme_loss` and `meme_kl`, the same for the memes.
 
   Raises:
-    ValueError: a value is out of its range. A schedule that leaves its range
-      later gives NaN in that round.
+    ValueError: a value is out of its range; labels are not classes, and there
+      is no divergence for them. A schedule that leaves its range later gives
+      NaN in that round.
 
   Reference: Shen et al. 2020, algorithm 1 and equation 5; the released code for
     alpha and beta of 1/2, simultaneous steps, new meme optimizers.
@@ -272,7 +285,7 @@ def fml(
   checks.optimizers(optimizer=optimizer)
   engine = engine or Inline()
   updates = [
-    _client_update(client, global_model, optimizer, sequential)
+    _client_update(client, global_model, optimizer, sequential, divergence)
     for client in roster.first
   ]
 

@@ -25,10 +25,13 @@ class Translator(NamedTuple):
   Attributes:
     scores: `(logits [..., C], temperature) -> float[..., C]`.
     loss: `(logits [B, C], target [B, C], temperature) -> float[B]`.
+    of_classes: whether scores are of classes, of which an example has one:
+      private labels that are not are then refused.
   """
 
   scores: Callable[[jax.Array, jax.Array | float], jax.Array]
   loss: Callable[[jax.Array, jax.Array, jax.Array | float], jax.Array]
+  of_classes: bool = False
 
 
 class Parties:
@@ -78,7 +81,10 @@ class Parties:
     how = translator, public_transform
     self._scores = [_scores_task(party, *how) for party in self.parties]
     self._digest = [_digest_task(student, *how) for student in self.students]
-    self._revisit = [local.own_training(party) for party in self.parties]
+    if translator.of_classes:
+      why = "parties share softmaxes", "use fedmd with 'mae' or a Translator"
+      parties = [local.of_classes(party, *why) for party in self.parties]
+    self._revisit = [local.own_training(party) for party in parties]
 
   def init(
     self,
