@@ -90,6 +90,16 @@ def of_classes(participant: One, why: str, instead: str) -> One:
 
   Returns:
     The participant, whose loss raises `core.labels_of`'s `ValueError`.
+
+  >>> one = Participant(core.Model(None, max), learning_rate=1., loss=min)
+  >>> loss = of_classes(one, 'fd shares means', 'use fml').loss
+  >>> loss(jnp.zeros((8, 3)), {'y': jnp.zeros((8, 3))})
+  Traceback (most recent call last):
+    ...
+  ValueError: batch['y'] is float32 of shape (8, 3) beside logits of shape \
+(8, 3): labels are whole numbers, 0 to C - 1, of shape (8,)
+  fd shares means, of classes of which an example has one: for other labels \
+use fml
   """
   own = participant.loss
   if own is core.cross_entropy:
