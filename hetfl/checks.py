@@ -189,7 +189,7 @@ def array(what: str, outputs: Any) -> None:
       f" {type(outputs).__name__}. Language models need Pool(loss="
       "sentence_loss()), Distiller(divergence=token_divergence, weights="
       "token_weights) and Evaluator(measure=next_word_metrics), from"
-      " hetfl.models.next_word; fml and fedmd are for classifiers"
+      " hetfl.models.next_word; fml, fedmd and feddf take arrays"
     )
 
 

@@ -17,6 +17,8 @@ PyTree = Any
 # (student's logits, teachers' logits, student's initial logits, batch, weights,
 #  *, temperatures, regularization, label_weight) -> sum over the batch
 Divergence = Callable[..., jax.Array]
+# (outputs, another model's outputs for the same batch, temperature) -> float[B]
+PairDivergence = Callable[[PyTree, PyTree, Any], jax.Array]
 
 
 def tempered_softmax(
@@ -70,6 +72,22 @@ def kl_divergence(target: jax.Array, logits: jax.Array) -> jax.Array:
   # log_p may be minus infinity where the target is 0, as for masked classes.
   log_p = jnp.where(target == 0, 0.0, log_p)
   return optax.losses.kl_divergence(log_p, target, axis=-1)
+
+
+def of_examples(values: jax.Array, ndim: int = 1) -> jax.Array:
+  """Means over positions, if there are any, such as an image's pixels.
+
+  Args:
+    values: `float[B, ...]`, such as the divergences of positions.
+    ndim: how many axes stay.
+
+  Returns:
+    `float[B]`, or with `ndim` axes.
+
+  >>> of_examples(jnp.array([[[1., 3.]], [[0., 0.]]])).tolist()
+  [2.0, 0.0]
+  """
+  return jnp.mean(values, axis=tuple(range(ndim, values.ndim)))
 
 
 def absolute_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
@@ -144,27 +162,55 @@ other need the same classes
     )
 
 
+def pair_divergence(
+  logits: jax.Array, partner: jax.Array, temperature: float | jax.Array = 1.0
+) -> jax.Array:
+  """`T^2 KL(softmax(z_partner / T) || softmax(z / T))`, of classes.
+
+  Args:
+    logits: `float[B, ..., C]`, of the model that learns.
+    partner: likewise, of the model that it learns from.
+    temperature: T, of both softmaxes; the factor T^2 is that of Hinton et al.
+      2015.
+
+  Returns:
+    `float[B]`, in nats: a sum over classes, and a mean over positions.
+
+  Raises:
+    ValueError: the models have other classes, or only one.
+
+  >>> z = jnp.log(jnp.array([[.75, .25]]))
+  >>> round(float(pair_divergence(jnp.zeros((1, 2)), z)[0]), 4)
+  0.1308
+  """
+  same_classes(logits, partner)
+  target = tempered_softmax(partner, temperature)
+  kl = kl_divergence(target, core.wide(logits) / temperature)
+  return temperature**2 * of_examples(kl)
+
+
 def mutual_loss(
-  logits: jax.Array,
-  partner: jax.Array,
+  logits: PyTree,
+  partner: PyTree,
   labels_loss: jax.Array,
   *,
   weight: float | jax.Array,
   temperature: float | jax.Array = 1.0,
+  divergence: PairDivergence = pair_divergence,
 ) -> tuple[jax.Array, jax.Array]:
   """`w CE + (1 - w) KL(p_partner || p)`, one of equation 5's two losses.
 
   Args:
-    logits: `float[B, C]`, of the model that learns.
-    partner: `float[B, C]`, the partner's logits; no gradient flows to them.
+    logits: `float[B, ..., C]`, of the model that learns.
+    partner: likewise, the partner's; no gradient flows to them.
     labels_loss: `float[B]`, the model's loss on the labels, CE.
     weight: alpha for the local model, beta for the meme.
-    temperature: T, of both softmaxes; the divergence is then multiplied by
-      T^2 as in Hinton et al. 2015. Equation 5 has none; equation 3 has one, of
-      the teacher only.
+    temperature: T of the divergence. Equation 5 has none; equation 3 has one,
+      of the teacher only.
+    divergence: in place of KL, with its temperature.
 
   Returns:
-    Two `float[B]`: the loss, and the divergence in it, summed over classes.
+    Two `float[B]`: the loss, and the divergence in it.
 
   Raises:
     ValueError: the arrays have other shapes.
@@ -176,17 +222,15 @@ def mutual_loss(
   >>> [round(float(x[0]), 4) for x in (kl, loss)]  # log(4 / 3) / 2, + 2 / 2
   [0.1438, 1.0719]
   """
-  same_classes(logits, partner)
-  target = tempered_softmax(jax.lax.stop_gradient(partner), temperature)
   # A partner with weight zero may output NaN.
-  counts = (weight < 1) | jnp.isfinite(target)
-  target = jnp.where(counts, target, 0.0)
-  kl = temperature**2 * kl_divergence(target, core.wide(logits) / temperature)
-  if kl.shape != jnp.shape(labels_loss):
+  heard = lambda z: jnp.where((weight < 1) | (z < jnp.inf), z, 0)
+  partner = jax.tree.map(heard, jax.lax.stop_gradient(partner))
+  kl = divergence(logits, partner, temperature)
+  if jnp.shape(kl) != jnp.shape(labels_loss) or jnp.ndim(kl) != 1:
     raise ValueError(
-      f"logits of shape {logits.shape} with losses of shape"
-      f" {jnp.shape(labels_loss)}: mutual learning needs logits float[B, C] and"
-      " one loss for each example, float[B]"
+      f"losses of shape {jnp.shape(labels_loss)} with divergences of shape"
+      f" {jnp.shape(kl)}: mutual learning needs one of each for each example,"
+      " float[B]"
     )
   return weight * labels_loss + (1 - weight) * kl, kl
 
@@ -336,10 +380,12 @@ class Distiller:
       except for dropout and batch normalisation, which act on the parts.
     weights: `batch -> weights`, in the mean, of the batch's examples, `[B]`, or
       of their positions, `[B, T]`.
-    divergence: `None` for `kl_divergence` from `codist_target`. Otherwise a
-      function such as `next_word.token_divergence`, for models whose outputs
-      are arrays with examples on their first axis, or `TokenLogits`, which are
-      too large to keep: only their features are kept, for all steps.
+    divergence: `None` for `kl_divergence` from `codist_target`, of labels that
+      are classes; a mean over positions, unless `weights` are of positions.
+      Otherwise a function such as `next_word.token_divergence`, for models
+      whose outputs are arrays with examples on their first axis, or
+      `TokenLogits`, which are too large to keep: only their features are kept,
+      for all steps.
 
   Raises:
     ValueError: a value is out of its range, the optimizer is not a function of
@@ -405,6 +451,13 @@ class Distiller:
       temperature=self.temperature,
       regularization=self.regularization,
     )
+
+  def of_classes(self, pools: Sequence[local.One]) -> tuple[local.One, ...]:
+    """The pools, whose labels must be classes if targets are softmaxes."""
+    if self.divergence is not None:
+      return tuple(pools)
+    why = "students learn softmaxes", "give Distiller(divergence=)"
+    return tuple(local.of_classes(pool, *why) for pool in pools)
 
   def batch(self, key, bank: core.Batch, index, *, step) -> core.Batch:
     """Distillation batch number `step`, the same for teachers and students.
@@ -533,13 +586,14 @@ class Distiller:
       outputs, stats = local.outputs_of(
         "a student", models[index], variables, batch, key
       )
+      weights = self.weights(batch)
       if self.divergence is None:
-        return kl_divergence(batch["target"], outputs), stats, {}
+        kl = kl_divergence(batch["target"], outputs)
+        return of_examples(kl, weights.ndim), stats, {}
       own, *teachers = (
         _seen(models[j], context["teachers"][j], batch["x"], batch["views"][j])
         for j in (index, *others)
       )
-      weights = self.weights(batch)
       total = self.divergence(
         outputs, teachers, own, batch, weights, **mix(context)
       )

@@ -7,7 +7,7 @@ that they give it, and in what a participant starts from and sends.
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,45 @@ class Participant:
     """What error messages call it."""
     kind = type(self).__name__.lower()
     return f"{kind} {self.name!r}" if self.name else f"a {kind}"
+
+
+One = TypeVar("One", bound=Participant)
+
+
+def of_classes(participant: One, why: str, instead: str) -> One:
+  """A participant whose labels must be classes, of which an example has one.
+
+  Args:
+    participant: the participant; `core.cross_entropy` is such a loss itself.
+    why: what the method makes of classes, for the error's note.
+    instead: what to do for other labels.
+
+  Returns:
+    The participant, whose loss raises `core.labels_of`'s `ValueError`.
+
+  >>> one = Participant(core.Model(None, max), learning_rate=1., loss=min)
+  >>> loss = of_classes(one, 'fd shares means', 'use fml').loss
+  >>> loss(jnp.zeros((8, 3)), {'y': jnp.zeros((8, 3))})
+  Traceback (most recent call last):
+    ...
+  ValueError: batch['y'] is float32 of shape (8, 3) beside logits of shape \
+(8, 3): labels are whole numbers, 0 to C - 1, of shape (8,)
+  fd shares means, of classes of which an example has one: for other labels \
+use fml
+  """
+  own = participant.loss
+  if own is core.cross_entropy:
+    return participant
+
+  def loss(outputs, batch):
+    with checks.noted(
+      f"{why}, of classes of which an example has one: for other labels"
+      f" {instead}"
+    ):
+      core.labels_of(outputs, batch)
+    return own(outputs, batch)
+
+  return dataclasses.replace(participant, loss=loss)
 
 
 class Learner(NamedTuple):

@@ -498,8 +498,6 @@ def test_what_is_out_of_range_is_refused():
   ]:
     with pytest.raises(ValueError, match=message):
       method(PARTIES, **settings)
-  with pytest.raises(ValueError, match="Distiller without a divergence"):
-    feddf(feddf_pools(), hetfl.Distiller(divergence=max), rounds=None)
   for settings, message in (
     (dict(diversity=-1.0), "diversity=-1.0"),
     (dict(shared="Dense_3"), "'server' has no parameters of that name"),

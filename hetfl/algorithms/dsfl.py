@@ -18,6 +18,7 @@ from hetfl.algorithms.public import Parties, Translator
 _PLAIN = Translator(
   lambda z, t: TRANSLATORS["kl"].scores(z, 1.0),
   lambda z, target, t: TRANSLATORS["kl"].loss(z, target, 1.0),
+  of_classes=True,
 )
 
 
@@ -82,7 +83,7 @@ def dsfl(
     its and the server's `NAME/digest_loss`, the divergence from the targets.
 
   Raises:
-    ValueError: a value is out of its range.
+    ValueError: a value is out of its range; labels are not classes.
 
   Reference: Itahara et al. 2021, DS-FL with ERA. Departures: both optimizers of
   a party, and the server's, persist; the divergence KL has the gradient of the

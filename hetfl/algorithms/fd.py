@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from hetfl import core, distill, local
-from hetfl.algorithms.features import class_sums, no_sums
+from hetfl.algorithms.features import class_sums, classes_of, no_sums
 from hetfl.algorithms.personal import Method, personal
 from hetfl.clients import Client
 
@@ -107,7 +107,8 @@ def fd(
       )
       loss = local.losses_of(client.loss, outputs, batch)
       targets = targets_of(context["server"], context["own"].extra)
-      target = targets[batch["y"]]
+      labels, _ = classes_of(batch, num_classes)
+      target = targets[labels]
       distill.same_classes(target, outputs)
       kl = distill.kl_divergence(target, outputs)
       predicted = distill.tempered_softmax(outputs, 1.0)

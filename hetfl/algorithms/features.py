@@ -76,6 +76,18 @@ def logits_only(model: core.Model) -> core.Model:
   return core.Model(model.init, apply)
 
 
+def classes_of(
+  batch: core.Batch, num_classes: int
+) -> tuple[jax.Array, jax.Array]:
+  """`core.labels_of` a batch whose examples must have one class each."""
+  with checks.noted(
+    "the method shares means of classes, of which an example has one: for other"
+    " labels use lgfedavg, fml or fedmd"
+  ):
+    scores = jnp.zeros((*batch["mask"].shape, num_classes))
+    return core.labels_of(scores, batch)
+
+
 def class_sums(
   values: jax.Array, batch: core.Batch, num_classes: int
 ) -> core.Mean:
@@ -97,9 +109,7 @@ def class_sums(
   >>> sums.total.tolist(), sums.count.tolist()
   ([[0.0], [3.0], [0.0]], [0.0, 2.0, 0.0])
   """
-  labels, known = core.labels_of(
-    jnp.zeros((*batch["mask"].shape, num_classes)), batch
-  )
+  labels, known = classes_of(batch, num_classes)
   of_class = jax.nn.one_hot(labels, num_classes) * batch["mask"][:, None]
   of_class *= known[:, None]
   highest = jax.lax.Precision.HIGHEST

@@ -5,6 +5,7 @@ Federated Learning", algorithms 1 and 3.
 """
 
 from collections.abc import Sequence
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,8 @@ def feddf(
     pools: P pools, one or more, whose models have the same classes. With
       `server_optimizer=fedavg_server, server_lr=1.` students start from the
       clients' weighted means, as in the paper.
-    distiller: how students learn; `None` is Adam at 1e-3. Its temperature is
+    distiller: how students learn, its divergence from the mean of the clients'
+      outputs, the only teacher; `None` is Adam at 1e-3. Its temperature is
       that of the mean logits, its regularization mixes the prediction of the
       student's start into its target; the paper has neither (1 and 0).
     rounds: T, over which all learning rates but the clients' fall linearly;
@@ -50,8 +52,8 @@ def feddf(
     `NAME/distill_loss`, means over steps.
 
   Raises:
-    ValueError: a value is out of its range, or the distiller has a divergence
-      of its own.
+    ValueError: a value is out of its range; labels are not classes, and the
+      distiller has no divergence for them.
 
   Reference: Lin et al. 2020. Departures: the plan says how many
   steps are taken, without a validation set; the rate is constant in a round,
@@ -82,10 +84,13 @@ def feddf(
   [0.134, 0.983]
   """
   distiller = distiller or Distiller(regularization=0.0)
-  if not isinstance(distiller, Distiller) or distiller.divergence is not None:
-    raise ValueError(
-      f"distiller={distiller!r}: give a Distiller without a divergence"
+  if not isinstance(distiller, Distiller):
+    raise ValueError(f"distiller={distiller!r}: give a Distiller")
+  if distiller.divergence is not None:
+    distiller = dataclasses.replace(
+      distiller, divergence=_of_arrays(distiller.divergence)
     )
+  pools = distiller.of_classes(core.unique_names("pools", pools, Pool))
   ensemble = Ensemble(pools, distiller, rounds=rounds, engine=engine)
   pools, engine = ensemble.pools, ensemble.engine
   # A student, and the ensemble as the only other.
@@ -113,7 +118,7 @@ def feddf(
         **{name: [x, x] for name, x in of_pool.items()},
         "decay": averaged.decay,
         "key": key,
-        "teachers": [state.server[i].variables],
+        "teachers": [state.server[i].variables] * 2,
         "views": [own[i], mean],
       }
 
@@ -139,6 +144,16 @@ def feddf(
     )
 
   return core.Algorithm(init, step)
+
+
+def _of_arrays(divergence):
+  """A divergence that refuses `TokenLogits`, whose features have no mean."""
+
+  def of_arrays(outputs, *args, **mix):
+    checks.array("feddf", outputs)
+    return divergence(outputs, *args, **mix)
+
+  return of_arrays
 
 
 @jax.jit

@@ -42,8 +42,7 @@ def fedet(
       `server_optimizer=fedavg_server, server_lr=1.` their models are the
       clients' weighted means, as in the paper.
     server: how the server's model trains, with a name of its own. Its transform
-      is that of the distillation batches, also for the clients' models; its
-      `loss` is not used.
+      is that of all models' distillation batches; its `loss` is not used.
     diversity: lambda.
     shared: the name of layers that all models have, in their parameters, such
       as a Flax module's `name`. The server's model begins each round with the
@@ -92,11 +91,13 @@ def fedet(
   -0.31
   """
   seen = Distiller(transform=server.transform, microbatch=server.microbatch)
-  ensemble = Ensemble(pools, seen, rounds=rounds, engine=engine)
-  pools = ensemble.pools
   everyone = core.unique_names(
     "pools and server", (*pools, server), local.Participant
   )
+  why = "the server learns softmaxes", "use feddf with Distiller(divergence=)"
+  pools = [local.of_classes(pool, *why) for pool in everyone[:-1]]
+  ensemble = Ensemble(pools, seen, rounds=rounds, engine=engine)
+  pools = ensemble.pools
   checks.between(0, jnp.inf, diversity=diversity)
 
   def make_batch(context, key, bank, index, s):
@@ -111,7 +112,8 @@ def fedet(
     distill.same_classes(batch["others"], logits)
     loss = core.cross_entropy(logits, {"y": batch["labels"]})
     kl = distill.kl_divergence(batch["others"], logits)
-    return loss + context["diversity"] * kl, stats, {}
+    loss += context["diversity"] * kl
+    return distill.of_examples(loss), stats, {}
 
   student = local.own_training(server, towards, make_batch)
 

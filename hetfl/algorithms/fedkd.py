@@ -25,6 +25,7 @@ def fedkd(
   *,
   mentee: core.Model,
   energy: float | jax.Array | core.Schedule = 0.95,
+  divergence: distill.PairDivergence | None = None,
   **options: Any,
 ) -> core.Algorithm:
   """FedKD.
@@ -48,6 +49,7 @@ def fedkd(
     energy: the share of the squared singular values that is kept, in [0, 1]: a
       value, which trials may vary, or a schedule `round -> share`; the paper's
       rises from 0.95 to 0.98.
+    divergence: in place of KL, as for `fml`; its temperature is 1.
     **options: `learning_rate`, `optimizer` and `engine`; see `personal`.
 
   Returns:
@@ -57,7 +59,8 @@ def fedkd(
     the divergences `own_kl` and `shared_kl`.
 
   Raises:
-    ValueError: as `personal`; mentor and mentee have other classes.
+    ValueError: as `personal`; mentor and mentee have other classes; labels are
+      not classes, and there is no divergence for them.
 
   Reference: Wu et al. 2022, its adaptive mutual distillation and its dynamic
   approximation of gradients. The denominator is of a batch's means, as in the
@@ -85,6 +88,15 @@ def fedkd(
   core.Model.check("mentee", mentee)
 
   def objective(client):
+    pull = divergence or distill.pair_divergence
+    if divergence is None:
+      client = local.of_classes(
+        client, "fedkd compares softmaxes", "give fedkd(divergence=)"
+      )
+
+    def towards(outputs, partner):
+      return pull(outputs, jax.lax.stop_gradient(partner), 1.0)
+
     def losses(variables, batch, key, context):
       del context
       of = parted(variables)
@@ -102,7 +114,7 @@ def fedkd(
       stats = {"own": own_stats, "shared": shared_stats}
       own_loss = local.losses_of(client.loss, own, batch)
       shared_loss = local.losses_of(client.loss, shared, batch)
-      own_kl, shared_kl = divergence(shared, own), divergence(own, shared)
+      own_kl, shared_kl = towards(own, shared), towards(shared, own)
       both = _mean(own_loss + shared_loss, batch)
       total = own_loss + shared_loss + (own_kl + shared_kl) / both
       measured = dict(own_loss=own_loss, shared_loss=shared_loss)
@@ -133,13 +145,6 @@ def fedkd(
     measured=("own_loss", "shared_loss", "own_kl", "shared_kl"),
   )
   return personal(clients, method, **options)
-
-
-def divergence(partner: jax.Array, logits: jax.Array) -> jax.Array:
-  """`KL(softmax(partner) || softmax(logits))`, `float[B]`; partner is fixed."""
-  distill.same_classes(partner, logits)
-  target = distill.tempered_softmax(jax.lax.stop_gradient(partner), 1.0)
-  return distill.kl_divergence(target, logits)
 
 
 def _mean(losses, batch):

@@ -10,7 +10,7 @@ Distillation", algorithm 1. What the paper leaves open follows the released
 code, github.com/diogenes0319/FedMD_clean.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 from typing import Any
 
@@ -37,17 +37,20 @@ def _tempered_scores(logits, temperature):
 
 
 def _tempered_divergence(logits, consensus, temperature):
-  return distill.kl_divergence(consensus, core.wide(logits) / temperature)
+  kl = distill.kl_divergence(consensus, core.wide(logits) / temperature)
+  return distill.of_examples(kl)
+
+
+def _between_scores(error: Callable[..., jax.Array]) -> Translator:
+  return Translator(
+    lambda z, t: z, lambda z, f, t: distill.of_examples(error(z, f))
+  )
 
 
 TRANSLATORS = {
-  "mae": Translator(
-    lambda z, t: z, lambda z, f, t: distill.absolute_error(z, f)
-  ),
-  "mse": Translator(
-    lambda z, t: z, lambda z, f, t: distill.squared_error(z, f)
-  ),
-  "kl": Translator(_tempered_scores, _tempered_divergence),
+  "mae": _between_scores(distill.absolute_error),
+  "mse": _between_scores(distill.squared_error),
+  "kl": Translator(_tempered_scores, _tempered_divergence, of_classes=True),
 }
 
 
@@ -136,7 +139,8 @@ def fedmd(
     over the steps of Digest and of Revisit.
 
   Raises:
-    ValueError: if a value is out of its range.
+    ValueError: if a value is out of its range; or, with 'kl', labels are not
+      classes.
 
   Reference: Li & Wang 2019, algorithm 1, whose first line is `hetfl.fit`. The
   loss, epochs and batch sizes are the released code's for MNIST and letters,

@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from hetfl import core, local
-from hetfl.algorithms.features import class_sums, Features, no_sums
+from hetfl.algorithms.features import (
+  class_sums,
+  classes_of,
+  Features,
+  no_sums,
+)
 from hetfl.algorithms.personal import Method, personal
 from hetfl.clients import Client
 
@@ -113,8 +118,9 @@ def pulled(
       client.label, client.model, variables, batch, key
     )
     means, known = prototypes_of(prototypes(context["server"]))
-    distance = known[batch["y"]] * jnp.mean(
-      jnp.square(outputs.features - means[batch["y"]]), axis=-1
+    labels, _ = classes_of(batch, len(known))
+    distance = known[labels] * jnp.mean(
+      jnp.square(outputs.features - means[labels]), axis=-1
     )
     loss = local.losses_of(client.loss, outputs.logits, batch)
     return loss + context["weight"] * distance, stats, {"distance": distance}

@@ -61,7 +61,7 @@ def _merge(merge, last, memes, weights):
   return jax.tree.map(keep, core.as_types(merged, last), last)
 
 
-def _objective(client, models) -> local.Objective:
+def _objective(client, models, divergence) -> local.Objective:
   """Equation 5's losses, added up: each partner is held fixed.
 
   The gradient of the sum then holds each model's own; of a partner that does
@@ -93,6 +93,7 @@ def _objective(client, models) -> local.Objective:
             losses,
             weight=context[_WEIGHTS[name]],
             temperature=context["temperature"],
+            divergence=divergence,
           )
       total += losses
       measured |= {f"{name}_loss": losses, f"{name}_kl": kl}
@@ -119,11 +120,18 @@ def _in_turn(step):
   return turns
 
 
-def _client_update(client, global_model, optimizer, sequential) -> Task:
+def _client_update(
+  client, global_model, optimizer, sequential, divergence
+) -> Task:
   """ClientUpdate of algorithm 1; without a global model, learning alone."""
   models = {"local": client.model}
   if global_model is not None:
     models["meme"] = splice(global_model, **client.parts)
+    if divergence is None:
+      client = local.of_classes(
+        client, "fml compares softmaxes", "give fml(divergence=)"
+      )
+      divergence = distill.pair_divergence
 
   def optimizers(context):
     rate = context["learning_rate"]
@@ -157,7 +165,7 @@ def _client_update(client, global_model, optimizer, sequential) -> Task:
     return client.l2 * sum(own)
 
   step = local.step_on(
-    _objective(client, models),
+    _objective(client, models, divergence),
     optimizers,
     microbatch=client.microbatch,
     penalty=client.penalty and penalty,
@@ -180,6 +188,7 @@ def fml(
   learning_rate: float | jax.Array | core.Schedule = 0.01,
   optimizer: core.Optimizer = momentum_sgd,
   temperature: float | jax.Array | core.Schedule = 1.0,
+  divergence: distill.PairDivergence | None = None,
   sequential: bool = False,
   from_global: bool = False,
   merge: Callable[[core.Variables, jax.Array], core.Variables] = weighted_mean,
@@ -212,6 +221,9 @@ def fml(
       or a schedule.
     optimizer: `learning rate -> optax optimizer`, likewise.
     temperature: T of the divergences, then multiplied by T^2; likewise.
+    divergence: `(outputs, partner's outputs, temperature) -> float[B]` in place
+      of KL, for labels that are not classes, of which an example has one.
+      `None` for `distill.pair_divergence`.
     sequential: whether the local model is updated first and the meme learns
       from the updated one, as in deep mutual learning (Zhang et al. 2018). The
       paper does not say; its code updates both at once.
@@ -232,8 +244,9 @@ def fml(
     divergence in it; and `meme_loss` and `meme_kl`, the same for the memes.
 
   Raises:
-    ValueError: a value is out of its range. A schedule that leaves its range
-      later gives NaN in that round.
+    ValueError: a value is out of its range; labels are not classes, and there
+      is no divergence for them. A schedule that leaves its range later gives
+      NaN in that round.
 
   Reference: Shen et al. 2020, algorithm 1 and equation 5; the released code for
     alpha and beta of 1/2, simultaneous steps, new meme optimizers.
@@ -274,7 +287,7 @@ def fml(
   checks.optimizers(optimizer=optimizer)
   engine = engine or Inline()
   updates = [
-    _client_update(client, global_model, optimizer, sequential)
+    _client_update(client, global_model, optimizer, sequential, divergence)
     for client in roster.first
   ]
 

@@ -65,7 +65,7 @@ def step_coefficients(
 
   Args:
     coefficients: c, `float[P, P]`, whose rows are distributions.
-    scores: P arrays `float[N, C]`, probabilities.
+    scores: P arrays `float[N, ..., C]`, probabilities.
     rate: eta.
     penalty: rho.
     steps: how many.
@@ -84,6 +84,7 @@ def step_coefficients(
   [[0.625, 0.375], [0.5, 0.5]]
   """
   together = jnp.stack(scores)
+  together = together.reshape(len(together), -1, together.shape[-1])
 
   def step(_, c):
     slope = jax.grad(coefficients_loss)(c, together, penalty)
@@ -140,7 +141,7 @@ def ktpfl(
     `float32[P, P]`, 1 / P at first. Its metrics are `fedmd`'s.
 
   Raises:
-    ValueError: a value is out of its range.
+    ValueError: a value is out of its range; labels are not classes.
 
   Reference: Zhang et al. 2021. Departures: the order
   is that of the released code, whose parties send once a round: the

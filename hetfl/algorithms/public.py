@@ -26,10 +26,13 @@ class Translator(NamedTuple):
   Attributes:
     scores: `(logits [..., C], temperature) -> float[..., C]`.
     loss: `(logits [B, C], target [B, C], temperature) -> float[B]`.
+    of_classes: whether scores are of classes, of which an example has one:
+      private labels that are not are then refused.
   """
 
   scores: Callable[[jax.Array, jax.Array | float], jax.Array]
   loss: Callable[[jax.Array, jax.Array, jax.Array | float], jax.Array]
+  of_classes: bool = False
 
 
 class Parties:
@@ -79,14 +82,20 @@ class Parties:
     how = translator, public_transform
     first = {k: of[0] for of in group_clients(self.students) for k in of}
 
-    def tasks(make, *args):
+    def tasks(make):
       """A task for each student; those who are alike share one."""
-      made = functools.cache(lambda k: make(self.students[k], *args))
+      made = functools.cache(lambda k: make(self.students[k]))
       return [made(first[k]) for k in range(len(self.students))]
 
-    self._scores = tasks(_scores_task, *how)
-    self._digest = tasks(_digest_task, *how)
-    self._revisit = tasks(local.own_training)
+    def revisit(student):
+      if translator.of_classes:
+        why = "parties share softmaxes", "use fedmd with 'mae' or a Translator"
+        student = local.of_classes(student, *why)
+      return local.own_training(student)
+
+    self._scores = tasks(lambda student: _scores_task(student, *how))
+    self._digest = tasks(lambda student: _digest_task(student, *how))
+    self._revisit = tasks(revisit)
 
   def init(
     self,
