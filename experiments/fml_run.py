@@ -116,7 +116,7 @@ class Experiment:
     self.transform = recipe.train if s.augment else recipe.evaluate
     held = self.data.clients
     self.clients = [
-      hetfl.Client(
+      hetfl.Client(  # Without a rate of its own: `fml`'s is for all.
         model=model(name, classes[h.dataset]),
         transform=self.transform,
         bank=h.dataset,

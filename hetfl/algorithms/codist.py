@@ -199,7 +199,7 @@ def periodic_codist(
   pools = core.unique_names("pools", pools, Pool, at_least=2)
   engine = engine or Inline()
   exchange = _Exchange(pools, distiller, engine)
-  pools = distiller.of_classes(pools)
+  pools = distiller.of_classes(pools)  # Only their losses change.
   replaced = [_replacement(pool) for pool in pools]
   checks.counts(period=period, **checks.given(rounds=rounds))
 
@@ -312,7 +312,7 @@ def merged_codist(
   pools = core.unique_names("pools", pools, Pool, at_least=2)
   engine = engine or Inline()
   exchange = _Exchange(pools, distiller, engine)
-  pools = distiller.of_classes(pools)
+  pools = distiller.of_classes(pools)  # Only their losses change.
   checks.counts(every=every, **checks.given(rounds=rounds))
   core.check_schedule("alpha", alpha, 1, rounds or 1, high=1)
 

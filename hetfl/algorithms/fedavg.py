@@ -312,6 +312,7 @@ def client_works(
     batches = local.of_round(plan, pool.name)
     local.check_full(pool.label, batches, server.stats)
     context = {"server": server.variables}
+    # And the clients' learning rate.
     context |= local.values_of(state, i, "prox_mu")
     bank = checks.bank(data, pool.name)
     apart = each or pool.aggregate is not None

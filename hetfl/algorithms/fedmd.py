@@ -199,7 +199,8 @@ def fedmd(
     (shown,) = group.distribute(plan, data, agreed)
     # Digest: each party approaches the consensus on the public subset.
     state, digest_losses = group.digest(state, plan, [shown] * len(parties))
-    # Revisit: each party trains on its own private data for a few epochs.
+    # Revisit: each party trains on its own private data for a few epochs, of
+    # which the server hears in the next round's Communicate.
     state, revisit_losses = group.revisit(state, plan, data)
     return state, local.metrics_of(
       parties, digest_loss=digest_losses, revisit_loss=revisit_losses

@@ -133,7 +133,7 @@ def fit(
       works.append(
         local.work(
           task,
-          local.values_of(state, k),
+          local.values_of(state, k),  # The learning rate.
           key,
           checks.bank(data, party.name),
           learner,

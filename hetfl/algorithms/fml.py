@@ -288,7 +288,7 @@ def fml(
   engine = engine or Inline()
   updates = [
     _client_update(client, global_model, optimizer, sequential, divergence)
-    for client in roster.first
+    for client in roster.first  # Of each group of like clients.
   ]
 
   def init(key, server=None):  # Line 2; line 2 of ClientUpdate.

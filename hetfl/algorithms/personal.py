@@ -157,6 +157,7 @@ def personal(
 
   def step(state, plan, data):
     key = jax.random.fold_in(state.key, plan.round)
+    # Values are in `state.hyper`; schedules are of the round.
     context = {"server": state.server} | {
       name: core.scheduled(name, x, state, plan.round, high=high)
       for name, (x, high) in hyper.items()
@@ -284,12 +285,12 @@ def _survey(client, method) -> Task:
     outputs, _ = local.outputs_of(
       client.label, client.model, variables, batch, None, train=False
     )
-    return method.survey(outputs, batch)
+    return method.survey(outputs, batch)  # Empty places have mask 0.
 
-  return Task(
-    lambda *args: zeros_of(functools.partial(one, s=0), *args),
-    lambda key, bank, row, sums, s: add(sums, one(key, bank, row, s)),
-    lambda key, bank, row, sums: sums,
+  return Task(  # The sum over the row's steps, from zeros.
+    begin=lambda *args: zeros_of(functools.partial(one, s=0), *args),
+    step=lambda key, bank, row, sums, s: add(sums, one(key, bank, row, s)),
+    end=lambda key, bank, row, sums: sums,
   )
 
 

@@ -238,6 +238,7 @@ class Parties:
     return new, list(losses)
 
   def _context(self, state, k):
+    # And the party's learning rate.
     return local.values_of(state, k, "temperature")
 
 
