@@ -52,10 +52,19 @@ def build(name, runner=None):
 
 make_pools = functools.partial(federation.make_pools, models=federation.DENSE)
 every_algorithm = pytest.mark.parametrize("name", CASES)
-# Those whose clients keep models stand on one frame, here for all FedProto.
-every_frame = pytest.mark.parametrize(
-  "name", [name for name in CASES if name not in {*METHODS} - {"fedproto"}]
-)
+# Those whose clients keep models stand on one frame: two stand for all of them
+# in what is not the methods' own, one with a survey and one with a mentee.
+ON_A_FRAME = {*METHODS} - {"fedproto", "fedkd"}
+FRAMES = [name for name in CASES if name not in ON_A_FRAME]
+every_frame = pytest.mark.parametrize("name", FRAMES)
+
+
+def each_once(kind, *kinds):
+  """Every algorithm with the first kind, and every frame with all."""
+  cases = [(name, kind) for name in CASES]
+  return cases + [(name, one) for one in kinds for name in FRAMES]
+
+
 those_with_pools = pytest.mark.parametrize(
   "name", [name for name, case in CASES.items() if case.pooled]
 )
@@ -97,6 +106,7 @@ NOTHING_NEW = {
   ),
   **dict.fromkeys(("periodic", "feddf"), ("mesh8",)),
   **dict.fromkeys(METHODS, {*RUNNERS} - {"mesh2"}),
+  **dict.fromkeys(ON_A_FRAME, RUNNERS),
 }
 
 
@@ -125,8 +135,7 @@ def test_threads_give_the_same_bits_every_time(name):
   assert_equal(*map(arrays, states))
 
 
-@every_algorithm
-@pytest.mark.parametrize("runner", [None, engine.Threads(2)])
+@pytest.mark.parametrize("name,runner", each_once(None, engine.Threads(2)))
 def test_a_plan_for_larger_banks_shows(name, runner):
   """Its loss is NaN; it does not train on other examples instead."""
   case = CASES[name]
@@ -297,8 +306,7 @@ def test_what_an_init_is_given_stays():
   assert float(alpha) == 0.5
 
 
-@every_algorithm
-@pytest.mark.parametrize("mesh", [False, True])
+@pytest.mark.parametrize("name,mesh", each_once(False, True))
 def test_models_keep_their_own_types(name, mesh):
   """Parameters of bfloat16, and a statistic that is a whole number."""
   runner = engine.Inline(federation.mesh(2) if mesh else None)
@@ -348,7 +356,7 @@ def test_an_example_that_nobody_holds_may_be_anything(flat, name):
   assert_equal(flat_round(name, algorithm, x=np.nan, y=-1), expected)
 
 
-@every_algorithm
+@every_frame
 def test_inputs_may_be_a_tree_and_transforms_drop_the_mask(flat, name):
   """Two inputs under names do what one array of them does."""
   model, _, expected = flat(name)
@@ -366,8 +374,7 @@ def test_inputs_may_be_a_tree_and_transforms_drop_the_mask(flat, name):
   assert_close(flat_round(name, algorithm, x=0.0, y=0), expected)
 
 
-@every_algorithm
-@pytest.mark.parametrize("kind", ["lanes3", "mesh3"])
+@pytest.mark.parametrize("name,kind", each_once("lanes3", "mesh3"))
 def test_no_type_is_promoted(name, kind):
   case = CASES[name]
   algorithm = case.build(RUNNERS[kind](), ROUNDS)
@@ -438,7 +445,7 @@ def test_errors_of_models_and_losses_say_whose_they_are(name):
 @pytest.mark.parametrize(
   "backend,platforms", [("gpu", ("cuda", "rocm")), ("tpu", ("tpu",))]
 )
-@every_algorithm
+@every_frame
 def test_accelerators_can_lower_it(name, backend, platforms, monkeypatch):
   # Some forms are an accelerator's own.
   monkeypatch.setattr(jax, "default_backend", lambda: backend)
