@@ -7,9 +7,10 @@ and clients run as they are, in this process. Both sides have the same clients,
 architectures, initial weights (HtFLlib's) and rates, and the same batches in
 the same order: each client's images as they lie, in full batches of 10, one
 pass a round. Rounds are taken by turns and timed without evaluations, by the
-clock and in seconds of CPU; ours are compiled before. HtFLlib's include its files: as its servers do, it reads images
-and models anew for each client. `apart` is the distance of our clients'
-parameters from HtFLlib's, as a share of the way that these have gone.
+clock and in seconds of CPU; ours are compiled before. HtFLlib's include its
+files: as its servers do, it reads images and models anew for each client.
+`apart` is the distance of our clients' parameters from HtFLlib's, as a share of
+the way that these have gone.
 
 What is known to differ; Local and LG-FedAvg are the same but for rounding.
 
@@ -435,7 +436,8 @@ def main() -> None:
         f"{name:9} {seed:4}  {a[-1]:6.2f} ({b[-1]:6.2f})"
         f"    {a.max():6.2f} ({b.max():6.2f})    {row['rounds_per_s']:7.3f}"
         f" ({row['their_rounds_per_s']:6.3f})   {row['ratio']:5.2f},"
-        f" {row['cpu_ratio']:5.2f}  {row['apart'][1]:.1e}, {row['apart'][-1]:.1e}",
+        f" {row['cpu_ratio']:5.2f}  {row['apart'][1]:.1e},"
+        f" {row['apart'][-1]:.1e}",
         flush=True,
       )
       if file:
