@@ -204,6 +204,11 @@ def converted(module: Any) -> list[np.ndarray]:
   return leaves
 
 
+def like(tree: Any, leaves: Any) -> Any:
+  """The leaves in the structure of a tree."""
+  return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
 class Ours:
   """Our side of a method, from HtFLlib's first weights.
 
@@ -242,7 +247,7 @@ class Ours:
     for group in state.clients:
       own = group.learner.variables
       theirs = zip(*[load(f"Client_{k}", "model") for k in group.clients])
-      own = own._replace(params=_like(own.params, map(jnp.stack, theirs)))
+      own = own._replace(params=like(own.params, map(jnp.stack, theirs)))
       learner = group.learner._replace(variables=own)
       groups.append(group.replace(learner=learner))
       evaluator = hetfl.ClientEvaluator(
@@ -254,7 +259,7 @@ class Ours:
       self._evaluators.append(evaluator)
     server = state.server
     if method.sent:
-      params = _like(server.params, load("Server", method.sent))
+      params = like(server.params, load("Server", method.sent))
       server = server._replace(params=params)
     self.state = state.replace(clients=tuple(groups), server=server)
 
@@ -304,10 +309,6 @@ class Ours:
           gap += float(np.sum((a[row] - b) ** 2))
           way += float(np.sum((c - b) ** 2))
     return (gap / way) ** 0.5 if way else gap
-
-
-def _like(tree, leaves):
-  return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def _scored(model, scores):
