@@ -352,7 +352,11 @@ def compare(name: str, images: ComparedImages, args) -> dict[str, Any]:
     done = len(found["accuracy"])
     if done:
       spent["theirs"].append(clock() - began)
-    evaluate()
+    try:
+      evaluate()
+    except ValueError as error:  # Such as of NaN, which scikit-learn refuses.
+      result["their_error"] = f"round {done}: {error}".splitlines()[0]
+      raise StopIteration from error
     found["their_accuracy"].append(float(theirs.rs_test_acc[-1]))
     found["accuracy"].append(ours.accuracy())
     found["apart"].append(ours.apart(models(), first))
@@ -366,7 +370,7 @@ def compare(name: str, images: ComparedImages, args) -> dict[str, Any]:
   theirs.evaluate = turn
   with contextlib.suppress(StopIteration):
     theirs.train()
-  a, b = np.array(spent["ours"]), np.array(spent["theirs"])
+  a, b = np.array(spent["ours"]), np.array(spent["theirs"])  # Equally many.
   result |= found
   for i, what in enumerate(("seconds", "cpu_seconds")):
     result |= {what: a[:, i].tolist(), f"their_{what}": b[:, i].tolist()}
@@ -438,7 +442,7 @@ def main() -> None:
         f"    {a.max():6.2f} ({b.max():6.2f})    {row['rounds_per_s']:7.3f}"
         f" ({row['their_rounds_per_s']:6.3f})   {row['ratio']:5.2f},"
         f" {row['cpu_ratio']:5.2f}  {row['apart'][1]:.1e},"
-        f" {row['apart'][-1]:.1e}",
+        f" {row['apart'][-1]:.1e} {row.get('their_error', '')}",
         flush=True,
       )
       if file:
