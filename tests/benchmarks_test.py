@@ -11,6 +11,7 @@ from benchmarks import (
   compiled,
   fedmd,
   fml,
+  htfllib,
   programs,
   rounds,
 )
@@ -92,6 +93,25 @@ def test_an_accelerators_turn_is_ten_rounds(monkeypatch):
 
   row = rounds.take_turns(takes(2.0), takes(6.0), 3)
   assert (row["ours_s"], row["peer_s"], row["ratio"]) == (2, 6, 3)
+
+
+def test_a_torch_model_is_converted():
+  torch = pytest.importorskip("torch")
+  torch.manual_seed(0)
+  nn = torch.nn
+  theirs = nn.Sequential(
+    *(nn.Conv2d(3, 4, 5), nn.MaxPool2d(2), nn.ReLU()),
+    *(nn.Conv2d(4, 6, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()),
+    *(nn.Linear(6 * 5 * 5, 7), nn.ReLU(), nn.Linear(7, 2)),
+  )
+  ours = vision.CNN((4, 6), 5, (7,), 2, padding="VALID", conv="native")
+  x = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype(np.float32)
+  params = jax.eval_shape(ours.init, jax.random.key(0), x)["params"]
+  params = htfllib.like(params, htfllib.converted(theirs))
+  expected = theirs(torch.from_numpy(x.transpose(0, 3, 1, 2))).detach().numpy()
+  np.testing.assert_allclose(
+    ours.apply({"params": params}, x), expected, atol=1e-5
+  )
 
 
 TEXT = """
