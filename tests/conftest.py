@@ -10,6 +10,7 @@ from tests import runs
 
 # Tests' programs are small, and their compilation is most of the time.
 _QUICK_COMPILATION = "--xla_backend_optimization_level=0"
+_QUICK_COMPILATION += " --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):  # later XLA has no such flag
   _QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = " ".join(

@@ -20,6 +20,10 @@ from tests.runs import error_of, everything, last_state, outcome, ROOT, stop
 
 QUICK = ("--rounds=6", "--eval_every=3", "--codist_period=4")
 FEW = ("--clients_per_round=3", "--distill_steps=2", "--notensorboard")
+# Soon compiled.
+SMALL = ("small", "large")
+SMALL = ",".join(f"{ROOT}/tests/small_models.py:{name}" for name in SMALL)
+SMALL = (*FEW, f"--models={SMALL}")
 
 
 @pytest.fixture
@@ -84,7 +88,7 @@ def test_three_algorithms_side_by_side(codist, tmp_path):
 
 @pytest.mark.slow
 def test_few_rounds_with_the_default_period_are_fedavg(codist, tmp_path):
-  few = ("--algorithm=periodic", "--rounds=2", "--notensorboard")
+  few = ("--algorithm=periodic", "--rounds=2", *SMALL)
   said = "an exchange every 10 rounds the pools never exchange anything"
   done = codist(*few, "--seeds=0,1", f"--workdir={tmp_path}/seeds")
   assert done.returncode == 0, done.stderr
@@ -100,7 +104,7 @@ def test_few_rounds_with_the_default_period_are_fedavg(codist, tmp_path):
 
 @pytest.mark.slow
 def test_seeds_have_folders_and_a_mean(codist, experiment, tmp_path):
-  both = ("--algorithm=fedavg,merged", "--rounds=2", "--eval_every=2", *FEW)
+  both = ("--algorithm=fedavg,merged", "--rounds=2", "--eval_every=2", *SMALL)
   path = tmp_path / "seeds"
   done = codist(*both, "--seeds=4,0", f"--workdir={path}")
   assert done.returncode == 0, done.stderr
@@ -187,7 +191,7 @@ def test_dropout_is_of_the_pool_that_has_it(codist, tmp_path):
 @pytest.mark.slow
 def test_sigkill(codist, tmp_path):
   run = ("--algorithm=merged", "--rounds=20", "--eval_every=4")
-  run += ("--checkpoint_every=1", *FEW)
+  run += ("--checkpoint_every=1", *SMALL)
   done = codist(*run, f"--workdir={tmp_path}/undisturbed")
   assert done.returncode == 0, done.stderr
   process = codist.start(*run, f"--workdir={tmp_path}/killed")
@@ -201,7 +205,12 @@ def test_sigkill(codist, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_does_not_go_on_with_other_data(codist, tmp_path):
-  run = ("--algorithm=fedavg", "--rounds=1", f"--workdir={tmp_path}/run")
+  run = (
+    "--algorithm=fedavg",
+    "--rounds=1",
+    f"--workdir={tmp_path}/run",
+    *SMALL,
+  )
   assert codist(*run).returncode == 0
   path = tmp_path / "run/data.json"
   path.write_text(path.read_text().replace("dirichlet", "pachinko"))
@@ -212,7 +221,12 @@ def test_a_run_does_not_go_on_with_other_data(codist, tmp_path):
 
 @pytest.mark.slow
 def test_a_finished_run_is_left_as_it_is(codist, tmp_path):
-  run = ("--algorithm=fedavg", "--rounds=1", f"--workdir={tmp_path}/run")
+  run = (
+    "--algorithm=fedavg",
+    "--rounds=1",
+    f"--workdir={tmp_path}/run",
+    *SMALL,
+  )
   done = codist(*run)
   assert done.returncode == 0, done.stderr
   before = everything(tmp_path / "run")
@@ -224,7 +238,7 @@ def test_a_finished_run_is_left_as_it_is(codist, tmp_path):
 @pytest.mark.slow
 def test_alpha_changes_over_the_rounds(codist, tmp_path):
   folder = tmp_path / "run"
-  run = ("--algorithm=merged", "--rounds=2", "--eval_every=1")
+  run = ("--algorithm=merged", "--rounds=2", "--eval_every=1", *SMALL)
   done = codist(*run, "--merge_alpha=1,0.5", f"--workdir={folder}")
   assert done.returncode == 0, done.stderr
   first, second = outcome(folder)[1]
