@@ -432,10 +432,10 @@ def test_narrow_resnets_are_leading_parts():
     families.body("resnet", 5, x.shape[1:], width=width), x
   )
   whole, narrow = of(1.0), of(0.25)
-  part = narrow.start(jax.random.key(1))
+  part = jax.jit(narrow.init)(jax.random.key(1))
   among = filled(part, jax.eval_shape(whole.init, jax.random.key(1)))
-  found = whole.predict(among, x)
-  assert_close(found, narrow.predict(part, x))
+  found = jax.jit(whole.predict)(among, x)
+  assert_close(found, jax.jit(narrow.predict)(part, x))
   assert jnp.ptp(found) > 0.1
 
 
