@@ -337,6 +337,6 @@ def main(given: Given) -> None:
     words=words,
     build=Experiment,
     draw=draw,
-    table=report.table,
+    table=lambda results, rows: report.table(results),
     tuned=tuned,
   )

@@ -18,8 +18,8 @@ import settings
 from settings import count, setting, share
 import shared
 
-PUBLIC = ("fedmd", "dsfl", "ktpfl", "feddf", "codist")  # On public images.
-_PUBLIC = " ".join(PUBLIC)
+_PUBLIC = "fedmd dsfl ktpfl feddf fedet codist mergedcodist"
+PUBLIC = tuple(_PUBLIC.split())  # On public images.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,9 @@ class Compare(shared.Rounds):
       after another and compared. local is each client alone; pooled one model
       of each architecture on the examples of all clients together. fedavg
       averages the clients of each architecture; scaffold, whose clients train
-      by SGD without momentum, and ditto need one architecture for all, codist
-      (PeriodicCodist) two or more.
+      by SGD without momentum, ditto and heterofl, whose clients have it in
+      --widths, need one architecture for all, codist (PeriodicCodist) and
+      mergedcodist two or more.
     dataset: Data set (npz is your own). Training and test images are divided
       together.
     examples: Number of the data set's images that are divided, drawn with the
@@ -57,6 +58,8 @@ class Compare(shared.Rounds):
       when to stop; 0 for none.
     patience: Ends a run after so many evaluations without a greater mean
       accuracy on --validation images; by default never.
+    target_accuracy: Mean test accuracy of the clients; the table then has the
+      rounds and the data sent until an evaluation first reached it.
     num_clients: Number of clients.
     clients_per_round: Number of clients sampled in each round; by default all.
       The others keep their models unchanged.
@@ -71,9 +74,12 @@ class Compare(shared.Rounds):
       of them and of their members; or FILE.py:FUNCTION for one of your own,
       where FUNCTION(num_features) returns a Flax module from images to so many
       features.
+    widths: Shares of the channels of --models=resnet, in eighths, which clients
+      have in turn.
     num_features: Number of features in which all models end, before the layer
       that gives the class scores.
-    global_model: Architecture of the model that all clients share.
+    global_model: Architecture of the model that all clients share, or of the
+      server's (fedet).
     local_epochs: A client's passes over its examples in a round.
     batch_size: Clients' batch size.
     learning_rate: Clients' learning rate.
@@ -87,7 +93,9 @@ class Compare(shared.Rounds):
     temperature: Of the mean of the clients' predictions (dsfl), or of all
       softmaxes (ktpfl).
     distill_lr: Learning rate of the servers' distillation, by Adam.
+    diversity: Weight of what the models say that disagree.
     codist_period: Rounds from one codistillation to the next.
+    merge_alpha: Weight of the clients' gradient beside the distillation's.
   """
 
   # A new method also needs a line in METHODS of compare_run.py.
@@ -95,7 +103,7 @@ class Compare(shared.Rounds):
     Literal[
       *("local", "pooled", "fml", "fedkd", "fd", "fedproto", "fedtgp"),
       *("fedgh", "lgfedavg", "ditto", "scaffold", "fedavg", "fedmd", "dsfl"),
-      *("ktpfl", "feddf", "codist"),
+      *("ktpfl", "feddf", "fedet", "codist", "mergedcodist", "heterofl"),
     ],
     ...,
   ] = setting(("local", "pooled", "fml", "fedproto"))
@@ -128,14 +136,18 @@ class Compare(shared.Rounds):
   partition_file: str | None = setting(kind="place")
   validation: float = setting(0.0, low=0, high=0.9)
   patience: int | None = count()
+  target_accuracy: float | None = share(kind="machine")
   num_clients: int = count(20, {"digits": 10})
   clients_per_round: int | None = count()
   dropout_rate: float = share(0.0)
   late_clients: int = setting(0, low=0)
   late_round: int = count(1)
   models: tuple[str, ...] = setting("cnn4", {"digits": "mixed3"})
+  widths: tuple[float, ...] = share(
+    (1.0, 0.5, 0.25), only="heterofl", argument="width"
+  )
   num_features: int = count(128, {"digits": 32})
-  global_model: str = setting("small_cnn", only="fml fedkd")
+  global_model: str = setting("small_cnn", only="fml fedkd fedet")
   rounds: int = count(100, {"digits": 40})
   eval_every: int = count(5)
   checkpoint_every: int = count(10, kind="speed")
@@ -152,8 +164,14 @@ class Compare(shared.Rounds):
   temperature: float = setting(
     0.1, {"ktpfl": 10.0}, only="dsfl ktpfl", low=1e-6
   )
-  distill_lr: float = setting(1e-3, only="feddf codist", low=0)
+  distill_lr: float = setting(
+    1e-3, only="feddf fedet codist mergedcodist", low=0
+  )
+  diversity: float = setting(0.05, only="fedet", low=0)
   codist_period: int = count(5, only="codist", argument="period")
+  merge_alpha: float = share(
+    0.9, {"cifar10 cifar100": 0.95, "digits": 0.8}, only="mergedcodist"
+  )
 
 
 def main(argv: Sequence[str]) -> None:

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import launch
 import numpy as np
+import optax
 import own_models
-from settings import Given, UsageError
+from settings import Given, shown, UsageError
+import summarize
 
 import hetfl
 from hetfl import augment, core, evaluate
@@ -25,10 +27,12 @@ from hetfl.algorithms import (
   dsfl,
   fd,
   feddf,
+  fedet,
   fedgh,
   fedkd,
   fedproto,
   fedtgp,
+  heterofl,
   ktpfl,
   lgfedavg,
   personal,
@@ -42,7 +46,7 @@ from hetfl.batches import (
   plan_distillation,
 )
 from hetfl.clients import rows_of_group
-from hetfl.data import compared_images, files
+from hetfl.data import compared_images, files, partition
 from hetfl.models import families
 from hetfl.optimizers import fedavg_server, momentum_sgd
 from hetfl.run import logs, report, training
@@ -50,6 +54,13 @@ from hetfl.run import logs, report, training
 _RECIPES = {"digits": "digits8", "mnist": "mnist28"}  # Of CIFAR: pad32.
 
 SETTINGS = Compare
+
+
+class Kind(NamedTuple):
+  """An architecture: its name, and the share of its channels."""
+
+  model: str
+  width: float = 1.0
 
 
 _by_head = lambda outputs, sent: (getattr(outputs, "logits", outputs),)
@@ -69,8 +80,8 @@ class Method(NamedTuple):
     scores: `(outputs, what the server sent) -> class scores`, by each of
       `ways`; by default the logits. What was sent is there with `features`.
     ways: how clients classify; the paper's way is "", others are suffixes.
-    traffic: `(experiment, s, architecture) -> bytes` that a client sends and
-      receives in a round.
+    traffic: `(experiment, s, kind) -> bytes` that a client sends and receives
+      in a round.
   """
 
   make: Callable[..., core.Algorithm]
@@ -80,7 +91,7 @@ class Method(NamedTuple):
   features: bool = False
   scores: Callable[[Any, Any], tuple] = _by_head
   ways: Sequence[str] = ("",)
-  traffic: Callable[..., Sequence[int]] = lambda e, s, name: (0, 0)
+  traffic: Callable[..., Sequence[int]] = lambda e, s, kind: (0, 0)
 
 
 def _prototypes(e, s):
@@ -99,22 +110,34 @@ def _distiller(e, s):
   return dict(distiller=made)
 
 
+def _larger(e, s):
+  server = hetfl.Participant(
+    _shared_model(e, s),
+    "server",
+    learning_rate=s.distill_lr,
+    transform=e.transform,
+    optimizer=optax.adam,
+  )
+  return dict(server=server, diversity=s.diversity, shared="head")
+
+
 def _nearest(outputs, sent):
   sent = getattr(sent, "prototypes", sent)
   return fedproto.nearest(outputs, sent), outputs.logits
 
 
-_global_bytes = lambda e, s, name: [e.num_bytes(s.global_model)] * 2
-_own_bytes = lambda e, s, name: [e.num_bytes(name)] * 2
-_head_bytes = lambda e, s, name: [4 * e.num_classes * (s.num_features + 1)] * 2
+_shared_model = lambda e, s: e.model(Kind(s.global_model), False)
+_global_bytes = lambda e, s, kind: [e.num_bytes(Kind(s.global_model))] * 2
+_own_bytes = lambda e, s, kind: [e.num_bytes(kind)] * 2
+_head_bytes = lambda e, s, kind: [4 * e.num_classes * (s.num_features + 1)] * 2
 
 
-def _prototype_bytes(e, s, name):
+def _prototype_bytes(e, s, kind):
   numbers = e.num_classes * s.num_features
   return 4 * (numbers + e.num_classes), 4 * numbers
 
 
-def _score_bytes(e, s, name):  # Receives which images come next, too.
+def _score_bytes(e, s, kind):  # Receives which images come next, too.
   scores = 4 * s.public_subset * e.num_classes
   return scores, scores + 4 * s.public_subset
 
@@ -124,7 +147,7 @@ def _one_of_group(state):
   return list(map(first, state.clients))
 
 
-_WITH_GLOBAL = {"fml", "fedkd"}  # Methods with a --global_model.
+_WITH_GLOBAL = {"fml", "fedkd", "fedet"}  # Methods with a --global_model.
 _by_prototype = functools.partial(
   Method,
   features=True,
@@ -145,7 +168,7 @@ METHODS = {
   "fml": Method(
     hetfl.fml,
     lambda e, s: dict(
-      global_model=e.model(s.global_model, False),
+      global_model=_shared_model(e, s),
       alpha=s.fml_alpha,
       beta=s.fml_beta,
     ),
@@ -153,13 +176,13 @@ METHODS = {
   ),
   "fedkd": Method(
     fedkd.fedkd,
-    lambda e, s: dict(mentee=e.model(s.global_model, False)),
+    lambda e, s: dict(mentee=_shared_model(e, s)),
     traffic=_global_bytes,  # Before compression.
   ),
   "fd": Method(
     fd.fd,
     lambda e, s: dict(num_classes=e.num_classes, weight=s.fd_weight),
-    traffic=lambda e, s, name: [4 * e.num_classes * (e.num_classes + 1)] * 2,
+    traffic=lambda e, s, kind: [4 * e.num_classes * (e.num_classes + 1)] * 2,
   ),
   "fedproto": _by_prototype(fedproto.fedproto, _prototypes),
   "fedtgp": _by_prototype(
@@ -178,13 +201,27 @@ METHODS = {
   "scaffold": Method(  # Its clients train by plain SGD.
     lambda optimizer, **options: scaffold.scaffold(**options),
     shared=lambda state: [state.server.model],
-    traffic=lambda e, s, name: [2 * e.num_bytes(name)] * 2,
+    traffic=lambda e, s, kind: [2 * e.num_bytes(kind)] * 2,
+  ),
+  "heterofl": Method(  # Group normalisation makes its Scaler needless.
+    heterofl.heterofl,
+    lambda e, s: dict(global_model=e.model(e.of_client[0], False)),
+    shared=lambda state: [
+      heterofl.leading(state.server, own) for own in _one_of_group(state)
+    ],
+    traffic=_own_bytes,
   ),
   "fedavg": _in_pools(hetfl.fedavg),
   "feddf": _in_pools(feddf.feddf, _distiller),
+  # The server's own model is the last, and nobody's.
+  "fedet": _in_pools(fedet.fedet, _larger),
   "codist": _in_pools(
     hetfl.periodic_codist,
     lambda e, s: _distiller(e, s) | dict(period=s.codist_period),
+  ),
+  "mergedcodist": _in_pools(
+    hetfl.merged_codist,
+    lambda e, s: _distiller(e, s) | dict(alpha=s.merge_alpha),
   ),
   "fedmd": _by_scores(hetfl.fedmd),
   "dsfl": _by_scores(dsfl.dsfl, lambda e, s: dict(temperature=s.temperature)),
@@ -215,6 +252,12 @@ def words(values: Mapping[str, Any], method: str) -> set[str]:
     raise UsageError(
       f"--patience={s.patience}: needs images to measure by; give --validation,"
       " such as 0.1"
+    )
+  several = len(families.members(s.models)) > 1
+  if method == "heterofl" and (several or "own" in kinds):
+    raise UsageError(
+      f"--models={shown(s.models)}: clients of --method=heterofl have narrower"
+      " copies of one of hetfl's models; give resnet"
     )
   found = {method, s.dataset, s.partition, "images", "device"}
   found |= {"set_aside"} if s.public_dataset == s.dataset else set()
@@ -251,43 +294,58 @@ class Experiment:
     )
 
     @functools.cache  # Clients with the same model share one object.
-    def model(name, features):
+    def model(kind, features):
       """An architecture's model, whose outputs are `Features` or logits."""
       if not features:
-        return logits_only(model(name, True))
+        return logits_only(model(kind, True))
+      name, width = kind
       body = own_models.model(
         "models",
         name,
         s.num_features,
         jnp.zeros((1, *shape)),
         lambda: families.body(
-          name, s.num_features, shape, conv=s.conv, dtype=s.dtype
+          name, s.num_features, shape, width=width, conv=s.conv, dtype=s.dtype
         ),
         of="features",
       )
       return headed(body, self.head)
 
     self.model, self._evaluators = model, {}
-    self.of_client = [names[k % len(names)] for k in range(s.num_clients)]
+    clients = range(s.num_clients)
+    self.of_client = [Kind(names[k % len(names)]) for k in clients]
     self.kinds = list(dict.fromkeys(self.of_client))
-    of_kind = lambda kind: np.flatnonzero(np.array(self.of_client) == kind)
-    self.members = [tuple(of_kind(kind).tolist()) for kind in self.kinds]
     # `pooled` has a client for each architecture, who holds all examples.
     everything = [self.images.train.members] * len(self.kinds)
     of = hetfl.ClientPopulation.from_lists
     self.pooled = of(self.images.train.bank, everything)
 
-  def shapes(self, name: str) -> hetfl.Variables:
-    """The shapes of an architecture's variables."""
-    return jax.eval_shape(self.model(name, False).init, jax.random.key(0))
+  def kinds_of(self, s: Compare) -> list[Kind]:
+    """Each client's architecture in a run."""
+    if s.method != "heterofl":
+      return self.of_client
+    each = enumerate(self.of_client)
+    return [Kind(of.model, s.widths[k % len(s.widths)]) for k, of in each]
 
-  def num_bytes(self, name: str) -> int:
+  def members(self, s: Compare) -> dict[Kind, tuple[int, ...]]:
+    """The clients of each architecture in a run."""
+    held: dict[Kind, tuple[int, ...]] = {}
+    for k, kind in enumerate(self.kinds_of(s)):
+      held[kind] = (*held.get(kind, ()), k)
+    return held
+
+  def shapes(self, kind: Kind) -> hetfl.Variables:
+    """The shapes of an architecture's variables."""
+    return jax.eval_shape(self.model(kind, False).init, jax.random.key(0))
+
+  def num_bytes(self, kind: Kind) -> int:
     """The bytes of an architecture's variables."""
-    return training.num_bytes(self.shapes(name))
+    return training.num_bytes(self.shapes(kind))
 
   def files(self, s: Compare) -> dict[str, bytes]:
     """Name and content of files that belong to a run."""
-    names = self.kinds + [s.global_model] * bool(s.words & _WITH_GLOBAL)
+    names = [kind.model for kind in self.kinds]
+    names += [s.global_model] * bool(s.words & _WITH_GLOBAL)
     sets = [self.images.train, self.images.test, self.images.validation]
     if s.method in PUBLIC or "set_aside" in s.words:
       sets.append(self.public)
@@ -305,15 +363,16 @@ class Experiment:
   def rows(self, s: Compare) -> dict[str, tuple[int, ...]]:
     """The clients of those who take part, by name."""
     if METHODS[s.method].of == "pools":
-      return {f"pool{i}": held for i, held in enumerate(self.members)}
+      members = self.members(s).values()
+      return {f"pool{i}": held for i, held in enumerate(members)}
     return {f"client{k}": (k,) for k in range(s.num_clients)}
 
   def algorithm(self, s: Compare) -> core.Algorithm:
     """Builds the method."""
     method = METHODS[s.method]
     of_kinds = s.method == "pooled" or method.of == "pools"
-    names = self.kinds if of_kinds else self.of_client
-    models = [self.model(name, method.features) for name in names]
+    kinds = self.kinds if of_kinds else self.kinds_of(s)
+    models = [self.model(kind, method.features) for kind in kinds]
     how: dict[str, Any] = dict(
       learning_rate=s.learning_rate,
       optimizer=functools.partial(
@@ -388,23 +447,24 @@ class Experiment:
     By its own model, or the one that clients of its architecture share.
     """
     method, stacked = METHODS[s.method], lambda *leaves: jnp.stack(leaves)
+    of_kinds = self.members(s)
     if method.shared:
       models = method.shared(state)
     elif method.of == "parties":
       models = [
         jax.tree.map(stacked, *(state.clients[k].variables for k in members))
-        for members in self.members
+        for members in of_kinds.values()
       ]
     else:
       models = [group.learner.variables for group in state.clients]
     found: dict[str, np.ndarray] = {}
-    for members, variables in zip(self.members, models):
+    for (kind, members), variables in zip(of_kinds.items(), models):
       sent = state.server if method.features else ()
       each = [sent] * len(members)
       both = hetfl.Variables(variables, jax.tree.map(stacked, *each))
       measured = {}
       for which in ("test", "validation")[: 1 + bool(s.validation)]:
-        evaluator = self._evaluator(s, members, which)
+        evaluator = self._evaluator(s, kind, members, which)
         measured |= evaluator(both, own=not method.shared)
       for name, values in measured.items():
         if values.ndim > 1:  # Of classes; NaN for those that are not there.
@@ -418,15 +478,15 @@ class Experiment:
     return row
 
   def _evaluator(
-    self, s: Compare, members: tuple[int, ...], which: str
+    self, s: Compare, kind: Kind, members: tuple[int, ...], which: str
   ) -> hetfl.ClientEvaluator:
     """Of models of one architecture, on `which` examples of clients."""
-    method, name = METHODS[s.method], self.of_client[members[0]]
-    key = name, method.features, method.scores, which
+    method = METHODS[s.method]
+    key = kind, members, method.features, method.scores, which
     if key not in self._evaluators:
       held = getattr(self.images, which).take(members)
       self._evaluators[key] = hetfl.ClientEvaluator(
-        _scored(method, self.model(name, method.features)),
+        _scored(method, self.model(kind, method.features)),
         dataclasses.replace(held, bank=self.bank),
         transform=self.transform,
         measure=functools.partial(_measure, which),
@@ -453,11 +513,12 @@ class Experiment:
       return found
 
     traffic = functools.partial(METHODS[s.method].traffic, self, s)
-    each = [traffic(name) for name in self.of_client]
+    kinds = self.kinds_of(s)
+    each = [traffic(kind) for kind in kinds]
     clients = [
       {
-        "model": name,
-        "parameters": core.num_parameters(self.shapes(name).params),
+        **kind._asdict(),
+        "parameters": core.num_parameters(self.shapes(kind).params),
         "examples": int(self.images.train.sizes[k]),
         "test_examples": int(self.images.test.sizes[k]),
         **measured(f"client{k}"),
@@ -465,14 +526,19 @@ class Experiment:
         "bytes_sent_per_round": each[k][0],
         "bytes_received_per_round": each[k][1],
       }
-      for k, name in enumerate(self.of_client)
+      for k, kind in enumerate(kinds)
     ]
     takes_part = s.clients_per_round or s.num_clients
+    # Of clients of unlike models the mean.
+    total = takes_part * sum(map(sum, each)) // s.num_clients
+    everyone = measured("clients")
+    for way in METHODS[s.method].ways:
+      everyone |= to_target(rows, s.target_accuracy, total, way)
     return {
       **{n: getattr(s, n) for n in ("method", "dataset", "partition", "seed")},
-      # Of clients of unlike models the mean.
-      "bytes_per_round": takes_part * sum(map(sum, each)) // s.num_clients,
-      "all": measured("clients"),
+      **partition.skew(self.images.class_counts),
+      "bytes_per_round": total,
+      "all": everyone,
       "clients": clients,
     }
 
@@ -496,6 +562,21 @@ def _measure(which, scores, batch):
     if which == "test":
       found[f"macro_f1{way}"] = evaluate.class_f1(of, batch)
   return found
+
+
+def to_target(
+  rows: report.Rows, target: float | None, bytes_per_round: int, way: str = ""
+) -> dict[str, int | None]:
+  """The rounds and bytes until the mean accuracy first reached a target.
+
+  >>> rows = [{"round": t, "clients/test_accuracy": t / 8} for t in (2, 4, 6)]
+  >>> to_target(rows, 0.5, 100)
+  {'rounds_to_target': 4, 'bytes_to_target': 400}
+  """
+  course = summarize.series(rows, f"test_accuracy{way}")["clients"]
+  found = summarize.measures(course, target, bytes_per_round)
+  names = ("rounds_to_target", "bytes_to_target")
+  return {name + way: found[name] for name in names if name in found}
 
 
 def worse(accuracies: Sequence[float], alone: Sequence[float]) -> float:
@@ -552,14 +633,21 @@ def draw(
       "worse": "clients that are worse than alone",
     },
   )
-  names = [name.rpartition(":")[2] for name in experiment.of_client]
+  names = [kind.model.rpartition(":")[2] for kind in experiment.of_client]
   names = [f"{k}: {name}" for k, name in enumerate(names)]
   report.clients(last, folder / "clients.png", names=names, title=title)
   counts = experiment.images.class_counts
+  skew = partition.skew(counts)
+  title += f"\ntotal variation {skew['total_variation']:.2f}"
+  title += f", {skew['effective_clients']:.1f} effective clients"
   report.holdings(counts, folder / "partition.png", names=names, title=title)
 
 
-def table(results: dict[str, list[dict]]) -> str:
+def table(
+  target: float | None,
+  results: dict[str, list[dict]],
+  rows: Mapping[str, Sequence[report.Rows]],
+) -> str:
   """A plain-text table of all seeds' results, one line per method and way."""
   lines = labelled(results)
   columns = [["method", *lines]]
@@ -583,6 +671,16 @@ def table(results: dict[str, list[dict]]) -> str:
     compared = lambda way, i, r: worse(each(r, way), each(alone[i]))
     add("worse than alone %", compared, form="{:.0f}")
   add("KB a round", lambda way, i, r: r["bytes_per_round"], 1e-3, "{:,.1f}")
+  if target is not None:
+
+    def took(name, way, i, r):
+      of = rows[r["method"]][i], target, r["bytes_per_round"]
+      value = to_target(*of, way)[name + way]
+      return None if value is None else float(value)  # Not alike for all seeds.
+
+    of = functools.partial
+    add("rounds to target", of(took, "rounds_to_target"), 1, "{:,.0f}")
+    add("KB to target", of(took, "bytes_to_target"), 1e-3, "{:,.1f}")
   add("rounds", lambda way, i, r: r["rounds"], 1, "{:,d}")
   add("seconds", lambda way, i, r: r["seconds"], 1, "{:,.1f}")
   return report.align(columns)
@@ -598,7 +696,7 @@ def main(given: Given) -> None:
     words=words,
     build=Experiment,
     draw=draw,
-    table=table,
+    table=functools.partial(table, s.target_accuracy),
     # Nothing depends on the number of rounds.
     lengthens=lambda s: True,
     flag="method",

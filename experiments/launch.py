@@ -356,7 +356,7 @@ def side_by_side(
   words: Callable[[Mapping[str, Any], str], set[str]],
   build: Callable[[Settings], Any],
   draw: Callable[..., None],
-  table: Callable[[dict], str],
+  table: Callable[[dict, dict], str],
   tuned: Callable[[Settings, pathlib.Path], Settings] = lambda s, path: s,
   lengthens: Callable[[Settings], bool] = lambda s: False,
   flag: str = "algorithm",
@@ -372,7 +372,7 @@ def side_by_side(
       methods.
     draw: `(rows, s, folder, experiment)`, draws the curves; `rows` has the rows
       of each seed, by algorithm.
-    table: formats the results of each seed, by algorithm, as text.
+    table: `(results, rows)`, of each seed, by algorithm, formatted as text.
     tuned: (settings, folder) -> settings with the fastest speeds.
     lengthens: whether a run can be extended to more rounds.
     flag: the setting that names the algorithms.
@@ -423,7 +423,7 @@ def side_by_side(
   if "seeds" in given.values:
     draw(rows, s, workdir, experiment)
     write_summary(workdir, results, list(places))
-  print(table(results))
+  print(table(results, rows))
   print(f"\nCurves: {workdir / 'curves.png'}")
 
 

@@ -18,6 +18,7 @@ QUICK = (
   "--global_model=mlp",
   "--local_epochs=1",
   "--eval_every=2",
+  "--target_accuracy=0.5",
   "--notensorboard",
 )
 
@@ -60,10 +61,10 @@ def test_four_methods_side_by_side_and_one_alone(compare, tmp_path):
   lines = [line.split("  ") for line in done.stdout.splitlines()]
   cells = [[cell.strip() for cell in line if cell] for line in lines]
   head, rows = cells[0], {cell[0]: cell for cell in cells if len(cell) > 5}
-  results = {}
+  results, rounds = {}, {}
   for name in METHODS:
-    results[name], evaluations = outcome(tmp_path / "all" / name)
-    assert [row["round"] for row in evaluations] == [2, 4]
+    results[name], rounds[name] = outcome(tmp_path / "all" / name)
+    assert [row["round"] for row in rounds[name]] == [2, 4]
   # An evaluation of client 2, an MLP, without hetfl's models.
   client = results["fedproto"]["clients"][2]
   # Every other client is in the first group.
@@ -94,11 +95,24 @@ def test_four_methods_side_by_side_and_one_alone(compare, tmp_path):
       assert float(shown[title]) == pytest.approx(100 * value, abs=0.5)
     sent = float(shown["KB a round"].replace(",", ""))
     assert sent == pytest.approx(kilobytes.get(name, 0), abs=0.1)
+    there = [r["round"] for r in rounds[name] if r[f"clients/{metric}"] >= 0.5]
+    first, reached = min(there, default=None), [shown["rounds to target"]]
+    assert reached == ["-" if first is None else str(first)]
+    way = metric.removeprefix("test_accuracy")
+    assert results[name]["all"][f"rounds_to_target{way}"] == first
+    total = results[name]["all"][f"bytes_to_target{way}"]
+    if first is not None:
+      assert total == first * results[name]["bytes_per_round"]
+      shown_total = float(shown["KB to target"].replace(",", ""))
+      assert shown_total == pytest.approx(total / 1e3, abs=0.05)
   # All images are in the clients' hands; a quarter of each's are for tests.
   held = results["local"]["clients"]
   assert sum(c["examples"] + c["test_examples"] for c in held) == 1797
   for c in held:
     assert c["test_examples"] == (c["examples"] + c["test_examples"]) // 4
+  shares = np.array([c["examples"] for c in held])
+  effective = shares.sum() ** 2 / np.sum(shares**2)
+  assert results["fml"]["effective_clients"] == pytest.approx(effective)
   assert results["pooled"]["all"]["test_accuracy"] > np.mean(alone)
   # A method by itself, resumed, is the same.
   for rounds in (2, 4):
@@ -122,10 +136,22 @@ def test_all_methods_run(compare, tmp_path):
   assert sent("lgfedavg") == SAMPLED * 2 * 4 * 10 * 33
   assert sent("ditto") == SAMPLED * 2 * 4 * 3466
   assert sent("scaffold") == 2 * sent("ditto")
+  one = ("--models=resnet", "--method=heterofl", "--rounds=2")
+  done = compare(*QUICK, *one, "--widths=1,0.25", f"--workdir={tmp_path}/one")
+  assert done.returncode == 0, done.stderr
+  result, _ = outcome(tmp_path / "one")
+  assert result["all"]["test_accuracy"] > 0.2
+  blocks = lambda w: 10 * w + 6 * (9 * w + 3) * w + 2 * (w + 1) * w + 2 * w
+  parameters = lambda w: blocks(w) + (w + 1) * 32 + 33 * 10
+  found = [(c["width"], c["parameters"]) for c in result["clients"]]
+  assert found == 2 * [(1.0, parameters(16)), (0.25, parameters(4))]
+  assert result["bytes_per_round"] == SAMPLED * 4 * sum(
+    parameters(w) for w in (16, 4)
+  )
 
 
 def test_methods_in_pools_and_on_public_images(compare, tmp_path):
-  methods = "fedavg,feddf,codist,fedmd,dsfl"
+  methods = "fedavg,feddf,fedet,codist,mergedcodist,fedmd,dsfl"
   public = ("--public_dataset=digits", "--public_examples=97")
   drawn = (*public, "--public_subset=32", "--codist_period=1")
   drawn += (f"--method={methods}", "--rounds=2", "--dropout_rate=0.1")
@@ -138,11 +164,16 @@ def test_methods_in_pools_and_on_public_images(compare, tmp_path):
     held = results[name]["clients"]
     assert sum(c["examples"] + c["test_examples"] for c in held) == 1797 - 97
   model = 2 * 4 * np.mean([c["parameters"] for c in held])
-  assert results["feddf"]["bytes_per_round"] == SAMPLED * model
+  for name in ("feddf", "fedet"):
+    assert results[name]["bytes_per_round"] == SAMPLED * model
   scores = 2 * 4 * 32 * 10 + 4 * 32  # And which images.
   assert results["dsfl"]["bytes_per_round"] == SAMPLED * scores
   # Client 2, an MLP, is evaluated by the model of its pool, or its own.
-  for name, own in (("fedavg", "server_0"), ("fedmd", "clients_2")):
+  for name, own in {
+    "fedavg": "server_0",
+    "fedet": "server_0",
+    "fedmd": "clients_2",
+  }.items():
     folder = tmp_path / "all" / name
     y, labels = by_numpy(folder, 2, own, public_examples=97)
     accuracy = results[name]["clients"][2]["test_accuracy"]
@@ -195,6 +226,15 @@ def test_bad_input_is_one_line(compare, tmp_path):
   cases = [
     (("--method=local,local",), "--method=local,local: name each once"),
     (("--models=vgg",), "--models=vgg: choose from cnn4, mixed3, cnn"),
+    (("--method=heterofl",), "--models=mlp,small_cnn: clients of --method=het"),
+    (
+      ("--method=heterofl", "--models=lenet5"),
+      "--widths=0.5: lenet5 has no narrower copies",
+    ),
+    (
+      ("--method=heterofl", "--models=resnet", "--widths=0.3"),
+      "--widths=0.3: give a share in eighths",
+    ),
     (("--method=ditto",), "its model is not the first client's"),
     (("--clients_per_round=5",), "--clients_per_round=5: pool 0 has 4"),
     (("--method=dsfl",), "--method=dsfl: needs public images; give --public_"),

@@ -9,13 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from hetfl import Client, fedavg, local_model, plan_round, Pool
+from hetfl import Client, core, fedavg, local_model, plan_round, Pool
 from hetfl.algorithms.ditto import ditto
 from hetfl.algorithms.fd import fd
 from hetfl.algorithms.fedkd import fedkd
-from hetfl.algorithms.heterofl import heterofl
+from hetfl.algorithms.heterofl import filled, heterofl
 from hetfl.algorithms.personal import personal
 from hetfl.algorithms.scaffold import scaffold
+from hetfl.models import families
 from hetfl.optimizers import fedavg_server
 from tests.algorithms import MLP, model, mutual_data, POPULATION, SIZES, WIDE
 from tests.federation import CLASSES, Cnn, Mlp
@@ -422,6 +423,20 @@ def test_heterofl_of_one_width_is_fedavg():
   expected, loss = as_fedavg(start.server, ROUNDS, optimizer)
   assert_close(state.server.params, expected)
   assert_close(metrics["loss"], loss)
+
+
+def test_narrow_resnets_are_leading_parts():
+  """Among zeros they compute the same: groups are of the same channels."""
+  x = jax.random.normal(jax.random.key(0), (2, 8, 8, 1))
+  of = lambda width: core.Model.from_flax(
+    families.body("resnet", 5, x.shape[1:], width=width), x
+  )
+  whole, narrow = of(1.0), of(0.25)
+  part = jax.jit(narrow.init)(jax.random.key(1))
+  among = filled(part, jax.eval_shape(whole.init, jax.random.key(1)))
+  found = jax.jit(whole.predict)(among, x)
+  assert_close(found, jax.jit(narrow.predict)(part, x))
+  assert jnp.ptp(found) > 0.1
 
 
 def test_heterofl_takes_leading_parts_only():

@@ -360,6 +360,32 @@ def shards(
   return sets
 
 
+def skew(counts: np.ndarray) -> dict[str, float]:
+  """How unlike the clients of a partition are, in classes and in sizes.
+
+  Args:
+    counts: `int[K, C]`, each client's examples of each class; at least one.
+
+  Returns:
+    `total_variation`, `mean_k sum_c |p_kc - p_c| / 2`, between a client's
+    shares of the classes and those of all examples: 0 if all are alike, at most
+    1. `effective_clients`, `1 / sum_k q_k^2` of their shares of the examples: K
+    if they have as many each.
+
+  Of all, 5/6 are of the first class; of the clients' 1 and 1/2.
+
+  >>> skew(np.array([[4, 0], [1, 1]]))  # (1/6 + 1/3) / 2; 1 / (4/9 + 1/9)
+  {'total_variation': 0.25, 'effective_clients': 1.8}
+  """
+  counts = np.asarray(counts, np.float64)
+  sizes, whole = counts.sum(axis=1), counts.sum(axis=0) / counts.sum()
+  apart = np.abs(counts / sizes[:, None] - whole).sum(axis=1) / 2
+  return {
+    "total_variation": float(apart.mean()),
+    "effective_clients": float(sizes.sum() ** 2 / np.square(sizes).sum()),
+  }
+
+
 def codist_split(
   num_clients: int,
   *,

@@ -22,6 +22,7 @@ _CNNS = {
   "mlp": ((), 0, (200,)),
 }
 NAMES = (*_CNNS, "resnet")
+_GROUPS = 8  # Of channels, which are normalised together.
 FAMILIES = {
   "cnn4": ("cnn", "small_cnn", "lenet5", "resnet"),
   "mixed3": ("mlp", "small_cnn", "lenet5"),
@@ -42,6 +43,7 @@ def body(
   num_features: int,
   image_shape: tuple[int, int, int],
   *,
+  width: float = 1.0,
   conv: kernels.ConvForm | None = None,
   dtype: layers.DType | None = None,
 ) -> nn.Module:
@@ -64,11 +66,17 @@ def body(
     name: one of `NAMES`.
     num_features: D.
     image_shape: height, width, channels.
+    width: the share of its channels, in eighths; less than 1 of `resnet` alone,
+      whose parameters are then leading parts of those of the whole, as
+      `hetfl.algorithms.heterofl` takes them.
     conv: see `vision.CNN`.
     dtype: see `vision.CNN`.
 
   Returns:
     The network; it maps `float[B, H, W, c]` to `float32[B, D]`.
+
+  Raises:
+    ValueError: there is no such width.
 
   Reference: McMahan et al. 2017 (`cnn`), LeCun et al. 1998 (`lenet5`), He et
     al. 2016 and Wu and He 2018 (`resnet`).
@@ -83,8 +91,17 @@ def body(
   small = min(image_shape[:2]) < 28
   form: dict[str, Any] = dict(conv=conv, dtype=dtype)
   if name == "resnet":
-    widths = (16, 16, 16) if small else (16, 32, 64)
-    return ResNet(widths, num_features, **form)
+    if not (0 < width <= 1 and (_GROUPS * width).is_integer()):
+      raise ValueError(f"width={width}: give a share in eighths, such as 0.5")
+    groups = int(_GROUPS * width)
+    widths = tuple(groups * n for n in ((2, 2, 2) if small else (2, 4, 8)))
+    return ResNet(widths, num_features, groups, **form)
+  if width != 1:
+    raise ValueError(
+      f"width={width}: {name} has no narrower copies: it does not normalise,"
+      " and flattens images before a dense layer, so that leading entries are"
+      " not those of a narrower one; choose resnet"
+    )
   filters, kernel, dense = _CNNS[name]
   if small:
     filters, dense = tuple(min(w, 16) for w in filters), (32,) * len(dense)
@@ -98,6 +115,7 @@ class ResNet(nn.Module):
 
   widths: Sequence[int]
   num_features: int
+  groups: int = _GROUPS
   conv: kernels.ConvForm | None = None
   dtype: layers.DType | None = None
 
@@ -107,8 +125,9 @@ class ResNet(nn.Module):
     small = min(x.shape[1:3]) < 16  # There compile time dominates.
     form = self.conv or kernels.default_conv(small=small)
     conv = functools.partial(layers.Conv, form=form, dtype=self.dtype)
-    norm = functools.partial(nn.GroupNorm, 8, dtype=self.dtype)
-    x = conv(self.widths[0], (3, 3), pool=True)(x)
+    norm = functools.partial(nn.GroupNorm, self.groups, dtype=self.dtype)
+    # A single position of few channels would leave only signs, normalised.
+    x = conv(self.widths[0], (3, 3), pool=not small)(x)
     for i, width in enumerate(self.widths):
       strides = (1, 1) if i == 0 else (2, 2)
       y = nn.relu(norm()(x))
