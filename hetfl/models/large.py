@@ -1,8 +1,7 @@
-"""Networks of full size, of ImageNet's layers: for a GPU.
+"""Networks of ImageNet's, of full size, which want a GPU.
 
-They end in features as in HtFLlib: after the mean over positions, means of
-neighbouring channels. All have batch normalisation; for small networks of the
-same interface see `families`.
+They end in features as in HtFLlib: means over positions, and of these means of
+neighbours. All have batch normalisation. By name they are in `families`.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,7 +78,7 @@ class Unit(nn.Module):
     train: whether statistics are the batch's, which update the running ones.
     activation: what follows.
     epsilon: of the normalisation.
-    init: draws the kernel.
+    kernel_init: draws the kernel.
     dtype: see `layers.Conv`.
   """
 
@@ -90,7 +89,7 @@ class Unit(nn.Module):
   train: bool = False
   activation: Callable[[jax.Array], jax.Array] = nn.relu
   epsilon: float = 1e-5
-  init: nn.initializers.Initializer = _he
+  kernel_init: nn.initializers.Initializer = _he
   dtype: layers.DType | None = None
 
   @nn.compact
@@ -103,7 +102,7 @@ class Unit(nn.Module):
       padding=self.side // 2,
       feature_group_count=self.groups,
       use_bias=False,
-      kernel_init=self.init,
+      kernel_init=self.kernel_init,
       dtype=self.dtype,
     )(x)
     x = nn.BatchNorm(
@@ -206,8 +205,7 @@ class GoogLeNet(nn.Module):
   The convolutions that the paper has 5x5 are 3x3 there.
 
   Attributes:
-    num_features: D.
-    dtype: see `layers.Conv`.
+    num_features, dtype: see `ResNet`.
 
   Reference: Szegedy et al. 2015; torchvision's `googlenet`.
   """
@@ -222,7 +220,7 @@ class GoogLeNet(nn.Module):
       Unit,
       train=train,
       epsilon=1e-3,
-      init=nn.initializers.normal(0.01),
+      kernel_init=nn.initializers.normal(0.01),
       dtype=self.dtype,
     )
     x = unit(64, 7, 2)(x)
@@ -240,8 +238,7 @@ class MobileNetV2(nn.Module):
   """MobileNetV2 as HtFLlib and torchvision have it, without the last layer.
 
   Attributes:
-    num_features: D.
-    dtype: see `layers.Conv`.
+    num_features, dtype: see `ResNet`.
 
   Reference: Sandler et al. 2018; HtFLlib's `mobilenet_v2`.
   """
