@@ -73,7 +73,9 @@ class Compare(shared.Rounds):
       small_cnn, lenet5, resnet) or mixed3 (mlp, small_cnn, lenet5), or a list
       of them and of their members; or FILE.py:FUNCTION for one of your own,
       where FUNCTION(num_features) returns a Flax module from images to so many
-      features.
+      features. For GPUs htfe2 (cnn, resnet18), htfe4 (cnn, googlenet,
+      mobilenet_v2, resnet18) or htfe8 (these, resnet34, resnet50, resnet101,
+      resnet152), HtFLlib's HtFE-img-2, 4 and 8 with --num_features=512.
     widths: Shares of the channels of --models=resnet, in eighths, which clients
       have in turn.
     num_features: Number of features in which all models end, before the layer

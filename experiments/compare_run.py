@@ -47,7 +47,7 @@ from hetfl.batches import (
 )
 from hetfl.clients import rows_of_group
 from hetfl.data import compared_images, files, partition
-from hetfl.models import families
+from hetfl.models import families, large
 from hetfl.optimizers import fedavg_server, momentum_sgd
 from hetfl.run import logs, report, training
 
@@ -261,6 +261,9 @@ def words(values: Mapping[str, Any], method: str) -> set[str]:
     )
   found = {method, s.dataset, s.partition, "images", "device"}
   found |= {"set_aside"} if s.public_dataset == s.dataset else set()
+  # For batch statistics, which the user's models may have too.
+  if "own" in kinds or large.NETWORKS.keys() & {*families.members(names)}:
+    found.add("full_batches")
   return found | {f"{n}_models" for n in kinds} | launch.machine_words(values)
 
 
@@ -406,7 +409,7 @@ class Experiment:
 
   def plan(self, s: Compare, round: int) -> hetfl.Plan:
     """A round's plan, alike for all methods; a pure function of `round`."""
-    tail = "repeat" if "own_models" in s.words else "short"
+    tail = "repeat" if "full_batches" in s.words else "short"
     options = s.arguments(plan_clients, round=round, tail=tail)
     clients = self.images.train
     if s.method == "pooled":

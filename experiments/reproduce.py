@@ -179,8 +179,8 @@ class Reproduce(settings.Settings):
     data_dir: Folder of the data sets; by default HETFL_DATA_DIR.
     download: Download data sets that are not there into --data_dir.
     search: Tune each cell first, by so many trials (1,024 in the codistillation
-      paper), and run it with the best one's values; not for FedMD. FML needs --
-      --heldout_examples.
+      paper), and run it with the best one's values; not for FedMD and methods
+      side by side. FML needs -- --heldout_examples.
     search_rounds: Number of rounds of a trial; by default that of the cell.
     search_flags: Flags of the searches, in quotes; see tune.py --help.
     commands: Print the commands, a line for each cell and seed, and run
@@ -430,8 +430,10 @@ def run(args: Reproduce, extra: Sequence[str]) -> None:
       raise UsageError(
         f"{flag}: give --workdir and --seeds before --; cells have their flags"
       )
-  if args.search and table.command == "fedmd":
-    raise UsageError(f"--search={args.search}: FedMD has no search")
+  if args.search and table.command not in ("codist", "fml"):
+    raise UsageError(
+      f"--search={args.search}: {table.command}.py has no search"
+    )
   if not args.search and (args.search_rounds or args.search_flags):
     raise UsageError("--search_rounds, --search_flags: only with --search")
   cells, failed = Cells(table, args, extra), {}

@@ -44,8 +44,8 @@ class Table(NamedTuple):
     command: the experiment that runs its cells, such as `codist`.
     cells: its runs.
     numbers: name -> path in `result.json`, such as
-      `pools.small.test_accuracy`; in a cell of several algorithms paths begin
-      with the algorithm.
+      `pools.small.test_accuracy`; in a cell of several algorithms or methods
+      paths begin with their names.
     notes: what is said of all cells.
     axis: the flag on a figure's horizontal axis.
   """
@@ -98,8 +98,8 @@ def flag_file(table: Table, cell: Cell) -> str:
   command = importlib.import_module(f"{table.command}_run")
   declared = command.SETTINGS.declared()
   values = {name: declared[name].read(text) for name, text in flags.items()}
-  for algorithm in values.get("algorithm", ("",)):
-    words = command.words(values, algorithm)
+  for which in values.get("algorithm") or values.get("method", ("",)):
+    words = command.words(values, which)
     s = command.SETTINGS.resolve(values, words)
     for name, value in s.of_kind("result").items():
       of_run = declared[name].cases or declared[name].search

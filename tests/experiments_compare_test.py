@@ -1,13 +1,16 @@
 """experiments/compare.py as a user runs it."""
 
+import dataclasses
 import functools
+import importlib
 
+import jax
 import numpy as np
 import pytest
 from sklearn import metrics as sklearn_metrics
 
 from hetfl.data.compared_images import load_compared_images
-from tests.runs import last_arrays, last_state, outcome
+from tests.runs import last_arrays, last_state, outcome, ROOT
 
 METHODS = ("local", "pooled", "fml", "fedproto")
 CLIENTS, SAMPLED = 4, 3
@@ -189,6 +192,22 @@ def test_methods_in_pools_and_on_public_images(compare, tmp_path):
   assert rows[-1]["clients/validation_accuracy"] > 0.2
 
 
+def test_networks_of_full_size_make_a_round(monkeypatch):
+  """It is only traced; batches that are not full would be refused."""
+  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+  module, settings = map(importlib.import_module, ("compare_run", "settings"))
+  flags = ("--models=resnet18,mlp", "--method=fedtgp", "--engine=inline")
+  values = settings.parse([*flags, "--num_clients=4"], module.SETTINGS).values
+  s = module.SETTINGS.resolve(values, module.words(values, "fedtgp"))
+  s = dataclasses.replace(s, method="fedtgp")
+  experiment = module.Experiment(s)
+  algorithm, data = experiment.algorithm(s), experiment.device_data(s)
+  state = jax.eval_shape(algorithm.init, jax.random.key(0))
+  step = lambda state: algorithm.step(state, experiment.plan(s, 1), data)
+  after, _ = jax.eval_shape(step, state)
+  assert jax.tree.map(np.shape, after) == jax.tree.map(np.shape, state)
+
+
 def test_fewer_examples_keep_the_shares_of_classes():
   load = functools.partial(
     load_compared_images, "digits", num_clients=2, partition="iid"
@@ -225,7 +244,7 @@ def test_a_file_says_who_has_which_images(tmp_path):
 def test_bad_input_is_one_line(compare, tmp_path):
   cases = [
     (("--method=local,local",), "--method=local,local: name each once"),
-    (("--models=vgg",), "--models=vgg: choose from cnn4, mixed3, cnn"),
+    (("--models=vgg",), "--models=vgg: choose from cnn4, mixed3, htfe2"),
     (("--method=heterofl",), "--models=mlp,small_cnn: clients of --method=het"),
     (
       ("--method=heterofl", "--models=lenet5"),

@@ -23,6 +23,7 @@ LEAST = {
   "fml": ["--local_epochs=1", "--batch_size=16"],
   "fedmd": ["--public_examples=40", "--public_subset=20"]
   + ["--heldout_examples=10", "--revisit_epochs=1", "--examples_per_class=1"],
+  "compare": ["--examples=200", "--num_clients=4"],
 }
 # What no program reads: it is in plans, in data, or a number in the state.
 NUMBERS = ("partition", "merge_weights", "high_capacity_clients", "environment")
@@ -68,7 +69,8 @@ def run(module, given, algorithm):
   words = module.words(given.values, algorithm)
   s = module.SETTINGS.resolve(given.values, words)
   if algorithm:
-    s = dataclasses.replace(s, algorithm=algorithm)
+    flag = "method" if "method" in given.values else "algorithm"
+    s = dataclasses.replace(s, **{flag: algorithm})
     experiment = module.Experiment(s)
     plans = [experiment.plan(s, t) for t in (1, 2)]
     start, data = (jax.random.key(0),), experiment.device_data(s)
@@ -112,7 +114,8 @@ def test_every_flag_file_makes_two_rounds(monkeypatch, name):
     if "by_writer" in cell.name:  # A party has all that its writer wrote.
       least[least.index("--examples_per_class=1")] = "--min_writer_examples=1"
     given = settings.parse([f"--flagfile={file}", *least], module.SETTINGS)
-    for algorithm in given.values.get("algorithm", ("",)):
+    names = given.values.get("method", ("",))
+    for algorithm in given.values.get("algorithm", names):
       try:
         with jax.numpy_rank_promotion("allow"):
           state, metrics = run(module, given, algorithm)

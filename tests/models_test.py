@@ -13,7 +13,7 @@ import pytest
 
 import hetfl
 from hetfl import augment, core, engine
-from hetfl.models import fedmd, fml, kernels, layers, vision
+from hetfl.models import families, fedmd, fml, kernels, layers, vision
 from hetfl.models.kernels import convolution
 from tests import federation
 from tests.oracles import codist as codist_oracle
@@ -33,6 +33,30 @@ def test_parameter_counts_in_both_recipes(cnn, name):
   # The 6x6 map that the counts ask for.
   channels = shapes["Conv_2"]["kernel"].shape[-1]
   assert shapes["Dense_0"]["kernel"].shape[0] == 6 * 6 * channels
+
+
+# Of PyTorch's, torchvision 0.29's and HtFLlib's, without their last layers: the
+# sum of `p.numel()`, and of the running means and variances.
+OF_TORCH = {
+  "cnn": (873_408, 0),
+  "googlenet": (5_599_904, 14_560),
+  "mobilenet_v2": (2_223_872, 34_112),
+  "resnet18": (11_176_512, 9_600),
+  "resnet34": (21_284_672, 17_024),
+  "resnet50": (23_508_032, 53_120),
+  "resnet101": (42_500_160, 105_344),
+  "resnet152": (58_143_808, 151_424),
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_networks_of_full_size_have_the_counts_of_pytorchs(name):
+  assert families.FAMILIES["htfe8"] == (*OF_TORCH,)
+  x = jnp.zeros((1, 32, 32, 3))
+  module = families.body(name, 512, x.shape[1:])
+  shapes = jax.eval_shape(module.init, jax.random.key(0), x)
+  found = [shapes.get(part, {}) for part in ("params", "batch_stats")]
+  assert (*map(core.num_parameters, found),) == OF_TORCH[name]
 
 
 def test_dropout_is_in_training_alone():

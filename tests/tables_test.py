@@ -399,7 +399,10 @@ def test_a_cell_is_tuned_and_run_with_the_best(
   assert bash == ["bash", "-c"] and shlex.split(first)[2:] == tuning[1:]
   assert shlex.split(then)[2:] == run[1:]
   for args, message in (
-    (("--table=fedmd_fig2", "--search=8"), "--search=8: FedMD has no search"),
+    (
+      ("--table=fedmd_fig2", "--search=8"),
+      "--search=8: fedmd.py has no search",
+    ),
     (("--table=fml_fig6", "--search_rounds=8"), "only with --search"),
     (("--table=fml_fig6", "--", "--seed=5"), "--seed=5: give --workdir and"),
   ):

@@ -1,4 +1,4 @@
-"""Small networks that end in equally many features, in families.
+"""Networks that end in equally many features, in families.
 
 Clients whose models differ in all but the number of features can share what is
 made of features: prototypes, or a head.
@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from hetfl import core
-from hetfl.models import kernels, layers, vision
+from hetfl.models import kernels, large, layers, vision
 
 # By name: filters and side of the convolutions, and widths of dense layers.
 _CNNS = {
@@ -21,11 +21,15 @@ _CNNS = {
   "lenet5": ((6, 16), 5, (120,)),
   "mlp": ((), 0, (200,)),
 }
-NAMES = (*_CNNS, "resnet")
+NAMES = (*_CNNS, "resnet", *large.NETWORKS)
 _GROUPS = 8  # Of channels, which are normalised together.
+_HTFE8 = ("cnn", *large.NETWORKS)
 FAMILIES = {
   "cnn4": ("cnn", "small_cnn", "lenet5", "resnet"),
   "mixed3": ("mlp", "small_cnn", "lenet5"),
+  "htfe2": ("cnn", "resnet18"),
+  "htfe4": _HTFE8[:4],
+  "htfe8": _HTFE8,
 }
 
 
@@ -56,11 +60,21 @@ def body(
   | lenet5 | 5x5 6, 16; dense 120 | 66,480 |
   | mlp | dense 200 | 640,328 |
   | resnet | 3x3 16; residual blocks 16, 32, 64; mean | 85,856 |
+  | googlenet | of `large`; mean of 1024 channels | 5,599,904 |
+  | mobilenet_v2 | of `large`; 1280 | 2,223,872 |
+  | resnet18 | of `large`; 512 | 11,176,512 |
+  | resnet34 | of `large`; 512 | 21,284,672 |
+  | resnet50 | of `large`; 2048 | 23,508,032 |
+  | resnet101 | of `large`; 2048 | 42,500,160 |
+  | resnet152 | of `large`; 2048 | 58,143,808 |
 
-  Convolutions but those of `resnet` have no padding, and 2x2 max pooling and
-  ReLU follow each. Those of `resnet`, one block a width, have group
-  normalisation. For images smaller than 28x28 all are padded, and the networks
-  narrower: dense layers have width 32, convolutions 16 channels.
+  Convolutions of the first four have no padding, and 2x2 max pooling and ReLU
+  follow each. Those of `resnet`, one block a width, have group normalisation.
+  For images smaller than 28x28 all are padded, and the networks narrower: dense
+  layers have width 32, convolutions 16 channels. Networks of `large` are the
+  same for all images, have batch normalisation, so take `train`, and their
+  convolutions are XLA's own. With 512 features `cnn` is HtFLlib's `FedAvgCNN`,
+  and the families `htfe2`, `htfe4` and `htfe8` are its HtFE-img-2, -4 and -8.
 
   Args:
     name: one of `NAMES`.
@@ -79,7 +93,7 @@ def body(
     ValueError: there is no such width.
 
   Reference: McMahan et al. 2017 (`cnn`), LeCun et al. 1998 (`lenet5`), He et
-    al. 2016 and Wu and He 2018 (`resnet`).
+    al. 2016 and Wu and He 2018 (`resnet`); Zhang et al. 2025 (HtFLlib).
 
   >>> import jax
   >>> x = jnp.zeros((1, 32, 32, 3))
@@ -88,6 +102,13 @@ def body(
   >>> core.num_parameters(shapes["params"])
   85856
   """
+  if width != 1 and name != "resnet":
+    raise ValueError(
+      f"width={width}: {name} has no narrower copies of which it holds each"
+      " array as its leading part; choose resnet"
+    )
+  if name in large.NETWORKS:
+    return large.NETWORKS[name](num_features=num_features, dtype=dtype)
   small = min(image_shape[:2]) < 28
   form: dict[str, Any] = dict(conv=conv, dtype=dtype)
   if name == "resnet":
@@ -96,12 +117,6 @@ def body(
     groups = int(_GROUPS * width)
     widths = tuple(groups * n for n in ((2, 2, 2) if small else (2, 4, 8)))
     return ResNet(widths, num_features, groups, **form)
-  if width != 1:
-    raise ValueError(
-      f"width={width}: {name} has no narrower copies: it does not normalise,"
-      " and flattens images before a dense layer, so that leading entries are"
-      " not those of a narrower one; choose resnet"
-    )
   filters, kernel, dense = _CNNS[name]
   if small:
     filters, dense = tuple(min(w, 16) for w in filters), (32,) * len(dense)
