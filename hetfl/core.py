@@ -210,7 +210,7 @@ def hyper(num: int | None = None, **values: Any) -> dict[str, jax.Array]:
   Raises:
     ValueError: there is neither one value nor one for each.
 
-  >>> hyper(2, temperature=3.0)
+  >>> hyper(2, temperature=(3.0,))
   {'temperature': Array([3., 3.], dtype=float32)}
   """
   shape = () if num is None else (num,)
@@ -219,7 +219,7 @@ def hyper(num: int | None = None, **values: Any) -> dict[str, jax.Array]:
     if isinstance(value, list | tuple):
       value = jnp.stack([jnp.asarray(v, jnp.float32) for v in value])
     array = jnp.asarray(value, jnp.float32)
-    if array.shape not in ((), shape):
+    if array.shape not in ((), (1,) if shape else (), shape):
       raise ValueError(f"{name}={value}: give one or {num} values")
     arrays[name] = jnp.array(jnp.broadcast_to(array, shape))
   return arrays

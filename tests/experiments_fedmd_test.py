@@ -80,7 +80,7 @@ def test_sigkill_before_the_rounds_and_in_them(undisturbed, fedmd, tmp_path):
   draw = random.Random(0)
   seen = set()
   for folder in ("transfer", "."):
-    code = stop(fedmd.start(*run), killed / folder, draw.uniform(0, 0.1))
+    code = stop(fedmd.start(*run), killed / folder, draw.uniform(0, 0.02))
     assert code == -signal.SIGKILL, "too fast to be killed"
     seen |= {p for p in PHASES if (killed / p / "result.json").exists()}
     assert not (killed / "result.json").exists()
