@@ -315,6 +315,10 @@ class Experiment:
       return headed(body, self.head)
 
     self.model, self._evaluators = model, {}
+    # Large models take seconds to trace, and all data is read for a record.
+    self.shapes, self._record = map(
+      functools.cache, (self._shapes_of, self._record_of)
+    )
     clients = range(s.num_clients)
     self.of_client = [Kind(names[k % len(names)]) for k in clients]
     self.kinds = list(dict.fromkeys(self.of_client))
@@ -337,7 +341,7 @@ class Experiment:
       held[kind] = (*held.get(kind, ()), k)
     return held
 
-  def shapes(self, kind: Kind) -> hetfl.Variables:
+  def _shapes_of(self, kind: Kind) -> hetfl.Variables:
     """The shapes of an architecture's variables."""
     return jax.eval_shape(self.model(kind, False).init, jax.random.key(0))
 
@@ -349,10 +353,15 @@ class Experiment:
     """Name and content of files that belong to a run."""
     names = [kind.model for kind in self.kinds]
     names += [s.global_model] * bool(s.words & _WITH_GLOBAL)
+    public = s.method in PUBLIC or "set_aside" in s.words
+    return {"data.json": self._record(public)} | own_models.sources(names)
+
+  def _record_of(self, public: bool) -> bytes:
+    """What identifies the data, the public images included."""
     sets = [self.images.train, self.images.test, self.images.validation]
-    if s.method in PUBLIC or "set_aside" in s.words:
+    if public:
       sets.append(self.public)
-    return {"data.json": files.record(sets)} | own_models.sources(names)
+    return files.record(sets)
 
   @functools.cached_property
   def public(self) -> hetfl.Subset:

@@ -297,12 +297,14 @@ def plan_clients(
         tail=tail,
       )
     )
-  draw = generators(Stream.DROPOUT, seed, phase, round, pool)
-  joined = len(clients) - (late_clients if round < late_round else 0)
-  absent = [
-    k for k in chosen.tolist() if k >= joined or draw(k).random() < dropout_rate
-  ]
-  return leave_out(rows_of(orders, chosen, weights), absent)
+  batches = rows_of(orders, chosen, weights)
+  if late_clients and round < late_round:
+    batches = leave_out(batches, chosen[chosen >= len(clients) - late_clients])
+  if dropout_rate:
+    draw = generators(Stream.DROPOUT, seed, phase, round, pool)
+    dropped = [k for k in chosen.tolist() if draw(k).random() < dropout_rate]
+    batches = leave_out(batches, dropped)
+  return batches
 
 
 def leave_out(batches: Batches, absent: Sequence[int] | np.ndarray) -> Batches:

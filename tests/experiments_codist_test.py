@@ -20,10 +20,8 @@ from tests.runs import error_of, everything, last_state, outcome, ROOT, stop
 
 QUICK = ("--rounds=6", "--eval_every=3", "--codist_period=4")
 FEW = ("--clients_per_round=3", "--distill_steps=2", "--notensorboard")
-# Soon compiled.
-SMALL = ("small", "large")
-SMALL = ",".join(f"{ROOT}/tests/small_models.py:{name}" for name in SMALL)
-SMALL = (*FEW, f"--models={SMALL}")
+_FILE = ROOT / "tests/small_models.py"
+SMALL = (*FEW, f"--models={_FILE}:small,{_FILE}:large")  # Soon compiled.
 
 
 @pytest.fixture

@@ -165,7 +165,7 @@ class Pool(local.Participant):
       )
       stats = core.as_types(stats, server.stats)
       new = local.Learner(core.Variables(params, stats), opt_state)
-      return jax.tree.map(lambda a, b: jnp.where(weight > 0, a, b), new, server)
+      return optax.tree.where(weight > 0, new, server)
 
     return step
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from hetfl import checks, core, distill, local
 from hetfl.algorithms.ensemble import Ensemble
@@ -196,7 +197,6 @@ def _with(learner, part, when):
   if not part:
     return learner
   old = {name: learner.params[name] for name in part}
-  choose = lambda new, a: jnp.where(when > 0, new, a)
-  new = jax.tree.map(choose, core.as_types(part, old), old)
+  new = optax.tree.where(when > 0, core.as_types(part, old), old)
   variables = learner.variables._replace(params={**learner.params, **new})
   return learner._replace(variables=variables)

@@ -13,6 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from hetfl import checks, core, evaluate, local
 from hetfl.batches import Batches, in_order, Plan, plan_clients
@@ -175,7 +176,7 @@ def _after_epoch(before, learner, accuracy, active, min_delta, stops):
     best = jnp.where(better, accuracy, best)
     wait = jnp.where(better, 0, wait + 1)
   after = Progress(learner, accuracy, best, wait, before.epochs + 1)
-  return jax.tree.map(lambda a, b: jnp.where(active, a, b), after, before)
+  return optax.tree.where(active, after, before)
 
 
 def plan_fit(

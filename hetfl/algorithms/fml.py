@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from hetfl import checks, core, distill, local
 from hetfl.clients import Client, Group, put_rows, Roster, weighted_mean
@@ -57,8 +58,8 @@ def _merge(merge, last, memes, weights):
   weights = jnp.concatenate(weights)
   merged = merge(each, weights)
   checks.alike("merge", merged, one)
-  keep = lambda a, b: jnp.where(jnp.sum(weights) > 0, a, b)
-  return jax.tree.map(keep, core.as_types(merged, last), last)
+  anyone = jnp.sum(weights) > 0
+  return optax.tree.where(anyone, core.as_types(merged, last), last)
 
 
 def _objective(client, models, divergence) -> local.Objective:

@@ -204,8 +204,7 @@ def personal(
     new = method.aggregate(context, sent, key)
     last, anyone = context["server"], jnp.sum(sent.weight) > 0
     checks.alike("aggregate", new, last)
-    keep = lambda a, b: jnp.where(anyone, a, b)
-    return jax.tree.map(keep, core.as_types(new, last), last)
+    return optax.tree.where(anyone, core.as_types(new, last), last)
 
   return core.Algorithm(init, step)
 
@@ -244,8 +243,8 @@ def _update(client, method, optimizer) -> Task:
     else:
       new, message = kept.replace(learner=learner), ()
     # Those that only fill up the rows keep what they had before `begin`.
-    keep = lambda a, b: jnp.where(batches.steps > 0, a, b)
-    return jax.tree.map(keep, new, kept), message, metrics
+    new = optax.tree.where(batches.steps > 0, new, kept)
+    return new, message, metrics
 
   def penalty(params, context):  # Its own model's.
     del context

@@ -120,10 +120,8 @@ def scaffold(
       context["server"].model.params,
       learner.params,
     )
-    new, control = jax.tree.map(
-      lambda a, b: jnp.where(moved, a, b),
-      (learner, control),
-      (kept.learner, kept.extra),
+    new, control = optax.tree.where(
+      moved, (learner, control), (kept.learner, kept.extra)
     )
     change = optax.tree.sub(control, kept.extra)
     return kept.replace(learner=new, extra=control), (learner.variables, change)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from hetfl import core
 from hetfl.engine import bank_format, jit
@@ -381,7 +382,7 @@ class Vmapped(Runner):
     """
     new, _ = self._problem.step(state, plan, data)
     fine = (done == plan.round - 1) & all_finite(new)
-    state = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, state)
+    state = optax.tree.where(fine, new, state)
     return state, jnp.where(fine, plan.round, done)
 
   def _padded(self, states, number):
