@@ -123,8 +123,12 @@ class Experiment:
     private_sets = (self.private, data.private_test, data.private_stopping)
     given = [x for x in (*public_sets, *private_sets) if x is not None]
     banks = iter(hetfl.put_banks(*given))
-    self.banks, self.stopping, self.evaluators = {}, {}, {}
-    for of, sets in (("public", public_sets), ("private", private_sets)):
+    self.banks, self.stopping = {}, {}
+    self.evaluators, self.fits = {}, {}
+    for of, kind, sets in (
+      ("public", "public", public_sets),
+      ("private", "transfer", private_sets),
+    ):
       train, test, stopping = (
         x and hetfl.Subset(next(banks), x.index) for x in sets
       )
@@ -138,6 +142,15 @@ class Experiment:
         transform=self.transforms[of],
         engine=self.engine,
         batch_size=s.eval_batch_size,
+      )
+      # Transfer and pooled learning share one, and so compiled programs.
+      transform = self.transforms[of]
+      self.fits[of] = hetfl.fit(
+        [dataclasses.replace(p, transform=transform) for p in self.parties],
+        patience=getattr(s, f"{kind}_patience"),
+        min_delta=getattr(s, f"{kind}_min_delta"),
+        eval_batch_size=s.eval_batch_size,
+        engine=self.engine,
       )
 
   @functools.cached_property
@@ -160,17 +173,6 @@ class Experiment:
     """The key of a phase."""
     key = jax.random.key(self.s.seed)
     return jax.random.fold_in(key, PHASES.index(phase))
-
-  def fit_algorithm(self, phase: str) -> core.Algorithm:
-    """The training of one phase before the collaboration."""
-    transform, kind = self.transforms[data_of(phase)], settings_of(phase)
-    return hetfl.fit(
-      [dataclasses.replace(p, transform=transform) for p in self.parties],
-      patience=getattr(self.s, f"{kind}_patience"),
-      min_delta=getattr(self.s, f"{kind}_min_delta"),
-      eval_batch_size=self.s.eval_batch_size,
-      engine=self.engine,
-    )
 
   def fit_plan(self, phase: str, round: int) -> hetfl.Plan:
     """An epoch's plan; a pure function of the epoch."""
@@ -226,7 +228,7 @@ class Experiment:
     of = data_of(phase)
     folder = self.phase_folder(phase, workdir)
     start = (self.key(phase), variables)
-    algorithm = from_tuple(self.fit_algorithm(phase))
+    algorithm = from_tuple(self.fits[of])
     data = dict.fromkeys(self.names, self.banks[of])
     if self.stopping[of] is not None:
       data["stopping"] = self.stopping[of].bank
@@ -497,8 +499,6 @@ def main(given: Given) -> None:
   # Raises errors before any folder is made.
   experiment.algorithm()
   experiment.plan(1)
-  for phase in PHASES[:-1]:
-    experiment.fit_algorithm(phase)
   folders = [launch.open_folder(s, p, lengthens=True) for s, p in runs]
   results = []
   for (s, _), folder in zip(runs, folders):

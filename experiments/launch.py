@@ -369,7 +369,7 @@ def side_by_side(
     label: parts of the default folder's name.
     words: (given values, algorithm) -> what holds of its run.
     build: settings -> the experiment, which runs share; see `train` for its
-      methods.
+      methods, beside `algorithm(s)`.
     draw: `(rows, s, folder, experiment)`, draws the curves; `rows` has the rows
       of each seed, by algorithm.
     table: `(results, rows)`, of each seed, by algorithm, formatted as text.
@@ -393,28 +393,33 @@ def side_by_side(
   warn_of_idle(given, [s for s, _ in runs])
   kept = {}
 
-  def experiment_of(s):
+  def prepared(s):
+    """The experiment and the algorithm, whose programs all seeds share."""
     key = [getattr(s, n, None) for n in ("conv", "eval_batch_size", "bank")]
     # The seed determines these examples.
     key = *key, s.seed if getattr(s, "distill_examples", None) else None
     if key not in kept:  # Only one at a time, since it holds the data.
       kept.clear()
-      kept[key] = build(s)
-    return kept[key]
+      kept[key] = build(s), {}
+    experiment, algorithms = kept[key]
+    of_all = dataclasses.replace(s, seed=0)
+    if of_all not in algorithms:
+      algorithms[of_all] = experiment.algorithm(s)
+    return experiment, algorithms[of_all]
 
   # Raises errors before any folder is made.
   for s, _ in runs[: len(names)]:
-    experiment = experiment_of(s)
-    experiment.algorithm(s)
+    experiment, _ = prepared(s)
     experiment.plan(s, 1)
   for place in places.values() if several else ():
     only_holds(place, "|".join(cls.declared()[flag].choices), flag.upper())
   folders = [open_folder(s, path, lengthens=lengthens(s)) for s, path in runs]
   results, rows = {}, {}
   for (s, path), folder in zip(runs, folders):
-    experiment, name = None, getattr(s, flag)  # Or two would be alive at once.
-    experiment = experiment_of(s)
-    results.setdefault(name, []).append(train(experiment, s, folder))
+    experiment = algorithm = None  # Or two would be alive at once.
+    experiment, algorithm = prepared(s)
+    name, result = getattr(s, flag), train(experiment, algorithm, s, folder)
+    results.setdefault(name, []).append(result)
     rows.setdefault(name, []).append(logs.read_rows(folder.metrics))
     latest = {name: of_seeds[-1:] for name, of_seeds in rows.items()}
     draw({name: latest[name]}, s, path, experiment)
@@ -427,13 +432,18 @@ def side_by_side(
   print(f"\nCurves: {workdir / 'curves.png'}")
 
 
-def train(experiment: Any, s: Settings, folder: logs.RunFolder) -> dict:
+def train(
+  experiment: Any,
+  algorithm: core.Algorithm,
+  s: Settings,
+  folder: logs.RunFolder,
+) -> dict:
   """Runs or resumes one algorithm in a folder of its own.
 
   Args:
-    experiment: has `files(s)`, `algorithm(s)`, `plan(s, round)`, `engine`,
-      `device_data(s)`, `evaluate(s, state)` and `summarize(s, folder, state,
-      evaluation)`.
+    experiment: has `files(s)`, `plan(s, round)`, `engine`, `device_data(s)`,
+      `evaluate(s, state)` and `summarize(s, folder, state, evaluation)`.
+    algorithm: the experiment's.
     s: the run's settings.
     folder: the folder.
 
@@ -443,7 +453,7 @@ def train(experiment: Any, s: Settings, folder: logs.RunFolder) -> dict:
   folder.keep(experiment.files(s))
   options = s.arguments(
     training.run,
-    algorithm=experiment.algorithm(s),
+    algorithm=algorithm,
     engine=experiment.engine,
     key=jax.random.key(s.seed),
     plan_fn=functools.partial(experiment.plan, s),

@@ -82,7 +82,7 @@ def run(module, given, algorithm):
     if experiment.stopping[of] is not None:
       data["stopping"] = experiment.stopping[of].bank
     plans = [experiment.fit_plan(phase, 1)]
-    fit, start = experiment.fit_algorithm(phase), (jax.random.key(0),)
+    fit, start = experiment.fits[of], (jax.random.key(0),)
     state, _ = rounds(module.of_phase(s, phase), fit, start, plans, data)
   start = (jax.random.key(0), [party.learner for party in state.clients])
   data = dict.fromkeys(experiment.names, experiment.banks["private"])
