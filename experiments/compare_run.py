@@ -80,6 +80,8 @@ class Method(NamedTuple):
     scores: `(outputs, what the server sent) -> class scores`, by each of
       `ways`; by default the logits. What was sent is there with `features`.
     ways: how clients classify; the paper's way is "", others are suffixes.
+    server: `state -> variables` of the --global_model, by which clients may
+      classify too, "_by_server".
     traffic: `(experiment, s, kind) -> bytes` that a client sends and receives
       in a round.
   """
@@ -91,6 +93,7 @@ class Method(NamedTuple):
   features: bool = False
   scores: Callable[[Any, Any], tuple] = _by_head
   ways: Sequence[str] = ("",)
+  server: Callable[[Any], hetfl.Variables] | None = None
   traffic: Callable[..., Sequence[int]] = lambda e, s, kind: (0, 0)
 
 
@@ -156,6 +159,12 @@ _by_prototype = functools.partial(
   traffic=_prototype_bytes,
 )
 _by_scores = functools.partial(Method, of="parties", traffic=_score_bytes)
+_with_global = functools.partial(
+  Method,
+  ways=("", "_by_server"),
+  server=lambda state: state.server,
+  traffic=_global_bytes,
+)
 _in_pools = functools.partial(
   Method,
   of="pools",
@@ -165,19 +174,16 @@ _in_pools = functools.partial(
 METHODS = {
   "local": Method(personal.personal),
   "pooled": Method(personal.personal, shared=_one_of_group),
-  "fml": Method(
+  "fml": _with_global(
     hetfl.fml,
     lambda e, s: dict(
       global_model=_shared_model(e, s),
       alpha=s.fml_alpha,
       beta=s.fml_beta,
     ),
-    traffic=_global_bytes,
   ),
-  "fedkd": Method(
-    fedkd.fedkd,
-    lambda e, s: dict(mentee=_shared_model(e, s)),
-    traffic=_global_bytes,  # Before compression.
+  "fedkd": _with_global(  # Its bytes are those before compression.
+    fedkd.fedkd, lambda e, s: dict(mentee=_shared_model(e, s))
   ),
   "fd": Method(
     fd.fd,
@@ -213,8 +219,12 @@ METHODS = {
   ),
   "fedavg": _in_pools(hetfl.fedavg),
   "feddf": _in_pools(feddf.feddf, _distiller),
-  # The server's own model is the last, and nobody's.
-  "fedet": _in_pools(fedet.fedet, _larger),
+  "fedet": _in_pools(
+    fedet.fedet,
+    _larger,
+    ways=("", "_by_server"),
+    server=lambda state: state.server[-1].variables,
+  ),
   "codist": _in_pools(
     hetfl.periodic_codist,
     lambda e, s: _distiller(e, s) | dict(period=s.codist_period),
@@ -470,18 +480,23 @@ class Experiment:
     else:
       models = [group.learner.variables for group in state.clients]
     found: dict[str, np.ndarray] = {}
-    for (kind, members), variables in zip(of_kinds.items(), models):
+    asked = [("", *of) for of in zip(of_kinds, of_kinds.values(), models)]
+    if method.server:
+      everyone, model = tuple(range(s.num_clients)), method.server(state)
+      asked.append(("_by_server", Kind(s.global_model), everyone, model))
+    for way, kind, members, variables in asked:
       sent = state.server if method.features else ()
       each = [sent] * len(members)
       both = hetfl.Variables(variables, jax.tree.map(stacked, *each))
       measured = {}
       for which in ("test", "validation")[: 1 + bool(s.validation)]:
         evaluator = self._evaluator(s, kind, members, which)
-        measured |= evaluator(both, own=not method.shared)
+        measured |= evaluator(both, own=not (method.shared or way))
       for name, values in measured.items():
         if values.ndim > 1:  # Of classes; NaN for those that are not there.
           values = np.nanmean(values, axis=1)
-        found.setdefault(name, np.zeros(s.num_clients))[[*members]] = values
+        of_all = found.setdefault(name + way, np.zeros(s.num_clients))
+        of_all[[*members]] = values
     row = {}
     for name, values in found.items():
       row |= {f"client{k}/{name}": x for k, x in enumerate(values.tolist())}

@@ -52,9 +52,10 @@ def build(name, runner=None):
 
 make_pools = functools.partial(federation.make_pools, models=federation.DENSE)
 every_algorithm = pytest.mark.parametrize("name", CASES)
-# Those whose clients keep models stand on one frame: two stand for all of them
-# in what is not the methods' own, one with a survey and one with a mentee.
+# Others stand for these in what is not their own: FedMD, FedDF, MergedCodist,
+# and for clients that keep models one with a survey and one with a mentee.
 ON_A_FRAME = {*METHODS} - {"fedproto", "fedkd"}
+ON_A_FRAME |= {"periodic", "fedet", "dsfl", "ktpfl"}
 FRAMES = [name for name in CASES if name not in ON_A_FRAME]
 every_frame = pytest.mark.parametrize("name", FRAMES)
 
@@ -96,28 +97,17 @@ RUNNERS = {
   "mesh3": lambda: engine.Inline(federation.mesh(3)),
   "threads1": lambda: engine.Threads(1),
 }
-# Lanes change nothing for parties, which are single rows: one mesh is enough.
-# PeriodicCodist shares batches as MergedCodist does, and the methods whose
-# clients keep models hand their rows to the engine as `fml` does.
-NOTHING_NEW = {
-  **dict.fromkeys(
-    ("fit", "fedmd", "dsfl", "ktpfl"),
-    ("side by side", "lanes3", "mesh3", "mesh8"),
-  ),
-  **dict.fromkeys(("periodic", "feddf"), ("mesh8",)),
-  **dict.fromkeys(METHODS, {*RUNNERS} - {"mesh2"}),
-  **dict.fromkeys(ON_A_FRAME, RUNNERS),
-}
+WITH_ALL_RUNNERS = ("fedavg", "merged", "fml")
+
+
+def runners_of(name):
+  """The kinds of engines that an algorithm hands its rows to."""
+  some = RUNNERS if name in WITH_ALL_RUNNERS else ["mesh2"]
+  return ["threads2", *(() if name in ON_A_FRAME else some)]
 
 
 @pytest.mark.parametrize(
-  "name,kind",
-  [
-    (name, kind)
-    for name in CASES
-    for kind in (*RUNNERS, "threads2")
-    if kind not in NOTHING_NEW.get(name, ())
-  ],
+  "name,kind", [(name, kind) for name in CASES for kind in runners_of(name)]
 )
 def test_lanes_devices_and_threads(reference, on_threads, name, kind):
   on_two = kind == "threads2"
@@ -443,13 +433,12 @@ def test_errors_of_models_and_losses_say_whose_they_are(name):
 
 
 @pytest.mark.parametrize(
-  "backend,platforms", [("gpu", ("cuda", "rocm")), ("tpu", ("tpu",))]
+  "name,backend", [*((name, "gpu") for name in FRAMES), ("fedavg", "tpu")]
 )
-@every_frame
-def test_accelerators_can_lower_it(name, backend, platforms, monkeypatch):
+def test_accelerators_can_lower_it(name, backend, monkeypatch):
   # Some forms are an accelerator's own.
   monkeypatch.setattr(jax, "default_backend", lambda: backend)
-  case = CASES[name]
+  case, platforms = CASES[name], ("cuda", "rocm", "tpu")
   step = jax.jit(case.build(None, ROUNDS).step)
   exported = jax.export.export(step, platforms=platforms)(
     initial(name), case.plan(1), case.data()

@@ -8,7 +8,7 @@ import pytest
 
 from hetfl import augment
 from hetfl.data import codist_images, DataError, fml_images, npz, vision
-from tests.runs import error_of, outcome
+from tests.runs import error_of, outcome, ROOT
 
 # 240 and 60 digits as images of their own.
 DIGITS = vision.load_digits()
@@ -216,7 +216,7 @@ def test_the_commands_train_on_own_images(experiment, save, tmp_path):
     *codist,
     "--algorithm=fedavg",
     "--recipe=crop_flip",
-    "--conv=patches",
+    f"--models={ROOT}/tests/small_models.py:small",
     f"--workdir={tmp_path}/codist",
   )
   assert done.returncode == 0, done.stderr

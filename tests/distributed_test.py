@@ -122,13 +122,10 @@ def test_eight_devices(environment, one_device, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [3, 8])
-def test_a_run_goes_on_with_other_devices(
-  environment, one_device, tmp_path, devices
-):
+def test_a_run_goes_on_with_other_devices(environment, one_device, tmp_path):
   # Three share neither the lanes nor the batches equally.
   folder = after_round_2(one_device, tmp_path)
-  task = dict(algorithms=["merged"], devices=devices)
+  task = dict(algorithms=["merged"], devices=3)
   finish(worker(environment, **task, folder=str(folder)))
   assert_same(folder, one_device, ["merged"])
 
@@ -159,18 +156,16 @@ def test_two_processes(environment, one_device, tmp_path):
   for name in ALGORITHMS:  # Both came to the same bits.
     for a, b in zip(*(params(folder, name) for folder in folders)):
       np.testing.assert_array_equal(a, b)
-  # A process without the folder of a finished run receives its result.
-  folders = tmp_path / "first", tmp_path / "third"
-  two_processes(environment, folders, algorithms=["merged"])
-  for file in ("metrics.jsonl", "result.json"):
-    first, third = (folder / "merged" / file for folder in folders)
-    assert first.read_bytes() == third.read_bytes()
-  # Killed after the last checkpoint: no process evaluates again.
+  # A process without the folder of a finished run receives its result; a run
+  # killed after its last checkpoint is not evaluated again by any process.
   result = tmp_path / "first/merged/result.json"
   norm = json.loads(result.read_bytes())["norm"]
   result.unlink()
-  folders = tmp_path / "first", tmp_path / "fourth"
-  two_processes(environment, folders, algorithms=["merged"])
+  folders = tmp_path / "first", tmp_path / "third"
+  two_processes(environment, folders, algorithms=ALGORITHMS)
+  for file in ("metrics.jsonl", "result.json"):
+    first, third = (folder / "fml" / file for folder in folders)
+    assert first.read_bytes() == third.read_bytes()
   assert json.loads(result.read_bytes())["norm"] == norm
 
 
@@ -186,8 +181,10 @@ def test_two_processes_go_on_from_the_first_ones_checkpoint(
 
 @pytest.mark.slow
 def test_the_command_line_of_two_processes(environment, tmp_path):
+  file = ROOT / "tests/small_models.py"
   run = ("experiments/codist.py", "--algorithm=fedavg", "--rounds=2")
-  run += ("--notensorboard", f"--workdir={tmp_path}/two")
+  run += (f"--models={file}:small,{file}:large", "--notensorboard")
+  run += (f"--workdir={tmp_path}/two",)
   outputs = finish(*start_two(environment, *run))
   assert [("Curves:" in out) for out, _ in outputs] == [True, False]
   # The lanes of the flag file, so that only their places differ.

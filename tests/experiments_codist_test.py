@@ -86,18 +86,14 @@ def test_three_algorithms_side_by_side(codist, tmp_path):
 
 @pytest.mark.slow
 def test_few_rounds_with_the_default_period_are_fedavg(codist, tmp_path):
-  few = ("--algorithm=periodic", "--rounds=2", *SMALL)
-  said = "an exchange every 10 rounds the pools never exchange anything"
-  done = codist(*few, "--seeds=0,1", f"--workdir={tmp_path}/seeds")
+  few = ("--algorithm=periodic,fedavg", "--rounds=2", *SMALL)
+  done = codist(*few, f"--workdir={tmp_path}")
   assert done.returncode == 0, done.stderr
+  said = "an exchange every 10 rounds the pools never exchange anything"
   assert said in done.stderr
-  result, rows = outcome(tmp_path / "seeds/seed0")
+  result, rows = outcome(tmp_path / "periodic")
   assert result["exchanges"] == 0 and "small/distill_loss" not in rows[0]
-  # The run's own flag file repeats it.
-  flags = f"--flagfile={tmp_path}/seeds/seed0/config.flags"
-  done = codist(flags, f"--workdir={tmp_path}/again")
-  assert done.returncode == 0 and said in done.stderr
-  assert outcome(tmp_path / "again") == (result, rows)
+  assert rows == outcome(tmp_path / "fedavg")[1]
 
 
 @pytest.mark.slow
@@ -201,36 +197,36 @@ def test_sigkill(codist, tmp_path):
   assert last_state(tmp_path / "killed") == last_state(tmp_path / "undisturbed")
 
 
+ONE = ("--algorithm=fedavg", "--rounds=1", *SMALL)
+
+
+@pytest.fixture(scope="module")
+def finished(experiment, tmp_path_factory):
+  """The folder of a finished run of `ONE`, and what it printed."""
+  path = tmp_path_factory.mktemp("finished") / "run"
+  done = experiment("codist")(*ONE, f"--workdir={path}")
+  assert done.returncode == 0, done.stderr
+  return path, done.stdout
+
+
 @pytest.mark.slow
-def test_a_run_does_not_go_on_with_other_data(codist, tmp_path):
-  run = (
-    "--algorithm=fedavg",
-    "--rounds=1",
-    f"--workdir={tmp_path}/run",
-    *SMALL,
-  )
-  assert codist(*run).returncode == 0
+def test_a_run_does_not_go_on_with_other_data(codist, finished, tmp_path):
+  shutil.copytree(finished[0], tmp_path / "run")
   path = tmp_path / "run/data.json"
   path.write_text(path.read_text().replace("dirichlet", "pachinko"))
-  done = codist(*run)
+  done = codist(*ONE, f"--workdir={tmp_path}/run")
   assert done.returncode != 0
   assert "data.json is not what this run would write" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_left_as_it_is(codist, tmp_path):
-  run = (
-    "--algorithm=fedavg",
-    "--rounds=1",
-    f"--workdir={tmp_path}/run",
-    *SMALL,
-  )
-  done = codist(*run)
-  assert done.returncode == 0, done.stderr
-  before = everything(tmp_path / "run")
-  again = codist(*run, "--lanes=1", "--eval_batch_size=7")
-  assert again.returncode == 0 and again.stdout == done.stdout
-  assert everything(tmp_path / "run") == before
+def test_a_finished_run_is_left_as_it_is(codist, finished):
+  path, printed = finished
+  before = everything(path)
+  run = (*ONE, f"--workdir={path}", "--lanes=1", "--eval_batch_size=7")
+  again = codist(*run)
+  assert again.returncode == 0 and again.stdout == printed
+  assert everything(path) == before
 
 
 @pytest.mark.slow
@@ -248,10 +244,10 @@ def test_alpha_changes_over_the_rounds(codist, tmp_path):
 
 
 @pytest.mark.slow
-def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
-  held = tmp_path / "held"
-  one = ("--algorithm=fedavg", "--rounds=1", f"--workdir={held}")
-  assert codist(*one).returncode == 0
+def test_bad_input_is_one_line_and_overwrites_nothing(
+  codist, finished, tmp_path
+):
+  held, _ = finished
   before = everything(held)
   foreign = tmp_path / "foreign"
   foreign.mkdir()
@@ -307,7 +303,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(codist, tmp_path):
   (binary / "test.bin").write_bytes(bytes(10_000 * 3074))
   (binary / "train.bin").write_bytes(bytes(1000))  # truncated
   codist.refuse([(cifar, "train.bin")], fresh=fresh)
-  done = codist("--algorithm=fedavg", "--rounds=2", f"--workdir={held}")
+  done = codist(*ONE, "--rounds=2", f"--workdir={held}")
   assert done.returncode != 0
   assert "rounds: there 1, here 2" in done.stderr
   done = codist(f"--workdir={foreign}", "--algorithm=fedavg")

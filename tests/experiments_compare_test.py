@@ -83,7 +83,7 @@ def test_four_methods_side_by_side_and_one_alone(compare, tmp_path):
   alone = [c["test_accuracy"] for c in results["local"]["clients"]]
   kilobytes = {"fml": 2 * 4 * 3466 * SAMPLED / 1e3}
   kilobytes["fedproto"] = 4 * (10 * 33 + 10 * 32) * SAMPLED / 1e3
-  for label in (*METHODS, "fedproto by head"):
+  for label in (*METHODS, "fedproto by head", "fml by server"):
     name, _, way = label.partition(" ")
     metric = "_".join(["test_accuracy", *way.split()])
     own = [c[metric] for c in results[name]["clients"]]
@@ -158,6 +158,7 @@ def test_methods_in_pools_and_on_public_images(compare, tmp_path):
   public = ("--public_dataset=digits", "--public_examples=97")
   drawn = (*public, "--public_subset=32", "--codist_period=1")
   drawn += (f"--method={methods}", "--rounds=2", "--dropout_rate=0.1")
+  drawn += (f"--models=mlp,{ROOT}/tests/small_models.py:large",)
   done = compare(*QUICK, *drawn, f"--workdir={tmp_path}/all")
   assert done.returncode == 0, done.stderr
   results = {}
@@ -172,14 +173,16 @@ def test_methods_in_pools_and_on_public_images(compare, tmp_path):
   scores = 2 * 4 * 32 * 10 + 4 * 32  # And which images.
   assert results["dsfl"]["bytes_per_round"] == SAMPLED * scores
   # Client 2, an MLP, is evaluated by the model of its pool, or its own.
-  for name, own in {
-    "fedavg": "server_0",
-    "fedet": "server_0",
-    "fedmd": "clients_2",
-  }.items():
+  # Fed-ET's server has an MLP, too.
+  for name, own, way in (
+    ("fedavg", "server_0", ""),
+    ("fedet", "server_0", ""),
+    ("fedet", "server_2", "_by_server"),
+    ("fedmd", "clients_2", ""),
+  ):
     folder = tmp_path / "all" / name
     y, labels = by_numpy(folder, 2, own, public_examples=97)
-    accuracy = results[name]["clients"][2]["test_accuracy"]
+    accuracy = results[name]["clients"][2][f"test_accuracy{way}"]
     assert accuracy == pytest.approx(np.mean(labels == y))
   # All clients of KT-pFL take part.
   one = ("--method=ktpfl", "--models=mlp", "--rounds=2", "--public_subset=32")

@@ -25,14 +25,14 @@ def fml(experiment):
 @pytest.mark.slow
 def test_four_algorithms_side_by_side(fml, tmp_path):
   models = "--client_models=mlp,mlp,cnn1,cnn1,cnn1"
-  run = ("--rounds=4", "--eval_every=2", "--notensorboard", models)
+  run = ("--rounds=2", "--eval_every=1", "--notensorboard", models)
   done = fml(*run, f"--workdir={tmp_path}/all")
   assert done.returncode == 0, done.stderr
   for name in ALGORITHMS:
     assert re.search(rf"^{name} ", done.stdout, re.MULTILINE)
     result, rows = outcome(tmp_path / "all" / name)
     assert (result["algorithm"], result["dataset"]) == (name, "digits")
-    assert [row["round"] for row in rows] == [2, 4]
+    assert [row["round"] for row in rows] == [1, 2]
     alone = name == "independent"
     personal = alone or name == "fml"
     accuracy = result["global"]["test_accuracy"]
@@ -69,9 +69,7 @@ def test_four_algorithms_side_by_side(fml, tmp_path):
     f"--flagfile={tmp_path}/all/fml/config.flags",
     "--engine=inline",
     "--microbatch=0",
-    "--conv=native",
     f"--workdir={tmp_path}/again",
-    XLA_FLAGS="",
   )
   assert again.returncode == 0, again.stderr
   _, theirs = outcome(tmp_path / "all/fml")
@@ -82,21 +80,14 @@ def test_four_algorithms_side_by_side(fml, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sample", [(), ("--clients_per_round=2",)])
-def test_with_beta_one_fml_is_fedavg(fml, tmp_path, sample):
+def test_with_beta_one_fml_is_fedavg(fml, tmp_path):
   """The driver's two algorithms, same seed, same flags, same clients."""
-  for name in ("fml", "fedavg"):
-    done = fml(
-      *QUICK,
-      *sample,
-      f"--algorithm={name}",
-      "--beta=1",
-      "--rounds=3",
-      "--eval_every=3",
-      f"--workdir={tmp_path / name}",
-    )
-    assert done.returncode == 0, done.stderr
-  (a,), (b,) = (outcome(tmp_path / n)[1] for n in ("fml", "fedavg"))
+  names = ("fml", "fedavg")
+  run = ("--beta=1", "--clients_per_round=2", "--rounds=3", "--eval_every=3")
+  run += (f"--algorithm={','.join(names)}", f"--workdir={tmp_path}")
+  done = fml(*QUICK, *run)
+  assert done.returncode == 0, done.stderr
+  (a,), (b,) = (outcome(tmp_path / name)[1] for name in names)
   for name in ("global/test_loss", "global/test_accuracy"):
     assert a[name] == pytest.approx(b[name], rel=1e-4)
 
@@ -108,18 +99,16 @@ def test_stopped_and_started_again(fml, tmp_path):
     "--algorithm=fml",
     "--alpha=0.75,0.5",
     "--clients_per_round=4",
-    "--rounds=100",
-    "--eval_every=20",
+    "--rounds=40",
+    "--eval_every=10",
     "--checkpoint_every=3",
   )
   done = fml(*run, f"--workdir={tmp_path}/undisturbed")
   assert done.returncode == 0, done.stderr
   workdir = tmp_path / "stopped"
-  for number in (signal.SIGTERM, signal.SIGKILL):
-    process = fml.start(*run, f"--workdir={workdir}")
-    code = stop(process, workdir, 0, number)
-    assert code == (143 if number == signal.SIGTERM else -number)
-    assert not (workdir / "result.json").exists(), "too fast to be stopped"
+  process = fml.start(*run, f"--workdir={workdir}")
+  assert stop(process, workdir, 0, signal.SIGTERM) == 143
+  assert not (workdir / "result.json").exists(), "too fast to be stopped"
   done = fml(*run, f"--workdir={workdir}")
   assert done.returncode == 0, done.stderr
   assert outcome(workdir) == outcome(tmp_path / "undisturbed")

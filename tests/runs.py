@@ -49,18 +49,40 @@ class Forks:
       text=True,
     )
 
+  def ask(self, *request):
+    """What `forks.py` answers."""
+    self._process.stdin.write(f"{json.dumps(request)}\n")
+    self._process.stdin.flush()
+    return json.loads(self._process.stdout.readline())
+
   def run(self, script, *args):
     """Runs a script to its end."""
     files = [self._folder / name for name in ("stdout", "stderr")]
     for file in files:
       file.unlink(missing_ok=True)
-    command = [script, *map(str, args)]
-    line = json.dumps([script, command[1:], *map(str, files)])
-    self._process.stdin.write(f"{line}\n")
-    self._process.stdin.flush()
-    status = int(self._process.stdout.readline())
+    status = Fork(self, script, args, *files).wait()
     printed = [file.read_text() for file in files]
-    return subprocess.CompletedProcess(command, status, *printed)
+    return subprocess.CompletedProcess([script, *args], status, *printed)
+
+
+class Fork:
+  """A script that runs, with some of the methods of `subprocess.Popen`."""
+
+  def __init__(self, forks, script, args, *files):
+    self._ask = forks.ask
+    self._pid = forks.ask(script, [*map(str, args)], *map(str, files))
+
+  def poll(self):
+    """Its exit code, or None as long as it runs."""
+    return self._ask(self._pid, False)
+
+  def wait(self):
+    """Its exit code."""
+    return self._ask(self._pid, True)
+
+  def send_signal(self, number):
+    """Sends it a signal."""
+    os.kill(self._pid, number)
 
 
 class Experiment:
@@ -97,13 +119,7 @@ class Experiment:
 
   def start(self, *args):
     """Starts it."""
-    return subprocess.Popen(
-      [sys.executable, self._script, *map(str, args)],
-      env=self._environment,
-      cwd=ROOT,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
-    )
+    return Fork(self._forks, self._script, args, os.devnull, os.devnull)
 
   def refuse(self, cases, *args, fresh):
     """Checks that bad flags are one line and leave nothing behind.
