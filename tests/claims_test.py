@@ -17,13 +17,11 @@ VERDICTS = ("holds", "not shown", "does not hold", "not run")
 
 @pytest.fixture(scope="module")
 def claims():
-  """`results/claims.py`, which is in no package."""
-  path = list(sys.path)
-  sys.path.insert(0, str(ROOT / "results"))
-  try:
+  """`results/claims.py`, which is in no package, and a folder of the site."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "path", [str(ROOT / "results"), *sys.path])
+    patch.setattr(sys, "dont_write_bytecode", True)
     yield importlib.import_module("claims")
-  finally:
-    sys.path[:] = path
 
 
 def rows_of(text):
@@ -53,6 +51,15 @@ def test_readme_says_no_more_than_one_claim_a_row():
       and said.split(":")[0] in [c.split(":")[0] for c in of]
       for of in all_rows
     ), row
+
+
+def test_results_name_no_number_of_their_own():
+  claims, results = (
+    re.findall(r"\d+\.\d\d+", (ROOT / "results" / name).read_text())
+    for name in ("CLAIMS.md", "README.md")
+  )
+  # The others are of commands.
+  assert {*results} - {*claims} == {"0.25", "0.125"}
 
 
 def test_verdicts_follow_the_rule(claims):
