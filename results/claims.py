@@ -6,8 +6,8 @@ Keys of a claim, all of whose texts may have `{...}`, a word of `each`:
 
   claim: what the paper says; `{beats}` follows from the published numbers.
   cells: of `experiments/tables`, which have the published numbers. The first
-    should have more than the second; the third and fourth are their likes,
-    whose difference is taken off. If there is one, a published number is.
+    should have more than the second, or than its own published number if
+    there is no second; the difference of the third and fourth is taken off.
   runs: the cells' folders, if they are not in `[runs]`.
   numbers: a name in the cell's table; a path in result.json; or, with a slash,
     a pattern of names in metrics.jsonl, over whose rounds `over` reduces. `#`
@@ -68,17 +68,19 @@ def verdict(
   """
   leads = [sign * round(lead, 2) for lead in leads]  # As they are shown.
   if kind == "every":
-    ahead, behind = min(leads) > noise, min(leads) < -noise
+    holds, fails = min(leads) > noise, min(leads) < -noise
   else:
     mean = statistics.fmean(leads)
-    noise = max([noise, statistics.stdev(leads)] if leads[1:] else [noise])
-    ahead = mean > noise and min(leads) > 0
-    behind = mean < -noise and max(leads) < 0
+    if len(leads) > 1:
+      noise = max(noise, statistics.stdev(leads))
     if kind == "reaches":
-      ahead, behind = mean >= -noise, mean < -noise
+      holds, fails = mean >= -noise, mean < -noise
     elif kind == "level":
-      ahead, behind = abs(mean) <= noise, abs(mean) > noise
-  return "holds" if ahead else "does not hold" if behind else "not shown"
+      holds, fails = abs(mean) <= noise, abs(mean) > noise
+    else:
+      holds = mean > noise and min(leads) > 0
+      fails = mean < -noise and max(leads) < 0
+  return "holds" if holds else "does not hold" if fails else "not shown"
 
 
 def reduced(rows: Sequence[Mapping[str, Any]], names: str, over: str) -> float:
@@ -135,7 +137,11 @@ def row_of(
   known: Mapping[str, tuple[tables.Table, tables.Cell]],
   folders: Mapping[str, str],
 ) -> Row:
-  """Looks up the published numbers and ours, and compares them."""
+  """Looks up the published numbers and ours, and compares them.
+
+  Raises:
+    ValueError: a folder that is named is not there.
+  """
   given = [entry.get(k, "") for k in ("cells", "numbers", "runs", "over")]
   given = [[v] if isinstance(v, str) else v for v in given]
   sides = max(map(len, given))
@@ -147,18 +153,19 @@ def row_of(
     path = table.numbers.get(number.replace("#", "0"), number)
     path = path.replace(".0.", ".#.") if "#" in number else path
     found.append({})
-    for place in sorted(RESULTS.glob(run or folders.get(name, "none"))):
+    pattern = run or folders.get(name, "")
+    places = sorted(RESULTS.glob(pattern)) if pattern else []
+    if pattern and not places:
+      raise ValueError(f"claims.toml: {pattern} is not in {RESULTS}")
+    for place in places:
       result = json.loads((place / "result.json").read_bytes())
       found[-1][result["seed"]] = measured(place, path, over)
       link = place.relative_to(RESULTS).as_posix()
       links[link] = result["seed"], result["git_commit"][:7]
-  theirs = 0.0
-  if None not in published:
-    theirs = sum(s * p for s, p in zip(signs, published))
-  beats = "beats" if sides == 1 or theirs >= 0 else "is behind"
+  ahead = None in published or sum(s * p for s, p in zip(signs, published)) >= 0
   row = Row(
     entry["paper"],
-    entry["claim"].format(beats=beats),
+    entry["claim"].format(beats="beats" if ahead else "is behind"),
     f"`{given[0][0]}`",
     ", ".join("–" if p is None else f"{p:.2f}" for p in published)
     if any(published)
@@ -167,20 +174,21 @@ def row_of(
   seeds = sorted(set.intersection(*map(set, found)))
   if not seeds:
     return row
+  reached = published[0] if sides == 1 else 0.0
   leads = [
-    sum(s * v for s, v in zip(signs, values)) - theirs * (sides == 1)
+    sum(s * v for s, v in zip(signs, values)) - reached
     for seed in seeds
     for values in zip(*(of[seed] for of in found))
   ]
   says = verdict(
     [lead - entry.get("margin", 0) for lead in leads],
     entry.get("kind", "reaches" if sides == 1 else "more"),
-    1 if beats == "beats" else -1,
+    1 if ahead else -1,
     0.1 if entry.get("over") == "change" else 1.0,
   )
   lead = f"{statistics.fmean(leads):+z.2f}"
   if len(leads) > 1:
-    lead += f" ({min(leads):+.2f} to {max(leads):+.2f})"
+    lead += f" ({min(leads):+z.2f} to {max(leads):+z.2f})"
   return row._replace(
     ours=", ".join(
       report.cell([statistics.fmean(of[seed]) for seed in seeds])

@@ -5,7 +5,6 @@ import importlib
 import json
 import re
 import sys
-import tomllib
 
 import pytest
 
@@ -81,10 +80,7 @@ def test_verdicts_follow_the_rule(claims):
   assert verdict([0.2], noise=0.1) == "holds"
 
 
-def test_every_named_run_exists_and_reports_its_courses_end(claims):
-  data = tomllib.loads((claims.RESULTS / "claims.toml").read_text())
-  for pattern in data["runs"].values():
-    assert [*claims.RESULTS.glob(pattern)], pattern
+def test_runs_report_the_end_of_their_courses(claims):
   for path in claims.RESULTS.rglob("result.json"):
     result = json.loads(path.read_bytes())
     rows = logs.read_rows(path.parent / "metrics.jsonl")
