@@ -29,7 +29,11 @@ def on_files(files, config):
   for path in paths:
     name = path.relative_to(ROOT).as_posix()
     files.append(File(name, ROOT, config.site_dir, config.use_directory_urls))
-  made = {f"{p}/index.md": _listing(p) for p in _folders()}
+  made = {
+    f"{p}/index.md": _listing(p)
+    for p in _folders()
+    if not (ROOT / p / "README.md").exists()
+  }
   made["docs/api/index.md"] = _names()
   for path in (ROOT / "examples").glob("*.py"):
     code = path.read_text(encoding="utf-8")
@@ -58,18 +62,25 @@ def _folders():
   return [p.as_posix() for p in found if p.as_posix() != "results"]
 
 
+def _links(folder):
+  """Links to what is in a folder."""
+  inside = sorted((ROOT / folder).iterdir())
+  return [f"* [{p.name}]({p.name})" for p in inside if p.name != "README.md"]
+
+
 def _listing(folder):
   """A page with the pictures and links of a folder."""
-  inside = sorted((ROOT / folder).iterdir())
-  lines = [f"# {folder.removeprefix('results/')}", ""]
-  lines += [f"* [{p.name}]({p.name})" for p in inside]
-  lines += [f"\n![{p.stem}]({p.name})" for p in inside if p.suffix == ".png"]
+  lines = [f"# {folder.removeprefix('results/')}", "", *_links(folder)]
+  pictures = sorted((ROOT / folder).glob("*.png"))
+  lines += [f"\n![{p.stem}]({p.name})" for p in pictures]
   return "---\nsearch: {exclude: true}\n---\n" + "\n".join(lines) + "\n"
 
 
 def on_page_markdown(markdown, page, files, **_):
   """Links to a folder, or to an example, lead to its page."""
   here = posixpath.dirname(page.file.src_uri)
+  if re.fullmatch("results/.+/README.md", page.file.src_uri):
+    markdown += "\n\n## Files\n\n" + "\n".join(_links(here))
   if page.file.src_uri == "docs/papers.md":
     _check_quotes(markdown)
   if page.file.src_uri == "docs/settings.md":
@@ -77,7 +88,7 @@ def on_page_markdown(markdown, page, files, **_):
 
   def to_page(match):
     target = posixpath.normpath(posixpath.join(here, match[1]))
-    for end in ("/index.md", ".md"):
+    for end in ("/README.md", "/index.md", ".md"):
       if target + end in files.src_uris:
         return f"]({match[1].rstrip('/')}{end})"
     return match[0]
