@@ -64,24 +64,6 @@ def test_three_algorithms_side_by_side(codist, tmp_path):
     folder = ("--merge_alpha=0.3", f"--workdir={tmp_path}/all/{name}")
     other = codist(*QUICK, f"--algorithm={name}", *folder)
     assert (other.returncode == 0) == (name == "fedavg"), other.stderr
-  # config.flags is a flag file that repeats the run, whatever the engine.
-  again = codist(
-    f"--flagfile={tmp_path}/all/periodic/config.flags",
-    "--engine=threads",
-    "--threads=3",
-    "--lanes=2",
-    f"--workdir={tmp_path}/again",
-  )
-  assert again.returncode == 0, again.stderr
-  for ours, theirs in zip(
-    outcome(tmp_path / "again")[1], outcome(tmp_path / "all/periodic")[1]
-  ):
-    assert ours.keys() == theirs.keys()
-    for key, value in theirs.items():
-      # Two of 178 or 360 images may lie within rounding of another class.
-      near = 2.1 / (178 if "heldout" in key else 360)
-      near = near if key.endswith("accuracy") else None
-      assert ours[key] == pytest.approx(value, rel=1e-3, abs=near), key
 
 
 @pytest.mark.slow
@@ -102,10 +84,11 @@ def test_seeds_have_folders_and_a_mean(codist, experiment, tmp_path):
   path = tmp_path / "seeds"
   done = codist(*both, "--seeds=4,0", f"--workdir={path}")
   assert done.returncode == 0, done.stderr
-  alone = codist(*both, f"--workdir={tmp_path}/alone")
+  # As the second seed, it was trained by the first one's programs.
+  alone = codist(*both, "--algorithm=merged", f"--workdir={tmp_path}/alone")
   assert alone.returncode == 0, alone.stderr
+  assert outcome(path / "seed0/merged") == outcome(tmp_path / "alone")
   for name in ("fedavg", "merged"):
-    assert outcome(path / "seed0" / name) == outcome(tmp_path / "alone" / name)
     accuracies = [
       outcome(path / f"seed{seed}" / name)[0]["pools"]["small"]["test_accuracy"]
       for seed in (4, 0)
@@ -136,23 +119,32 @@ def test_seeds_have_folders_and_a_mean(codist, experiment, tmp_path):
 
 @pytest.mark.slow
 def test_speed_flags_change_nothing_but_rounding(codist, tmp_path):
-  run = ("--algorithm=merged", "--rounds=2", "--eval_every=2", *FEW)
+  run = ("--algorithm=merged", "--rounds=2", "--eval_every=2", *SMALL)
+  # config.flags is a flag file that repeats the run, whatever the engine.
+  again = (f"--flagfile={tmp_path}/threads/config.flags",)
   cases = {
-    "threads": (),
+    "threads": run,
     "inline": (
+      *again,
       "--engine=inline",
-      "--conv=native",
       "--microbatch=0",
       "--rounds_per_dispatch=2",
     ),
-    "mesh": ("--engine=mesh", "--cpu_devices=2", "--lanes=4", "--bank=round"),
+    "mesh": (
+      *again,
+      "--engine=mesh",
+      "--cpu_devices=2",
+      "--lanes=4",
+      "--bank=round",
+    ),
   }
   results = {}
   for name, flags in cases.items():
-    done = codist(*run, *flags, f"--workdir={tmp_path / name}")
+    done = codist(*flags, f"--workdir={tmp_path / name}")
     assert done.returncode == 0, done.stderr
     results[name] = outcome(tmp_path / name)[1][-1]
   for name in ("inline", "mesh"):
+    assert results[name].keys() == results["threads"].keys()
     for key, value in results["threads"].items():
       # Of 178 and 360 images, three may lie within rounding of another class.
       near = 3 / 178 if key.endswith("accuracy") else None
@@ -166,7 +158,6 @@ def test_dropout_is_of_the_pool_that_has_it(codist, tmp_path):
   cases = {
     "without": (),
     "large": ("--dropout=0,0.5",),
-    "inline": ("--dropout=0,0.5", "--engine=inline", "--lanes=3"),
   }
   results = {}
   for name, flags in cases.items():
@@ -178,13 +169,11 @@ def test_dropout_is_of_the_pool_that_has_it(codist, tmp_path):
     same = value == results["without"][key]
     if key.endswith("loss") or not key.startswith("large/"):
       assert same == (not key.startswith("large/")), key
-    near = 3 / 178 if key.endswith("accuracy") else None
-    assert results["inline"][key] == pytest.approx(value, rel=2e-3, abs=near)
 
 
 @pytest.mark.slow
 def test_sigkill(codist, tmp_path):
-  run = ("--algorithm=merged", "--rounds=20", "--eval_every=4")
+  run = ("--algorithm=merged", "--rounds=12", "--eval_every=4")
   run += ("--checkpoint_every=1", *SMALL)
   done = codist(*run, f"--workdir={tmp_path}/undisturbed")
   assert done.returncode == 0, done.stderr
@@ -256,7 +245,12 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
   binary = tmp_path / "data/cifar-100-binary"
   binary.mkdir(parents=True)
   fresh = tmp_path / "fresh"
-  cases = [
+  cases = [  # The first two before JAX has found its devices.
+    (("--cpu_devices=2", "--engine=threads"), "--cpu_devices=2: CPU threads"),
+    (
+      ("--distributed_coordinator=auto",),
+      "(auto is for TPU pods, srun and mpirun)",
+    ),
     (("--learning_rat=1",), "learning_rat"),
     (("--merge_alpha=1.5",), "--merge_alpha=1.5: 1.5 must lie between 0 and 1"),
     (
@@ -281,7 +275,6 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--client_momentum=nan",), "--client_momentum=nan: must be a finite"),
     (("--seeds=0,0",), "--seeds=0,0: give different numbers"),
     (("--dropout=1",), "--dropout=1: "),
-    (("--cpu_devices=2", "--engine=threads"), "--cpu_devices=2: CPU threads"),
     (("--dropout=0,0,0",), "--dropout=0,0,0: give one value, or 2"),
     (("--seeds=0,x",), "--seeds=0,x: not a whole number"),
     (("--seed=1", "--seeds=2"), "--seed=1: give it or --seeds, not both"),
@@ -291,10 +284,6 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (
       ("--distributed_coordinator=auto", "--distributed_processes=2"),
       "leave the other two flags out",
-    ),
-    (
-      ("--distributed_coordinator=auto",),
-      "(auto is for TPU pods, srun and mpirun)",
     ),
     (cifar, "give data_dir=DIRECTORY"),
     ((*cifar, "--download"), "cifar-100-binary.tar.gz"),
@@ -320,7 +309,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
 @runs.needs_real_data
 def test_real_cifar_100_and_a_flipped_bit(codist, tmp_path):
   flags = ROOT / "experiments/flags/table1_cifar_4700_periodic_out.flags"
-  run = (f"--flagfile={flags}", "--rounds=2", "--codist_period=2")
+  run = (f"--flagfile={flags}", "--rounds=1", "--codist_period=1")
   run += (*FEW, "--conv=patches")  # It compiles soonest.
   place = f"--workdir={tmp_path}/run"
   done = codist(*run, f"--data_dir={runs.REAL}", place, XLA_FLAGS="")
