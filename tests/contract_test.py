@@ -17,7 +17,6 @@ import hetfl
 from hetfl import core, engine, population
 from hetfl.algorithms.fedavg import round_keys
 from hetfl.batches import leave_out
-from hetfl.run import trials
 from tests import federation
 from tests.algorithms import (
   arrays,
@@ -407,7 +406,7 @@ def test_programs_are_freed_with_the_algorithm(name, monkeypatch):
 
 @every_algorithm
 def test_a_state_that_has_not_begun_is_finite(name):
-  assert trials.all_finite(initial(name))
+  assert core.all_finite(initial(name))
 
 
 OWNERS = {
