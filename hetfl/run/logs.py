@@ -388,7 +388,6 @@ def metrics_log(
   rows = read_rows(folder.metrics)
   write_rows(folder.metrics, [row for row in rows if row["round"] <= after])
   with contextlib.ExitStack() as stack:
-    file = stack.enter_context(open(folder.metrics, "ab"))
     board = None
     if tensorboard:
       import tensorboardX  # importing it takes seconds
@@ -400,7 +399,7 @@ def metrics_log(
       stack.enter_context(board)
 
     def write(row):
-      with writing(folder.metrics):
+      with writing(folder.metrics), open(folder.metrics, "ab") as file:
         file.write(_line(row))
         file.flush()
         os.fsync(file)

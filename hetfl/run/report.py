@@ -357,8 +357,7 @@ def table(results: Mapping[str, Rows]) -> str:
       from 0 to 1.
 
   Returns:
-    The table; a missing value is a dash, and the accuracy of a model that has
-    diverged, `None`, is `diverged`.
+    The table; a missing value is a dash, or `diverged` in a run that has.
 
   >>> small = {'parameters': 5, 'test_accuracy': .5, 'heldout_accuracy': .25}
   >>> result = {'rounds': 9, 'seconds': 1.25, 'pools': {'small': small}}
@@ -378,13 +377,14 @@ def table(results: Mapping[str, Rows]) -> str:
   columns = [["", "algorithm", *results]]
 
   def add(head, title, name, form, factor=1, pool=None):
-    found = [
-      [(r["pools"][pool] if pool else r)[name] for r in of]
-      for of in results.values()
+    def value(result):
+      found = (result["pools"][pool] if pool else result)[name]
+      lost = found is None and "diverged" in result
+      return float("nan") if lost else found
+
+    cells = [
+      cell(list(map(value, of)), form, factor) for of in results.values()
     ]
-    if name in _ACCURACIES:
-      found = [as_floats(values) for values in found]
-    cells = [cell(values, form, factor) for values in found]
     columns.append([head, title, *cells])
 
   for pool, measured in next(iter(results.values()))[0]["pools"].items():
