@@ -403,7 +403,8 @@ def test_inputs_may_be_a_tree_and_transforms_drop_the_mask(flat, name):
 @pytest.mark.parametrize("name,kind", each_once("lanes3", "mesh3"))
 def test_no_type_is_promoted(name, kind):
   case = CASES[name]
-  algorithm = case.build(RUNNERS[kind](), ROUNDS)
+  adam = {} if name == "scaffold" else {"optimizer": optax.adam}
+  algorithm = case.build(RUNNERS[kind](), ROUNDS, **adam)
   with jax.numpy_dtype_promotion("strict"):
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     jax.eval_shape(algorithm.step, state, case.plan(1), case.data())
@@ -428,9 +429,8 @@ def test_a_round_under_the_checks_of_jax(name):
   with jax.enable_x64(True):
     before = jax.eval_shape(algorithm.init, jax.random.key(0))
     step = algorithm.step, before, case.plan(1), case.data()
-    after, metrics = jax.eval_shape(*step)
+    after, _ = jax.eval_shape(*step)
   assert of_type(after) == of_type(before)
-  assert {m.total.dtype.name for m in metrics.values()} == {"float32"}
 
 
 @every_frame

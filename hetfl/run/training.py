@@ -243,9 +243,9 @@ def run(
     def save() -> None:
       sums.fetch()
       if jax.process_index() == 0:  # Its checkpoint serves all processes.
-        extra = {"totals": sums.totals, "counts": sums.counts}
+        extra: dict[str, Any] = {"diverged": sums.diverged}
+        extra |= {"totals": sums.totals, "counts": sums.counts}
         extra |= {"seconds": seconds(), "evaluation": evaluation}
-        extra |= {"diverged": sums.diverged}
         checkpoints.save(done, state, extra)
 
     every, ends = (eval_every, checkpoint_every), over(done)
