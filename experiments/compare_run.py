@@ -598,9 +598,9 @@ def to_target(
 
 
 def worse(accuracies: Sequence[float], alone: Sequence[float]) -> float:
-  """The share of clients that are worse than alone, or have diverged."""
+  """The share of clients that are worse than alone, or diverge only here."""
   ours, theirs = map(report.as_floats, (accuracies, alone))
-  return float(np.mean((ours < theirs) | np.isnan(ours)))
+  return float(np.mean((ours < theirs) | (np.isnan(ours) > np.isnan(theirs))))
 
 
 def labelled(of_methods: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
