@@ -350,8 +350,7 @@ class Experiment:
         if name.startswith(f"{prefix}/") and name.endswith("accuracy"):
           short = name.removeprefix(f"{prefix}/")
           known = [row[name] for row in rows if row.get(name) is not None]
-          best = max(known, default=None)
-          found |= {short: value, f"best_{short}": best}
+          found |= {short: value, f"best_{short}": max(known, default=None)}
       return found
 
     alone, personal = s.algorithm == "independent", s.algorithm in _PERSONAL
