@@ -494,7 +494,9 @@ class Experiment:
         measured |= evaluator(both, own=not (method.shared or way))
       for name, values in measured.items():
         if values.ndim > 1:  # Of classes; NaN for those that are not there.
-          values = np.nanmean(values, axis=1)
+          accuracy = name.replace("macro_f1", "test_accuracy")
+          lost = np.isnan(measured[accuracy])
+          values = np.where(lost, np.nan, np.nanmean(values, axis=1))
         of_all = found.setdefault(name + way, np.zeros(s.num_clients))
         of_all[[*members]] = values
     row = {}
@@ -536,7 +538,8 @@ class Experiment:
         if whose == owner:
           found[short] = value
           if short.startswith("test_accuracy"):
-            found[f"best_{short}"] = max(row[name] for row in rows)
+            known = [row[name] for row in rows if row[name] is not None]
+            found[f"best_{short}"] = max(known, default=None)
       return found
 
     traffic = functools.partial(METHODS[s.method].traffic, self, s)
@@ -584,8 +587,11 @@ def _scored(method: Method, model: core.Model) -> core.Model:
 def _measure(which, scores, batch):
   found = {}
   for way, of in scores.items():
-    accuracy = evaluate.classification(of, batch)["accuracy"]
-    found[f"{which}_accuracy{way}"] = accuracy
+    means = evaluate.classification(of, batch)
+    # NaN for a model that has diverged, not 0.
+    lost = jnp.where(jnp.isnan(means["loss"].total), jnp.nan, 0.0)
+    total, count = means["accuracy"]
+    found[f"{which}_accuracy{way}"] = core.Mean(total + lost, count)
     if which == "test":
       found[f"macro_f1{way}"] = evaluate.class_f1(of, batch)
   return found
@@ -607,8 +613,9 @@ def to_target(
 
 
 def worse(accuracies: Sequence[float], alone: Sequence[float]) -> float:
-  """The share of clients that are worse than alone."""
-  return float(np.mean(np.less(accuracies, alone)))
+  """The share of clients that are worse than alone, or diverge only here."""
+  ours, theirs = map(report.as_floats, (accuracies, alone))
+  return float(np.mean((ours < theirs) | (np.isnan(ours) > np.isnan(theirs))))
 
 
 def labelled(of_methods: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -645,7 +652,8 @@ def draw(
         if alone and label != "local":
           point["worse/accuracy"] = worse(each(row, way), each(base))
         drawn[label][i].append({"round": row["round"]} | point)
-    last[label] = np.mean([each(rows[-1], way) for rows in seeds], axis=0)
+    ends = report.as_floats([each(rows[-1], way) for rows in seeds])
+    last[label] = ends.mean(axis=0)
   title = f"{s.dataset}, {s.num_clients} clients, {s.partition}"
   title += f" {s.partition_alpha:g}" * (s.partition == "dirichlet")
   report.curves(
@@ -692,7 +700,10 @@ def table(
     "worst tenth %": "worst_tenth_test_accuracy",
     "macro-F1 %": "macro_f1",
   }.items():
-    add(title, lambda way, i, r, name=name: r["all"][name + way])
+    of_all = lambda way, i, r, name=name: float(
+      report.as_floats(r["all"][name + way])
+    )
+    add(title, of_all)
   if alone := results.get("local"):
     each = lambda r, way="": [c[f"test_accuracy{way}"] for c in r["clients"]]
     compared = lambda way, i, r: worse(each(r, way), each(alone[i]))

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-import statistics
 from typing import Any
 
 from absl import logging
@@ -346,8 +345,9 @@ class Experiment:
         if (folder.path / phase).exists()
       },
       "parties": parties,
+      **{k: r[k] for r in phases.values() for k in r if k == "diverged"},
       "mean": {
-        name: sum(p[name] for p in parties) / len(parties)
+        name: report.as_floats([p[name] for p in parties]).mean()
         for name in parties[0]
         if name.endswith("_accuracy")
       },
@@ -360,6 +360,9 @@ class Experiment:
     public, phases["public"] = self.fit("public", folder.path)
     start = [party.variables for party in public]
     own, phases["transfer"] = self.fit("transfer", folder.path, start)
+    for party in phases["transfer"]["parties"]:
+      if party["test_loss"] is None:
+        logging.warning("%s has diverged; nobody hears it.", party["name"])
     _, phases["pooled"] = self.fit("pooled", folder.path, start)
     algorithm = from_tuple(self.algorithm())
     start = (self.key("collaboration"), own)
@@ -451,7 +454,7 @@ def draw(
       for p, *_ in of_seeds
     },
     bounds={
-      party[0]["name"]: statistics.fmean(p["pooled_accuracy"] for p in party)
+      party[0]["name"]: [p["pooled_accuracy"] for p in party]
       for party in of_seeds
     },
     title=title,
@@ -513,3 +516,4 @@ def main(given: Given) -> None:
     launch.write_summary(workdir, {"fedmd": results}, list(places))
   print(report.parties_table([result["parties"] for result in results]))
   print(f"\nCurves: {workdir / 'curves.png'}")
+  launch.check_finite({"fedmd": results})

@@ -349,8 +349,8 @@ class Experiment:
       for name, value in evaluation.items():
         if name.startswith(f"{prefix}/") and name.endswith("accuracy"):
           short = name.removeprefix(f"{prefix}/")
-          best = max((row[name] for row in rows if name in row), default=None)
-          found |= {short: value, f"best_{short}": best}
+          known = [row[name] for row in rows if row.get(name) is not None]
+          found |= {short: value, f"best_{short}": max(known, default=None)}
       return found
 
     alone, personal = s.algorithm == "independent", s.algorithm in _PERSONAL
@@ -478,17 +478,19 @@ def table(results: dict[str, list[dict]]) -> str:
     shown = [report.cell(values, form, factor) for values in cells]
     columns.append([head, title, *shown])
 
-  of_clients = lambda r: [c["validation_accuracy"] for c in r["clients"]]
+  of_clients = lambda r: report.as_floats(
+    [c["validation_accuracy"] for c in r["clients"]]
+  )
   add("global", "test %", lambda r: r["global"]["test_accuracy"])
   add("", "best %", lambda r: r["global"]["best_test_accuracy"])
   whose = ["own" if name in _PERSONAL else "global" for name in results]
   columns.append(["clients", "model", *whose])
-  add("", "mean %", lambda r: float(np.mean(of_clients(r))))
+  add("", "mean %", lambda r: np.mean(of_clients(r)))
   number = max(len(of[0]["clients"]) for of in results.values())
   if number > logs.FEW:
     number = 0
-    add("", "lowest %", lambda r: min(of_clients(r)))
-    add("", "highest %", lambda r: max(of_clients(r)))
+    add("", "lowest %", lambda r: np.min(of_clients(r)))
+    add("", "highest %", lambda r: np.max(of_clients(r)))
   for k in range(number):
     # FedAvg and FedProx give every client the global model.
     models = {of[0]["clients"][k]["model"] for of in results.values()}

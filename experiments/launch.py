@@ -430,6 +430,14 @@ def side_by_side(
     write_summary(workdir, results, list(places))
   print(table(results, rows))
   print(f"\nCurves: {workdir / 'curves.png'}")
+  check_finite(results)
+
+
+def check_finite(results: Mapping[str, Sequence[dict]]) -> None:
+  """Raises a `UsageError` if runs have diverged."""
+  lost = [n for n, of in results.items() if any("diverged" in r for r in of)]
+  if lost:
+    raise UsageError(f"{', '.join(lost)}: diverged; lower the learning rates")
 
 
 def train(

@@ -347,7 +347,10 @@ def parse(
     print(help_of(*classes))
     sys.exit()
   try:
-    rest = known(["", *argv], known_only=known_only)[1:]
+    lines = known.read_flags_from_files(argv, force_gnu=False)
+    # Some editors begin a file by a byte-order mark.
+    lines = [a.removeprefix("\ufeff") for a in lines if a[:2] != "\ufeff#"]
+    rest = known(["", *lines], known_only=known_only)[1:]
   except flags.Error as error:
     raise UsageError(str(error)) from None
   if rest and not known_only and not more:

@@ -42,7 +42,8 @@ class Run(Settings):
     checkpoint_every: Rounds from one checkpoint to the next; a resumed run
       repeats at most that many. By default --eval_every for codist.
     tensorboard: Write TensorBoard scalars.
-    stop_on_nonfinite: End a run whose loss is not finite.
+    stop_on_nonfinite: End a run whose loss is not finite. Otherwise it goes on,
+      and those that share predictions do not hear who has diverged.
     engine: Where the work runs; as programs on CPU threads (threads), as one
       program on one device (inline) or as one over all devices (mesh). auto
       takes threads on the CPU of a single process, else all devices. Changes

@@ -19,10 +19,10 @@ import io
 import json
 import pathlib
 import re
-import statistics
 import sys
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import settings
 from settings import setting, UsageError
 
@@ -107,7 +107,8 @@ def series(
   """A metric over the rounds for each model: round, seconds so far and value.
 
   Numbered models, of parties or clients, are averaged, unless the rows already
-  have their mean, such as `clients`.
+  have their mean, such as `clients`. A value is NaN where the model, or one of
+  these, has diverged.
 
   >>> rows = [{'round': t, 'seconds': 1.0 * t, 'party0/accuracy': 0.25 * t,
   ...          'party1/accuracy': 0.5 * t} for t in (1, 2)]
@@ -119,16 +120,17 @@ def series(
     values = {}
     for name, value in row.items():
       model, _, what = name.rpartition("/")
-      if what == metric and value is not None:
+      if what == metric:
         kind = re.sub(r"\d+$", "", model)
         values.setdefault(kind if kind in _PLURAL else model, []).append(value)
     for model, of in values.items():
-      point = row["round"], row.get("seconds", 0.0), statistics.fmean(of)
+      mean = float(np.array(of, float).mean())  # None is NaN.
+      point = row["round"], row.get("seconds", 0.0), mean
       numbers[model] = max(len(of), numbers.get(model, 0))
       found.setdefault(model, []).append((len(of), point))
   courses = {}
   for model, points in found.items():
-    # Rows in which a model's value is missing, as if it diverged, have no mean.
+    # Rows that lack a model have no mean.
     course = [point for of, point in points if of == numbers[model]]
     if model not in _PLURAL:
       courses[model] = course
@@ -162,7 +164,8 @@ def measures(
   >>> found['best_round'], found['rounds_to_target'], found['bytes_to_target']
   (20, 20, 160)
   """
-  best_round, _, best = max(course, key=lambda point: point[2])
+  known = [point for point in course if point[2] == point[2]]  # Not NaN.
+  best_round, _, best = max(known or course, key=lambda point: point[2])
   last_round, _, last = course[-1]
   found = {
     "rounds": last_round,

@@ -406,6 +406,26 @@ def as_types(tree: PyTree, like: PyTree) -> PyTree:
   return jax.tree.map(cast, tree, like)
 
 
+def all_finite(tree: PyTree) -> jax.Array:
+  """Whether all floating-point numbers of a tree are finite.
+
+  Args:
+    tree: a pytree of arrays; integers and keys are ignored.
+
+  Returns:
+    `bool[]`.
+
+  >>> bool(all_finite({'w': jnp.ones(2), 'b': jnp.array(jnp.nan)}))
+  False
+  """
+  floats = (
+    leaf
+    for leaf in jax.tree.leaves(tree)
+    if jnp.issubdtype(leaf.dtype, jnp.floating)
+  )
+  return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
+
+
 def num_parameters(params: PyTree) -> int:
   """Number of trained parameters.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 import functools
+import math
 from typing import Any
 
 import jax
@@ -85,12 +86,14 @@ def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
 
   Returns:
     The `mean` and the sample standard `deviation`; the `worst`, and the mean of
-    the `worst_tenth` of the clients, rounded up.
+    the `worst_tenth` of the clients, rounded up. All are NaN if a value is.
 
   >>> spread([0.5, 1.0, 0.0])
   {'mean': 0.5, 'deviation': 0.5, 'worst': 0.0, 'worst_tenth': 0.0}
   """
   array = np.sort(np.asarray(values, np.float64))
+  if np.isnan(array[-1]):  # Of one that has diverged: the spread is unknown.
+    array = np.full_like(array, np.nan)
   several = len(array) > 1
   return {
     "mean": float(array.mean()),
@@ -185,7 +188,8 @@ class Evaluator:
 
     Returns:
       For each model a flat dict such as `{'test_accuracy': 0.5}`, without
-      metrics for which a set has nothing to measure.
+      metrics for which a set has nothing to measure. If a metric of a set is
+      NaN, as the loss of a model that has diverged, so are the set's others.
 
     Raises:
       ValueError: there are not as many variables as models, or they are traced.
@@ -204,7 +208,13 @@ class Evaluator:
         " which returns Means"
       )
     sums = self._compiled(tuple(variables), self._banks, self._batches)
-    return [core.values(model) for model in jax.device_get(sums)]
+    results = list(map(core.values, jax.device_get(sums)))
+    for model, names in zip(results, self._names):
+      for name in names:
+        of_set = [key for key in model if key.startswith(f"{name}_")]
+        if any(math.isnan(model[key]) for key in of_set):
+          model |= dict.fromkeys(of_set, math.nan)
+    return results
 
   def data(self, *names: str) -> PyTree:
     """The data of the named sets, as `sums` takes it."""

@@ -303,8 +303,9 @@ def descend(
   Array(2., dtype=float32)
   """
   optimizer = optax.with_extra_args_support(optimizer)
-  updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
-  return optax.apply_updates(params, updates), opt_state
+  with jax.numpy_dtype_promotion("standard"):  # Optax raises to whole powers.
+    updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
+    return optax.apply_updates(params, updates), opt_state
 
 
 def step_on(

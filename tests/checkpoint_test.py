@@ -100,6 +100,19 @@ def test_keeps_the_last(tmp_path):
   assert checkpoints.latest({"w": jnp.zeros(3, jnp.int32)})[0] == 1_000_000
 
 
+def test_keeps_the_last_that_is_finite(tmp_path):
+  checkpoints = checkpoint.Checkpoints(tmp_path, keep=2)
+  values = [1.0, 2.0, np.nan, np.inf, np.nan, np.nan]
+  for round, value in enumerate(values, 1):
+    checkpoints.save(round, {"w": jnp.full(3, value, jnp.bfloat16)}, {})
+  assert checkpoints.rounds() == [2, 5, 6]
+  like = {"w": jnp.zeros(3, jnp.bfloat16)}
+  assert checkpoints.latest(like, before=5)[0] == 2
+  for round in (7, 8):
+    checkpoints.save(round, like, {})
+  assert checkpoints.rounds() == [7, 8]
+
+
 def files(folder):
   return sorted(p for p in folder.rglob("*") if p.is_file())
 

@@ -17,7 +17,6 @@ import hetfl
 from hetfl import core, engine, population
 from hetfl.algorithms.fedavg import round_keys
 from hetfl.batches import leave_out
-from hetfl.run import trials
 from tests import federation
 from tests.algorithms import (
   arrays,
@@ -242,6 +241,33 @@ def test_who_takes_no_part_does_not_change(in_one_program, name):
       assert_equal(own(usual), own(start))
 
 
+TEACHING = ("periodic", "merged", "feddf", "fedet", "fedmd", "dsfl", "ktpfl")
+
+
+@pytest.mark.parametrize("name", TEACHING)
+def test_who_diverges_takes_nobody_along(name):
+  """The first one's parameters are NaN; only its own losses are."""
+  algorithm = CASES[name].build(None, ROUNDS, model=flat_model(name))
+  start = jax.jit(algorithm.init)(jax.random.key(0))
+  which = "server" if CASES[name].pooled else "clients"
+  first, *others = getattr(start, which)
+  lost = jax.tree.map(lambda a: a * jnp.nan, first.params)
+  first = first._replace(variables=first.variables._replace(params=lost))
+  poisoned = start.replace(**{which: (first, *others)})
+  algorithm = jitted(algorithm)
+  state, metrics = run(name, algorithm, 2, state=poisoned)
+  _, *others = getattr(state, which)
+  assert core.all_finite((others, state.clients[1:], state.server[1:]))
+  values = core.values(metrics)
+  owners = {n.split("/")[0] for n, x in values.items() if np.isnan(x)}
+  assert owners == {"pool0" if CASES[name].pooled else "party0"}
+  if "consensus_weights" in start.hyper:  # As if it had no weight.
+    weights = start.hyper["consensus_weights"].at[0].set(0)
+    muted = hetfl.with_hyper(start, consensus_weights=weights)
+    _, *expected = run(name, algorithm, 2, state=muted)[0].clients
+    assert_equal(others, expected)
+
+
 @every_algorithm
 def test_a_state_may_be_given_up(name):
   algorithm = CASES[name].build(None, ROUNDS, model=flat_model(name))
@@ -367,10 +393,34 @@ def test_inputs_may_be_a_tree_and_transforms_drop_the_mask(flat, name):
 @pytest.mark.parametrize("name,kind", each_once("lanes3", "mesh3"))
 def test_no_type_is_promoted(name, kind):
   case = CASES[name]
-  algorithm = case.build(RUNNERS[kind](), ROUNDS)
+  adam = {} if name == "scaffold" else {"optimizer": optax.adam}
+  algorithm = case.build(RUNNERS[kind](), ROUNDS, **adam)
   with jax.numpy_dtype_promotion("strict"):
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     jax.eval_shape(algorithm.step, state, case.plan(1), case.data())
+
+
+@pytest.mark.parametrize("name", ["merged", "fedmd", "fml", "fedproto"])
+def test_a_round_under_the_checks_of_jax(name):
+  """Types, NaN and leaks, with another kind of keys; and in float64."""
+  case = CASES[name]
+  algorithm = case.build(None, ROUNDS, model=flat_model(name))
+  key = jax.random.key(0, impl="rbg")
+  with (
+    jax.numpy_dtype_promotion("strict"),
+    jax.debug_nans(True),
+    jax.checking_leaks(),
+  ):
+    state = jax.jit(algorithm.init)(key)
+    state, _ = jax.jit(algorithm.step)(state, case.plan(1), case.data())
+  assert core.all_finite(state)
+  assert jax.random.key_impl(state.key) == jax.random.key_impl(key)
+  of_type = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
+  with jax.enable_x64(True):
+    before = jax.eval_shape(algorithm.init, jax.random.key(0))
+    step = algorithm.step, before, case.plan(1), case.data()
+    after, _ = jax.eval_shape(*step)
+  assert of_type(after) == of_type(before)
 
 
 @every_frame
@@ -397,7 +447,7 @@ def test_programs_are_freed_with_the_algorithm(name, monkeypatch):
 
 @every_algorithm
 def test_a_state_that_has_not_begun_is_finite(name):
-  assert trials.all_finite(initial(name))
+  assert core.all_finite(initial(name))
 
 
 OWNERS = {

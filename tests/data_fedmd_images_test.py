@@ -149,6 +149,11 @@ def test_own_images(tmp_path):
     np.testing.assert_array_equal(ours["x"], theirs["x"][:, ::2, ::2])
     np.testing.assert_array_equal(ours["y"], theirs["y"])
   np.testing.assert_array_equal(own.public_mean, same.public_mean[::2, ::2])
+  # A fifth of the public images is held out, or 200 if there are many.
+  few = save("few.npz", lambda y: (y < 6) & (np.arange(len(y)) % 20 == 0))
+  fewer = load(num_parties=5, heldout_examples=None, public_npz=few)
+  sizes = [len(s.index) for s in (fewer.public, fewer.public_stopping)]
+  assert sizes[1] == sum(sizes) // 5 > 0
 
   # Seven clients, of which five are drawn; each has every seventh image.
   names = np.array([f"writer {i % 7}" for i in range(2000)])

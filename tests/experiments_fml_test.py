@@ -157,6 +157,22 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_that_diverges_is_no_result(fml, tmp_path):
+  run = (*QUICK, "--algorithm=fedavg", "--rounds=2", "--eval_every=1")
+  run += ("--learning_rate=1e30", f"--workdir={tmp_path}/run")
+  for _ in range(2):  # It is finished, and still says so.
+    done = fml(*run)
+    assert done.returncode == 1
+    assert error_of(done) == "error: fedavg: diverged; lower the learning rates"
+    assert re.search("^fedavg .* diverged ", done.stdout, re.MULTILINE)
+    assert " 0.00 " not in done.stdout
+  result, rows = outcome(tmp_path / "run")
+  assert result["diverged"] == 1
+  assert result["clients"][0]["validation_accuracy"] is None
+  assert rows[-1]["clients/validation_accuracy"] is None
+
+
+@pytest.mark.slow
 @runs.needs_real_data
 def test_unlike_tasks_on_real_images(fml, tmp_path):
   # Figure 6 in small: partial global model, two data sets, MLPs as clients.

@@ -91,6 +91,19 @@ def run(module, given, algorithm):
   return rounds(s, experiment.algorithm(), start, plans, data)
 
 
+@pytest.mark.parametrize("first", ["", "# A comment\n"])
+def test_a_flag_file_may_begin_with_a_byte_order_mark(
+  monkeypatch, tmp_path, first
+):
+  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+  settings, fml = map(importlib.import_module, ("settings", "fml"))
+  file = tmp_path / "windows.flags"
+  file.write_text(f"{first}--rounds=3\n--seed=1\n", encoding="utf-8-sig")
+  given = settings.parse([f"--flagfile={file}", "--seed=2"], fml.Fml)
+  assert given.values == {"rounds": 3, "seed": 2}
+  assert given.typed == {"seed"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_every_flag_file_makes_two_rounds(monkeypatch, name):

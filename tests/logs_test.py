@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ from absl import flags
 import numpy as np
 import pytest
 
-from hetfl.run import logs
+from hetfl.run import checkpoint, logs
 
 CONFIG = {"lr": 0.1, "pools": ("small", "large"), "seed": 0, "mask": True}
 
@@ -158,6 +159,29 @@ def test_write_json_is_strictly_json(tmp_path):
     logs.write_json(path, {"a": np.arange(2)})
   assert json.loads(path.read_text()) == read
   assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_full_disk_is_named(tmp_path):
+  """What cannot be written, as files may only have so many bytes here."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  folder, checkpoints = logs.RunFolder(tmp_path, {}), tmp_path / "checkpoints"
+  large = {"w": np.random.default_rng(0).normal(size=10_000)}
+  with logs.metrics_log(folder, tensorboard=False) as write:
+    for name, attempt in {
+      "table": lambda: logs.write_bytes(tmp_path / "table", b"x" * 50_000),
+      "metrics.jsonl": lambda: write({"round": 1, "text": "x" * 50_000}),
+      "000001": lambda: checkpoint.Checkpoints(checkpoints).save(1, large, {}),
+    }.items():
+      resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+      try:
+        with pytest.raises((OSError, ValueError)) as error:
+          attempt()
+      finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+      (note,) = error.value.__notes__
+      assert f"/{name}; free some space" in note
+  assert not checkpoint.Checkpoints(checkpoints).rounds()
+  assert not logs.read_rows(folder.metrics)
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"round": 4, "lo', b'{"round": 4}'])

@@ -111,7 +111,7 @@ def test_models_with_numbers_and_parties_that_diverge(summarize, tmp_path):
   assert lines == [
     "run cnn1 1 0 50.00 50.00",
     "run cnn2 1 0 75.00 75.00",
-    "run mean of 2 parties 1 1 37.50 37.50",
+    "run mean of 2 parties 1 2 diverged 37.50",
   ]
 
 

@@ -3,6 +3,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -191,6 +192,45 @@ def test_a_damaged_checkpoint_costs_rounds_only(tmp_path, undisturbed):
   assert outcome(tmp_path) == undisturbed
 
 
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("left,first", [(0, 5), (1, 9), (2.5, 9)])
+def test_lost_rows_are_made_again(tmp_path, undisturbed, finished, left, first):
+  run(tmp_path)
+  if not finished:
+    (tmp_path / "result.json").unlink()
+  metrics, made = tmp_path / "metrics.jsonl", []
+  lines = metrics.read_bytes().splitlines(keepends=True)  # 5, 10 and 12.
+  half = lines[2][:9] if left % 1 else b""
+  metrics.write_bytes(b"".join([*lines[: int(left)], half]))
+  if not left:
+    metrics.unlink()
+
+  def noting_plan(round):
+    made.append(round)
+    return plan(round)
+
+  run(tmp_path, plan_fn=noting_plan)
+  assert made == list(range(first, ROUNDS + 1))
+  assert outcome(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_cannot_be_made_again_is_named(tmp_path, finished):
+  run(tmp_path, checkpoint_every=1)  # The last three are kept.
+  if not finished:
+    (tmp_path / "result.json").unlink()
+  (tmp_path / "metrics.jsonl").unlink()
+  with pytest.raises(ValueError, match=r"no lines of rounds 5, 10, 12: .*12 "):
+    run(tmp_path, plan_fn=None)
+
+
+def test_a_finished_run_without_checkpoints_is_not_extended(tmp_path):
+  run(tmp_path)
+  shutil.rmtree(tmp_path / "checkpoints")
+  with pytest.raises(ValueError, match="has done 12 rounds, and there is no"):
+    run(tmp_path, rounds=15, plan_fn=None)
+
+
 def test_a_finished_run_is_not_run_again(tmp_path):
   result = run(tmp_path)
   assert run(tmp_path, plan_fn=None, evaluate=None) == result
@@ -257,10 +297,26 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, stop):
       run(tmp_path, data=data, stop_on_nonfinite=True)
     assert not list((tmp_path / "checkpoints").glob("*"))
   else:
-    run(tmp_path, data=data)
+    assert run(tmp_path, data=data)["diverged"] == 1
     (line,) = [line for line in lines if "diverged" in line]
     assert line.startswith("round 1: small/loss is inf")
     assert logs.read_rows(tmp_path / "metrics.jsonl")[-1]["small/loss"] is None
+
+
+def test_a_run_that_diverges_says_so_and_keeps_what_was_finite(tmp_path):
+  data = {n: jnp.append(a, a[:1], axis=0) for n, a in DATA.items()}
+  data["y"] = data["y"].at[-1].set(jnp.inf)  # Nobody's until round 4.
+  poisoned = lambda round: plan(round) if round < 4 else plan(round) * 0 + 40
+  run_on = lambda **changes: run(
+    tmp_path, data=data, checkpoint_every=1, plan_fn=poisoned, **changes
+  )
+  with pytest.raises(FloatingPointError, match="round 4: small/loss is inf"):
+    run_on(stop_on_nonfinite=True)
+  assert run_on()["diverged"] == 4
+  kept = checkpoint.Checkpoints(tmp_path / "checkpoints")
+  assert kept.rounds() == [3, 10, 11, 12]
+  (tmp_path / "result.json").unlink()
+  assert run_on()["diverged"] == 4
 
 
 def test_clashing_names_are_an_error(tmp_path):

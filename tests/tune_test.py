@@ -416,7 +416,7 @@ def test_a_diverged_trial_touches_no_other(ends):
   for before, after in zip(start, states):
     for i in (2, 4):
       if i == 2:
-        assert trials.all_finite(jax.tree.map(lambda a, i=i: a[i], after))
+        assert core.all_finite(jax.tree.map(lambda a, i=i: a[i], after))
         continue
       equal = jax.tree.map(
         lambda a, b, i=i: bool(jnp.all(a[i] == b[i])), before, after

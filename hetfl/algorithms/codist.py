@@ -66,6 +66,11 @@ def merge_gradients(
   )
 
 
+@jax.jit
+def _finite(learners):
+  return core.all_finite([learner.variables for learner in learners])
+
+
 class _Exchange:
   """The works of one codistillation between P pools."""
 
@@ -147,6 +152,9 @@ def periodic_codist(
   `theta_i <- FedAvg(theta_i)`; if `t % p == 0`, for all i at once,
   `theta_i <- distil(student=theta_i, teachers={theta_j, j != i})`.
 
+  No model learns from one that is not finite, as it has diverged: then there is
+  no codistillation.
+
   After each codistillation the server optimizers' states are reset, including
   their step counts, "as the models have departed from their initial parameters"
   (appendix C.4, which speaks only of the momentum variables).
@@ -214,7 +222,7 @@ def periodic_codist(
     gradients = [pool.combine(s) for pool, s in zip(pools, sent)]
     state = step_servers(pools, state, gradients, decay)
     # Line 4.
-    due = plan.round % period == 0
+    due = (plan.round % period == 0) & _finite(state.server)
     # Lines 5 to 7: teachers and students start as copies of the models.
     works = exchange.students(state.server, state, plan, data, decay, due)
     students, losses = zip(*engine.run(*works))
@@ -263,7 +271,8 @@ def merged_codist(
     distiller: how students learn.
     alpha: the merging factor, in [0, 1]: a value, which trials may vary, or a
       schedule `round -> alpha`. Rounds with alpha = 1 are FedAvg rounds and
-      skip the distillation (section 4).
+      skip the distillation (section 4), and so are those in which a model is
+      not finite, as it has diverged.
     rounds: T, over which all learning rates but the clients' fall linearly;
       `None` keeps them constant.
     every: alpha is 1 except in every `every`-th round.
@@ -328,6 +337,7 @@ def merged_codist(
     if every > 1:
       a = jnp.where(plan.round % every == 0, a, 1.0)
     thetas = state.server
+    a = jnp.where(_finite(thetas), a, 1.0)
     # Line 3: aggregate client gradients, in parallel with the distillation.
     train = client_works(pools, state, plan, data)
     # Lines 4 to 6: teachers and students start as copies of the models.

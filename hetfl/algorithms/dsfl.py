@@ -126,7 +126,8 @@ def dsfl(
     # Predict and Upload.
     scores = group.communicate(state, plan, data)
     # Aggregation, by entropy reduction, and Broadcast.
-    weights = state.hyper["consensus_weights"] * group.heard(plan)
+    heard = group.heard(plan, scores)
+    weights = state.hyper["consensus_weights"] * heard
     target = entropy_reduction(scores, weights, state.hyper["temperature"])
     (shown,) = group.distribute(plan, data, target)
     # Distillation, of the parties and of the server's model.

@@ -33,7 +33,10 @@ class Averaged(NamedTuple):
     state: the pools' state after it.
     losses: each pool's loss.
     said: each pool's clients' logits on the distillation batches, `float[K, S,
-      B, C]`, or their sum, `float[S, B, C]`. Clients of weight 0 say zeros.
+      B, C]`, or their sum, `float[S, B, C]`. Clients of weight 0 say zeros, and
+      so do those that have diverged.
+    heard: each pool's clients that say more, `float32[K]`, ones and zeros; or
+      their number, `float32[]`.
     weights: each pool's clients' weights, `float32[K]`.
     decay: the factor of the round's learning rates.
     batch_key: the key of the distillation batches; see `Distiller.batch`.
@@ -43,6 +46,7 @@ class Averaged(NamedTuple):
   state: core.State
   losses: list[core.Mean]
   said: Sequence[jax.Array]
+  heard: Sequence[jax.Array]
   weights: Sequence[jax.Array | np.ndarray]
   decay: jax.Array
   batch_key: jax.Array
@@ -51,7 +55,7 @@ class Averaged(NamedTuple):
   @property
   def anyone(self) -> jax.Array:
     """1 if any client says something, else 0: then nobody can learn from it."""
-    return jnp.int32(sum(map(jnp.sum, self.weights)) > 0)
+    return jnp.int32(sum(map(jnp.sum, self.heard)) > 0)
 
 
 class Ensemble:
@@ -128,13 +132,14 @@ class Ensemble:
         self._teachers, state.server, sent, weights
       )
     ]
-    said = self.engine.run(*works)
+    said, heard = zip(*self.engine.run(*works))
     gradients = [pool.combine(update) for pool, update in zip(self.pools, sent)]
     decay = linear_decay(plan.round, self._rounds)
     return Averaged(
       step_servers(self.pools, state, gradients, decay),
       client_losses(sent),
       said,
+      heard,
       weights,
       decay,
       batch_key=key,
@@ -152,6 +157,8 @@ def _teacher(view: Task) -> Task:
     variables = core.Variables(params, stats)
     numbers = jnp.arange(len(index), dtype=jnp.int32)
     one = lambda batch: view.whole(1, variables, key, bank, batch)
-    return jax.lax.map(one, (numbers, index))
+    said = jax.lax.map(one, (numbers, index))
+    heard = jnp.all(said < jnp.inf)  # Not NaN.
+    return jnp.where(heard, said, 0), heard.astype(jnp.float32)
 
   return Task.of(logits)

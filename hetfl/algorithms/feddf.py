@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, distill, local
@@ -57,11 +56,13 @@ def feddf(
 
   Reference: Lin et al. 2020. Departures: the plan says how many
   steps are taken, without a validation set; the rate is constant in a round,
-  where the paper's falls by a cosine. Clients of weight 0 do not teach.
+  where the paper's falls by a cosine. Clients of weight 0, or that say
+  NaN as they have diverged, do not teach.
 
   The clients do not learn, and say (0, 0) and (log 3, 0), on average
   (log 3 / 2, 0), whose softmax is (0.634, 0.366).
 
+  >>> import jax.numpy as jnp
   >>> import optax
   >>> from hetfl import ClientPopulation, optimizers, plan_round
   >>> def pool(name, *w):
@@ -103,7 +104,7 @@ def feddf(
     # What each client's model says, added up by the engine.
     averaged = ensemble.average(state, plan, data, total=True)
     state, key = averaged.state, averaged.batch_key
-    mean = _mean_of(averaged.said, averaged.weights)
+    mean = _mean_of(averaged.said, averaged.heard)
     batches = local.of_round(plan, "distill", 1)
     bank = checks.bank(data, "distill")
     looks = [
@@ -157,8 +158,7 @@ def _of_arrays(divergence):
 
 
 @jax.jit
-def _mean_of(said, weights):
-  """The mean logits of all clients, from each pool's sum."""
+def _mean_of(said, heard):
+  """The mean logits of all clients, from each pool's sum and number."""
   distill.same_classes(*said)
-  number = sum(jnp.sum(weight > 0) for weight in weights)
-  return sum(said) / number.astype(jnp.float32)
+  return sum(said) / sum(heard)

@@ -67,7 +67,7 @@ def fedet(
   Reference: Cho et al. 2022: weighted consensus distillation with diversity
   regularization, and representation transfer, which is here an option.
   Departures: the mean of shared layers is weighted by the pools' examples.
-  Clients of weight 0 do not teach.
+  Clients of weight 0, or that say NaN as they have diverged, do not teach.
 
   Clients, who do not learn, say (2, 0) and (0, 4), with variances 1 and 4: y is
   1, of 0.2 (2, 0) + 0.8 (0, 4), and the first disagrees with q = (0.88, 0.12).

@@ -91,10 +91,18 @@ def consensus_shares(
 
   Raises:
     ValueError: there are not so many, one is negative, or all are 0.
+
+  >>> first, second = consensus_shares((1e-300, 3e-300), 2).tolist()
+  >>> round(second / first, 6)
+  3.0
   """
-  values = 1.0 if weights is None else weights
+  values: Any = 1.0 if weights is None else weights
+  if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)):
+    values = np.asarray(values, np.float64)
+    checks.between(0, np.inf, consensus_weights=np.min(values))
+    # As parts of a power of two, since float32 has no 1e-300.
+    values = np.ldexp(values, -np.frexp(np.max(values))[1])
   (shares,) = core.hyper(number, consensus_weights=values).values()
-  checks.between(0, np.inf, consensus_weights=jnp.min(shares))
   checks.positive(sum_of_consensus_weights=jnp.sum(shares))
   return shares
 
@@ -114,7 +122,8 @@ def fedmd(
   The consensus on the round's public examples is `f~ = sum_k c_k f_k`, over all
   models as they are at the start of the round. Then each party trains for some
   epochs towards `f~` on those examples and for some on its private examples.
-  Both optimizers of a party persist.
+  Both optimizers of a party persist. A party whose scores are not finite, as it
+  has diverged, is not heard; its own losses are NaN.
 
   Args:
     parties: P parties, whose models have the same number of outputs.
@@ -193,7 +202,8 @@ def fedmd(
     # Communicate: each party computes its scores on the public subset.
     scores = group.communicate(state, plan, data)
     # Aggregate: the server computes the consensus, before any party trains.
-    weights = state.hyper["consensus_weights"] * group.heard(plan)
+    heard = group.heard(plan, scores)
+    weights = state.hyper["consensus_weights"] * heard
     agreed = consensus(scores, weights)
     # Distribute: the subset becomes a bank, with the consensus in it.
     (shown,) = group.distribute(plan, data, agreed)

@@ -14,8 +14,8 @@ import numpy as np
 import optax
 
 from hetfl import checks, core, local
-from hetfl.algorithms.fedmd import TRANSLATORS
-from hetfl.algorithms.public import Parties
+from hetfl.algorithms.fedmd import consensus, TRANSLATORS
+from hetfl.algorithms.public import known, Parties
 
 _LEAST = 1e-30  # In place of probabilities that are 0 by rounding.
 
@@ -95,6 +95,14 @@ def step_coefficients(
 
 
 @jax.jit
+def _without_lost(scores):
+  """The scores, with the others' mean in place of those that are not finite."""
+  heard = known(scores)
+  mean = consensus(scores, heard)
+  return [jnp.where(one > 0, p, mean) for one, p in zip(heard, scores)]
+
+
+@jax.jit
 def mixtures(
   coefficients: jax.Array, scores: Sequence[jax.Array]
 ) -> list[jax.Array]:
@@ -122,7 +130,8 @@ def ktpfl(
   examples. The server takes gradient steps on the coefficients c, see
   `step_coefficients`, and sends party k `sum_j c_kj p_j`, towards which it
   trains; then it trains on its private examples. Sends N C numbers; receives
-  N C, and which N public examples come next.
+  N C, and which N public examples come next. A party that says NaN, as it has
+  diverged, counts as if it said the mean of the others.
 
   Args:
     parties: P parties, whose models have the same number of classes.
@@ -184,7 +193,7 @@ def ktpfl(
     return group.init(key, trained, hyper, equal)
 
   def step(state, plan, data):
-    scores = group.communicate(state, plan, data)
+    scores = _without_lost(group.communicate(state, plan, data))
     how = [state.hyper[name] for name in values]
     coefficients = step_coefficients(
       state.server, scores, *how, coefficients_steps

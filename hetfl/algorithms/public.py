@@ -156,10 +156,19 @@ class Parties:
     ]
     return _without_lots(self._engine.run(*works), len(subset))
 
-  def heard(self, plan: Plan) -> jax.Array:
-    """`float32[P]`: 1 for parties that take part, who have steps of Digest."""
+  def heard(self, plan: Plan, scores: Sequence[jax.Array]) -> jax.Array:
+    """Who is heard: parties that take part and have not diverged.
+
+    Args:
+      plan: the round's plan; who takes part has steps of Digest.
+      scores: each party's scores.
+
+    Returns:
+      `float32[P]`, ones and zeros; 0 where a score is NaN or infinite, but for
+      minus infinity, the logit of a class that is left out.
+    """
     steps = local.of_round(plan, "digest", len(self.parties)).steps
-    return jnp.asarray(steps > 0, jnp.float32)
+    return jnp.asarray(steps > 0, jnp.float32) * known(scores)
 
   def distribute(
     self, plan: Plan, data: dict[str, core.Batch], *targets: jax.Array
@@ -240,6 +249,17 @@ class Parties:
   def _context(self, state, k):
     # And the party's learning rate.
     return local.values_of(state, k, "temperature")
+
+
+@jax.jit
+def known(scores: Sequence[jax.Array]) -> jax.Array:
+  """`float32[P]`: 1 for scores below infinity, 0 if one is NaN or infinite.
+
+  >>> known([jnp.array([1., -jnp.inf]), jnp.array([1., jnp.nan])]).tolist()
+  [1.0, 0.0]
+  """
+  below = [jnp.all(of_party < jnp.inf) for of_party in scores]
+  return jnp.stack(below).astype(jnp.float32)
 
 
 def _subset(plan):

@@ -76,7 +76,7 @@ def load_fedmd_images(
   examples_per_class: int | None = None,
   min_writer_examples: int = 18,
   superclasses: str = "paper",
-  heldout_examples: int = 0,
+  heldout_examples: int | None = 0,
   public_examples: int | None = None,
   npz: str | os.PathLike | None = None,
   public_npz: str | os.PathLike | None = None,
@@ -113,7 +113,8 @@ def load_fedmd_images(
     superclasses: 'paper', for CIFAR-100's 0 to 5, or 'code', for those of the
       released code: 0, 1, 7, 9, 12, 18.
     heldout_examples: images in each stopping set, at most. The public ones, a
-      stratified sample, are removed from training.
+      stratified sample, are removed from training. `None` for 200, but no more
+      than a fifth of the public images.
     public_examples: how many public training images to keep, a stratified
       sample; by default all.
     npz: the private images of `npz`.
@@ -181,6 +182,8 @@ def load_fedmd_images(
   seed = lambda stream: [stream, partition_seed]
   bank, shared = vision.plain(train), Subset.whole(public.train)
   most = len(shared.index) - 1
+  if heldout_examples is None:
+    heldout_examples = min(200, len(shared.index) // 5)
   checks.between(0, most, heldout_examples=heldout_examples)
   shared, public_stopping = _split_off(
     shared, heldout_examples, seed(Stream.PUBLIC_HELDOUT)

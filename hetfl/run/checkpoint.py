@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import errno
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -21,6 +22,7 @@ from typing import Any
 from absl import logging
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from hetfl.run import logs
@@ -50,7 +52,8 @@ class Checkpoints:
 
   Attributes:
     folder: the folder that holds the checkpoints' folders.
-    keep: how many checkpoints are kept, at least one; the oldest are deleted.
+    keep: how many checkpoints are kept, at least one; the oldest are deleted,
+      but not the last whose numbers are all finite.
   """
 
   def __init__(self, folder: str | os.PathLike[str], keep: int = 3):
@@ -69,8 +72,8 @@ class Checkpoints:
   def save(self, round: int, state: PyTree, extra: Mapping[str, Any]) -> None:
     """Writes a checkpoint; returns when it is on disk under its final name.
 
-    Checkpoints older than the last `keep` are deleted, and so are those of
-    later rounds: `latest` skipped them, so they are damaged.
+    Checkpoints older than the last `keep` are deleted, but for the last finite
+    one, and so are those of later rounds: `latest` skipped them.
 
     Args:
       round: the last round that the state includes.
@@ -85,10 +88,11 @@ class Checkpoints:
     specs = _specs(state)
     leaves = zip(_names(specs).values(), jax.tree.leaves(to_host(state)))
     stored = {name: array for name, array in leaves if array.size}
-    with _orbax() as orbax:
+    with logs.writing(final), _orbax() as orbax:
       orbax.save(part / "state", args=ocp.args.StandardSave(stored))
     manifest = {
       "extra": dict(extra),
+      "finite": all(map(_all_finite, stored.values())),
       "leaves": [{"spec": spec} for spec in specs],
       "files": _digests(part),
     }
@@ -99,17 +103,29 @@ class Checkpoints:
     part.rename(final)
     logs.sync(self.folder)
     rounds = self.rounds()
-    kept = [r for r in rounds if r <= round][-self.keep :]
-    for old in set(rounds) - set(kept):
+    earlier = [r for r in rounds if r <= round]
+    finite = round
+    if not manifest["finite"]:
+      finite = next(filter(self._is_finite, reversed(earlier)), round)
+    for old in set(rounds) - {*earlier[-self.keep :], finite}:
       shutil.rmtree(self.path(old), ignore_errors=True)
 
-  def latest(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
+  def _is_finite(self, round: int) -> bool:
+    try:
+      return _verified(self.path(round)).get("finite", True)
+    except (OSError, ValueError):
+      return False
+
+  def latest(
+    self, like: PyTree, before: float = math.inf
+  ) -> tuple[int, PyTree, dict[str, Any]] | None:
     """The newest checkpoint that is not damaged.
 
     Damaged ones are skipped, with one warning.
 
     Args:
       like: a state of the same structure, shapes and dtypes.
+      before: only checkpoints of earlier rounds count.
 
     Returns:
       The round, the state, as `jax.Array`s on the default device, and `extra`;
@@ -121,7 +137,7 @@ class Checkpoints:
         many open files.
     """
     found, damaged = None, []
-    for round in reversed(self.rounds()):
+    for round in reversed([r for r in self.rounds() if r < before]):
       path = self.path(round)
       try:
         found = round, _verified(path)
@@ -161,6 +177,11 @@ class Checkpoints:
     leaves = [stored.get(n, array) for n, array in zip(names, leaves)]
     state = from_host(jax.tree.unflatten(treedef, leaves), like)
     return round, state, manifest["extra"]
+
+
+def _all_finite(array: np.ndarray) -> bool:
+  floats = jnp.issubdtype(array.dtype, jnp.floating)
+  return not floats or bool(np.isfinite(array).all())
 
 
 def _is_key(leaf: jax.Array) -> bool:

@@ -31,13 +31,27 @@ class ConfigMismatch(ValueError):  # noqa: N818 (reads well in except)
   """The folder belongs to something other than this run."""
 
 
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+  """Adds to errors, such as of a full disk, which file it was, and a remedy."""
+  try:
+    yield
+  except Exception as error:
+    error.add_note(
+      f"while writing {path}; free some space, or lift the quota, and repeat"
+      " the command: it goes on from the last checkpoint"
+    )
+    raise
+
+
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
   """Writes a file atomically: at any moment it is the old or the new one."""
   path = pathlib.Path(path)
   # Other processes, on other hosts too, may be writing the same file.
   part = path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}.part")
-  part.write_bytes(content)
-  sync(part)
+  with writing(path):
+    part.write_bytes(content)
+    sync(part)
   os.replace(part, path)
   sync(path.parent)
 
@@ -374,7 +388,6 @@ def metrics_log(
   rows = read_rows(folder.metrics)
   write_rows(folder.metrics, [row for row in rows if row["round"] <= after])
   with contextlib.ExitStack() as stack:
-    file = stack.enter_context(open(folder.metrics, "ab"))
     board = None
     if tensorboard:
       import tensorboardX  # importing it takes seconds
@@ -386,9 +399,10 @@ def metrics_log(
       stack.enter_context(board)
 
     def write(row):
-      file.write(_line(row))
-      file.flush()
-      os.fsync(file)
+      with writing(folder.metrics), open(folder.metrics, "ab") as file:
+        file.write(_line(row))
+        file.flush()
+        os.fsync(file)
       for name, value in to_json(row).items() if board else ():
         # TensorBoard cannot draw floats that are not finite, None.
         if name != "round" and isinstance(value, int | float):

@@ -7,7 +7,6 @@ from collections.abc import Container, Mapping, Sequence
 import io
 import itertools
 import os
-import statistics
 from typing import Any
 
 import matplotlib
@@ -149,7 +148,7 @@ def collaboration(
   path: str | os.PathLike[str],
   *,
   parties: Mapping[str, str],
-  bounds: Mapping[str, float],
+  bounds: Mapping[str, Sequence[float | None]],
   title: str | None = None,
 ) -> None:
   """Draws all parties' accuracy over the rounds in one panel, to a PNG.
@@ -161,7 +160,7 @@ def collaboration(
     seeds: the rows of each seed, round 0 first; their mean is drawn.
     path: the PNG; replaced atomically.
     parties: a party's name in the rows -> its label.
-    bounds: a party's name -> its upper bound, from 0 to 1.
+    bounds: a party's name -> its upper bound, from 0 to 1, for each seed.
     title: above the panel.
 
   Reference: Li & Wang 2019, figure 2.
@@ -176,7 +175,7 @@ def collaboration(
     style: dict[str, Any] = dict(color=color, lw=1.4)
     ax.plot(x, y, label=f"{label} ({y[-1]:.1f})", **style)
     ax.hlines(y[0], x[0] - margin, x[0], linestyle="--", **style)
-    bound = 100 * bounds[party]
+    bound = 100 * as_floats(bounds[party]).mean()
     ax.hlines(bound, last, last + margin, linestyle="-.", **style)
   ax.set_xlim(-margin, last + margin)
   xlabel = "Round (dashed: transfer learning alone; dash-dotted: pooled data)"
@@ -358,7 +357,7 @@ def table(results: Mapping[str, Rows]) -> str:
       from 0 to 1.
 
   Returns:
-    The table; a missing value is a dash.
+    The table; a missing value is a dash, or `diverged` in a run that has.
 
   >>> small = {'parameters': 5, 'test_accuracy': .5, 'heldout_accuracy': .25}
   >>> result = {'rounds': 9, 'seconds': 1.25, 'pools': {'small': small}}
@@ -378,9 +377,13 @@ def table(results: Mapping[str, Rows]) -> str:
   columns = [["", "algorithm", *results]]
 
   def add(head, title, name, form, factor=1, pool=None):
+    def value(result):
+      found = (result["pools"][pool] if pool else result)[name]
+      lost = found is None and "diverged" in result
+      return float("nan") if lost else found
+
     cells = [
-      cell([(r["pools"][pool] if pool else r)[name] for r in of], form, factor)
-      for of in results.values()
+      cell(list(map(value, of)), form, factor) for of in results.values()
     ]
     columns.append([head, title, *cells])
 
@@ -400,7 +403,7 @@ def parties_table(seeds: Sequence[Rows]) -> str:
   Args:
     seeds: for each seed and party a dict of `name`, `model`, `parameters`, and
       accuracies from 0 to 1: `public_accuracy`, `transfer_accuracy`,
-      `final_accuracy`, `pooled_accuracy`.
+      `final_accuracy`, `pooled_accuracy`; `None` if it has diverged.
 
   Returns:
     The table, with the mean accuracies in its last line.
@@ -422,9 +425,11 @@ def parties_table(seeds: Sequence[Rows]) -> str:
     ["parameters", *(f"{p['parameters']:,d}" for p in seeds[0]), ""],
   ]
   for name in ("public", "transfer", "final", "pooled"):
-    values = [[p[f"{name}_accuracy"] for p in parties] for parties in seeds]
-    values = [[*of_seed, statistics.fmean(of_seed)] for of_seed in values]
-    cells = [cell(of_party, factor=100) for of_party in zip(*values)]
+    values = as_floats(
+      [[p[f"{name}_accuracy"] for p in parties] for parties in seeds]
+    )
+    values = np.column_stack([values, values.mean(axis=1)])
+    cells = [cell(of_party, factor=100) for of_party in values.T]
     columns.append([f"{name} %", *cells])
   return align(columns, names=2)
 
@@ -480,25 +485,35 @@ def mean_and_deviation(values: Any) -> tuple[Any, Any]:
   return mean, np.std(values, axis=0, ddof=1)
 
 
+def as_floats(values: Any) -> np.ndarray:
+  """An array in which `None`, a float that was not finite, is NaN."""
+  return np.array(values, float)
+
+
 def cell(
   values: Sequence[float | None], form: str = "{:.2f}", factor: float = 1
 ) -> str:
   """A cell of a table: a number, or mean ± standard deviation of several.
 
   Args:
-    values: of one run or of several seeds; integers are the same for all seeds.
+    values: of one run or of several seeds; integers are the same for all seeds;
+      `None` is missing, and NaN of a model that has diverged.
     form: the format string of a number.
     factor: from the values' unit to the table's.
 
   Returns:
-    The cell; a dash, if a value is missing.
+    The cell.
 
-  >>> cell([0.5], factor=100), cell([0.25, 0.5], factor=100), cell([None])
-  ('50.00', '37.50 ± 17.68', '-')
+  >>> cell([0.5], factor=100), cell([0.25, 0.5], factor=100)
+  ('50.00', '37.50 ± 17.68')
+  >>> cell([0.5, None]), cell([0.5, float('nan')])
+  ('-', 'diverged')
   """
   known = [value for value in values if value is not None]
   if len(known) < len(values):
     return "-"
+  if np.isnan(known).any():
+    return "diverged"
   if len(known) == 1 or isinstance(known[0], int):
     return form.format(factor * known[0])
   return " ± ".join(form.format(factor * v) for v in mean_and_deviation(known))

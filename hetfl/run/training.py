@@ -39,13 +39,18 @@ class _Sums:
   """Sums of metrics since the last evaluation.
 
   Args:
-    stored: `totals` and `counts` by metric, of a checkpoint; else empty.
+    stored: `totals` and `counts` by metric, of a checkpoint, and `diverged`;
+      else empty.
     stop_on_nonfinite: see `run`.
+
+  Attributes:
+    diverged: the first round with a loss that is not finite, if there is one.
   """
 
   def __init__(self, stored: Mapping[str, Any], stop_on_nonfinite: bool):
     self.totals: dict[str, float] = stored.get("totals", {})
     self.counts: dict[str, float] = stored.get("counts", {})
+    self.diverged: int | None = stored.get("diverged")
     self._stop, self._warned = stop_on_nonfinite, False
     self._pending: list[tuple[range, core.Metrics]] = []
 
@@ -70,7 +75,7 @@ class _Sums:
         one = metrics
         if len(rounds) > 1:
           one = jax.tree.map(lambda a, i=i: a[i], metrics)
-        self._check(round, core.values(one))
+        self.check(round, core.values(one))
         for name, (total, count) in one.items():
           # In this order and in float64, however fetches were batched.
           self.totals[name] = self.totals.get(name, 0.0) + float(total)
@@ -82,7 +87,8 @@ class _Sums:
     self.totals, self.counts = {}, {}
     return {n: total / counts[n] for n, total in totals.items() if counts[n]}
 
-  def _check(self, round: int, values: Mapping[str, float]) -> None:
+  def check(self, round: int, values: Mapping[str, float]) -> None:
+    """Notes a loss that is not finite, and warns of the first, or stops."""
     bad = [
       f"{name} is {value}"
       for name, value in values.items()
@@ -90,10 +96,11 @@ class _Sums:
     ]
     if not bad or self._warned:
       return
+    self.diverged = self.diverged or round
     message = (
-      f"round {round}: {', '.join(bad)}: training has diverged (lower the"
-      " learning rate), or a label is out of the model's range of classes, or"
-      " the plan is for a larger bank"
+      f"round {round}: {', '.join(bad)}: training has diverged; lower the"
+      " learning rates (a label out of the model's range of classes does the"
+      " same)"
     )
     if self._stop:
       raise FloatingPointError(f"{message} (stop_on_nonfinite)")
@@ -125,6 +132,7 @@ def run(
   Rounds are numbered from 1. After every `eval_every`-th and after the last,
   a row goes to `metrics.jsonl`: `round`, what `evaluate` returns, the means
   of the step's metrics over the rounds since the previous row, and `seconds`.
+  A run goes on from the newest checkpoint whose rows are all there.
 
   On SIGINT, SIGTERM or SIGUSR1 (if `run` is called from the main thread) the
   process finishes the dispatched rounds, saves a checkpoint and exits with
@@ -154,7 +162,8 @@ def run(
       time and, with several rounds per dispatch, rounding.
     tensorboard: whether to write `tensorboard/`.
     stop_on_nonfinite: whether to end the run when a metric whose name ends in
-      "loss" is not finite, instead of warning once.
+      "loss" is not finite, instead of warning once; the last finite checkpoint
+      is kept in any case.
     rounds_per_dispatch: how many rounds are dispatched as one program, if no
       evaluation or checkpoint falls between them; other rounds are dispatched
       one by one. Changes results by floating-point rounding only. With more
@@ -166,7 +175,8 @@ def run(
   Returns:
     The contents of `result.json`: what `summarize` returned, `rounds`,
     `seconds` (of wall time, over all parts of the run), `versions` and
-    `git_commit`.
+    `git_commit`; and, if a loss was not finite, `diverged`, the first round in
+    which it was not.
 
   Raises:
     FloatingPointError: see `stop_on_nonfinite`.
@@ -174,7 +184,7 @@ def run(
     ValueError: an argument is out of its range; `evaluate` and the step return
       a metric of the same name, or one named `round` or `seconds`; another
       process is using the folder; or its checkpoint is of another kind of
-      state, or of a later round than `rounds`.
+      state, of a later round than `rounds`, or gone.
   """
   checks.counts(
     rounds=rounds,
@@ -191,8 +201,15 @@ def run(
     wait = len(values) - 1 - values.index(max(values)) if values else 0
     return engine_lib.from_first(done == rounds or wait >= (patience or 1))
 
+  def lost(done: int) -> list[int]:
+    """The rounds up to this one whose rows should be there, and are not."""
+    there = {row["round"] for row in logs.read_rows(folder.metrics)}
+    evaluated = {*range(eval_every, done + 1, eval_every)} | {done} & {rounds}
+    return sorted(evaluated - there)
+
   reached = (folder.result() or {}).get("rounds", 0)
-  if engine_lib.from_first(0 < reached <= rounds) and over(reached):
+  finished = 0 < reached <= rounds and not lost(reached)
+  if engine_lib.from_first(finished) and over(reached):
     logging.info("%s: the run is finished already.", folder.path)
     return _shared(folder)
 
@@ -206,7 +223,7 @@ def run(
     # Processes stop together, when the first was told to.
     stopped = lambda: bool(engine_lib.from_first(bool(caught)))
     stack.enter_context(folder.at_work())
-    done, state, extra = _latest(algorithm, key, checkpoints)
+    done, state, extra = _latest(algorithm, key, checkpoints, reached, lost)
     if done > rounds:
       raise ValueError(
         f"rounds={rounds}: {folder.path} already has a checkpoint of round"
@@ -226,7 +243,8 @@ def run(
     def save() -> None:
       sums.fetch()
       if jax.process_index() == 0:  # Its checkpoint serves all processes.
-        extra = {"totals": sums.totals, "counts": sums.counts}
+        extra: dict[str, Any] = {"diverged": sums.diverged}
+        extra |= {"totals": sums.totals, "counts": sums.counts}
         extra |= {"seconds": seconds(), "evaluation": evaluation}
         checkpoints.save(done, state, extra)
 
@@ -243,6 +261,7 @@ def run(
       if evaluated:
         evaluation = {n: float(v) for n, v in evaluate(state).items()}
         sums.fetch()
+        sums.check(done, evaluation)
         means = sums.take()
         row = {"round": done, **evaluation, **means, "seconds": seconds()}
         if len(row) < len(evaluation) + len(means) + 2:
@@ -263,6 +282,7 @@ def run(
         break
     if ends:
       result = {"rounds": done, "seconds": seconds(), **code}
+      result |= checks.given(diverged=sums.diverged)
       folder.write_result({**summarize(state, evaluation), **result})
     if stopped():  # Perhaps after the last round.
       logging.warning(
@@ -411,12 +431,46 @@ def stop_signals(
 
 
 def _latest(
-  algorithm: core.Algorithm, key: Any, checkpoints: checkpoint.Checkpoints
+  algorithm: core.Algorithm,
+  key: Any,
+  checkpoints: checkpoint.Checkpoints,
+  reached: int = 0,
+  lost: Callable[[int], Sequence[int]] = lambda done: (),
 ) -> tuple[int, Any, dict[str, Any]]:
-  """The first process's newest checkpoint, else initial state, in all."""
+  """The first process's newest checkpoint, else initial state, in all.
+
+  Args:
+    algorithm: the run's algorithm.
+    key: for its `init`.
+    checkpoints: the run's checkpoints.
+    reached: the round of its result, if it has one.
+    lost: round -> the rounds up to it whose rows are gone; only checkpoints
+      from before them count.
+
+  Returns:
+    The round, the state and what is stored with it.
+
+  Raises:
+    ValueError: the run has come further than any checkpoint that counts.
+  """
   state = core.strong(engine_lib.jit(algorithm.init, once=True)(key))
-  # The other folders do not count.
-  found = checkpoints.latest(like=state) if jax.process_index() == 0 else None
+  found = None
+  if jax.process_index() == 0:  # The other folders do not count.
+    found = checkpoints.latest(like=state)
+    reached = found[0] if found else reached
+    if gone := lost(reached):
+      found = checkpoints.latest(like=state, before=gone[0])
+    where = f"{checkpoints.folder.parent}: "
+    if gone:
+      named = ", ".join(map(str, gone))
+      where += f"metrics.jsonl has no lines of rounds {named}: "
+    if reached and not found:
+      raise ValueError(
+        f"{where}the run has done {reached} rounds, and there is no checkpoint"
+        " to go on from; put the files back, or use another folder"
+      )
+    if found and gone:
+      logging.warning("%sgoing on from round %d.", where, found[0])
   done, like, extra = found or (0, state, {})
   if jax.process_count() == 1:
     return done, like, extra

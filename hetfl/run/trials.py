@@ -110,26 +110,6 @@ class Problem(NamedTuple):
   rounds: int
 
 
-def all_finite(tree: PyTree) -> jax.Array:
-  """Whether all floating-point numbers of a tree are finite.
-
-  Args:
-    tree: a pytree of arrays; integers and keys are ignored.
-
-  Returns:
-    `bool[]`.
-
-  >>> bool(all_finite({'w': jnp.ones(2), 'b': jnp.array(jnp.nan)}))
-  False
-  """
-  floats = (
-    leaf
-    for leaf in jax.tree.leaves(tree)
-    if jnp.issubdtype(leaf.dtype, jnp.floating)
-  )
-  return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
-
-
 class Runner(abc.ABC):
   """Trains the trials of a block; the runner defines the pytree `states`.
 
@@ -230,7 +210,7 @@ class SideBySide(Runner):
     super().__init__(problem, seeds)
     self._at_once = at_once
     self._init = jit(self._new, once=True)
-    self._finite = jax.jit(all_finite)
+    self._finite = jax.jit(core.all_finite)
 
   def start(self, values):
     """See `Runner`."""
@@ -381,7 +361,7 @@ class Vmapped(Runner):
     `done` is the last round with a finite state.
     """
     new, _ = self._problem.step(state, plan, data)
-    fine = (done == plan.round - 1) & all_finite(new)
+    fine = (done == plan.round - 1) & core.all_finite(new)
     state = optax.tree.where(fine, new, state)
     return state, jnp.where(fine, plan.round, done)
 
