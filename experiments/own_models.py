@@ -11,6 +11,7 @@ import functools
 import hashlib
 import pathlib
 import sys
+import traceback
 import types
 
 import flax.linen as nn
@@ -82,7 +83,7 @@ def load(
   function = _function(flag, name)
   example = jnp.zeros((1, *shape), jnp.int32 if is_text else jnp.float32)
   counted = "vocabulary_size" if is_text else f"num_{of}"
-  with _traced(f"{shown}, called with {counted}={size}"):
+  with _in_a_line(f"{shown}, called with {counted}={size}", name):
     model = function(size)
     if isinstance(model, nn.Module):
       model = core.Model.from_flax(model, example)
@@ -93,10 +94,8 @@ def load(
     )
   kind = "logits" if of == "classes" else "outputs"
   inputs = "tokens" if is_text else "images"
-  with _traced(f"{shown}, given {inputs} of shape {example.shape}"):
-    outputs = jax.eval_shape(
-      lambda key: model.predict(model.start(key), example), jax.random.key(0)
-    )
+  with _in_a_line(f"{shown}, given {inputs} of shape {example.shape}", name):
+    outputs = model.trial(name, example, logits=of == "classes")
   found = jax.tree.map(jnp.shape, outputs)
   wanted, needs = (1, size), f"{size} {of} need {kind} of shape (1, {size})"
   if is_text:
@@ -168,7 +167,7 @@ def _function(flag: str, name: str):
   shown, path = f"--{flag}={name}", _path(name)
   if not path.is_file():
     raise UsageError(f"{shown}: there is no file {path}; give FILE.py:FUNCTION")
-  with _traced(f"{shown}, importing {path}"):
+  with _in_a_line(f"{shown}, importing {path}", name):
     module, _ = _loaded(path)
   called = name.rpartition(":")[2]
   function = getattr(module, called, None)
@@ -192,9 +191,15 @@ def _loaded(path: pathlib.Path) -> tuple[types.ModuleType, bytes]:
 
 
 @contextlib.contextmanager
-def _traced(doing: str) -> Iterator[None]:
-  """Has errors of the user's code shown with their traceback, not in a line."""
+def _in_a_line(doing: str, name: str) -> Iterator[None]:
+  """Has errors of the user's code shown in a line, with their place in it."""
   try:
     yield
-  except Exception as error:
-    raise RuntimeError(f"{doing}: {type(error).__name__}: {error}") from error
+  except (Exception, SystemExit) as error:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if f.filename == str(_path(name))]
+    at = f" at line {lines[-1]}" if lines else ""
+    raise UsageError(
+      f"{doing}: {type(error).__name__}{at}: {error}; mend the file"
+      " (--verbosity=1 shows the whole traceback)"
+    ) from error

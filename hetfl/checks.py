@@ -182,7 +182,7 @@ def alike(what: str, given: Any, wanted: Any) -> None:
 
 
 def array(what: str, outputs: Any) -> None:
-  """Raises a `ValueError` if outputs are no array, such as `TokenLogits`."""
+  """Raises a `ValueError` if outputs are no array `float[...]`."""
   if not hasattr(outputs, "dtype") and not np.isscalar(outputs):
     raise ValueError(
       f"{what}: outputs must be an array float[..., C], not a"
@@ -190,6 +190,11 @@ def array(what: str, outputs: Any) -> None:
       "sentence_loss()), Distiller(divergence=token_divergence, weights="
       "token_weights) and Evaluator(measure=next_word_metrics), from"
       " hetfl.models.next_word; fml, fedmd and feddf take arrays"
+    )
+  if not jnp.issubdtype(jnp.result_type(outputs), jnp.floating):
+    raise ValueError(
+      f"{what}: outputs must be floating numbers, such as logits, not"
+      f" {jnp.result_type(outputs)}, which have no gradient"
     )
 
 

@@ -68,6 +68,35 @@ def test_capacity_pools(dump):
   assert users(other.pools[0]) != users(small)
 
 
+def test_the_order_of_rows_means_nothing(dump, tmp_path):
+  lines = (dump / "stackexchange/Posts.xml").read_text().splitlines()
+  rows = [
+    line.replace('Id="1"', f'Id="{n}"', 1) for n, line in enumerate(lines)
+  ]
+  texts = "\n".join(rows), "\n".join([*rows[:2], *rows[-2:1:-1], rows[-1]])
+  made = []
+  for name, text in zip(("a", "b"), texts):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "Posts.xml").write_text(text)
+    made.append(load("stackexchange", data_dir=tmp_path / name))
+  one, other = made
+  assert one.vocabulary == other.vocabulary
+  for part in ("distill", "heldout", "test"):
+    np.testing.assert_array_equal(
+      getattr(one, part).index, getattr(other, part).index
+    )
+  for mine, theirs in zip(one.pools, other.pools):
+    assert mine.ids == theirs.ids
+    for name in ("tokens", "domain"):
+      np.testing.assert_array_equal(mine.bank[name], theirs.bank[name])
+  # As they were when the file was taken as it is.
+  in_order = load("stackexchange", data_dir=dump)
+  assert in_order.pools[0].ids == one.pools[0].ids
+  np.testing.assert_array_equal(
+    in_order.pools[0].bank["tokens"], one.pools[0].bank["tokens"]
+  )
+
+
 def test_domain_pools_share_no_client(dump):
   data = load("stackexchange", data_dir=dump, pools="domain")
   answers, questions = data.pools

@@ -155,6 +155,10 @@ def test_own_images(tmp_path):
   sizes = [len(s.index) for s in (fewer.public, fewer.public_stopping)]
   assert sizes[1] == sum(sizes) // 5 > 0
 
+  # By the file's own labels, not by the models' outputs.
+  with pytest.raises(ValueError, match="300 are wanted of class 0, which has"):
+    load(num_parties=100)
+
   # Seven clients, of which five are drawn; each has every seventh image.
   names = np.array([f"writer {i % 7}" for i in range(2000)])
   save("private.npz", lambda y: y >= 6, clients_train=names)

@@ -65,7 +65,13 @@ def test_all_forms_of_the_arrays(save, caplog):
     ),
     (dict(x_train=np.zeros((240, 8, 8))), "x_train is float64.*want a file by"),
     (dict(x_test=np.zeros((60, 64), np.uint8)), r"x_test is uint8\[60, 64\]"),
-    (dict(x_test=np.zeros((0, 8, 8), np.uint8)), "x_test is uint8.0, 8, 8"),
+    (dict(x_test=np.zeros((0, 8, 8), np.uint8)), "x_test has no images"),
+    (
+      dict(x_train=np.zeros((240, 3, 150, 150), np.uint8)),
+      r"x_train is uint8\[240, 3, 150, 150\], with its channels first; save"
+      r" x.transpose\(0, 2, 3, 1\)",
+    ),
+    (dict(x_test=np.zeros((60, 1, 28, 28), np.uint8)), "x_test .*ls first"),
     (
       dict(x_test=np.zeros((60, 9, 8), np.uint8)),
       r"of \(8, 8, 1\), x_test of \(9, 8, 1\)",

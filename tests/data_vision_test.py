@@ -370,6 +370,8 @@ def test_bad_tfds_sets_are_refused(cifar):
   message = _error(official, data_dir)
   assert f"array_record in {data_dir}" in message
   assert f"({folder} has another format)" in message
+  info.write_text("[]")
+  assert "dataset_info.json: cannot be read" in _error(official, data_dir)
   info.write_text("{")
   assert "dataset_info.json: cannot be read" in _error(official, data_dir)
 

@@ -290,6 +290,9 @@ WRONG = {
   "but the loss takes labels 'y'": lambda: core.cross_entropy(
     jnp.zeros((2, 3)), {"x": 0}
   ),
+  "must be floating numbers, such as logits, not int32": lambda: (
+    core.cross_entropy(jnp.zeros((2, 3), int), {"y": jnp.array([0, 1])})
+  ),
   "batch['y'] is int32 of shape (2, 1)": lambda: core.cross_entropy(
     jnp.zeros((2, 3)), {"y": jnp.array([[0], [1]])}
   ),
@@ -330,6 +333,12 @@ WRONG = {
   ),
   "a model's init returned a dict": lambda: pool_round(
     MLP._replace(init=lambda key: {})
+  ),
+  "init returned .params['n'] of type int32": lambda: pool_round(
+    MLP._replace(init=lambda key: core.Variables({"n": jnp.zeros(3, int)}, {}))
+  ),
+  "init returned .stats['key'] of type key<fry>": lambda: pool_round(
+    MLP._replace(init=lambda key: MLP.init(key)._replace(stats={"key": key}))
   ),
   "a model's apply returned stats of structure": lambda: pool_round(
     MLP._replace(apply=lambda variables, x, key, train: (x, None))

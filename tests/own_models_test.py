@@ -254,18 +254,85 @@ def test_logits_of_text_are_computed_in_chunks(monkeypatch):
   assert chunk_of(None, None) is None
 
 
-def test_errors_in_the_file_have_a_traceback(experiment, nets, tmp_path):
-  codist = experiment("codist")
-  done = codist(f"--models={nets}:impossible", f"--workdir={tmp_path}/run")
-  assert done.returncode != 0 and not (tmp_path / "run").exists()
-  assert f'File "{nets}", line ' in done.stderr
-  called = f"--models={nets}:impossible, called with num_classes=10: ValueError"
-  assert called in done.stderr
-  nets.write_text("import no_such_module")
-  done = codist(f"--models={nets}:narrow", f"--workdir={tmp_path}/run")
-  assert f"--models={nets}:narrow, importing {nets}: ModuleNotFound" in (
-    done.stderr
+MADE = """import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import hetfl
+
+class Flat(nn.Module):
+  def __call__(self, x):
+    return x.reshape(len(x), -1)[:, :10]
+
+def made(n, f=jnp.matmul, dtype=float, stats=lambda key: {}):
+  return hetfl.Model(
+    lambda key: hetfl.Variables(jnp.ones((64, n), dtype), stats(key)),
+    lambda v, x, key, train: (f(v.params, x.reshape(len(x), -1)), v.stats),
   )
+
+"""
+# Of lines 16 and 17 of the file.
+MISTAKES = {
+  "def net(n):\n  return nn.Dense(n": "importing {path}: SyntaxError: '(' was"
+  " never closed (mistakes.py, line 17); mend the file",
+  "import no_such": "importing {path}: ModuleNotFoundError at line 16: No"
+  " module named 'no_such'",
+  "import sys; sys.exit('bye')": "importing {path}: SystemExit at line 16: bye",
+  "def net(n):\n  raise OSError(n)": "called with num_classes=10: OSError at"
+  " line 17: 10",
+  "def net(n):\n  exit(3)": "called with num_classes=10: SystemExit at line 17",
+  "net = lambda n: made(n, lambda w, x: x @ w[1:])": "given images of shape"
+  " (1, 8, 8, 1): TypeError at line 16: dot_general requires",
+  "net = lambda n: made(n, lambda w, x: (x @ w).argmax(1))": "outputs must be"
+  " floating numbers, such as logits, not int32",
+  "net = lambda n: Flat()": "has no parameters, so it learns nothing",
+  "net = lambda n: made(n, dtype=int)": "init returned .params of type int32",
+  "net = lambda n: made(n, dtype=bool)": "init returned .params of type bool",
+  "net = lambda n: made(n, stats=jax.random.split)": "init returned .stats of"
+  " type key<fry>",
+}
+
+
+@pytest.fixture
+def own_models(monkeypatch):
+  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+  return importlib.import_module("own_models")
+
+
+@pytest.mark.parametrize("code", MISTAKES)
+def test_mistakes_in_the_file_are_a_line(own_models, code, tmp_path):
+  path = tmp_path / "mistakes.py"
+  path.write_text(MADE + code)
+  with pytest.raises(ValueError) as error:
+    own_models.load("models", f"{path}:net", 10, (8, 8, 1))
+  line = str(error.value)
+  assert line.startswith(f"--models={path}:net, ") and "\n" not in line
+  assert MISTAKES[code].format(path=path) in line
+
+
+def test_a_softmax_is_warned_of(own_models, tmp_path, caplog):
+  path = tmp_path / "softmax.py"
+  path.write_text(
+    MADE
+    + "net = lambda n: made(n, lambda w, x: jax.nn.softmax(x @ w))\n"
+    + "logits = lambda n: made(n, lambda w, x: x @ w)\n"
+  )
+  own_models.load("models", f"{path}:logits", 10, (8, 8, 1))
+  own_models.load("models", f"{path}:net", 10, (8, 8, 1), of="features")
+  assert not caplog.messages
+  own_models.load("models", f"{path}:net", 10, (8, 8, 1))
+  assert f"{path}:net: its outputs sum to 1, as after a softmax" in caplog.text
+
+
+def test_errors_in_the_file_have_a_traceback_on_demand(
+  experiment, nets, tmp_path
+):
+  codist = experiment("codist")
+  called = f"--models={nets}:impossible, called with num_classes=10: ValueError"
+  flags = (f"--models={nets}:impossible",)
+  codist.refuse([(flags, f"{called} at line 39")], fresh=tmp_path / "run")
+  done = codist(*flags, "--verbosity=1", f"--workdir={tmp_path}/run")
+  assert done.returncode != 0 and not (tmp_path / "run").exists()
+  assert f'File "{nets}", line ' in done.stderr and called in done.stderr
 
 
 def test_mistakes_are_named(experiment, nets, tmp_path):

@@ -12,6 +12,7 @@ import os
 import pathlib
 import sqlite3
 from typing import Any
+import zlib
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from hetfl.data.errors import reading
 from hetfl.population import ClientPopulation
 
 _CODING = ("utf-8", "surrogateescape")  # of ids, which may be any bytes
+_MAX_BYTES = 1 << 26  # Of a client; the largest here have a few million.
 _CIFAR100_FEATURES = {"image": "x", "label": "y", "coarse_label": "coarse"}
 
 
@@ -135,9 +137,18 @@ def open_sqlite(path: str | os.PathLike, remedy: str) -> Iterator[Any]:
     # FedJAX itself would make a missing file.
     connection = sqlite3.connect(f"{uri}?mode=ro", uri=True)
     with contextlib.closing(connection):
-      yield sqlite.SQLiteFederatedData(
-        connection, sqlite.decompress_and_deserialize
-      )
+      yield sqlite.SQLiteFederatedData(connection, _examples)
+
+
+def _examples(data: bytes) -> Any:
+  """A client's examples, as FedJAX stores them, if they unpack to no bomb."""
+  from fedjax.core import serialization
+
+  stream = zlib.decompressobj()
+  content = stream.decompress(data, _MAX_BYTES)
+  if not stream.eof:
+    raise ValueError(f"a client's data is cut, or beyond {_MAX_BYTES} bytes")
+  return serialization.msgpack_deserialize(content)
 
 
 def read_sqlite(

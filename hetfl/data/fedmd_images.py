@@ -177,7 +177,7 @@ def load_fedmd_images(
   elif environment == "cifar_noniid":
     parts = one_subclass(train["y"], train["fine"], **draw)
   else:
-    parts = equal_classes(train["y"], **draw)
+    parts = equal_classes(train["fine"], **draw)  # Named in errors.
 
   seed = lambda stream: [stream, partition_seed]
   bank, shared = vision.plain(train), Subset.whole(public.train)
@@ -245,18 +245,20 @@ def equal_classes(
   rng = generator(Stream.EQUAL_CLASSES, seed)
   parts = []
   for c in np.unique(labels):
-    drawn = _drawn(rng, labels == c, examples_per_class, num_clients)
+    drawn = _drawn(rng, labels == c, c, examples_per_class, num_clients)
     parts.append(np.split(drawn, num_clients))
   return [np.concatenate(own) for own in zip(*parts)]
 
 
-def _drawn(rng, of_class: np.ndarray, each: int, parties: int) -> np.ndarray:
+def _drawn(
+  rng, of_class: np.ndarray, label: int, each: int, parties: int
+) -> np.ndarray:
   """The positions of some examples of a class, for one or more parties."""
   members = rng.permutation(np.flatnonzero(of_class)).astype(np.int32)
   if len(members) < each * parties:
     raise ValueError(
-      f"examples_per_class={each}: {each * parties} are wanted of a class that"
-      f" has {len(members)}"
+      f"examples_per_class={each}: {each * parties} are wanted of class"
+      f" {label}, which has {len(members)}"
     )
   return members[: each * parties]
 
@@ -344,7 +346,7 @@ def one_subclass(
       subclasses = np.unique(fine[coarse == c])
       subclass = subclasses[k % len(subclasses)]
       of_class = (coarse == c) & (fine == subclass)
-      parts.append(_drawn(rng, of_class, examples_per_class, 1))
+      parts.append(_drawn(rng, of_class, subclass, examples_per_class, 1))
     clients.append(np.concatenate(parts))
   return clients
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 import gzip
+import io
 import json
 import logging
 import os
 import pathlib
 import re
-import struct
-from typing import Any
+from typing import Any, IO
 import urllib.request
 import zlib
 
@@ -18,6 +18,7 @@ from hetfl.data.errors import reading
 from hetfl.population import ClientPopulation, Subset
 
 _TIMEOUT_SECONDS = 10
+_MAX_BYTES = 1 << 28  # Of an unpacked file; the largest has 154 million.
 
 
 def record(sets: Iterable[Subset | ClientPopulation | None], **facts) -> bytes:
@@ -84,7 +85,20 @@ def content(path: str | os.PathLike) -> bytes:
   """
   with reading(path, "get it again"):
     raw = pathlib.Path(path).read_bytes()
-    return gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw
+    if not raw.startswith(b"\x1f\x8b"):
+      return raw
+    return unpacked(gzip.GzipFile(fileobj=io.BytesIO(raw)))
+
+
+def unpacked(stream: IO[bytes] | gzip.GzipFile) -> bytes:
+  """All bytes of a compressed file; a `ValueError` if they are no data set's.
+
+  A few bytes can be made to unpack to more than the memory holds.
+  """
+  content = stream.read(_MAX_BYTES + 1)
+  if len(content) > _MAX_BYTES:
+    raise ValueError(f"unpacks to more than {_MAX_BYTES} bytes")
+  return content
 
 
 def parse_idx(content: bytes) -> np.ndarray:
@@ -106,9 +120,10 @@ def parse_idx(content: bytes) -> np.ndarray:
   """
   if content[:3] != b"\0\0\x08":
     raise ValueError("not an idx file of bytes")
-  shape = struct.unpack_from(f">{content[3]}I", content, 4)
-  values = np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape))
-  return values.reshape(shape).copy()
+  rank = int.from_bytes(content[3:4])
+  shape = np.frombuffer(content, ">u4", rank, offset=4)
+  values = np.frombuffer(content, np.uint8, offset=4 + 4 * rank)
+  return values.reshape(shape.tolist()).copy()
 
 
 def read_npz(
@@ -161,7 +176,8 @@ def find_tfds(
     for path in sorted(found, key=version, reverse=True):
       with reading(path, f"prepare {name} with TFDS again"):
         info = json.loads(path.read_text(encoding="utf-8"))
-      if info.get("fileFormat") == "array_record":
+        file_format = info.get("fileFormat")
+      if file_format == "array_record":
         return str(path.parent), ""
       missing += f" ({path.parent} has another format)"
   return None, missing

@@ -98,8 +98,15 @@ def _bank(arrays: dict[str, np.ndarray], part: str) -> Bank:
   if not {f"x_{part}", f"y_{part}"} <= arrays.keys():
     raise ValueError(f"x_{part} or y_{part} is missing")
   x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
+  if x.shape[:1] == (0,):
+    raise ValueError(f"x_{part} has no images; it needs one or more")
+  found = f"x_{part} is {x.dtype}{[*x.shape]}"
   if x.dtype != np.uint8 or x.ndim not in (3, 4) or not x.size:
-    raise ValueError(f"x_{part} is {x.dtype}{[*x.shape]}")
+    raise ValueError(found)
+  if x.ndim == 4 and x.shape[1] <= 4 < x.shape[3]:
+    raise ValueError(
+      f"{found}, with its channels first; save x.transpose(0, 2, 3, 1)"
+    )
   y = y[:, 0] if y.shape == (len(x), 1) else y  # Keras's CIFAR.
   _check(f"y_{part}", y, "iu", len(x))
   if y.min() < 0 or y.max() >= 2**31:

@@ -141,6 +141,39 @@ class Corpus:
     numbers = np.bincount(words, minlength=len(self.lexicon)).tolist()
     return +Counter(dict(zip(self.lexicon, numbers)))  # Without zeros.
 
+  def ordered(self, keys: Sequence[int]) -> "Corpus":
+    """The same sentences in another order.
+
+    Args:
+      keys: `int[N]`, of each sentence; smaller ones come first, equal ones stay
+        in their order.
+
+    Returns:
+      The corpus, with clients in the order of their first sentences.
+
+    >>> two = ('ann', 0, ['b', 'a']), ('bob', 1, ['c'])
+    >>> corpus = collect(two, max_words=9, skipped=Counter(), source='here')
+    >>> corpus = corpus.ordered([7, 5])
+    >>> corpus.words, corpus.offsets, corpus.ids
+    (array([2, 0, 1], dtype=int32), array([0, 1, 3]), ('bob', 'ann'))
+    """
+    if (np.diff(np.asarray(keys)) >= 0).all():
+      return self  # Which may be most of the memory.
+    order = np.argsort(keys, kind="stable")
+    place, lengths = np.argsort(order), np.diff(self.offsets)[order]
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    moved = np.repeat(self.offsets[order] - offsets[:-1], lengths)
+    members = [np.sort(place[own]) for own in self.members]
+    clients = sorted(range(len(members)), key=lambda k: members[k][0])
+    return dataclasses.replace(
+      self,
+      words=self.words[moved + np.arange(len(moved))],
+      offsets=offsets,
+      domains=self.domains[order],
+      members=tuple(members[k] for k in clients),
+      ids=tuple(self.ids[k] for k in clients),
+    )
+
 
 def collect(
   sentences: Iterable[tuple[str, int, Sequence[str]]],

@@ -4,10 +4,12 @@ A file that is damaged as a whole raises `DataError`; a damaged row is left out
 and counted in `Corpus.skipped`. Files are read as streams.
 """
 
+import array
 import ast
 from collections import Counter
 from collections.abc import Iterator, Sequence
 import dataclasses
+import functools
 import gzip
 import html
 import itertools
@@ -20,6 +22,8 @@ import sqlite3
 import sys
 import sysconfig
 import tokenize
+import types
+from typing import Any, IO
 from xml.etree import ElementTree
 
 from hetfl import checks
@@ -110,7 +114,9 @@ def stackexchange(path: str | os.PathLike, *, max_words: int) -> text.Corpus:
   """A Stack Exchange dump's `Posts.xml`, read as a stream.
 
   A client is a post's owner; questions (`PostTypeId` 1) are domain 0, answers
-  (2) domain 1. HTML and code blocks are removed. Titles are not read.
+  (2) domain 1. HTML and code blocks are removed. Titles are not read. Posts are
+  taken in the order of their `Id`, since not all dumps are in order. Characters
+  that XML cannot have, to which dumps refer nevertheless, are left out.
 
   Args:
     path: the file, or the folder that it is in.
@@ -128,16 +134,18 @@ def stackexchange(path: str | os.PathLike, *, max_words: int) -> text.Corpus:
   if path.is_dir():
     path = path / "Posts.xml"
   skipped: Counter[str] = Counter()
+  posts = array.array("q")  # The number of each sentence's post.
 
   def sentences():
-    for attributes in _rows(path):
-      kind = attributes.get("PostTypeId")
-      owner = attributes.get("OwnerUserId", "")
-      body = attributes.get("Body", "")
+    for attributes in _rows(path, skipped):
+      kind, body = attributes.get("PostTypeId"), attributes.get("Body", "")
+      number, owner = (attributes.get(n, "") for n in ("Id", "OwnerUserId"))
       if kind not in ("1", "2"):
         skipped["rows that are neither question nor answer"] += 1
-      elif not (owner.isascii() and owner.isdigit() and len(owner) < 20):
+      elif not _is_number(owner):
         skipped["posts without an owner"] += 1
+      elif not _is_number(number):
+        skipped["posts without a number"] += 1
       elif len(body) > _MAX_HTML:
         skipped[f"posts beyond {_MAX_HTML} characters"] += 1
       else:
@@ -148,24 +156,67 @@ def stackexchange(path: str | os.PathLike, *, max_words: int) -> text.Corpus:
           continue
         domain = QUESTION if kind == "1" else ANSWER
         for sentence in found:
-          yield owner, domain, text.words(sentence)
+          posts.append(int(number))
+          yield owner, domain, text.words(sentence)  # One word or more.
 
-  return text.collect(
+  corpus = text.collect(
     sentences(), max_words=max_words, skipped=skipped, source=path
   )
+  return corpus.ordered(posts)
 
 
-def _rows(path: pathlib.Path) -> Iterator[dict[str, str]]:
+def _is_number(value: str) -> bool:
+  return value.isascii() and value.isdigit() and len(value) < 19  # 64 bits.
+
+
+def _rows(
+  path: pathlib.Path, skipped: Counter[str]
+) -> Iterator[dict[str, str]]:
   """Attributes of the `row` elements; none of them is kept."""
   dumps = "https://archive.org/details/stackexchange"
-  with reading(path, f"want Posts.xml of a dump of {dumps}"):
-    events = ElementTree.iterparse(path, ("start", "end"))
+  with (
+    reading(path, f"want Posts.xml of a dump of {dumps}"),
+    open(path, "rb") as stream,
+  ):
+    parts = filter(None, _cleaned(stream, skipped))
+    source: Any = types.SimpleNamespace(read=lambda size: next(parts, b""))
+    events = ElementTree.iterparse(source, ("start", "end"))
     _, root = next(events)
     for event, element in events:
       if event == "end" and element.tag == "row":
         yield element.attrib
       if event == "end":
         root.clear()
+
+
+# Line ends are by far the most references in a dump, and fine.
+_REFERENCE = re.compile(rb"&#(?!x[AD];)(?:x([0-9a-fA-F]{1,8})|(\d{1,8}));")
+_MAX_REFERENCE = len("&#x12345678;")
+_XML = (
+  *((9, 10, 13), range(32, 0xD800)),
+  *(range(0xE000, 0xFFFE), range(1 << 16, 17 << 16)),
+)
+
+
+def _cleaned(stream: IO[bytes], skipped: Counter[str]) -> Iterator[bytes]:
+  """The parts of a file, without references to what is no character in XML."""
+
+  def kept(found):
+    number = int(found[1], 16) if found[1] else int(found[2])
+    if any(number in allowed for allowed in _XML):
+      return found[0]
+    skipped["characters that XML cannot have"] += 1
+    return b""
+
+  rest, parts = b"", iter(functools.partial(stream.read, 1 << 16), b"")
+  for part in parts:
+    part = rest + part
+    # A reference may go on in the next part.
+    cut = part.rfind(b"&", 1 - _MAX_REFERENCE)
+    cut = len(part) if cut < 0 else cut
+    yield _REFERENCE.sub(kept, part[:cut])
+    rest = part[cut:]
+  yield _REFERENCE.sub(kept, rest)
 
 
 # A tag ends at the next angle bracket, so that a scan is linear in any text
@@ -351,6 +402,7 @@ def _typed(examples) -> tuple[list[int], list[bytes]]:
 
 
 _C4_PATH = "want a C4 shard (*.json.gz), a text file or a folder of such"
+_MAX_LINE = 1 << 24  # Characters of a document, at most.
 
 
 def c4_mod(
@@ -393,11 +445,12 @@ def c4_mod(
         reading(shard, _C4_PATH),
         opened(shard, "rt", encoding="utf-8", errors="replace") as stream,
       ):
-        for line in stream:
+        # In pieces, since a damaged file may be one endless line.
+        for line in iter(functools.partial(stream.readline, _MAX_LINE), ""):
           try:
             if ".json" in shard.name:
               line = json.loads(line)["text"].strip()
-          except (ValueError, LookupError, TypeError, AttributeError):
+          except Exception:  # Of JSON, and of what is no document.
             skipped["lines that are not C4 documents"] += 1
           else:
             yield from line.split("\n")

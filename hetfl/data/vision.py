@@ -212,7 +212,8 @@ def _load(
   if not contents:
     prepared, no_tfds = files.find_tfds(official.name, folder)
     if prepared is not None:
-      train, test = (_from_tfds(prepared, s) for s in ("train", "test"))
+      with reading(prepared, "delete it and prepare it with TFDS again"):
+        train, test = (_from_tfds(prepared, s) for s in ("train", "test"))
       return VisionDataset(official.name, train, test, official.classes)
     if folder is None or not download:
       places = filter(None, [*official.folders, official.archive])
@@ -265,7 +266,7 @@ def _contents(official: _Official, folder: pathlib.Path) -> dict[str, bytes]:
       for member in tar:
         name = os.path.basename(member.name)
         if name in wanted:
-          add(name, tar.extractfile(member).read())  # type: ignore
+          add(name, files.unpacked(tar.extractfile(member)))  # type: ignore
   return contents
 
 
@@ -278,7 +279,7 @@ def _from_tfds(folder: str, split: str) -> Bank:
     # "train_00017".
     order = np.argsort([int(bytes(i).rpartition(b"_")[2]) for i in data["id"]])
   bank = {"x": data["image"][order].astype(np.uint8)}
-  for key, name in (("y", "label"), ("coarse", "coarse_label")):
-    if name in data:
-      bank[key] = data[name][order].astype(np.int32)
+  bank["y"] = data["label"][order].astype(np.int32)
+  if "coarse_label" in data:
+    bank["coarse"] = data["coarse_label"][order].astype(np.int32)
   return bank
