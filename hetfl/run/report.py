@@ -72,7 +72,8 @@ def curves(
   lines = -(-len(names) // columns)
   # Long names, as of folders, do not make the panels narrow.
   letters = max(map(len, runs)) + (len(dashed) if published else 0)
-  fig = _figure((4.8 + 0.06 * letters) * columns, 0.2 + 3.8 * lines)
+  height = max(3.8, 0.7 + 0.17 * len(runs))  # Of panels, and their legends.
+  fig = _figure((4.8 + 0.06 * letters) * columns, 0.2 + height * lines)
   grid = fig.subplots(lines, columns, sharey=True, squeeze=False)
   for ax in grid.flat[len(names) :]:
     ax.remove()
