@@ -342,11 +342,11 @@ def test_real_cifar_100_and_a_flipped_bit(codist, tmp_path):
 def test_language_models_of_two_domains(codist, tmp_path):
   """A dump of thirty users: pools by domain, word pieces, resuming."""
   rows = [
-    f'<row PostTypeId="{1 + k % 2}" OwnerUserId="{k // 2 % 30}"'
+    f'<row Id="{k}" PostTypeId="{1 + k % 2}" OwnerUserId="{k // 2 % 30}"'
     f' Body="&lt;p&gt;Say {"word" * (k % 3)} {k % 7}. Then stop.&lt;/p&gt;"/>'
     for k in range(240)
     if k % 2 == k // 2 % 2 or k % 5 == 0  # Most users ask or answer.
-  ] + ['<row PostTypeId="1" Body="x" />']
+  ] + ['<row Id="240" PostTypeId="1" Body="x" />']
   posts = tmp_path / "stackexchange" / "Posts.xml"
   posts.parent.mkdir()
   posts.write_text("<posts>" + "\n".join(rows) + "</posts>")

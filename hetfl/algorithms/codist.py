@@ -222,17 +222,19 @@ def periodic_codist(
     gradients = [pool.combine(s) for pool, s in zip(pools, sent)]
     state = step_servers(pools, state, gradients, decay)
     # Line 4.
-    due = (plan.round % period == 0) & _finite(state.server)
+    due = plan.round % period == 0
     # Lines 5 to 7: teachers and students start as copies of the models.
     works = exchange.students(state.server, state, plan, data, decay, due)
     students, losses = zip(*engine.run(*works))
     # Line 8: replace the models by the students; reset the server's moments.
-    state = state.replace(
-      server=tuple(
-        replace(*args, due)
-        for replace, *args in zip(replaced, state.server, students)
+    learnt = due & _finite(state.server)
+    server, losses = zip(
+      *(
+        replace(*args, learnt)
+        for replace, *args in zip(replaced, state.server, students, losses)
       )
     )
+    state = state.replace(server=server)
     metrics = local.metrics_of(
       pools, client_loss=client_losses(sent), distill_loss=losses
     )
@@ -243,9 +245,10 @@ def periodic_codist(
 
 def _replacement(pool):
   @jax.jit  # A program of its own, which is freed with the algorithm.
-  def replace(server, student, due):
+  def replace(server, student, loss, learnt):
     new = local.Learner.start(student, pool.server_optimizer)
-    return jax.lax.cond(due, lambda: new, lambda: server)
+    nothing = server, optax.tree.zeros_like(loss)
+    return jax.lax.cond(learnt, lambda: (new, loss), lambda: nothing)
 
   return replace
 
