@@ -538,8 +538,7 @@ class Experiment:
         if whose == owner:
           found[short] = value
           if short.startswith("test_accuracy"):
-            known = [row[name] for row in rows if row[name] is not None]
-            found[f"best_{short}"] = max(known, default=None)
+            found[f"best_{short}"] = launch.best_of(rows, name)
       return found
 
     traffic = functools.partial(METHODS[s.method].traffic, self, s)

@@ -124,10 +124,7 @@ class Experiment:
     banks = iter(hetfl.put_banks(*given))
     self.banks, self.stopping = {}, {}
     self.evaluators, self.fits = {}, {}
-    for of, kind, sets in (
-      ("public", "public", public_sets),
-      ("private", "transfer", private_sets),
-    ):
+    for of, sets in (("public", public_sets), ("private", private_sets)):
       train, test, stopping = (
         x and hetfl.Subset(next(banks), x.index) for x in sets
       )
@@ -143,7 +140,7 @@ class Experiment:
         batch_size=s.eval_batch_size,
       )
       # Transfer and pooled learning share one, and so compiled programs.
-      transform = self.transforms[of]
+      transform, kind = self.transforms[of], settings_of(of)
       self.fits[of] = hetfl.fit(
         [dataclasses.replace(p, transform=transform) for p in self.parties],
         patience=getattr(s, f"{kind}_patience"),
@@ -403,7 +400,10 @@ def data_of(phase: str) -> str:
 
 
 def settings_of(phase: str) -> str:
-  """How the settings of a phase's training begin; pooled has transfer's."""
+  """How the settings of training in a phase, or on its data, begin.
+
+  All but those of public training are transfer learning's.
+  """
   return "public" if phase == "public" else "transfer"
 
 

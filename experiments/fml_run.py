@@ -349,8 +349,7 @@ class Experiment:
       for name, value in evaluation.items():
         if name.startswith(f"{prefix}/") and name.endswith("accuracy"):
           short = name.removeprefix(f"{prefix}/")
-          known = [row[name] for row in rows if row.get(name) is not None]
-          found |= {short: value, f"best_{short}": max(known, default=None)}
+          found |= {short: value, f"best_{short}": launch.best_of(rows, name)}
       return found
 
     alone, personal = s.algorithm == "independent", s.algorithm in _PERSONAL

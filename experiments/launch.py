@@ -513,6 +513,16 @@ def _measures(result: Any, place: str = "") -> Iterator[tuple[str, Any]]:
       yield f"{place}{name}", value
 
 
+def best_of(rows: report.Rows, name: str) -> float | None:
+  """The greatest value of all evaluations that have one, if any has.
+
+  >>> best_of([{"a": 0.5}, {"a": None}, {}], "a"), best_of([], "a")
+  (0.5, None)
+  """
+  known = [row[name] for row in rows if row.get(name) is not None]
+  return max(known, default=None)
+
+
 def accuracies(sums: Sequence[core.Metrics]) -> list[core.Mean]:
   """Each model's accuracy, out of its metrics on one set."""
   return [

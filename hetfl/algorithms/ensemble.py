@@ -20,6 +20,7 @@ from hetfl.algorithms.fedavg import (
   round_keys,
   step_servers,
 )
+from hetfl.algorithms.public import known
 from hetfl.batches import Plan
 from hetfl.clients import weighted_mean
 from hetfl.distill import Distiller
@@ -158,7 +159,7 @@ def _teacher(view: Task) -> Task:
     numbers = jnp.arange(len(index), dtype=jnp.int32)
     one = lambda batch: view.whole(1, variables, key, bank, batch)
     said = jax.lax.map(one, (numbers, index))
-    heard = jnp.all(said < jnp.inf)  # Not NaN.
-    return jnp.where(heard, said, 0), heard.astype(jnp.float32)
+    (heard,) = known([said])
+    return jnp.where(heard > 0, said, 0), heard
 
   return Task.of(logits)
