@@ -112,25 +112,6 @@ def _split(batch: core.Batch) -> core.Batch:
   return {**batch, "x": tokens[:, :-1], "y": tokens[:, 1:]}
 
 
-@functools.cache
-def in_chunks(model: core.Model, chunk: int | None) -> core.Model:
-  """A model of text, whose logits are computed in chunks.
-
-  Args:
-    model: the model; a chunk that its outputs state stays.
-    chunk: see `TokenLogits`.
-
-  Returns:
-    The model, the same for the same arguments.
-  """
-
-  def apply(variables, x, key, train):
-    outputs, stats = model.apply(variables, x, key, train)
-    return outputs.replace(chunk=outputs.chunk or chunk), stats
-
-  return model._replace(apply=apply)
-
-
 def _text(s: Codist) -> Task:
   load = codist_text.load_codist_text
   data = load(**s.arguments(load))
@@ -144,7 +125,8 @@ def _text(s: Codist) -> Task:
       words.size, chunk=chunk, dtype=s.dtype
     )
     model = own_models.model("models", name, words.size, example, build)
-    models.append(in_chunks(model, chunk) if own_models.is_own(name) else model)
+    own = own_models.is_own(name)
+    models.append(language.in_chunks(model, chunk) if own else model)
   domains = ("", "_questions", "_answers")
   return Task(
     data,

@@ -529,18 +529,7 @@ class Experiment:
   ) -> dict:
     """What `result.json` says of a finished run: last values and best ones."""
     rows = logs.read_rows(folder.metrics)
-
-    def measured(owner):
-      """The last evaluation, and the best accuracies of all."""
-      found = {}
-      for name, value in evaluation.items():
-        whose, _, short = name.partition("/")
-        if whose == owner:
-          found[short] = value
-          if short.startswith("test_accuracy"):
-            found[f"best_{short}"] = launch.best_of(rows, name)
-      return found
-
+    measured = functools.partial(report.last_and_best, evaluation, rows)
     traffic = functools.partial(METHODS[s.method].traffic, self, s)
     kinds = self.kinds_of(s)
     each = [traffic(kind) for kind in kinds]

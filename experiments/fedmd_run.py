@@ -513,7 +513,7 @@ def main(given: Given) -> None:
   if "seeds" in given.values:
     rows = [logs.read_rows(folder.metrics) for folder in folders]
     draw(environment, workdir, rows, results)
-    launch.write_summary(workdir, {"fedmd": results}, list(places))
+    report.write_summary(workdir, {"fedmd": results}, list(places))
   print(report.parties_table([result["parties"] for result in results]))
   print(f"\nCurves: {workdir / 'curves.png'}")
   launch.check_finite({"fedmd": results})

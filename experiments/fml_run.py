@@ -342,15 +342,7 @@ class Experiment:
   ) -> dict:
     """What `result.json` says of a finished run: last values and best ones."""
     rows = logs.read_rows(folder.metrics)
-
-    def measured(prefix):
-      """Accuracies in the last evaluation, and the best of all."""
-      found = {}
-      for name, value in evaluation.items():
-        if name.startswith(f"{prefix}/") and name.endswith("accuracy"):
-          short = name.removeprefix(f"{prefix}/")
-          found |= {short: value, f"best_{short}": launch.best_of(rows, name)}
-      return found
+    measured = functools.partial(report.last_and_best, evaluation, rows)
 
     alone, personal = s.algorithm == "independent", s.algorithm in _PERSONAL
     init = lambda model: jax.eval_shape(model.init, jax.random.key(0))

@@ -1,7 +1,7 @@
 """Runs what a command's settings ask for: engine, folders, seeds, errors."""
 
 import atexit
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import json
@@ -427,7 +427,7 @@ def side_by_side(
       draw(latest, s, places[s.seed], experiment)
   if "seeds" in given.values:
     draw(rows, s, workdir, experiment)
-    write_summary(workdir, results, list(places))
+    report.write_summary(workdir, results, list(places))
   print(table(results, rows))
   print(f"\nCurves: {workdir / 'curves.png'}")
   check_finite(results)
@@ -473,54 +473,6 @@ def train(
     summarize=functools.partial(experiment.summarize, s, folder),
   )
   return training.run(**options)
-
-
-def write_summary(
-  workdir: pathlib.Path,
-  results: Mapping[str, Sequence[dict]],
-  seeds: Sequence[int],
-) -> None:
-  """Writes the results of several seeds to `summary.json`.
-
-  For each accuracy and perplexity of an algorithm, by its path in the results,
-  it has the mean, the standard deviation and all values.
-
-  Args:
-    workdir: the folder of the seeds' folders.
-    results: algorithm -> the content of `result.json` of each seed.
-    seeds: the seeds.
-  """
-  algorithms = {}
-  for name, of_seeds in results.items():
-    leaves, found = [dict(_measures(result)) for result in of_seeds], {}
-    for place in leaves[0]:
-      values = [leaf.get(place) for leaf in leaves]
-      if None not in values:
-        mean, deviation = report.mean_and_deviation(values)
-        found[place] = dict(mean=mean, deviation=deviation, values=values)
-    algorithms[name] = found
-  summary = {"seeds": seeds, "algorithms": algorithms}
-  logs.write_json(workdir / "summary.json", summary)
-
-
-def _measures(result: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-  """A result's accuracies and perplexities by path: `pools.small.test_...`."""
-  parts = result.items() if isinstance(result, Mapping) else enumerate(result)
-  for name, value in parts:
-    if isinstance(value, Mapping | list):
-      yield from _measures(value, f"{place}{name}.")
-    elif re.search("accuracy|perplexity", str(name)):
-      yield f"{place}{name}", value
-
-
-def best_of(rows: report.Rows, name: str) -> float | None:
-  """The greatest value of all evaluations that have one, if any has.
-
-  >>> best_of([{"a": 0.5}, {"a": None}, {}], "a"), best_of([], "a")
-  (0.5, None)
-  """
-  known = [row[name] for row in rows if row.get(name) is not None]
-  return max(known, default=None)
 
 
 def accuracies(sums: Sequence[core.Metrics]) -> list[core.Mean]:

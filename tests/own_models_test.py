@@ -235,17 +235,14 @@ def test_codist_of_text(experiment, tmp_path):
   )
 
 
-def test_logits_of_text_are_computed_in_chunks(monkeypatch):
-  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-  codist_tasks = importlib.import_module("codist_tasks")
-
+def test_logits_of_text_are_computed_in_chunks():
   def chunk_of(stated, given):
     logits = language.TokenLogits(
       *map(np.zeros, ((1, 2, 3), (3, 4), 4)), stated
     )
     model = hetfl.Model(None, lambda variables, x, key, train: (logits, {}))
-    in_chunks = codist_tasks.in_chunks(model, given)
-    assert codist_tasks.in_chunks(model, given) is in_chunks
+    in_chunks = language.in_chunks(model, given)
+    assert language.in_chunks(model, given) is in_chunks
     return in_chunks.apply(None, None, None, False)[0].chunk
 
   # The model's own, or else the engine's.

@@ -1,7 +1,6 @@
 """Who trains on what, from few clients and from very many."""
 
 import functools
-import importlib
 import time
 
 from hypothesis import given, settings
@@ -15,7 +14,6 @@ from hetfl import engine, localize, plan_round, population
 from hetfl.batches import gather, plan_clients, plan_distillation
 from hetfl.engine import packing
 from tests import federation
-from tests.runs import ROOT
 
 CLIENTS = 342_477  # Stack Overflow's
 
@@ -144,13 +142,6 @@ def test_a_round_may_need_nothing_of_a_bank():
   assert data["a"]["y"][small.batches["a"].index[0, 0, 0]] == 4
 
 
-@functools.cache
-def codist_run():
-  with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "experiments"))
-    return importlib.import_module("codist_run")
-
-
 @settings(deadline=None)
 @given(steps=st.lists(st.integers(1, 99), min_size=1, max_size=12))
 def test_no_fewer_lanes_are_enough(steps):
@@ -158,7 +149,7 @@ def test_no_fewer_lanes_are_enough(steps):
   length = lambda n: max(
     sum(steps[k] for k in lane) for lane in packing.longest_first(steps, n)
   )
-  enough = codist_run().enough_lanes(np.array(steps), len(steps))
+  enough = packing.enough_lanes(np.array(steps), len(steps))
   # Sums over sixteen rounds are rounded.
   assert length(enough) <= 1.1 * max(steps) + 1e-9
   assert enough == 1 or length(enough - 1) > 1.1 * max(steps) - 1e-9

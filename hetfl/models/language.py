@@ -1,11 +1,14 @@
 """Next-word language models."""
 
+import functools
+
 import flax.linen as nn
 from flax.linen.dtypes import promote_dtype
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from hetfl import core
 from hetfl.models import layers
 from hetfl.models.kernels import products
 
@@ -37,6 +40,25 @@ class TokenLogits:
     """The logits themselves, `float[B, T, V]`."""
     product = products.wide_product(self.features, self.kernel)
     return products.add_bias(product, self.bias)
+
+
+@functools.cache
+def in_chunks(model: core.Model, chunk: int | None) -> core.Model:
+  """A model of text, whose logits are computed in chunks.
+
+  Args:
+    model: the model; a chunk that its outputs state stays.
+    chunk: see `TokenLogits`.
+
+  Returns:
+    The model, the same for the same arguments.
+  """
+
+  def apply(variables, x, key, train):
+    outputs, stats = model.apply(variables, x, key, train)
+    return outputs.replace(chunk=outputs.chunk or chunk), stats
+
+  return model._replace(apply=apply)
 
 
 class LSTM(nn.Module):

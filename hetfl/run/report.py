@@ -3,10 +3,12 @@
 All take the results of several seeds, and show their mean and deviation.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 import io
 import itertools
 import os
+import pathlib
+import re
 from typing import Any
 
 import matplotlib
@@ -518,3 +520,70 @@ def cell(
   if len(known) == 1 or isinstance(known[0], int):
     return form.format(factor * known[0])
   return " ± ".join(form.format(factor * v) for v in mean_and_deviation(known))
+
+
+def last_and_best(
+  evaluation: Mapping[str, Any], rows: Rows, owner: str
+) -> dict[str, Any]:
+  """A model's metrics in the last evaluation, and its best accuracies of all.
+
+  Args:
+    evaluation: the last: `'owner/metric'` -> value.
+    rows: all evaluations' rows.
+    owner: whose metrics.
+
+  Returns:
+    Each metric by its name, and `'best_'` with that of an accuracy.
+
+  >>> rows = [{'a/test_accuracy': x} for x in (0.5, None, 0.25)]
+  >>> last_and_best({'a/test_accuracy': 0.25, 'a/test_loss': 2.0}, rows, 'a')
+  {'test_accuracy': 0.25, 'best_test_accuracy': 0.5, 'test_loss': 2.0}
+  """
+  found = {}
+  for name, value in evaluation.items():
+    whose, _, metric = name.partition("/")
+    if whose != owner:
+      continue
+    found[metric] = value
+    if re.match("(test|heldout)_accuracy", metric):
+      known = [row[name] for row in rows if row.get(name) is not None]
+      found[f"best_{metric}"] = max(known, default=None)
+  return found
+
+
+def write_summary(
+  workdir: pathlib.Path,
+  results: Mapping[str, Sequence[dict]],
+  seeds: Sequence[int],
+) -> None:
+  """Writes the results of several seeds to `summary.json`.
+
+  For each accuracy and perplexity of an algorithm, by its path in the results,
+  it has the mean, the standard deviation and all values.
+
+  Args:
+    workdir: the folder of the seeds' folders.
+    results: algorithm -> the content of `result.json` of each seed.
+    seeds: the seeds.
+  """
+  algorithms = {}
+  for name, of_seeds in results.items():
+    leaves, found = [dict(_measures(result)) for result in of_seeds], {}
+    for place in leaves[0]:
+      values = [leaf.get(place) for leaf in leaves]
+      if None not in values:
+        mean, deviation = mean_and_deviation(values)
+        found[place] = dict(mean=mean, deviation=deviation, values=values)
+    algorithms[name] = found
+  summary = {"seeds": seeds, "algorithms": algorithms}
+  logs.write_json(workdir / "summary.json", summary)
+
+
+def _measures(result: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+  """A result's accuracies and perplexities by path: `pools.small.test_...`."""
+  parts = result.items() if isinstance(result, Mapping) else enumerate(result)
+  for name, value in parts:
+    if isinstance(value, Mapping | list):
+      yield from _measures(value, f"{place}{name}.")
+    elif re.search("accuracy|perplexity", str(name)):
+      yield f"{place}{name}", value
