@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 import functools
-import math
 from typing import Any
 
 import jax
@@ -34,7 +33,8 @@ def classification(
     batch: holds `y: int32[B]` and `mask: float32[B]`.
 
   Returns:
-    `accuracy` (a share) and `loss` (nats), as sums over the examples.
+    `accuracy` (a share) and `loss` (nats), as sums over the examples; NaN if an
+      output is.
 
   Raises:
     ValueError: as `core.cross_entropy`.
@@ -45,12 +45,10 @@ def classification(
   0.5
   """
   checks.array("classification", logits)
-  # argmax takes the first NaN for the largest.
-  known = ~jnp.isnan(logits).any(axis=-1)
-  mask = batch["mask"]
-  correct = known & (jnp.argmax(logits, axis=-1) == batch["y"])
-  correct = correct.astype(mask.dtype)
-  losses = core.cross_entropy(logits, batch)
+  mask, losses = batch["mask"], core.cross_entropy(logits, batch)
+  correct = (jnp.argmax(logits, axis=-1) == batch["y"]).astype(mask.dtype)
+  # Where there is no loss, argmax took the first NaN for the largest.
+  correct = jnp.where(jnp.isnan(losses), jnp.nan, correct)
   return {
     "accuracy": core.Mean(jnp.sum(correct * mask), jnp.sum(mask)),
     "loss": core.Mean(jnp.sum(losses * mask), jnp.sum(mask)),
@@ -188,8 +186,8 @@ class Evaluator:
 
     Returns:
       For each model a flat dict such as `{'test_accuracy': 0.5}`, without
-      metrics for which a set has nothing to measure. If a metric of a set is
-      NaN, as the loss of a model that has diverged, so are the set's others.
+      metrics for which a set has nothing to measure. Of a model that has
+      diverged all are NaN.
 
     Raises:
       ValueError: there are not as many variables as models, or they are traced.
@@ -208,13 +206,7 @@ class Evaluator:
         " which returns Means"
       )
     sums = self._compiled(tuple(variables), self._banks, self._batches)
-    results = list(map(core.values, jax.device_get(sums)))
-    for model, names in zip(results, self._names):
-      for name in names:
-        of_set = [key for key in model if key.startswith(f"{name}_")]
-        if any(math.isnan(model[key]) for key in of_set):
-          model |= dict.fromkeys(of_set, math.nan)
-    return results
+    return list(map(core.values, jax.device_get(sums)))
 
   def data(self, *names: str) -> PyTree:
     """The data of the named sets, as `sums` takes it."""

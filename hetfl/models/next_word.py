@@ -310,13 +310,14 @@ def next_word_metrics(
     z = logits.replace(features=features).dense()
     log_q = jax.nn.log_softmax(z, axis=-1)
     word = jnp.argmax(z[:, EOS + 1 : -1], axis=-1) + EOS + 1
+    losses = _negative_log_likelihood(log_q, y)
     # The argmax of NaN is the first entry, which must not count as a hit.
-    hit = lambda word: (word == y) & ~jnp.isnan(log_q[:, 0])
+    hit = lambda word: jnp.where(jnp.isnan(losses), jnp.nan, word == y)
     counted = jnp.where(y != EOS, known, 0.0)
     weighted = {
       "accuracy": (hit(word), counted),
       "accuracy_no_eos": (hit(jnp.argmax(z, axis=-1)), counted),
-      "loss": (_negative_log_likelihood(log_q, y), known),
+      "loss": (losses, known),
     }
     if domain is not None:
       for d, name in enumerate(("questions", "answers")):
