@@ -56,6 +56,7 @@ every_algorithm = pytest.mark.parametrize("name", CASES)
 ON_A_FRAME = {*METHODS} - {"fedproto", "fedkd"}
 ON_A_FRAME |= {"periodic", "fedet", "dsfl", "ktpfl"}
 FRAMES = [name for name in CASES if name not in ON_A_FRAME]
+IN_THREADS = ("fedavg", "merged", "fml", "fedmd")
 every_frame = pytest.mark.parametrize("name", FRAMES)
 
 
@@ -96,13 +97,13 @@ RUNNERS = {
   "mesh3": lambda: engine.Inline(federation.mesh(3)),
   "threads1": lambda: engine.Threads(1),
 }
-WITH_ALL_RUNNERS = ("fedavg", "merged", "fml")
 
 
 def runners_of(name):
   """The kinds of engines that an algorithm hands its rows to."""
-  some = RUNNERS if name in WITH_ALL_RUNNERS else ["mesh2"]
-  return ["threads2", *(() if name in ON_A_FRAME else some)]
+  some = {"fedavg": RUNNERS, "merged": ("mesh3",), "fml": ("mesh3", "lanes3")}
+  rest = () if name in ON_A_FRAME else some.get(name, ("mesh2",))
+  return ["threads2", *rest]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,10 @@ def test_threads_give_the_same_bits_every_time(name):
   assert_equal(*map(arrays, states))
 
 
-@pytest.mark.parametrize("name,runner", each_once(None, engine.Threads(2)))
+@pytest.mark.parametrize(
+  "name,runner",
+  [*((n, None) for n in CASES), *((n, engine.Threads(2)) for n in IN_THREADS)],
+)
 def test_a_plan_for_larger_banks_shows(name, runner):
   """Its loss is NaN; it does not train on other examples instead."""
   case = CASES[name]
@@ -137,7 +141,7 @@ def test_a_plan_for_larger_banks_shows(name, runner):
   assert losses and np.isnan(losses).all()
 
 
-@every_algorithm
+@every_frame
 def test_several_rounds_in_one_dispatch(reference, name):
   case = CASES[name]
   algorithm = case.build(None, ROUNDS)
@@ -171,6 +175,7 @@ def test_a_rounds_own_banks_are_enough(reference, name):
 
 @every_algorithm
 def test_trials_are_a_batch_axis(in_one_program, name):
+  """And two rounds one dispatch."""
   trials, rounds = 4, 2
   case = CASES[name]
   algorithm, state = case.build(None, ROUNDS), initial(name)
@@ -179,8 +184,12 @@ def test_trials_are_a_batch_axis(in_one_program, name):
   stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(arrays, states)).replace(
     key=jnp.broadcast_to(state.key, (trials,))
   )
-  many = jax.jit(jax.vmap(algorithm.step, in_axes=(0, None, None)))
-  together, _ = run(name, algorithm._replace(step=many), rounds, state=stacked)
+  plans = hetfl.stack_plans([case.plan(t) for t in (1, 2)])
+  data = case.data()
+  scanned = lambda state: jax.lax.scan(
+    lambda state, plan: algorithm.step(state, plan, data), state, plans
+  )
+  together, _ = jax.jit(jax.vmap(scanned))(stacked)
   one = in_one_program(name)
   ends = [run(name, one, rounds, state=s)[0] for s in states]
   with pytest.raises(AssertionError):
@@ -268,7 +277,7 @@ def test_who_diverges_takes_nobody_along(name):
     assert_equal(others, expected)
 
 
-@every_algorithm
+@every_frame
 def test_a_state_may_be_given_up(name):
   algorithm = CASES[name].build(None, ROUNDS, model=flat_model(name))
   with jax.checking_leaks():

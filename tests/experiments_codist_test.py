@@ -309,14 +309,14 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
 @runs.needs_real_data
 def test_real_cifar_100_and_a_flipped_bit(codist, tmp_path):
   flags = ROOT / "experiments/flags/table1_cifar_4700_periodic_out.flags"
-  run = (f"--flagfile={flags}", "--rounds=1", "--codist_period=1")
-  run += (*FEW, "--conv=patches")  # It compiles soonest.
+  run = (f"--flagfile={flags}", "--rounds=1", "--codist_period=1", *SMALL)
   place = f"--workdir={tmp_path}/run"
-  done = codist(*run, f"--data_dir={runs.REAL}", place, XLA_FLAGS="")
+  done = codist(*run, f"--data_dir={runs.REAL}", place)
   assert done.returncode == 0, done.stderr
   result, rows = outcome(tmp_path / "run")
   pools = result["pools"]
-  assert [pools[p]["parameters"] for p in pools] == [109_348, 410_084]
+  # 32x32x3 in, 8 or 16 hidden, 100 out.
+  assert [pools[p]["parameters"] for p in pools] == [25_484, 50_868]
   assert [pools[p]["clients"] for p in pools] == [315, 47]
   assert [pools[p]["examples"] for p in pools] == [31_500, 4_700]
   assert np.isfinite(rows[-1]["large/distill_loss"])
