@@ -21,6 +21,8 @@ from tests.algorithms import CASES
 from tests.runs import ROOT
 
 ALGORITHMS = ("merged", "fml")  # FedMD's phases are a test of their own.
+_FILE = ROOT / "tests/small_models.py"
+SMALL = f"{_FILE}:small,{_FILE}:large"
 # Sums of the same float32 numbers, taken in another order in each round.
 TOLERANCE = dict(rtol=5e-4, atol=5e-6)
 
@@ -116,9 +118,9 @@ def after_round_2(one_device, folder):
 @pytest.mark.slow
 def test_eight_devices(environment, one_device, tmp_path):
   # Eight devices for four lanes, and the eight examples of a batch.
-  task = dict(algorithms=ALGORITHMS, devices=8, dispatch=2)
+  task = dict(algorithms=["merged"], devices=8, dispatch=2)
   finish(worker(environment, **task, folder=str(tmp_path)))
-  assert_same(tmp_path, one_device, ALGORITHMS)
+  assert_same(tmp_path, one_device, ["merged"])
 
 
 @pytest.mark.slow
@@ -156,34 +158,22 @@ def test_two_processes(environment, one_device, tmp_path):
   for name in ALGORITHMS:  # Both came to the same bits.
     for a, b in zip(*(params(folder, name) for folder in folders)):
       np.testing.assert_array_equal(a, b)
-  # A process without the folder of a finished run receives its result; a run
-  # killed after its last checkpoint is not evaluated again by any process.
-  result = tmp_path / "first/merged/result.json"
-  norm = json.loads(result.read_bytes())["norm"]
-  result.unlink()
+  # A process without folders, as without a shared file system, receives the
+  # result of a finished run, and of another the first one's checkpoint.
+  shutil.rmtree(tmp_path / "first/merged")
+  after_round_2(one_device, tmp_path / "first")
   folders = tmp_path / "first", tmp_path / "third"
   two_processes(environment, folders, algorithms=ALGORITHMS)
   for file in ("metrics.jsonl", "result.json"):
     first, third = (folder / "fml" / file for folder in folders)
     assert first.read_bytes() == third.read_bytes()
-  assert json.loads(result.read_bytes())["norm"] == norm
-
-
-@pytest.mark.slow
-def test_two_processes_go_on_from_the_first_ones_checkpoint(
-  environment, one_device, tmp_path
-):
-  first = after_round_2(one_device, tmp_path / "first")
-  second = tmp_path / "second"  # Has none, as without a shared file system.
-  two_processes(environment, (first, second), algorithms=["merged"])
-  assert_same(first, one_device, ["merged"])
+  assert_same(folders[0], one_device, ["merged"])
 
 
 @pytest.mark.slow
 def test_the_command_line_of_two_processes(environment, tmp_path):
-  file = ROOT / "tests/small_models.py"
   run = ("experiments/codist.py", "--algorithm=fedavg", "--rounds=2")
-  run += (f"--models={file}:small,{file}:large", "--notensorboard")
+  run += (f"--models={SMALL}", "--notensorboard")
   run += (f"--workdir={tmp_path}/two",)
   outputs = finish(*start_two(environment, *run))
   assert [("Curves:" in out) for out, _ in outputs] == [True, False]
@@ -229,7 +219,7 @@ def test_what_one_process_refuses_ends_both(environment, tmp_path):
 def test_the_phases_of_fedmd_over_two_processes(environment, tmp_path):
   run = ("experiments/fedmd.py", "--num_parties=2", "--public_subset=96")
   run += ("--public_epochs=2", "--transfer_epochs=2", "--pooled_epochs=1")
-  run += ("--rounds=2", "--notensorboard")
+  run += ("--rounds=2", "--notensorboard", f"--models={SMALL}")
   finish(
     start(environment, *run, "--engine=inline", f"--workdir={tmp_path}/one")
   )
@@ -241,9 +231,7 @@ def test_the_phases_of_fedmd_over_two_processes(environment, tmp_path):
   for a, b in zip(one, two, strict=True):
     # Rounding moves some of a party's 148 images across a border.
     assert b == pytest.approx(a, abs=0.1)
-  # Batch statistics of few steps make much of it in the last phase.
-  near = {"public": 1e-4, "transfer": 1e-4, "pooled": 1e-4, "": 3e-2}
-  for phase, tolerance in near.items():
+  for phase in ("public", "transfer", "pooled", ""):
     losses = [
       [
         {key: value for key, value in row.items() if key.endswith("loss")}
@@ -253,7 +241,7 @@ def test_the_phases_of_fedmd_over_two_processes(environment, tmp_path):
     ]
     assert losses[0] and len(losses[0]) == len(losses[1])
     for a, b in zip(*losses):
-      assert b == pytest.approx(a, rel=tolerance)
+      assert b == pytest.approx(a, rel=1e-4)
 
 
 def test_a_program_holds_no_collectives_but_its_jobs():

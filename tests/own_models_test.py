@@ -8,7 +8,7 @@ import pytest
 
 import hetfl
 from hetfl.models import language
-from tests.runs import error_of, outcome, ROOT
+from tests.runs import error_of, outcome, ROOT, write_posts
 
 NETS = """
 import flax.linen as nn
@@ -207,8 +207,11 @@ def short(vocabulary_size):
 def test_codist_of_text(experiment, tmp_path):
   codist, path = experiment("codist"), tmp_path / "words.py"
   path.write_text(WORDS)
-  run = ("--dataset=pydoc", "--rounds=1", "--distill_steps=2")
-  run += ("--merge_every=1", "--vocabulary_size=300")
+  write_posts(tmp_path)
+  data = ("--dataset=stackexchange", f"--data_dir={tmp_path}")
+  data += ("--vocabulary=wordpiece", "--vocabulary_size=40")
+  run = (*data, "--rounds=1", "--distill_steps=2", "--merge_every=1")
+  run += ("--clients_per_round=3,2", "--high_capacity_clients=5")
   models = f"--models={path}:last"  # For both pools.
   idle = ("--model_size=paper", "--dtype=bfloat16", "--conv=native")
   place = f"--workdir={tmp_path / 'run'}"
@@ -218,12 +221,13 @@ def test_codist_of_text(experiment, tmp_path):
     assert f"--{flag} has no effect here: it is for " in done.stderr
   assert done.stderr.count("--conv has no effect") == 1
   result, rows = outcome(tmp_path / "run")
+  size = result["vocabulary"]["size"]
   assert result["models"] == 2 * [f"{path}:last"]
-  assert result["pools"]["large"]["parameters"] == 304 * (6 + 6 + 1)
+  assert result["pools"]["large"]["parameters"] == size * (6 + 6 + 1)
   assert "small/distill_loss" in rows[-1]
   assert (tmp_path / "run/model-words.py").read_text() == WORDS
-  wanted = "(1, 20, E), kernel (E, 304) and bias (304,)"
-  text = (*run[:1], run[-1])
+  wanted = f"(1, 20, E), kernel (E, {size}) and bias ({size},)"
+  text = data
   codist.refuse(
     [
       ((*text, f"--models={path}:dense"), wanted),

@@ -19,6 +19,20 @@ needs_real_data = pytest.mark.skipif(not REAL, reason="no HETFL_DATA_DIR")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
+def write_posts(folder):
+  """A dump of Stack Exchange with thirty users; returns its file."""
+  rows = [
+    f'<row Id="{k}" PostTypeId="{1 + k % 2}" OwnerUserId="{k // 2 % 30}"'
+    f' Body="&lt;p&gt;Say {"word" * (k % 3)} {k % 7}. Then stop.&lt;/p&gt;"/>'
+    for k in range(240)
+    if k % 2 == k // 2 % 2 or k % 5 == 0  # Most users ask or answer.
+  ] + ['<row Id="240" PostTypeId="1" Body="x" />']
+  posts = folder / "stackexchange" / "Posts.xml"
+  posts.parent.mkdir()
+  posts.write_text("<posts>" + "\n".join(rows) + "</posts>")
+  return posts
+
+
 class Forks:
   """Runs scripts in forks of a process that has imported JAX, see `forks.py`.
 

@@ -478,7 +478,9 @@ def test_optuna_learns_from_trials_that_may_lie_outside_the_ranges():
   assert np.median(rates[-16:]) < 4
 
 
+_FILE = runs.ROOT / "tests/small_models.py"
 QUICK = ("--algorithm=fedavg", "--rounds=4", "--eval_every=4")
+QUICK += (f"--models={_FILE}:small,{_FILE}:large",)
 
 
 @pytest.mark.slow
