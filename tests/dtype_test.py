@@ -11,7 +11,7 @@ import pytest
 from hetfl import core
 from hetfl.models import fedmd, fml, language, layers, next_word, vision
 from hetfl.models.kernels.products import recur
-from tests.runs import error_of, outcome, ROOT
+from tests.runs import error_of, outcome, ROOT, write_posts
 
 IMAGES = (64, 16, 16, 3)  # Enough for batch statistics.
 WORDS = 60
@@ -172,7 +172,7 @@ def test_parameters_of_bfloat16_still_do():
 IMAGE, SENTENCE = np.zeros((2, 8, 8, 1)), np.zeros((2, 5), int)
 COMMANDS = {
   "codist": (lambda e: e.models, IMAGE),
-  "codist --dataset=pydoc": (lambda e: e.models, SENTENCE),
+  "codist --dataset=stackexchange": (lambda e: e.models, SENTENCE),
   "compare": (lambda e: [e.model(name, False) for name in e.kinds], IMAGE),
   "fml": (lambda e: [e.global_model, *(c.model for c in e.clients)], IMAGE),
   "fedmd": (lambda e: [p.model for p in e.parties], np.zeros((2, 16, 16, 1))),
@@ -180,12 +180,15 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_models_compute_in_bfloat16(monkeypatch, command):
+def test_commands_models_compute_in_bfloat16(monkeypatch, tmp_path, command):
   monkeypatch.syspath_prepend(str(ROOT / "experiments"))
   name, *flags = command.split()
   module = importlib.import_module(f"{name}_run")
   parse = importlib.import_module("settings").parse
-  given = parse([*flags, "--dtype=bfloat16"], module.SETTINGS)
+  write_posts(tmp_path)
+  flags += [f"--data_dir={tmp_path}", "--dtype=bfloat16"]
+  flags += ["--high_capacity_clients=5"] if name == "codist" else []
+  given = parse(flags, module.SETTINGS)
   words = module.words(given.values, "fml" if name == "fml" else "local")
   experiment = module.Experiment(module.SETTINGS.resolve(given.values, words))
   models, x = COMMANDS[command]
