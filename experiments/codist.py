@@ -24,10 +24,14 @@ import shared
 IMAGES = ("digits", "cifar10", "cifar100", "npz")
 TEXTS = ("pydoc", "stackexchange", "stackoverflow")
 POOLS = ("small", "large")
+CONVOLUTIONS = ("first", "second", "third")
 _CIFAR = "cifar10 cifar100"
 _STUDENTS = "periodic merged"
 _RATE = "log:1e-4:0.1"
 of_students = functools.partial(setting, each=POOLS, only=_STUDENTS)
+rate_of_dropout = functools.partial(
+  setting, only="images", each=POOLS, low=0, high=0.99
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,10 @@ class Codist(shared.Rounds):
     recipe: Image size, cropping and padding; one of fixed size and statistics;
       or of the data set's own, with random crops (crop), flips too (crop_flip)
       or neither (plain). crop flips none, since images may be of letters.
+    layout: Where the CNNs make their maps smaller; for each of the three
+      convolutions, conv for as it is, pool for 2x2 max pooling after it, or
+      stride for steps of 2. By default pool,pool,conv, but conv,pool,pool for
+      pad32. Those of the paper's size are in `hetfl.models.vision.small_cnn`.
     num_clients: For --dataset=npz without clients_train, the number of clients
       that the images are divided into, by default 100, or one for ten images if
       there are fewer than a thousand; 27% of them are the server's, for
@@ -64,6 +72,10 @@ class Codist(shared.Rounds):
     dropout: Dropout rate of each dense layer's inputs, one value or
       SMALL,LARGE; by default no dropout, as the paper names none. With dropout,
       --microbatch changes what students drop, and so the result.
+    map_dropout: Dropout rate of maps after pooling or strides, one value or
+      SMALL,LARGE. FedJAX's CNN for EMNIST has 0.25, and --logits_dropout=0.5.
+    logits_dropout: Dropout rate of the last layer's inputs, one value or
+      SMALL,LARGE; by default --dropout.
     mixup_beta: b of the Beta(b, b) mixup of distillation images; 0 for no
       mixup.
     model_size: The paper's LSTMs, or LSTMs of half their width.
@@ -109,7 +121,8 @@ class Codist(shared.Rounds):
     distill_lr: Students' learning rate, one value or SMALL,LARGE.
     distill_lr_decay: Share of --distill_lr that is left after the last round,
       one value or SMALL,LARGE; the rate decays linearly over the rounds.
-    distill_epsilon: Epsilon of the students' Adam; FedAdam's is 1e-5.
+    distill_epsilon: Epsilon of the students' Adam; the paper's, and FedAdam's,
+      is 1e-5.
     distill_steps: Distillation steps per exchange; in the paper 200 for
       periodic and 32 for merged.
     distill_batch_size: Batch size of distillation.
@@ -139,11 +152,14 @@ class Codist(shared.Rounds):
   recipe: Literal[
     "pad32", "crop24", "digits8", "mnist28", "crop", "crop_flip", "plain"
   ] = setting("pad32", {"digits": "digits8", "npz": "crop"}, only="images")
+  layout: tuple[Literal["conv", "pool", "stride"], ...] | None = setting(
+    only="images, hetfl_models", each=CONVOLUTIONS
+  )
   num_clients: int | None = setting(only="images", low=3)
   partition_alpha: float | None = setting(only="images", low=1e-6)
-  dropout: tuple[float, ...] = setting(
-    0.0, only="images", each=POOLS, low=0, high=0.99
-  )
+  dropout: tuple[float, ...] = rate_of_dropout(0.0)
+  map_dropout: tuple[float, ...] = rate_of_dropout(0.0)
+  logits_dropout: tuple[float, ...] | None = rate_of_dropout()
   mixup_beta: float = setting(2.0, only=f"images, {_STUDENTS}", low=0)
   model_size: Literal["paper", "half"] = setting(
     "paper", {"pydoc": "half"}, only="text, hetfl_models"
@@ -202,7 +218,10 @@ class Codist(shared.Rounds):
     0.0, search="log:1e-3:1", argument="final_share", low=0, high=1
   )
   distill_epsilon: float = setting(
-    1e-8, {f"{_CIFAR}, merged": 1e-3}, only=_STUDENTS, low=0
+    1e-8,
+    {f"{_CIFAR} stackoverflow": 1e-5, f"{_CIFAR}, merged": 1e-3},
+    only=_STUDENTS,
+    low=0,
   )
   distill_steps: int = count(
     200,

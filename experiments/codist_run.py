@@ -52,7 +52,8 @@ def words(values: Mapping[str, Any], algorithm: str) -> set[str]:
   found.add("text" if s.dataset in TEXTS else "images")
   found |= {"own_models"} if any(own) else set()
   found |= {"hetfl_models"} if not all(own) else set()
-  found |= {"dropout"} if any(s.dropout) else set()
+  rates = *s.dropout, *s.map_dropout, *(s.logits_dropout or ())
+  found |= {"dropout"} if any(rates) else set()
   return found | launch.machine_words(values)
 
 

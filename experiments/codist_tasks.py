@@ -4,15 +4,16 @@ from collections.abc import Mapping
 import functools
 from typing import Any, NamedTuple
 
-from codist import Codist
+from codist import Codist, CONVOLUTIONS
 import jax.numpy as jnp
 import own_models
-from settings import UsageError
+from settings import shown, UsageError
 
 from hetfl import augment, core
 from hetfl.data import codist_images, codist_text
 from hetfl.models import language, next_word, vision
 
+DROPOUTS = ("dropout", "map_dropout", "logits_dropout")
 CNNS = {"small_cnn": vision.small_cnn, "large_cnn": vision.large_cnn}
 LSTMS = ("small_lstm", "large_lstm")
 _SIZES = {
@@ -77,19 +78,27 @@ def _images(s: Codist) -> Task:
       " CNNs, which need 4x4 or more; choose another"
     )
   example, models = jnp.zeros((1, size, size, channels)), []
-  for name, dropout in zip(s.models or CNNS, s.dropout):
-    if dropout and own_models.is_own(name):
-      raise UsageError(
-        f"--dropout={','.join(map(str, s.dropout))}: has no effect on {name};"
-        " give it a rate of 0, and write dropout into the model"
-      )
-    build = lambda name=name, dropout=dropout: CNNS[name](
+  layout = s.layout or [
+    "pool" if i in recipe.pool_after else "conv"
+    for i in range(len(CONVOLUTIONS))
+  ]
+  dropouts = {n: getattr(s, n) for n in DROPOUTS if getattr(s, n)}
+  for i, name in enumerate(s.models or CNNS):
+    rates = {flag: values[i] for flag, values in dropouts.items()}
+    for flag, rate in rates.items() if own_models.is_own(name) else ():
+      if rate:
+        raise UsageError(
+          f"--{flag}={shown(dropouts[flag])}: has no effect on {name};"
+          " give it a rate of 0, and write dropout into the model"
+        )
+    build = lambda name=name, rates=rates: CNNS[name](
       data.num_classes,
       padding=recipe.padding,
-      pool_after=recipe.pool_after,
+      pool_after=[i for i, kind in enumerate(layout) if kind == "pool"],
+      strides=[2 if kind == "stride" else 1 for kind in layout],
       conv=s.conv,
-      dropout=dropout,
       dtype=s.dtype,
+      **rates,
     )
     models.append(
       own_models.model("models", name, data.num_classes, example, build)

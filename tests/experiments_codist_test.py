@@ -275,6 +275,8 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--client_momentum=nan",), "--client_momentum=nan: must be a finite"),
     (("--seeds=0,0",), "--seeds=0,0: give different numbers"),
     (("--dropout=1",), "--dropout=1: "),
+    (("--layout=conv,same,pool",), "choose from conv, pool, stride"),
+    (("--layout=conv,pool",), "--layout=conv,pool: give one value, or 3"),
     (("--dropout=0,0,0",), "--dropout=0,0,0: give one value, or 2"),
     (("--seeds=0,x",), "--seeds=0,x: not a whole number"),
     (("--seed=1", "--seeds=2"), "--seed=1: give it or --seeds, not both"),

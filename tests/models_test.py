@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import importlib
+import itertools
 import typing
 
 import chex
@@ -18,6 +20,7 @@ from hetfl.models.kernels import convolution
 from tests import federation
 from tests.oracles import codist as codist_oracle
 from tests.oracles import fedmd as fedmd_oracle
+from tests.runs import ROOT
 
 COUNTS = {vision.small_cnn: 109_348, vision.large_cnn: 410_084}
 
@@ -33,6 +36,38 @@ def test_parameter_counts_in_both_recipes(cnn, name):
   # The 6x6 map that the counts ask for.
   channels = shapes["Conv_2"]["kernel"].shape[-1]
   assert shapes["Dense_0"]["kernel"].shape[0] == 6 * 6 * channels
+
+
+@pytest.mark.parametrize(
+  "size,padding,number", [(24, "SAME", 15), (32, "VALID", 7)]
+)
+def test_layouts_with_the_papers_counts(size, padding, number):
+  found = {
+    (strides, pool_after)
+    for strides in itertools.product((1, 2), repeat=3)
+    for n in range(4)
+    for pool_after in itertools.combinations(range(3), n)
+    if count(
+      dict(padding=padding, pool_after=pool_after, strides=strides), size
+    )
+    == COUNTS[vision.small_cnn]
+  }
+  assert len(found) == number
+  assert {((1, 2, 2), ()), ((2, 1, 2), ())} <= found
+  if padding == "SAME":  # All that halve twice.
+    halvings = [strides.count(2) + len(pools) for strides, pools in found]
+    assert halvings == [2] * number
+
+
+def count(options, size):
+  """The parameters of the small CNN; 0 if its maps vanish."""
+  x, cnn = jnp.zeros((1, size, size, 3)), vision.small_cnn(100, **options)
+  try:
+    return core.num_parameters(
+      jax.eval_shape(cnn.init, jax.random.key(0), x)["params"]
+    )
+  except ValueError:
+    return 0
 
 
 # Of PyTorch's, torchvision 0.29's and HtFLlib's, without their last layers: the
@@ -337,19 +372,30 @@ def test_fedmd_models_of_table_2_and_their_maps():
   assert counts["cnn(64,128,192)"] == 284_480
 
 
-def numpy_net(params, x, padding="VALID", pool_after=(0, 1, 2)):
-  """Convolutions with ReLU, some pooled; dense ones, with ReLU but the last."""
+def numpy_net(
+  params,
+  x,
+  padding="VALID",
+  pool_after=(0, 1, 2),
+  strides=(1, 1, 1),
+  factors=(1, 1, 1),
+):
+  """Convolutions with ReLU, some pooled; dense ones, with ReLU but the last.
+
+  `factors` are of smaller maps, of dense layers' inputs and of the last one's.
+  """
   layers_of = lambda kind: [params[n] for n in sorted(params) if kind in n]
   x = np.asarray(x, np.float64)
   for i, p in enumerate(layers_of("Conv")):
-    x = fedmd_oracle.conv(x, p["kernel"], p["bias"], 1, padding)
+    x = fedmd_oracle.conv(x, p["kernel"], p["bias"], strides[i], padding)
     x = codist_oracle.max_pool(x)[0] if i in pool_after else x
     x = np.maximum(x, 0)
+    x = x * factors[0] if i in pool_after or strides[i] > 1 else x
   x = x.reshape(len(x), -1)
   *hidden, last = layers_of("Dense")
   for p in hidden:
-    x = np.maximum(x @ p["kernel"] + p["bias"], 0)
-  return x @ last["kernel"] + last["bias"]
+    x = np.maximum(factors[1] * x @ p["kernel"] + p["bias"], 0)
+  return factors[2] * x @ last["kernel"] + last["bias"]
 
 
 def with_biases(module, x):
@@ -391,6 +437,92 @@ def test_whole_networks_are_numpys():
   np.testing.assert_allclose(
     weak.apply({"params": params}, x), expected, rtol=1e-4, atol=1e-5
   )
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    dict(pool_after=(1, 2), padding="VALID"),
+    dict(pool_after=(), strides=(1, 2, 2), padding="VALID"),
+    dict(pool_after=(2,), strides=(2, 1, 1)),
+    dict(pool_after=(0, 1, 2)),
+  ],
+)
+@pytest.mark.parametrize("conv", typing.get_args(kernels.ConvForm))
+def test_layouts_and_places_of_dropout_are_numpys(options, conv):
+  module = vision.CNN(
+    (16, 3, 4),
+    3,
+    (5, 6),
+    3,
+    **options,
+    conv=conv,
+    dropout=0.25,
+    map_dropout=0.5,
+    logits_dropout=0.75,
+  )
+  x = np.random.default_rng(0).normal(size=(2, 17, 17, 3))
+  params = with_biases(module, x)
+
+  def in_place_of_dropout(call, args, kwargs, context):
+    if isinstance(context.module, layers.Dropout):
+      return args[0] * (1 + context.module.rate)
+    return call(*args, **kwargs)
+
+  with nn.intercept_methods(in_place_of_dropout):
+    ours = module.apply({"params": params}, x, True)
+  factors = {"padding": "SAME", "factors": (1.5, 1.25, 1.75), **options}
+  expected = numpy_net(params, x, **factors)
+  np.testing.assert_allclose(ours, expected, rtol=2e-3, atol=2e-4)
+
+
+def test_flags_reach_the_cnns(monkeypatch):
+  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+  names = "codist_run", "codist_tasks", "settings"
+  run, tasks, settings = map(importlib.import_module, names)
+  flags = ["--layout=stride,conv,pool", "--dropout=0.25", "--map_dropout=0,0.5"]
+  given = settings.parse([*flags, "--logits_dropout=0.75,0"], run.SETTINGS)
+  words = run.words(given.values, "fedavg")
+  s = run.SETTINGS.resolve(given.values, words)
+  x = jax.random.normal(jax.random.key(0), (2, 8, 8, 1))
+  for model, cnn, of_map, of_logits in zip(
+    tasks.task_of(s).models, COUNTS, (0.0, 0.5), (0.75, 0.0)
+  ):
+    variables = model.init(jax.random.key(1))
+    key, layout = jax.random.key(2), dict(strides=(2, 1, 1), pool_after=(2,))
+    rates = dict(dropout=0.25, map_dropout=of_map, logits_dropout=of_logits)
+    same = core.Model.from_flax(cnn(10, **layout, **rates), x[:1])
+    np.testing.assert_array_equal(
+      model.outputs(variables, x, key, True)[0],
+      same.outputs(variables, x, key, True)[0],
+    )
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_dropout_does_not_depend_on_the_form(size):
+  x = jax.random.normal(jax.random.key(0), (3, size, size, 1))
+
+  def trained(conv, **options):
+    module = vision.CNN((4, 5), 3, (6,), 2, conv=conv, dropout=0.25, **options)
+    rngs = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
+    return module.init_with_output(rngs, x, True)[0]
+
+  for options in (
+    dict(map_dropout=0.5),
+    dict(map_dropout=0.5, strides=(2, 1), pool_after=()),
+    dict(logits_dropout=0.25),
+  ):
+    native = trained("native", **options)
+    for conv in ("patches", "winograd"):
+      np.testing.assert_allclose(
+        trained(conv, **options), native, rtol=1e-4, atol=1e-5
+      )
+  # By default as with these values, to the last bit.
+  same = trained("patches", map_dropout=0.0, strides=(1, 1), pool_after=(0, 1))
+  np.testing.assert_array_equal(trained("patches"), same)
+  np.testing.assert_array_equal(trained("patches", logits_dropout=0.25), same)
+  assert not np.allclose(trained("patches", logits_dropout=0.0), same)
+  assert not np.allclose(trained("patches", map_dropout=0.5), same)
 
 
 def test_weights_begin_as_in_torch_and_as_in_keras():

@@ -352,8 +352,11 @@ def test_mistakes_are_named(experiment, nets, tmp_path):
     [((f"--models={name}",), text) for name, text in cases.items()],
     fresh=fresh,
   )
-  dropped = (f"--models=large_cnn,{nets}:narrow", "--dropout=0,0.5")
-  codist.refuse([(dropped, f"has no effect on {nets}:narrow")], fresh=fresh)
+  dropped = (
+    ((f"--models=large_cnn,{nets}:narrow", f"--{flag}=0,0.5"), f"--{flag}=0.0,")
+    for flag in ("dropout", "map_dropout", "logits_dropout")
+  )
+  codist.refuse(list(dropped), fresh=fresh)
   fml.refuse(
     [
       (("--global_model=cnn",), "--global_model=cnn: choose from mlp"),

@@ -22,6 +22,7 @@ class CNN(nn.Module):
     padding: `SAME` or `VALID`.
     pool_after: indices of the convolutions that are followed by pooling; `None`
       for all.
+    strides: steps of each convolution, down and across; `None` for 1.
     border: number of rows and columns by which each edge of an image is first
       extended, repeating the edge.
     kernel_init: draws the weights; biases start at zero.
@@ -30,6 +31,8 @@ class CNN(nn.Module):
       if all are pooled, `patches`, and `winograd` where no layer takes that
       form, put the batch axis last.
     dropout: share of each dense layer's inputs that is dropped in training.
+    map_dropout: share of each map that is dropped after pooling or strides.
+    logits_dropout: share of the last layer's inputs; `None` for `dropout`.
     dtype: the type of all layers but the last, such as `jnp.bfloat16`; `None`
       for that of images and parameters. Parameters, logits and features are
       float32.
@@ -48,10 +51,13 @@ class CNN(nn.Module):
   num_classes: int | None
   padding: layers.Padding = "SAME"
   pool_after: Sequence[int] | None = None
+  strides: Sequence[int] | None = None
   border: int = 0
   kernel_init: layers.Initializer = layers.haiku_init
   conv: kernels.ConvForm | None = None
   dropout: float = 0.0
+  map_dropout: float = 0.0
+  logits_dropout: float | None = None
   dtype: layers.DType | None = None
 
   @nn.compact
@@ -59,6 +65,7 @@ class CNN(nn.Module):
     """Maps images `float[B, H, W, c]` to logits `float[B, C]` or features."""
     init, number = self.kernel_init, range(len(self.filters))
     pooled = [self.pool_after is None or i in self.pool_after for i in number]
+    strides = self.strides or [1 for _ in number]
     if self.border:
       side = (self.border, self.border)
       x = jnp.pad(x, ((0, 0), side, side, (0, 0)), mode="edge")
@@ -69,14 +76,26 @@ class CNN(nn.Module):
       takes_tiles(size, channels, dtype) for channels in self.filters[:-1]
     )
     planes = all(pooled) and form != "native" and not tiled and not small
+    # What is dropped may not depend on the form.
+    planes = planes and max(strides, default=1) == 1 and not self.map_dropout
     if planes:
       x, form = x.transpose(3, 1, 2, 0), "planes"
-    for features, pool in zip(self.filters, pooled):
+    for i, features, pool, stride in zip(number, self.filters, pooled, strides):
       x = layers.Conv(
-        features, size, self.padding, form, init, pool=pool, dtype=self.dtype
+        features,
+        size,
+        self.padding,
+        form,
+        init,
+        (stride, stride),
+        pool,
+        self.dtype,
       )(x)
       # ReLU after pooling: same value and gradient, a quarter of the elements.
       x = nn.relu(x)
+      if pool or stride > 1:
+        drop = layers.Dropout(self.map_dropout, name=f"map_dropout_{i}")
+        x = drop(x, train)
     if planes:
       x = x.transpose(3, 1, 2, 0)
     x = x.reshape(x.shape[0], -1)
@@ -85,7 +104,8 @@ class CNN(nn.Module):
     for width in self.dense:
       x = layers.Dropout(self.dropout)(x, train)
       x = nn.relu(layers.Dense(width, init, self.dtype)(x))
-    x = layers.Dropout(self.dropout)(core.wide(x), train)
+    last = self.dropout if self.logits_dropout is None else self.logits_dropout
+    x = layers.Dropout(last)(core.wide(x), train)
     return nn.Dense(self.num_classes, kernel_init=init)(x)
 
 
@@ -94,11 +114,14 @@ def small_cnn(num_classes: int, **kwargs) -> CNN:
 
   Three convolutions and two dense layers; convolutions are 3x3 with bias and
   ReLU, without normalisation. The published parameter counts (109,348 and
-  410,084) imply a 6x6 map before the first dense layer, and two readings of the
-  paper give one: 32x32 images, which appendix C.1's "default settings in
-  FedJAX" mean, with VALID padding and pooling after the last two convolutions;
-  or 24x24 crops with SAME padding and pooling after the first two, the default
-  here. Pooling is 2x2 max pooling.
+  410,084) imply a 6x6 map before the first dense layer. Of the 64 nets whose
+  convolutions have a stride of 1 or 2, and 2x2 pooling or none, 22 give one. 15
+  are for 24x24 crops and SAME padding: all that halve twice. 7 are for 32x32
+  images, which appendix C.1's "default settings in FedJAX" mean, and VALID
+  padding: with (C)onvolutions as they are, (P)ooled and of (S)tride 2, CPP,
+  CPS, CSP, CSS, PCS, SCS, and CC followed by one with both. (Pooling that keeps
+  odd edges gives 15 and 8.) The default is PPC with max pooling;
+  `augment.RECIPES` has CPP for 32x32 images.
 
   Args:
     num_classes: C.
@@ -107,8 +130,8 @@ def small_cnn(num_classes: int, **kwargs) -> CNN:
   Returns:
     The module.
 
-  Reference: Lichtarge et al. 2023, appendix E. Pooling, padding, input size and
-  dropout are not given there.
+  Reference: Lichtarge et al. 2023, appendix E. Strides, pooling, padding, input
+  size and dropout are not given there.
 
   >>> import jax
   >>> def count(cnn):
