@@ -107,17 +107,17 @@ class Setting:
     >>> rate = Setting(name="lr", type=float, low=0, many=True, each=("a", "b"))
     >>> rate.read("0.1"), rate.read("0.1,0")
     ((0.1, 0.1), (0.1, 0.0))
+    >>> Setting(name="workdir").read("runs/lr=0.1,0.2")
+    'runs/lr=0.1,0.2'
     >>> rate.read("-1")
     Traceback (most recent call last):
       ...
     settings.UsageError: --lr=-1: -1 must be at least 0
     """
     shown = f"--{self.name}={text}"
-    values = [
-      self._one(shown, t) for t in text.split(",") if t or not self.many
-    ]
     if not self.many:
-      return values[0]
+      return self._one(shown, text)
+    values = [self._one(shown, t) for t in text.split(",") if t]
     if not values and self.default != ():
       raise UsageError(f"{shown}: give a value, or leave it out")
     if self.each and len(values) not in (1, len(self.each)):
