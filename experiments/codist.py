@@ -54,13 +54,15 @@ class Codist(shared.Rounds):
       FILE.py:FUNCTION for one of your own, where FUNCTION(num_classes), for
       text FUNCTION(vocabulary_size), returns a Flax module. By default the
       paper's.
-    recipe: Image size, cropping and padding; one of fixed size and statistics;
+    recipe: Image size, cropping and padding; one of fixed size and statistics
+      (pad32_batch has one crop and one flip a batch, as FedJAX, not an image);
       or of the data set's own, with random crops (crop), flips too (crop_flip)
       or neither (plain). crop flips none, since images may be of letters.
     layout: Where the CNNs make their maps smaller; for each of the three
       convolutions, conv for as it is, pool for 2x2 max pooling after it, or
-      stride for steps of 2. By default pool,pool,conv, but conv,pool,pool for
-      pad32. Those of the paper's size are in `hetfl.models.vision.small_cnn`.
+      stride for steps of 2. By default pool,pool,conv, or conv,pool,pool for
+      32x32 recipes. `hetfl.models.vision.small_cnn` has those of the paper's
+      size.
     num_clients: For --dataset=npz without clients_train, the number of clients
       that the images are divided into, by default 100, or one for ten images if
       there are fewer than a thousand; 27% of them are the server's, for
@@ -150,7 +152,14 @@ class Codist(shared.Rounds):
   dataset: Literal[*IMAGES, *TEXTS] = setting("digits")
   models: tuple[str, ...] | None = setting(each=POOLS)
   recipe: Literal[
-    "pad32", "crop24", "digits8", "mnist28", "crop", "crop_flip", "plain"
+    "pad32",
+    "pad32_batch",
+    "crop24",
+    "digits8",
+    "mnist28",
+    "crop",
+    "crop_flip",
+    "plain",
   ] = setting("pad32", {"digits": "digits8", "npz": "crop"}, only="images")
   layout: tuple[Literal["conv", "pool", "stride"], ...] | None = setting(
     only="images, hetfl_models", each=CONVOLUTIONS

@@ -184,6 +184,7 @@ class Recipe:
     pad: zeros around an image before it is cropped in training.
     flip: whether training images are flipped left and right, and distillation
       images top and bottom too.
+    of_batch: whether a batch's images have one crop and one flip in training.
     padding: the padding of the network's convolutions.
     pool_after: where the network pools; see `CNN.pool_after`.
   """
@@ -193,6 +194,7 @@ class Recipe:
   deviation: tuple[float, ...]
   pad: int = 0
   flip: bool = False
+  of_batch: bool = False
   padding: Padding = "SAME"
   pool_after: tuple[int, ...] = (0, 1)
 
@@ -267,21 +269,28 @@ class Recipe:
 
   def _distort(self, key, x):
     crop_key, flip_key = jax.random.split(key)
+    batch, height, width, channels = x.shape
+    if self.of_batch:  # As channels of one image.
+      x = x.transpose(1, 2, 0, 3).reshape(1, height, width, -1)
     if self.pad or x.shape[1:3] != (self.size, self.size):
       x = random_crop(crop_key, x, self.size, self.pad)
     if self.flip:
       x = random_flip(flip_key, x, 2)
+    if self.of_batch:
+      x = x.reshape(*x.shape[1:3], batch, channels).transpose(2, 0, 1, 3)
     return normalize(x, self.mean, self.deviation)
 
 
 # FedJAX's defaults for CIFAR-100, which are CIFAR-10's statistics; the 24x24
 # crop is from FedJAX's other preprocessing, that of TensorFlow Federated.
 _CIFAR = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+_PAD32 = Recipe(
+  32, *_CIFAR, pad=4, flip=True, padding="VALID", pool_after=(1, 2)
+)
 RECIPES = {
   "crop24": Recipe(24, *_CIFAR, flip=True),
-  "pad32": Recipe(
-    32, *_CIFAR, pad=4, flip=True, padding="VALID", pool_after=(1, 2)
-  ),
+  "pad32": _PAD32,
+  "pad32_batch": dataclasses.replace(_PAD32, of_batch=True),
   "mnist28": Recipe(28, (0.1307,), (0.3081,), padding="VALID"),
   "digits8": Recipe(8, (0.305,), (0.376,), pad=1),
 }

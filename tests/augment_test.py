@@ -116,9 +116,11 @@ def test_which_ways_recipes_flip_and_where_they_cut(name):
   for axis in (1, 2):
     # Pixels that count rows, or columns.
     x = np.expand_dims(np.arange(side, dtype=np.uint8), [0, 3 - axis, 3])
-    x = np.broadcast_to(x, (64, side, side, channels))
+    x = np.broadcast_to(x, (1, side, side, channels))
+    keys = jax.random.split(jax.random.key(axis), 64)
     for transform in (recipe.train, recipe.distill):
-      out = np.asarray(transform(jax.random.key(axis), {"x": x})["x"])
+      of_one = lambda key, x=x, f=transform: f(key, {"x": x})["x"][0]
+      out = np.asarray(jax.vmap(of_one)(keys))
       steps = np.diff(out, axis=axis)[:, middle, middle, 0]
       ways[transform.__name__, axis] = set(np.sign(steps).tolist())
     first = recipe.evaluate({"x": x})["x"][0, 0, 0, 0]
@@ -132,6 +134,21 @@ def test_which_ways_recipes_flip_and_where_they_cut(name):
     ("distill", 2): both,
   }
   assert recipe.flip == (channels == 3)
+
+
+def test_images_of_a_batch_share_a_crop_and_a_flip_in_fedjax():
+  x = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
+  recipe = augment.RECIPES["pad32_batch"]
+  offsets = set()
+  for seed in range(8):
+    key = jax.random.key(seed)
+    out = recipe.train(key, {"x": x})["x"]
+    alone = [recipe.train(key, {"x": x[i : i + 1]})["x"][0] for i in range(3)]
+    np.testing.assert_array_equal(out, alone)
+    one = augment.RECIPES["pad32"].train(key, {"x": x[:1]})["x"]
+    np.testing.assert_array_equal(out[:1], one)
+    offsets.add(np.asarray(out).tobytes())
+  assert len(offsets) == 8
 
 
 def test_pixels_are_normalised_by_the_published_numbers():
