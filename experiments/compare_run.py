@@ -39,6 +39,7 @@ from hetfl.algorithms import (
   scaffold,
 )
 from hetfl.algorithms.features import headed, logits_only
+from hetfl.algorithms.public import score_bytes
 from hetfl.batches import (
   leave_out,
   number_of_steps,
@@ -140,11 +141,6 @@ def _prototype_bytes(e, s, kind):
   return 4 * (numbers + e.num_classes), 4 * numbers
 
 
-def _score_bytes(e, s, kind):  # Receives which images come next, too.
-  scores = 4 * s.public_subset * e.num_classes
-  return scores, scores + 4 * s.public_subset
-
-
 def _one_of_group(state):
   first = lambda group: jax.tree.map(lambda a: a[0], group.learner.variables)
   return list(map(first, state.clients))
@@ -158,7 +154,11 @@ _by_prototype = functools.partial(
   ways=("", "_by_head"),
   traffic=_prototype_bytes,
 )
-_by_scores = functools.partial(Method, of="parties", traffic=_score_bytes)
+_by_scores = functools.partial(
+  Method,
+  of="parties",
+  traffic=lambda e, s, kind: score_bytes(s.public_subset, e.num_classes),
+)
 _with_global = functools.partial(
   Method,
   ways=("", "_by_server"),

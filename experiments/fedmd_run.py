@@ -20,6 +20,7 @@ from settings import Given, UsageError
 
 import hetfl
 from hetfl import augment, checks, core
+from hetfl.algorithms import public
 from hetfl.data import fedmd_images, files
 from hetfl.engine import from_first, jit
 from hetfl.models import fedmd as models
@@ -298,13 +299,10 @@ class Experiment:
   ) -> dict:
     """What `result.json` says of a finished run."""
     before = {phase: result["parties"] for phase, result in phases.items()}
-    parties, sent = [], 0
+    parties, images = [], self.s.public_subset
+    sent, received = public.score_bytes(images, self.data.num_classes)
     for k, (party, model) in enumerate(zip(self.names, self.model_names)):
       variables = state.clients[k].variables
-      sizes = bytes_per_round(
-        self.s.public_subset, self.data.num_classes, variables
-      )
-      sent += sizes["sent"] + sizes["received"]
       accuracy = {p: of[k]["test_accuracy"] for p, of in before.items()}
       accuracy["final"] = evaluation[f"{party}/test_accuracy"]
       order = ("public", "transfer", "final", "pooled")
@@ -316,8 +314,10 @@ class Experiment:
           "examples": int(self.data.private.sizes[k]),
           **{f"{when}_accuracy": accuracy[when] for when in order},
           **{f"{p}_epochs": of[k]["epochs"] for p, of in before.items()},
-          # `weights`: what sending, or receiving, the model would take.
-          **{f"bytes_{name}_per_round": n for name, n in sizes.items()},
+          "bytes_sent_per_round": sent,
+          "bytes_received_per_round": received,
+          # What sending, or receiving, the model would take.
+          "bytes_weights_per_round": training.num_bytes(variables),
         }
       )
     s = self.s
@@ -334,7 +334,7 @@ class Experiment:
         for name, subset in self.stopping.items()
       },
       "test_examples": len(self.data.private_test.index),
-      "bytes_per_round": sent,
+      "bytes_per_round": len(parties) * (sent + received),
       # Of the phases in this run's folder; the collaboration's are `seconds`.
       "phase_seconds": {
         phase: result["seconds"]
@@ -410,35 +410,6 @@ def settings_of(phase: str) -> str:
 def of_phase(s: FedMD, phase: str) -> FedMD:
   """The settings of a phase, without effect where they are of others."""
   return dataclasses.replace(s, words=s.words - {*PHASES} | {phase})
-
-
-def bytes_per_round(
-  subset: int, num_classes: int, variables: core.Variables
-) -> dict[str, int]:
-  """Bytes, of float32 and int32, that a party sends and receives in a round.
-
-  A party receives the positions of the round's public examples and the
-  consensus on them, and sends its scores.
-
-  Args:
-    subset: N, public examples of a round.
-    num_classes: C.
-    variables: the party's parameters and statistics.
-
-  Returns:
-    `sent` and `received`; for comparison `weights`, what sending the variables
-    would take; receiving them would take as many bytes again.
-
-  >>> variables = core.Variables(jax.ShapeDtypeStruct((9, 16), 'float32'), {})
-  >>> bytes_per_round(5000, 16, variables)
-  {'sent': 320000, 'received': 340000, 'weights': 576}
-  """
-  scores = 4 * subset * num_classes
-  return {
-    "sent": scores,
-    "received": scores + 4 * subset,
-    "weights": training.num_bytes(variables),
-  }
 
 
 def draw(

@@ -20,6 +20,7 @@ from settings import Given, UsageError
 
 import hetfl
 from hetfl import augment, core
+from hetfl.batches import leave_out
 from hetfl.data import files, fml_images
 from hetfl.models import fml as nets
 from hetfl.models.spliced import splice
@@ -245,16 +246,12 @@ class Experiment:
       tail="repeat" if s.full_batches else "short",
     )
     if several and sampled:
-      # Drawn from the clients of all data sets; the others have no steps, so
-      # that plans have the same structure in all rounds.
+      # Drawn from the clients of all data sets.
       rng = generator(Stream.CLIENTS, s.seed, 0, round, number)
       drawn = rng.permutation(len(self.clients)) < sampled
       for name, batches in plan.batches.items():
         active, drawn = np.split(drawn, [len(batches.client)])
-        plan.batches[name] = batches._replace(
-          steps=np.where(active, batches.steps, 0),
-          weight=np.where(active, batches.weight, 0),
-        )
+        plan.batches[name] = leave_out(batches, batches.client[~active])
     return plan
 
   def evaluate(self, s: Fml, state) -> dict[str, float]:

@@ -331,3 +331,22 @@ def _digest_task(party, translator, transform) -> Task:
     return losses, stats, {}
 
   return local.own_training(party, towards, make_batch)
+
+
+def score_bytes(num_images: int, num_classes: int) -> tuple[int, int]:
+  """Bytes that a party sends and receives in a round.
+
+  It sends its scores, and receives the consensus and which images come next.
+
+  Args:
+    num_images: N, public images of a round.
+    num_classes: C.
+
+  Returns:
+    Of float32 scores and int32 positions, sent and received.
+
+  >>> score_bytes(5000, 16)
+  (320000, 340000)
+  """
+  scores = 4 * num_images * num_classes
+  return scores, scores + 4 * num_images
