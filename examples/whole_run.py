@@ -23,7 +23,7 @@ from sklearn import datasets
 
 import hetfl
 from hetfl.data import files, partition
-from hetfl.run import logs, report, training
+from hetfl.run import charts, logs, report, training
 
 # Everything that changes a result, except the algorithm and the seed.
 SETTINGS = dict(
@@ -124,7 +124,7 @@ def main(
         tensorboard=False,
       )
       rows.setdefault(name, []).append(logs.read_rows(folder.metrics))
-  report.curves(rows, pathlib.Path(workdir, "curves.png"))
+  charts.curves(rows, pathlib.Path(workdir, "curves.png"))
   last = lambda rows: [rows[-1][f"{name}/test_accuracy"] for name in MODELS]
   accuracies = {name: np.array([*map(last, of)]) for name, of in rows.items()}
   for name, each in accuracies.items():

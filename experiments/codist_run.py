@@ -31,7 +31,7 @@ from hetfl.optimizers import (
   fedavgm_server,
   fedyogi_server,
 )
-from hetfl.run import logs, report, training
+from hetfl.run import charts, logs, report, training
 
 # Optax's optimizers with the papers' constants, called with the rate.
 _SERVERS = {
@@ -275,7 +275,7 @@ def draw(
   for suffix in experiment.task.charts:
     metric = f"test_accuracy{suffix}"
     if any(f"{pool}/{metric}" in measured for pool in POOLS):
-      report.curves(
+      charts.curves(
         runs,
         folder / f"curves{suffix}.png",
         metric=metric,

@@ -50,7 +50,7 @@ from hetfl.clients import rows_of_group
 from hetfl.data import compared_images, files, partition
 from hetfl.models import families, large
 from hetfl.optimizers import fedavg_server, momentum_sgd
-from hetfl.run import logs, report, training
+from hetfl.run import charts, logs, report, training
 
 _RECIPES = {"digits": "digits8", "mnist": "mnist28"}  # Of CIFAR: pad32.
 
@@ -641,7 +641,7 @@ def draw(
     last[label] = ends.mean(axis=0)
   title = f"{s.dataset}, {s.num_clients} clients, {s.partition}"
   title += f" {s.partition_alpha:g}" * (s.partition == "dirichlet")
-  report.curves(
+  charts.curves(
     drawn,
     folder / "curves.png",
     metric="accuracy",
@@ -655,12 +655,12 @@ def draw(
   )
   names = [kind.model.rpartition(":")[2] for kind in experiment.of_client]
   names = [f"{k}: {name}" for k, name in enumerate(names)]
-  report.clients(last, folder / "clients.png", names=names, title=title)
+  charts.clients(last, folder / "clients.png", names=names, title=title)
   counts = experiment.images.class_counts
   skew = partition.skew(counts)
   title += f"\ntotal variation {skew['total_variation']:.2f}"
   title += f", {skew['effective_clients']:.1f} effective clients"
-  report.holdings(counts, folder / "partition.png", names=names, title=title)
+  charts.holdings(counts, folder / "partition.png", names=names, title=title)
 
 
 def table(

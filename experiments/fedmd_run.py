@@ -24,7 +24,7 @@ from hetfl.algorithms import public
 from hetfl.data import fedmd_images, files
 from hetfl.engine import from_first, jit
 from hetfl.models import fedmd as models
-from hetfl.run import logs, report, training
+from hetfl.run import charts, logs, report, training
 
 SETTINGS = FedMD
 
@@ -417,7 +417,7 @@ def draw(
 ) -> None:
   """Draws the collaboration, the mean of all seeds, to `curves.png`."""
   of_seeds = list(zip(*(result["parties"] for result in results)))
-  report.collaboration(
+  charts.collaboration(
     rows,
     folder / "curves.png",
     parties={

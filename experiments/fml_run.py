@@ -25,7 +25,7 @@ from hetfl.data import files, fml_images
 from hetfl.models import fml as nets
 from hetfl.models.spliced import splice
 from hetfl.optimizers import momentum_sgd
-from hetfl.run import logs, report, training
+from hetfl.run import charts, logs, report, training
 from hetfl.streams import generator, Stream
 
 _TRUNKS = ("lenet5_conv", "cnn1_conv", "cnn2_conv")
@@ -441,7 +441,7 @@ def draw(
   titles["clients"] = "clients' images (mean)"
   for k, model in enumerate(s.client_models):
     titles[f"client{k}"] = f"client {k}'s images (its own model: {model})"
-  report.curves(
+  charts.curves(
     drawn,
     folder / "curves.png",
     metric="accuracy",
@@ -451,42 +451,6 @@ def draw(
     title=f"{','.join(s.dataset)}, {s.partition}\nOn clients' images: {whose}",
     titles=titles,
   )
-
-
-def table(results: dict[str, list[dict]]) -> str:
-  """A plain-text table of all seeds' results, one line per algorithm.
-
-  It says which model is tested on clients' images: the global one or their own.
-  Of more than ten clients it has the mean, the lowest and the highest accuracy.
-  """
-  columns = [["", "algorithm", *results]]
-
-  def add(head, title, value, factor=100, form="{:.2f}"):
-    cells = [[value(r) for r in of] for of in results.values()]
-    shown = [report.cell(values, form, factor) for values in cells]
-    columns.append([head, title, *shown])
-
-  of_clients = lambda r: report.as_floats(
-    [c["validation_accuracy"] for c in r["clients"]]
-  )
-  add("global", "test %", lambda r: r["global"]["test_accuracy"])
-  add("", "best %", lambda r: r["global"]["best_test_accuracy"])
-  whose = ["own" if name in _PERSONAL else "global" for name in results]
-  columns.append(["clients", "model", *whose])
-  add("", "mean %", lambda r: np.mean(of_clients(r)))
-  number = max(len(of[0]["clients"]) for of in results.values())
-  if number > logs.FEW:
-    number = 0
-    add("", "lowest %", lambda r: np.min(of_clients(r)))
-    add("", "highest %", lambda r: np.max(of_clients(r)))
-  for k in range(number):
-    # FedAvg and FedProx give every client the global model.
-    models = {of[0]["clients"][k]["model"] for of in results.values()}
-    head = f"{k}: {models.pop()}" if len(models) == 1 else str(k)
-    add("", head, lambda r, k=k: of_clients(r)[k])
-  add("", "rounds", lambda r: r["rounds"], 1, "{:,d}")
-  add("", "seconds", lambda r: r["seconds"], 1, "{:,.1f}")
-  return report.align(columns, heads=2)
 
 
 def main(given: Given) -> None:
@@ -500,7 +464,7 @@ def main(given: Given) -> None:
     words=words,
     build=Experiment,
     draw=draw,
-    table=lambda results, rows: table(results),
+    table=lambda results, rows: report.clients_table(results, _PERSONAL),
     # Without schedules, nothing depends on the number of rounds.
     lengthens=lambda s: len({*s.alpha}) == len({*s.beta}) == 1,
   )

@@ -43,7 +43,7 @@ import settings
 from settings import count, setting, UsageError
 import tables
 
-from hetfl.run import logs, training
+from hetfl.run import logs, report, training
 
 _WIDE = 16  # columns
 
@@ -63,8 +63,6 @@ def rows_of(
     a published one, the published one and the difference, in percent; then
     rounds and minutes.
   """
-  from hetfl.run import report  # takes a second
-
   known = {name for cell in table.cells for name in cell.published}
   head = ["run"]
   for name in table.numbers:
@@ -142,7 +140,7 @@ def draw(
     results: cell name -> the content of `result.json` of each seed; the mean is
       drawn.
   """
-  from hetfl.run import report  # takes a second
+  from hetfl.run import charts  # takes a second
 
   points, of_trials, tops = {}, {}, set()
   for cell in table.cells:
@@ -163,7 +161,7 @@ def draw(
     (of_trials, "figure_trials.png", best),
   ):
     if drawn:
-      report.dependence(drawn, folder / name, axis=table.axis, title=title)
+      charts.dependence(drawn, folder / name, axis=table.axis, title=title)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ import numpy as np
 import settings
 from settings import setting, UsageError
 
-from hetfl.run import logs
+from hetfl.run import logs, report
 
 _SEED = re.compile(r"seed\d+")
 _PLURAL = {"party": "parties", "client": "clients"}
@@ -208,8 +208,6 @@ def table(lines: Sequence[Mapping[str, Any]], target: float | None) -> str:
   ------  -----  -----  ------  -------------  ------------
   fedavg  small      2      20  62.50 ± 17.68  75.00 ± 0.00
   """
-  from hetfl.run import report  # takes a second
-
   runs = {}
   for line in lines:
     runs.setdefault((line["run"], line["model"]), []).append(line)
@@ -258,12 +256,12 @@ def draw(
     path: the PNG.
     metric: what to draw.
     over: `rounds` or `megabytes`.
-    published: see `report.curves`.
+    published: see `charts.curves`.
 
   Raises:
     ValueError: the data that a run sends is unknown.
   """
-  from hetfl.run import report
+  from hetfl.run import charts  # takes a second
 
   by_label = {}
   for run in runs:
@@ -282,7 +280,7 @@ def draw(
     if rows:
       by_label.setdefault(run.label, []).append(rows)
   megabytes = "Sent between clients and server (MB)"
-  report.curves(
+  charts.curves(
     by_label,
     path,
     metric=metric,

@@ -14,7 +14,7 @@ from settings import Given, Settings, shown, UsageError
 from tune import Search
 
 import hetfl
-from hetfl.run import logs, report, training, trials, tune
+from hetfl.run import charts, logs, report, training, trials, tune
 
 
 def make_space(
@@ -291,7 +291,7 @@ def main(given: Given) -> None:
       )
       rows = tune.search(**options)
   best = write_best(search, s, rows, workdir)
-  report.parallel_coordinates(
+  charts.parallel_coordinates(
     {name: [row["values"][name] for row in rows] for name in space},
     [r["objective"] if r["status"] == "complete" else None for r in rows],
     workdir / "parallel.png",

@@ -2,7 +2,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from hetfl.run import report
+from hetfl.run import charts, report
 
 
 def rows(final):
@@ -21,7 +21,7 @@ def test_curves_are_a_readable_png(tmp_path):
   path = tmp_path / "curves.png"
   runs = {"codist": [rows(0.8)], "fedavg": [rows(0.7)], "just started": [[]]}
   published = {"large": {"codist": 0.81}}
-  report.curves(runs, path, published=published, title="EMNIST")
+  charts.curves(runs, path, published=published, title="EMNIST")
   image = matplotlib.image.imread(path)
   assert image.shape[0] > 400 and image.shape[1] > 1000
   # Both colours are there: #0072B2 and #D55E00.
@@ -29,7 +29,7 @@ def test_curves_are_a_readable_png(tmp_path):
     distance = np.abs(image[..., :3] - np.array(color) / 255).max(-1)
     assert (distance < 0.02).sum() > 100
   first = path.read_bytes()
-  report.curves(runs, path, published=published, title="EMNIST")
+  charts.curves(runs, path, published=published, title="EMNIST")
   assert path.read_bytes() == first
   assert [p.name for p in tmp_path.iterdir()] == ["curves.png"]
 
@@ -38,15 +38,15 @@ def test_curves_are_a_readable_png(tmp_path):
 def figures(monkeypatch):
   """The figures that are drawn, in place of files."""
   drawn = []
-  monkeypatch.setattr(report, "_save", lambda fig, *_: drawn.append(fig))
+  monkeypatch.setattr(charts, "_save", lambda fig, *_: drawn.append(fig))
   return drawn
 
 
 def test_clients_are_named_and_their_means_are_in_the_legend(figures):
   accuracies = {"local": [0.5, 1.0], "fedproto by head": [0.25, 0.5]}
-  report.clients(accuracies, "", names=["0: mlp", "1: cnn"])
+  charts.clients(accuracies, "", names=["0: mlp", "1: cnn"])
   counts = np.array([[3, 0, 9], [0, 2, 4]])
-  report.holdings(counts, "", names=["0: mlp", "1: cnn"])
+  charts.holdings(counts, "", names=["0: mlp", "1: cnn"])
   clients, holdings = figures
   for fig in figures:
     ax = fig.axes[0]
@@ -77,7 +77,7 @@ def texts(legend):
 def test_the_legends_of_curves_are_beside_the_panels(figures):
   few = [{"round": 1, "small/test_accuracy": 0.125}]
   runs = {"codist": [rows(0.8)], "fedavg": [rows(0.7)], "few": [few]}
-  report.curves(runs, "", published={"large": {"codist": 0.81}})
+  charts.curves(runs, "", published={"large": {"codist": 0.81}})
   (fig,) = figures
   fig.draw_without_rendering()
   small, large = fig.axes
@@ -93,7 +93,7 @@ def test_the_legends_of_curves_are_beside_the_panels(figures):
 
 def test_several_seeds_are_a_mean_and_a_band(figures):
   runs = {"codist": [rows(0.5), rows(0.7), rows(0.9)], "fedavg": [rows(0.6)]}
-  report.curves(runs, "")
+  charts.curves(runs, "")
   _, large = figures[0].axes
   assert texts(large.get_legend()) == ["codist 70.0 ± 20.0", "fedavg 60.0"]
   np.testing.assert_allclose(large.lines[0].get_ydata(), 70)
@@ -105,8 +105,8 @@ def test_several_seeds_are_a_mean_and_a_band(figures):
 @pytest.mark.parametrize("last", [1, 2, 5, 200])
 def test_rounds_are_marked_at_whole_numbers(last, figures):
   few = [{"round": r, "a/test_accuracy": 0.5} for r in (0, last)]
-  report.curves({"x": [few]}, "")
-  report.collaboration([few], "", parties={"a": "A"}, bounds={"a": 0.9})
+  charts.curves({"x": [few]}, "")
+  charts.collaboration([few], "", parties={"a": "A"}, bounds={"a": 0.9})
   for fig in figures:
     ticks = fig.axes[0].get_xticks()
     assert len(ticks) > 1 and all(tick == round(tick) for tick in ticks)
@@ -115,7 +115,7 @@ def test_rounds_are_marked_at_whole_numbers(last, figures):
 def test_parallel_coordinates(figures):
   axes = {"lr": [0.1, 0.01, 1.0, 0.0], "alpha": [1, 2, 3, 5]}
   scores = [0.25, None, 0.5, 0.375]
-  report.parallel_coordinates(axes, scores, "", log=["lr"])
+  charts.parallel_coordinates(axes, scores, "", log=["lr"])
   (ax,) = figures[0].axes
   # The axes of the chart are lines too, before the trials', the best last. By
   # hand: 0.1 is halfway from 0.01 to 1, and 0, of a start, at the end.
@@ -131,7 +131,7 @@ def test_parallel_coordinates(figures):
 
 def test_curves_without_the_metric_are_an_error(tmp_path):
   with pytest.raises(ValueError, match="metric='f1': no row"):
-    report.curves({"a": [rows(0.5)]}, tmp_path / "x.png", metric="f1")
+    charts.curves({"a": [rows(0.5)]}, tmp_path / "x.png", metric="f1")
 
 
 def test_table():

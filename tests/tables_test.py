@@ -13,7 +13,7 @@ import types
 import matplotlib.image
 import pytest
 
-from hetfl.run import logs, report
+from hetfl.run import charts, logs, report
 from tests.runs import ROOT
 
 
@@ -217,7 +217,7 @@ def test_a_figure_is_drawn_against_its_axis(
   for name in ("figure", "figure_trials"):
     image = matplotlib.image.imread(tmp_path / f"{name}.png")
     assert image.shape[0] > 400
-  monkeypatch.setattr(report, "dependence", dependence)
+  monkeypatch.setattr(charts, "dependence", dependence)
   modules["reproduce"].draw(tmp_path, table, results)
   assert drawn["figure_trials.png"] == {"periodic, small": [(600, 0.7)]}
   assert titles[1].endswith("Figure 4: means of the best 25 trials")
@@ -245,7 +245,7 @@ def test_curves_say_whose_model_they_are_of(modules, tmp_path, monkeypatch):
   image = matplotlib.image.imread(tmp_path / "curves.png")
   assert image.shape[0] > 400
   monkeypatch.setattr(
-    fml_run.report,
+    fml_run.charts,
     "curves",
     lambda runs, path, **kw: drawn.update(kw, runs=runs),
   )
@@ -272,7 +272,7 @@ def test_the_table_names_a_model_only_if_all_have_it(modules):
   def table(results):
     return fml_table({name: [result] for name, result in results.items()})
 
-  fml_table = modules["fml_run"].table
+  fml_table = lambda results: report.clients_table(results, ("fml",))
   results = {"fml": result("mlp", "lenet5"), "independent": result("mlp", "x")}
   assert "0: mlp" in table(results) and "1: " not in table(results)
   results = {"fedavg": result("lenet5", "lenet5"), "fml": result("mlp", "mlp")}
