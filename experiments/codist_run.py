@@ -93,7 +93,10 @@ class Experiment:
     )
 
   def pools(self, s: Codist) -> list[hetfl.Pool]:
-    """The pools; equal rates share pools and so their compiled programs."""
+    """The pools; equal rates share pools and so their compiled programs.
+
+    Of a command's runs only the rates differ.
+    """
     rates = tuple(zip(s.client_lr, s.server_lr))
     if rates not in self._pools:
       self._pools[rates] = [

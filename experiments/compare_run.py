@@ -405,6 +405,7 @@ class Experiment:
       public_transform=self.transform, eval_batch_size=s.eval_batch_size
     )
     server = dict(server_lr=1.0, server_optimizer=fedavg_server)
+    # Clients take the method's rate and optimizer, the others have their own.
     make, options = {
       "clients": (hetfl.Client, how),
       "parties": (functools.partial(hetfl.Participant, **how), public),
@@ -414,9 +415,12 @@ class Experiment:
       ),
     }[method.of]
     make = functools.partial(make, transform=self.transform)
-    options |= {method.of: list(map(make, models, self.rows(s)))}
-    options |= {"engine": launch.engine_of(s, s.lanes)}
-    return method.make(**method.more(self, s), **options)
+    return method.make(
+      **{method.of: list(map(make, models, self.rows(s)))},
+      **method.more(self, s),
+      **options,
+      engine=launch.engine_of(s, s.lanes),
+    )
 
   def device_data(self, s: Compare) -> dict:
     """The banks, as the algorithm takes them."""

@@ -271,6 +271,7 @@ class Experiment:
     """The collaboration."""
     return hetfl.fedmd(
       self.parties,
+      # By name: digest_loss, consensus_weights, temperature, eval_batch_size.
       **self.s.arguments(
         hetfl.fedmd,
         public_transform=self.transforms["public"],
@@ -280,6 +281,7 @@ class Experiment:
 
   def plan(self, round: int) -> hetfl.Plan:
     """A round's plan; a pure function of the round."""
+    # By name: seed, subset, and both phases' epochs and batch sizes.
     options = self.s.arguments(hetfl.plan_fedmd, round=round)
     return hetfl.plan_fedmd(self.data.public, self.held, **options)
 

@@ -30,7 +30,8 @@ class Client(Participant):
   make a transform, or a model without `Model.from_flax`, once for all clients.
 
   Attributes:
-    learning_rate: its own model's; `None` for the algorithm's.
+    learning_rate: its own model's, which is not in `state.hyper`; `None` for
+      the algorithm's, which is.
     optimizer: its own model's; `None` for the algorithm's.
     l2: its penalty's weight, which is not in `state.hyper`.
     bank: the name of the bank that holds its examples.

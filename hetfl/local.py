@@ -416,6 +416,8 @@ def training(
     client_key = jax.random.fold_in(key, batches.client)
     return end(context, own, learner, metrics, batches, client_key)
 
+  # An engine calls `begin_row` once, `step_of_row` for each of the row's steps,
+  # and `end_of_row` once; it stacks the rows' results, or adds them up.
   return Task(begin_row, step_of_row, end_of_row, shares=shares)
 
 

@@ -364,3 +364,29 @@ def test_with_head_replaces_parameters_and_statistics():
   of = lambda w: core.Variables(w, {"mean": -w})
   whole = joined({"body": of(1.0), "head": of(2.0)})
   assert with_head(whole, of(3.0)) == joined({"body": of(1.0), "head": of(3.0)})
+
+
+def test_prototypes_are_of_the_images_that_were_trained_on():
+  """The loss is the sum of an image's features, which a rate of 0 keeps."""
+
+  def noisy(key, batch):
+    noise = jax.random.normal(key, batch["x"].shape)
+    return {**batch, "x": batch["x"] + noise}
+
+  ones = matrices(WIDTH, 1)._replace(
+    init=lambda key: core.Variables([jnp.ones((WIDTH, 1))], {})
+  )
+  client = hetfl.Client(
+    headed(matrices(4, WIDTH), ones),
+    learning_rate=0.0,
+    transform=noisy,
+    loss=lambda logits, batch: logits[:, 0],
+  )
+  algorithm = fedproto(
+    [client] * 5, num_classes=CLASSES, num_features=WIDTH, weight=0.0
+  )
+  plan = hetfl.plan_round({"train": POPULATION}, seed=9, round=1, batch_size=1)
+  state, metrics = algorithm.step(
+    algorithm.init(jax.random.key(1)), plan, {"train": POPULATION.bank}
+  )
+  assert_close(jnp.sum(state.server.total), metrics["loss"].total)

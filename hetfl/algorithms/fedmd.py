@@ -285,13 +285,14 @@ def plan_fedmd(
     )
   else:
     drawn = generator(*draw).permutation(len(positions))[:subset]
-  shown = {"public": positions[drawn]}
-  learners = [np.arange(subset)] * len(private)
+  # Digest's positions count within the subset, which is a bank to plan on.
+  subset_bank = {"public": positions[drawn]}
+  everyone = [np.arange(subset)] * len(private)  # Each party has all of it.
   options: dict[str, Any] = {"seed": seed, "round": round}
   batches = {
     "public": in_order(positions[drawn], subset),
     "digest": plan_clients(
-      ClientPopulation.from_lists(shown, learners),
+      ClientPopulation.from_lists(subset_bank, everyone),
       phase=Stream.DIGEST,
       batch_size=min(digest_batch_size, subset),
       epochs=digest_epochs,

@@ -160,10 +160,10 @@ def _client_update(
     own = local.Learner(models["local"], states["local"])
     return kept.replace(learner=own), meme, metrics
 
-  def penalty(params, context):  # In turns, the meme has a step of its own.
+  def penalty(params, context):  # 0 in turns while the meme steps alone.
     del context
     own = (client.penalty(w) for name, w in params.items() if name == "local")
-    return client.l2 * sum(own)
+    return client.l2 * sum(own, 0.0)
 
   step = local.step_on(
     _objective(client, models, divergence),

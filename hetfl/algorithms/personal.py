@@ -279,8 +279,10 @@ def _survey(client, method) -> Task:
 
   def one(key, bank, row, s):
     variables, batches = row
+    # The transform draws what it drew in training: `local.training`.
     step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
-    batch = prepare(client.transform, gather(bank, batches.index[s]), step_key)
+    batch_key, _ = jax.random.split(step_key)
+    batch = prepare(client.transform, gather(bank, batches.index[s]), batch_key)
     outputs, _ = local.outputs_of(
       client.label, client.model, variables, batch, None, train=False
     )
