@@ -1,6 +1,6 @@
 """Models as pure functions, made from Flax modules or written by hand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import contextlib
 import functools
 import inspect
@@ -29,6 +29,22 @@ class Variables(NamedTuple):
 
   params: PyTree
   stats: PyTree
+
+
+def joined(parts: Mapping[str, Variables]) -> Variables:
+  """Several models' variables by name as one."""
+  return Variables(
+    {name: part.params for name, part in parts.items()},
+    {name: part.stats for name, part in parts.items()},
+  )
+
+
+def parted(variables: Variables) -> dict[str, Variables]:
+  """The parts of variables that `joined` made of several."""
+  return {
+    name: Variables(variables.params[name], variables.stats[name])
+    for name in variables.params
+  }
 
 
 class Model(NamedTuple):

@@ -22,7 +22,7 @@ from hetfl.algorithms.fedproto import fedproto, nearest
 from hetfl.algorithms.fedtgp import fedtgp
 from hetfl.algorithms.lgfedavg import lgfedavg
 from hetfl.algorithms.personal import Method, personal
-from hetfl.models.spliced import joined, parted
+from hetfl.model import joined, parted
 
 CLASSES, WIDTH, RATE = 3, 2, 0.125
 # Client 0 alone has examples of class 2, and is absent from round 2.

@@ -15,7 +15,7 @@ from hetfl import core, local
 from hetfl.algorithms.fedavg import proximal_term
 from hetfl.algorithms.personal import Method, one_model, personal
 from hetfl.clients import Client, weighted_mean
-from hetfl.models.spliced import parted
+from hetfl.model import parted
 
 
 def ditto(

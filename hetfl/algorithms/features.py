@@ -14,7 +14,7 @@ import optax
 
 from hetfl import checks, core, local
 from hetfl.clients import Client, Group
-from hetfl.models.spliced import joined, parted
+from hetfl.model import joined, parted
 
 
 class Features(NamedTuple):

@@ -15,7 +15,7 @@ import optax
 from hetfl import core, distill, local
 from hetfl.algorithms.personal import Method, own_and_shared, personal
 from hetfl.clients import Client, weighted_mean
-from hetfl.models.spliced import parted
+from hetfl.model import parted
 
 PyTree = Any
 

@@ -20,7 +20,8 @@ import optax
 from hetfl import checks, core, distill, local
 from hetfl.clients import Client, Group, put_rows, Roster, weighted_mean
 from hetfl.engine import Engine, Inline, Task
-from hetfl.models.spliced import fork, joined, parted, splice
+from hetfl.model import joined, parted
+from hetfl.models.spliced import fork, splice
 from hetfl.optimizers import by_name, momentum_sgd
 
 PyTree = Any

@@ -11,7 +11,7 @@ from hetfl import core
 from hetfl.algorithms.features import begin_with_head, first_head, of_logits
 from hetfl.algorithms.personal import Method, personal
 from hetfl.clients import Client, weighted_mean
-from hetfl.models.spliced import parted
+from hetfl.model import parted
 
 
 def lgfedavg(clients: Sequence[Client], **options: Any) -> core.Algorithm:

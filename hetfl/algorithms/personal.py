@@ -22,7 +22,7 @@ from hetfl.batches import gather, prepare
 from hetfl.clients import Client, Group, put_rows, Roster
 from hetfl.engine import Engine, Inline, Task, Work
 from hetfl.engine.work import add, zeros_of
-from hetfl.models.spliced import joined, parted
+from hetfl.model import joined, parted
 from hetfl.optimizers import by_name
 
 PyTree = Any

@@ -1,10 +1,9 @@
 """Models made of parts: an encoder, a trunk and an adaptor."""
 
-from collections.abc import Mapping
-
 import jax
 
 from hetfl import checks, core
+from hetfl.model import joined, parted
 
 
 def splice(
@@ -80,19 +79,3 @@ def fork(
   if adaptor is None and encoder is None:
     return server
   return joined(checks.given(trunk=server, adaptor=adaptor, encoder=encoder))
-
-
-def joined(parts: Mapping[str, core.Variables]) -> core.Variables:
-  """Several models' variables by name as one."""
-  return core.Variables(
-    {name: part.params for name, part in parts.items()},
-    {name: part.stats for name, part in parts.items()},
-  )
-
-
-def parted(variables: core.Variables) -> dict[str, core.Variables]:
-  """The parts of variables that `joined` made of several."""
-  return {
-    name: core.Variables(variables.params[name], variables.stats[name])
-    for name in variables.params
-  }
