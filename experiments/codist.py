@@ -116,6 +116,14 @@ class Codist(shared.Rounds):
     prox_mu: Weight of FedProx's term; 0 for none.
     client_weights: Weights of the clients in the mean; their numbers of
       examples, or the same for all.
+    clip_norm: Greatest norm of a client's update, one value or SMALL,LARGE;
+      longer ones are shortened. Clients then count alike and take part by
+      chance, --clients_per_round on average (docs/privacy.md). By default no
+      limit.
+    epsilon: Differential privacy of clients, over all rounds and both models,
+      by noise in the sum of the clipped updates.
+    delta: The probability that --epsilon leaves out; by default N^-1.1, where N
+      is the number of clients in the larger pool.
     server_optimizer: How servers apply their clients' mean update; FedAdam,
       FedYogi, FedAvgM (momentum) or McMahan's FedAvg (sgd).
     server_lr: Servers' learning rate in the first round, one value or
@@ -212,6 +220,9 @@ class Codist(shared.Rounds):
   client_momentum: float = share(0.0)
   prox_mu: float = setting(0.0, low=0)
   client_weights: Literal["examples", "uniform"] = setting("examples")
+  clip_norm: tuple[float, ...] | None = setting(each=POOLS, low=1e-6)
+  epsilon: float | None = setting(low=1e-3)
+  delta: float | None = setting(only="epsilon", low=1e-12, high=0.5)
   server_optimizer: Literal["adam", "yogi", "momentum", "sgd"] = setting("adam")
   server_lr: tuple[float, ...] = setting(
     (0.005, 0.002),

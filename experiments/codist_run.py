@@ -20,7 +20,7 @@ import own_models
 from settings import Given, UsageError
 
 import hetfl
-from hetfl import core
+from hetfl import core, privacy
 from hetfl.batches import in_order, number_of_steps
 from hetfl.data import files
 from hetfl.engine.packing import enough_lanes
@@ -42,6 +42,7 @@ _SERVERS = {
 }
 
 SETTINGS = Codist
+_noise_multiplier = functools.cache(privacy.noise_multiplier)
 
 
 def words(values: Mapping[str, Any], algorithm: str) -> set[str]:
@@ -54,6 +55,7 @@ def words(values: Mapping[str, Any], algorithm: str) -> set[str]:
   found |= {"hetfl_models"} if not all(own) else set()
   rates = *s.dropout, *s.map_dropout, *(s.logits_dropout or ())
   found |= {"dropout"} if any(rates) else set()
+  found |= {"epsilon"} if s.epsilon else set()
   return found | launch.machine_words(values)
 
 
@@ -92,12 +94,40 @@ class Experiment:
       **self.task.evaluator,
     )
 
+  def private(self, s: Codist) -> dict[str, Any]:
+    """What `result.json` says of --clip_norm and --epsilon; else nothing."""
+    if s.clip_norm is None:
+      if s.epsilon is not None:
+        raise UsageError(f"--epsilon={s.epsilon}: give --clip_norm too")
+      return {}
+    if s.client_weights != "uniform":
+      raise UsageError(
+        f"--clip_norm={','.join(map(str, s.clip_norm))}: bounds what a client"
+        " changes only if all count alike: add --client_weights=uniform"
+      )
+    found = {"clip_norm": s.clip_norm, "noise_multiplier": 0.0}
+    if s.epsilon is not None:
+      numbers = [len(clients) for clients in self.data.pools]
+      # The plan refuses more than all.
+      sampling = (min(k / n, 1) for k, n in zip(s.clients_per_round, numbers))
+      delta = s.delta or max(numbers) ** -1.1
+      found["noise_multiplier"] = _noise_multiplier(
+        s.epsilon, tuple(sampling), rounds=s.rounds, delta=delta
+      )
+      found |= {"epsilon": s.epsilon, "delta": delta}
+    return found
+
   def pools(self, s: Codist) -> list[hetfl.Pool]:
     """The pools; equal rates share pools and so their compiled programs.
 
-    Of a command's runs only the rates differ.
+    Of a command's runs only the rates, and noise for their rounds, differ.
     """
-    rates = tuple(zip(s.client_lr, s.server_lr))
+    noise = self.private(s).get("noise_multiplier")
+    means = [
+      None if noise is None else privacy.PrivateMean(clip, noise, number)
+      for clip, number in zip(s.clip_norm or POOLS, s.clients_per_round)
+    ]
+    rates = tuple(zip(s.client_lr, s.server_lr, means))
     if rates not in self._pools:
       self._pools[rates] = [
         hetfl.Pool(
@@ -111,9 +141,10 @@ class Experiment:
           ),
           server_optimizer=_SERVERS[s.server_optimizer],
           prox_mu=s.prox_mu or None,
+          private=mean,
           **self.task.pool,
         )
-        for name, model, (client_lr, server_lr) in zip(
+        for name, model, (client_lr, server_lr, mean) in zip(
           POOLS, self.models, rates
         )
       ]
@@ -195,6 +226,7 @@ class Experiment:
       batch_size=s.client_batch_size,
       epochs=s.client_epochs,
       uniform_weights=s.client_weights == "uniform",
+      poisson=s.clip_norm is not None,
     )
     plan = hetfl.plan_round(**options)
     if every and not due:  # Plans have the same structure in all rounds.
@@ -259,6 +291,7 @@ class Experiment:
       **self.task.record,
       **({"models": s.models} if s.models else {}),
       "seed": s.seed,
+      **self.private(s),
       "exchanges": s.rounds // s.exchange_every if s.exchange_every else 0,
       "bytes_per_round": sum(p["bytes_per_round"] for p in pools.values()),
       # Sizes of the server's sets, as in the paper's tables 3 to 5.

@@ -212,15 +212,17 @@ def plan_clients(
   max_steps: int | None = None,
   tail: Tail = "wrap",
   uniform_weights: bool = False,
+  poisson: bool = False,
   dropout_rate: float = 0.0,
   late_clients: int = 0,
   late_round: int = 1,
 ) -> Batches:
   """Samples a round's clients and orders their examples.
 
-  Clients are drawn uniformly without replacement. A client's order of examples
-  does not depend on the other clients. Those that drop out, or join later, keep
-  their rows, without steps and weight: they send nothing and do not change.
+  Clients are drawn uniformly without replacement, or each on its own. A
+  client's order of examples does not depend on the other clients. Those that
+  drop out, or join later, keep their rows, without steps and weight: they send
+  nothing and do not change.
 
   Args:
     clients: the clients; or the examples of a single one.
@@ -234,6 +236,9 @@ def plan_clients(
     max_steps: see `order`.
     tail: see `order`.
     uniform_weights: weight clients equally, not by their number of examples.
+    poisson: each client takes part or not by a draw of its own, so that
+      `clients_per_round` do on average, as `hetfl.privacy` takes for granted;
+      rows of others fill up, so that rounds share compiled programs.
     dropout_rate: the probability with which a client drops out of a round.
     late_clients: how many clients, the last ones, join later.
     late_round: the first round of these.
@@ -258,6 +263,11 @@ def plan_clients(
   ...   print(batches.steps, batches.weight)
   [2 0] [3. 0.]
   [2 2] [3. 3.]
+  >>> batches = plan_clients(
+  ...     clients, seed=0, round=1, clients_per_round=1, batch_size=2,
+  ...     poisson=True)
+  >>> batches.steps  # One on average.
+  array([2, 0], dtype=int32)
   """
   checks.counts(
     round=round,
@@ -278,10 +288,17 @@ def plan_clients(
       f"clients_per_round={clients_per_round}: pool {pool} has {len(clients)}"
       " clients"
     )
-  chosen = np.arange(len(clients))
+  chosen, absent = np.arange(len(clients)), np.array([], int)
   if clients_per_round is not None:
     rng = generator(Stream.CLIENTS, seed, phase, round, pool)
-    chosen = rng.choice(len(clients), number, replace=False)
+    if poisson:
+      draws = rng.random(len(clients))
+      absent = np.flatnonzero(draws >= number / len(clients))
+      # Hardly ever are more drawn than twice as many and sixteen.
+      rows = max(len(clients) - len(absent), min(2 * number + 16, len(clients)))
+      chosen = np.argsort(draws)[:rows]
+    else:
+      chosen = rng.choice(len(clients), number, replace=False)
   orders, weights = [], []
   of_client = generators(Stream.ORDER, seed, phase, round, pool)
   for k in chosen.tolist():
@@ -297,7 +314,7 @@ def plan_clients(
         tail=tail,
       )
     )
-  batches = rows_of(orders, chosen, weights)
+  batches = leave_out(rows_of(orders, chosen, weights), absent)
   if late_clients and round < late_round:
     batches = leave_out(batches, chosen[chosen >= len(clients) - late_clients])
   if dropout_rate:
@@ -402,8 +419,8 @@ def plan_round(
     batch_size: see `plan_clients`; one number, or one for each pool.
     distill_steps: see `plan_distillation`.
     distill_batch_size: see `plan_distillation`.
-    **options: `epochs`, `max_steps`, `tail`, `uniform_weights`, `phase`,
-      `dropout_rate`, `late_clients`, `late_round`: see `plan_clients`.
+    **options: `epochs`, `max_steps`, `tail`, `uniform_weights`, `poisson`,
+      `phase`, `dropout_rate`, `late_clients`, `late_round`: see `plan_clients`.
 
   Returns:
     The plan, a pure function of its arguments: batches by the names of

@@ -21,6 +21,7 @@ from hetfl import checks, core, local
 from hetfl.algorithms.fedavg import (
   client_losses,
   client_works,
+  combine,
   init_pools,
   linear_decay,
   Pool,
@@ -219,7 +220,7 @@ def periodic_codist(
     decay = linear_decay(plan.round, rounds)
     # Line 3: apply FedAvg to each model, sampling clients from its pool.
     sent = engine.run(*client_works(pools, state, plan, data))
-    gradients = [pool.combine(s) for pool, s in zip(pools, sent)]
+    gradients = combine(pools, state, plan, sent)
     state = step_servers(pools, state, gradients, decay)
     # Line 4.
     due = plan.round % period == 0
@@ -350,7 +351,7 @@ def merged_codist(
       zip(*results[: len(pools)]),
       results[len(pools) :],
     )
-    gradients = [pool.combine(s) for pool, s in zip(pools, sent)]
+    gradients = combine(pools, state, plan, sent)
     # Lines 7 and 8; the statistics are the clients'.
     merged = [
       (_merge(g, theta.params, student.params, a), *rest)

@@ -15,6 +15,7 @@ from hetfl import checks, core, local
 from hetfl.algorithms.fedavg import (
   client_losses,
   client_works,
+  combine,
   linear_decay,
   Pool,
   round_keys,
@@ -134,7 +135,7 @@ class Ensemble:
       )
     ]
     said, heard = zip(*self.engine.run(*works))
-    gradients = [pool.combine(update) for pool, update in zip(self.pools, sent)]
+    gradients = combine(self.pools, state, plan, sent)
     decay = linear_decay(plan.round, self._rounds)
     return Averaged(
       step_servers(self.pools, state, gradients, decay),

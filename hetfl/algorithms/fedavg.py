@@ -21,6 +21,7 @@ from hetfl.batches import Plan
 from hetfl.clients import weighted_mean
 from hetfl.engine import Engine, Inline, Task, Work
 from hetfl.optimizers import fedadam_server
+from hetfl.privacy import PrivateMean
 
 PyTree = Any
 
@@ -64,6 +65,9 @@ class Pool(local.Participant):
       unchanged.
     aggregate: `ClientUpdates -> delta`, what the server optimizer takes as its
       gradient, such as a median; `None` for the clients' weighted mean.
+    private: clips what clients send, after `delta_transform`, and adds noise to
+      the sum, in which they count alike whatever their weights; for plans with
+      `poisson=True`, models without batch statistics and no `aggregate`.
 
   Raises:
     ValueError: as `Participant`.
@@ -74,6 +78,7 @@ class Pool(local.Participant):
   prox_mu: float | jax.Array | None = None
   delta_transform: Callable[[jax.Array, PyTree], PyTree] | None = None
   aggregate: Callable[[ClientUpdates], PyTree] | None = None
+  private: PrivateMean | None = None
 
   def __post_init__(self):
     super().__post_init__()
@@ -104,8 +109,11 @@ class Pool(local.Participant):
         changed = self.delta_transform(noise_key, delta)
         checks.alike(f"{self.label}: delta_transform", changed, delta)
         delta = changed
+      weight = batches.weight
+      if self.private is not None:
+        delta, weight = self.private.clip(delta), jnp.sign(weight)
       return ClientUpdates(
-        delta, learner.stats, batches.weight, metrics["loss"], batches.client
+        delta, learner.stats, weight, metrics["loss"], batches.client
       )
 
     def weighted(*args):
@@ -124,17 +132,27 @@ class Pool(local.Participant):
 
   @functools.cached_property
   def combine(self) -> Callable[[ClientUpdates], tuple[PyTree, PyTree, Any]]:
-    """`sent -> (gradient, stats, weight)`: what the server makes of updates.
+    """`(sent, key) -> (gradient, stats, weight)`: what is made of updates.
 
-    `g = sum_k n_k (w - w_k) / sum_k n_k`, or what `aggregate` says; the
-    statistics are the clients' weighted mean in any case.
+    `g = sum_k n_k (w - w_k) / sum_k n_k`, or what `aggregate` or `private`
+    says; the statistics are the clients' weighted mean in any case.
 
     Reference: McMahan et al. 2017, algorithm 1; Lichtarge et al. 2023, section
     2.2 ("treats the combined model difference as a single gradient").
     """
 
     @jax.jit
-    def combine(sent):
+    def combine(sent, key):
+      if self.private is not None:
+        if jax.tree.leaves(sent.stats):
+          raise ValueError(
+            f"{self.label}: private: its model's statistics would be sent as"
+            " they are; give it a model without, such as with group norm"
+          )
+        # No client has this number. Who takes part is not told by the weight.
+        noise_key = jax.random.fold_in(key, np.uint32(2**32 - 1))
+        gradient = self.private.of_sum(noise_key, sent.delta)
+        return gradient, sent.stats, jnp.ones(())
       if self.aggregate is None:
         mean = lambda x: x / sent.weight
         return *jax.tree.map(mean, (sent.delta, sent.stats)), sent.weight
@@ -316,6 +334,12 @@ def client_works(
     context |= local.values_of(state, i, "prox_mu")
     bank = checks.bank(data, pool.name)
     apart = each or pool.aggregate is not None
+    if apart and pool.private is not None:
+      raise ValueError(
+        f"{pool.label}: private: noise is in the sum of its clients' updates,"
+        " but here each of them is seen (by aggregate, an ensemble or"
+        " client_updates); leave it out"
+      )
     task = pool.clients[apart]
     works.append(
       local.work(task, context, key, bank, (), batches, total=not apart)
@@ -365,6 +389,27 @@ def client_updates(
   """
   works = client_works(pools, state, plan, data, each=True)
   return (engine or Inline()).run(*works)
+
+
+def combine(
+  pools: Sequence[Pool],
+  state: core.State,
+  plan: Plan,
+  sent: Sequence[ClientUpdates],
+) -> list[tuple[PyTree, PyTree, Any]]:
+  """What each pool's server makes of what its clients send; see `Pool.combine`.
+
+  Args:
+    pools: P pools.
+    state: their state, of which the round's noise is drawn.
+    plan: the round's plan.
+    sent: P results of `client_works`.
+
+  Returns:
+    P triples, as `step_servers` takes them.
+  """
+  keys = round_keys(state.key, plan.round, len(pools))
+  return [pool.combine(*given) for pool, *given in zip(pools, sent, keys)]
 
 
 def step_servers(
@@ -464,7 +509,7 @@ def fedavg(
 
   def step(state, plan, data):
     sent = engine.run(*client_works(pools, state, plan, data))
-    gradients = [pool.combine(s) for pool, s in zip(pools, sent)]
+    gradients = combine(pools, state, plan, sent)
     decay = linear_decay(plan.round, rounds)
     state = step_servers(pools, state, gradients, decay)
     return state, local.metrics_of(pools, client_loss=client_losses(sent))

@@ -67,6 +67,8 @@ def table(results: Mapping[str, Rows]) -> str:
     for name, title in _ACCURACIES.items():
       if name in measured:
         add("", title, name, "{:.2f}", 100, pool)
+  if "epsilon" in next(iter(results.values()))[0]:
+    add("", "epsilon", "epsilon", "{:.2f}")
   add("", "rounds", "rounds", "{:,d}")
   add("", "seconds", "seconds", "{:,.1f}")
   return align(columns, heads=2)
