@@ -58,6 +58,7 @@ setuptools.setup(
   ],
   extras_require={
     "test": [
+      "dp-accounting>=0.6",
       "hypothesis>=6",
       "mypy>=2.4",
       "optuna>=4",
@@ -75,6 +76,7 @@ setuptools.setup(
     ],
     "examples": ["scikit-learn>=1.4"],
     "language": ["nltk>=3.9"],
+    "privacy": ["dp-accounting>=0.6"],
     "tune": ["optuna>=4"],
     "tfds": ["tensorflow>=2.16", "array_record"],
     "cuda": ["jax[cuda13]>=0.10"],

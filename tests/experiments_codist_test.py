@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from hetfl import privacy
 from tests import runs
 from tests.runs import error_of, everything, last_state, outcome, ROOT, stop
 
@@ -22,6 +23,7 @@ QUICK = ("--rounds=6", "--eval_every=3", "--codist_period=4")
 FEW = ("--clients_per_round=3", "--distill_steps=2", "--notensorboard")
 _FILE = ROOT / "tests/small_models.py"
 SMALL = (*FEW, f"--models={_FILE}:small,{_FILE}:large")  # Soon compiled.
+PRIVATE = ("--clip_norm=0.5,1", "--epsilon=8", "--client_weights=uniform")
 
 
 @pytest.fixture
@@ -172,9 +174,10 @@ def test_dropout_is_of_the_pool_that_has_it(codist, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigkill(codist, tmp_path):
+@pytest.mark.parametrize("more", [(), PRIVATE])
+def test_sigkill(codist, tmp_path, more):
   run = ("--algorithm=merged", "--rounds=12", "--eval_every=4")
-  run += ("--checkpoint_every=1", *SMALL)
+  run += ("--checkpoint_every=1", *SMALL, *more)
   done = codist(*run, f"--workdir={tmp_path}/undisturbed")
   assert done.returncode == 0, done.stderr
   process = codist.start(*run, f"--workdir={tmp_path}/killed")
@@ -184,6 +187,25 @@ def test_sigkill(codist, tmp_path):
   assert done.returncode == 0, done.stderr
   assert outcome(tmp_path / "killed") == outcome(tmp_path / "undisturbed")
   assert last_state(tmp_path / "killed") == last_state(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_epsilon_is_in_the_result_and_the_table(codist, tmp_path):
+  run = ("--algorithm=fedavg", "--rounds=2", *SMALL, *PRIVATE)
+  done = codist(*run, f"--workdir={tmp_path}/run")
+  assert done.returncode == 0, done.stderr
+  assert re.search(r"^fedavg .* 8\.00 +2 ", done.stdout, re.MULTILINE)
+  result, _ = outcome(tmp_path / "run")
+  assert (result["epsilon"], result["clip_norm"]) == (8, [0.5, 1])
+  # Three of 42 clients train the small model, and three of 8 the large one.
+  assert result["delta"] == pytest.approx(42**-1.1)
+  found = privacy.epsilon(
+    result["noise_multiplier"],
+    [3 / 42, 3 / 8],
+    rounds=2,
+    delta=result["delta"],
+  )
+  assert 7.9 < found <= 8
 
 
 ONE = ("--algorithm=fedavg", "--rounds=1", *SMALL)
@@ -268,6 +290,9 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--client_lr=1,2,3",), "--client_lr=1,2,3: give one value, or 2"),
     (("--teacher_temperature=0",), "--teacher_temperature=0"),
     (("--rounds=0",), "rounds"),
+    (("--epsilon=8",), "--epsilon=8.0: give --clip_norm too"),
+    (("--clip_norm=1", "--epsilon=8"), "add --client_weights=uniform"),
+    (("--epsilon=0",), "--epsilon=0: 0 must be at least 0.001"),
     (("--algorithm=fedsgd",), "--algorithm=fedsgd: choose from fedavg"),
     (("--algorithm=merged,merged",), "merged,merged: name each once"),
     (("--distill_data=cifar10",), "--distill_data"),

@@ -148,3 +148,6 @@ def test_table():
     "codist 1,234,567 81.25 - 1,234,567 81.25 100.00 1,500 4,321.1".split()
   )
   assert len(set(map(len, text[1:4]))) == 1
+  private = report.table({"codist": [result | {"epsilon": 8.0}]}).split("\n")
+  assert private[1].split()[-3:] == ["epsilon", "rounds", "seconds"]
+  assert private[3].split()[-3:] == ["8.00", "1,500", "4,321.1"]
