@@ -66,10 +66,12 @@ class PrivateMean:
     (Array([0.6, 0.8], dtype=float32), Array([0., 0.], dtype=float32))
     """
     delta = jax.tree.map(core.wide, delta)
-    norm = optax.tree.norm(delta)
-    scale = self.clip_norm / jnp.maximum(norm, self.clip_norm)
+    square = optax.tree.norm(delta, squared=True)
+    # The square root has no slope at zero, where absent clients are.
+    norm = jnp.sqrt(jnp.maximum(square, 1e-30))
+    scale = jnp.minimum(1, self.clip_norm / norm)
     return jax.tree.map(
-      lambda d: jnp.where(jnp.isfinite(norm), scale * d, 0), delta
+      lambda d: jnp.where(jnp.isfinite(square), scale * d, 0), delta
     )
 
   def of_sum(self, key: jax.Array, total: PyTree) -> PyTree:

@@ -150,6 +150,11 @@ def test_no_update_is_longer_than_the_clip(scale):
     chex.assert_trees_all_equal(sent, delta)
 
 
+def test_who_does_not_move_has_a_slope():
+  clip = privacy.PrivateMean(1.0, 1.0, 1).clip
+  assert jax.grad(lambda x: clip(jnp.zeros(2) + x).sum())(0.0) == 2
+
+
 def test_each_client_is_drawn_on_its_own():
   """With K / N, so that the number of clients varies; that of rows does not."""
   n, rounds = 60, 400
