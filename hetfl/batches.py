@@ -302,7 +302,7 @@ def plan_clients(
   orders, weights = [], []
   of_client = generators(Stream.ORDER, seed, phase, round, pool)
   for k in chosen.tolist():
-    held = clients.positions(k)
+    held = clients.positions(k)  # int[n_k], in `clients.bank`
     weights.append(1.0 if uniform_weights else len(held))
     orders.append(
       order(

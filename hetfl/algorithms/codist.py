@@ -85,7 +85,7 @@ class _Exchange:
     self._views = [distiller.view(model) for model in models]
     self._students = [distiller.student(models, i) for i in range(len(pools))]
 
-  def students(
+  def distillations(
     self,
     teachers: Sequence[local.Learner],
     state: core.State,
@@ -94,7 +94,7 @@ class _Exchange:
     decay: jax.Array,
     due: jax.Array | np.bool_,
   ) -> list[Work]:
-    """Runs the teachers and returns the works that distil to each student.
+    """Runs the teachers now, and returns the works that distil to students.
 
     Args:
       teachers: P models as they are; students start as copies of them.
@@ -213,11 +213,11 @@ def periodic_codist(
   checks.counts(period=period, **checks.given(rounds=rounds))
 
   def init(key, variables=None):  # Line 1.
-    values = distiller.hyper(len(pools))
+    values = distiller.hyper(len(pools))  # `distill_lr` and the like.
     return init_pools(pools, key, variables, hyper=values)
 
   def step(state, plan, data):
-    decay = linear_decay(plan.round, rounds)
+    decay = linear_decay(plan.round, rounds)  # Of all rates: 1, then to 0.
     # Line 3: apply FedAvg to each model, sampling clients from its pool.
     sent = engine.run(*client_works(pools, state, plan, data))
     gradients = combine(pools, state, plan, sent)
@@ -225,7 +225,7 @@ def periodic_codist(
     # Line 4.
     due = plan.round % period == 0
     # Lines 5 to 7: teachers and students start as copies of the models.
-    works = exchange.students(state.server, state, plan, data, decay, due)
+    works = exchange.distillations(state.server, state, plan, data, decay, due)
     students, losses = zip(*engine.run(*works))
     # Line 8: replace the models by the students; reset the server's moments.
     learnt = due & _finite(state.server)
@@ -330,13 +330,13 @@ def merged_codist(
   core.check_schedule("alpha", alpha, 1, rounds or 1, high=1)
 
   def init(key, variables=None):  # Line 1.
-    values = distiller.hyper(len(pools))
+    values = distiller.hyper(len(pools))  # `distill_lr` and the like.
     if not callable(alpha):
       values |= core.hyper(alpha=alpha)
     return init_pools(pools, key, variables, hyper=values)
 
   def step(state, plan, data):
-    decay = linear_decay(plan.round, rounds)
+    decay = linear_decay(plan.round, rounds)  # Of all rates: 1, then to 0.
     a = core.scheduled("alpha", alpha, state, plan.round)
     if every > 1:
       a = jnp.where(plan.round % every == 0, a, 1.0)
@@ -345,12 +345,10 @@ def merged_codist(
     # Line 3: aggregate client gradients, in parallel with the distillation.
     train = client_works(pools, state, plan, data)
     # Lines 4 to 6: teachers and students start as copies of the models.
-    distil = exchange.students(thetas, state, plan, data, decay, a < 1)
+    distil = exchange.distillations(thetas, state, plan, data, decay, a < 1)
     results = engine.run(*distil, *train)
-    (students, losses), sent = (
-      zip(*results[: len(pools)]),
-      results[len(pools) :],
-    )
+    students, losses = zip(*results[: len(pools)])
+    sent = results[len(pools) :]
     gradients = combine(pools, state, plan, sent)
     # Lines 7 and 8; the statistics are the clients'.
     merged = [

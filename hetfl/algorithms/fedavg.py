@@ -153,8 +153,8 @@ class Pool(local.Participant):
         noise_key = jax.random.fold_in(key, np.uint32(2**32 - 1))
         gradient = self.private.of_sum(noise_key, sent.delta)
         return gradient, sent.stats, jnp.ones(())
-      if self.aggregate is None:
-        mean = lambda x: x / sent.weight
+      if self.aggregate is None:  # The engine has added up weight * delta.
+        mean = lambda x: x / sent.weight  # NaN without clients: `server_step`.
         return *jax.tree.map(mean, (sent.delta, sent.stats)), sent.weight
       gradient = self.aggregate(sent)
       one = jax.tree.map(lambda a: a[0], sent.delta)
@@ -252,7 +252,8 @@ def init_pools(
 
   Returns:
     The state; its server holds P `Learner`s, its `hyper` also `learning_rate`,
-    `server_lr` and, if any pool has them, `prox_mu` and `l2`, `float32[P]`.
+    `server_lr` and, if any pool has them, `prox_mu` and `l2`, `float32[P]`;
+    `learning_rate` and `l2` have the students' after the pools'.
 
   Raises:
     ValueError: there are not P `Variables`.
