@@ -65,7 +65,7 @@ class CNN(nn.Module):
     """Maps images `float[B, H, W, c]` to logits `float[B, C]` or features."""
     init, number = self.kernel_init, range(len(self.filters))
     pooled = [self.pool_after is None or i in self.pool_after for i in number]
-    strides = self.strides or [1 for _ in number]
+    strides = [(n, n) for n in self.strides or (1,) * len(self.filters)]
     if self.border:
       side = (self.border, self.border)
       x = jnp.pad(x, ((0, 0), side, side, (0, 0)), mode="edge")
@@ -77,25 +77,18 @@ class CNN(nn.Module):
     )
     planes = all(pooled) and form != "native" and not tiled and not small
     # What is dropped may not depend on the form.
-    planes = planes and max(strides, default=1) == 1 and not self.map_dropout
+    planes = planes and {*strides} <= {(1, 1)} and not self.map_dropout
     if planes:
       x, form = x.transpose(3, 1, 2, 0), "planes"
-    for i, features, pool, stride in zip(number, self.filters, pooled, strides):
+    convs = zip(number, self.filters, pooled, strides, strict=True)
+    for i, features, pool, stride in convs:
       x = layers.Conv(
-        features,
-        size,
-        self.padding,
-        form,
-        init,
-        (stride, stride),
-        pool,
-        self.dtype,
+        features, size, self.padding, form, init, stride, pool, self.dtype
       )(x)
       # ReLU after pooling: same value and gradient, a quarter of the elements.
       x = nn.relu(x)
-      if pool or stride > 1:
-        drop = layers.Dropout(self.map_dropout, name=f"map_dropout_{i}")
-        x = drop(x, train)
+      if pool or stride != (1, 1):
+        x = layers.Dropout(self.map_dropout, name=f"map_dropout_{i}")(x, train)
     if planes:
       x = x.transpose(3, 1, 2, 0)
     x = x.reshape(x.shape[0], -1)
