@@ -5,8 +5,11 @@ architecture, take the rows of those that a round samples, and put the new rows
 back; clients that are not sampled cost nothing.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 import dataclasses
+import os
+import pathlib
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -16,6 +19,7 @@ import numpy as np
 
 from hetfl import checks, core, local
 from hetfl.batches import Batches, Plan
+from hetfl.engine import Engine, Inline, jit
 from hetfl.local import Participant
 
 PyTree = Any
@@ -91,10 +95,13 @@ def group_clients(
   ((0, 2), (1,))
   """
   groups: dict[tuple[Any, ...], list[int]] = {}
+  members: dict[int, list[int]] = {}  # By client: one may be there many times.
   for k, client in enumerate(clients):
-    fields = (f.name for f in dataclasses.fields(client) if f.name != "name")
-    alike = tuple(core.hash_key(getattr(client, name)) for name in fields)
-    groups.setdefault(alike, []).append(k)
+    if id(client) not in members:
+      fields = (f.name for f in dataclasses.fields(client) if f.name != "name")
+      alike = tuple(core.hash_key(getattr(client, name)) for name in fields)
+      members[id(client)] = groups.setdefault(alike, [])
+    members[id(client)].append(k)
   return tuple(map(tuple, groups.values()))
 
 
@@ -122,13 +129,20 @@ def rows_of_group(
     that do not take part have no steps and no weight.
   """
   xp = np if isinstance(batches.client, np.ndarray) else jnp
-  numbers = in_bank[np.array(group)]
-  matches = xp.asarray(batches.client)[None] == numbers[:, None]
-  takes_part, row = matches.any(axis=1), matches.argmax(axis=1)
-  # Participants first, then other clients to fill up the rows.
-  chosen = xp.argsort(~takes_part, stable=True)[: len(batches.client)]
+  number = min(len(batches.client), len(group))
+  numbers = xp.asarray(in_bank[np.array(group)])  # Ascending.
+  own = xp.searchsorted(numbers, batches.client).clip(0, len(group) - 1)
+  present = numbers[own] == batches.client
+  # Participants first, then other clients, the first, to fill up the rows.
+  first = xp.arange(number)
+  free = ~xp.isin(first, xp.where(present, own, -1))
+  turn = xp.concatenate([xp.where(present, 0, 2), xp.where(free, 1, 2)])
+  taken = xp.argsort(turn, stable=True)[:number]
+  chosen = xp.concatenate([own, first])[taken]
+  taken = taken[xp.argsort(chosen)]
   chosen = xp.sort(chosen).astype(np.int32)
-  takes_part, row = takes_part[chosen], row[chosen]
+  takes_part = turn[taken] == 0
+  row = xp.where(takes_part, taken, 0)
   return chosen, Batches(
     batches.index[row],
     xp.where(takes_part, batches.steps[row], 0),
@@ -198,17 +212,31 @@ class Roster:
       raise ValueError(f"clients: give at least one Client, not {clients}")
     self.groups = group_clients(clients)
     self.first = [clients[group[0]] for group in self.groups]
-    banks = [client.bank for client in clients]
-    self._sizes = {bank: banks.count(bank) for bank in banks}
-    self._in_bank = np.array([banks[:k].count(b) for k, b in enumerate(banks)])
+    self._sizes: Counter[str] = Counter()
+    self._in_bank = np.zeros(len(clients), np.int32)
+    for k, client in enumerate(clients):
+      self._in_bank[k] = self._sizes[client.bank]
+      self._sizes[client.bank] += 1
 
   def start(
-    self, make: Callable[[Client, tuple[int, ...]], tuple[local.Learner, Any]]
+    self,
+    make: Callable[[Client, jax.Array], tuple[local.Learner, Any]],
+    rows: Sequence[jax.Array] | None = None,
   ) -> tuple[Group, ...]:
-    """What clients keep at first: `make` gives a group's learners and extra."""
+    """What clients keep at first.
+
+    Args:
+      make: gives learners and extra of some clients of a group.
+      rows: of each group's state those to make; by default all.
+
+    Returns:
+      The groups.
+    """
     return tuple(
-      Group(*make(client, group), group)
-      for client, group in zip(self.first, self.groups)
+      Group(*make(client, jnp.array(group)[some]), group)
+      for client, group, some in zip(
+        self.first, self.groups, rows or [slice(None)] * len(self.groups)
+      )
     )
 
   def turns(
@@ -240,8 +268,111 @@ class Roster:
     for group, client in zip(kept, self.first):
       batches = local.of_round(plan, client.bank)
       local.check_full(client.label, batches, (group.learner.stats, stats))
-      check_clients(batches, client.bank, self._sizes[client.bank])
-      rows, batches = rows_of_group(batches, self._in_bank, group.clients)
+      rows, batches = self.rows(plan, group.clients)
       bank = checks.bank(data, client.bank)
       turns.append(Turn(rows, take_rows(group, rows), bank, batches))
     return turns
+
+  def rows(
+    self, plan: Plan, group: tuple[int, ...]
+  ) -> tuple[jax.Array, Batches]:
+    """A group's rows in a plan; see `rows_of_group`."""
+    bank = self.first[self.groups.index(group)].bank
+    batches = local.of_round(plan, bank)
+    check_clients(batches, bank, self._sizes[bank])
+    return rows_of_group(batches, self._in_bank, group)
+
+
+def on_host(
+  algorithm: core.Algorithm,
+  clients: Sequence[Client],
+  *,
+  engine: Engine | None = None,
+  folder: str | os.PathLike | None = None,
+) -> core.Algorithm:
+  """Keeps what clients keep on the host, or on disk.
+
+  A round moves the rows of its own clients to the device, and back. For more
+  clients than a device can hold; the results are the same.
+
+  Args:
+    algorithm: one whose clients keep models, such as `fml`.
+    clients: its clients.
+    engine: its engine, by default `Inline()`.
+    folder: where to keep the rows on disk, in new files; `None` for in memory.
+
+  Returns:
+    The algorithm; its state's `clients` hold NumPy arrays, which a step changes
+    in place. Call its `init` and its `step` as they are, not within `jit`.
+
+  Raises:
+    FileExistsError: the folder holds such files.
+
+  >>> from hetfl import ClientPopulation, plan_round
+  >>> from hetfl.algorithms.personal import personal
+  >>> linear = core.Model(
+  ...     lambda key: core.Variables(jnp.zeros((1, 2)), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> held = ClientPopulation.from_lists(bank, [[0]] * 5)
+  >>> plan = plan_round(
+  ...     {'train': held}, seed=0, round=1, clients_per_round=1, batch_size=1)
+  >>> clients = [Client(linear)] * 5
+  >>> algorithm = on_host(personal(clients, learning_rate=1.), clients)
+  >>> state, _ = algorithm.step(
+  ...     algorithm.init(jax.random.key(0)), plan, {'train': bank})
+  >>> state.clients[0].learner.params[:, 0, 0]
+  array([0. , 0. , 0.5, 0. , 0. ], dtype=float32)
+  """
+  roster, at_once = Roster(clients), 1 << 10
+  step = (engine or Inline()).compile(algorithm.step)
+
+  def new(path, like, number):
+    shape = (number, *like.shape[1:])
+    if folder is None:
+      return np.zeros(shape, like.dtype)
+    name = "".join(c if c.isalnum() else "_" for c in path).strip("_")
+    with open(pathlib.Path(folder) / f"{name}.npy", "xb") as file:
+      pass
+    return np.lib.format.open_memmap(
+      file.name, "w+", dtype=like.dtype, shape=shape
+    )
+
+  def init(key, *args):
+    make = jit(lambda *args, rows: algorithm.init(*args, rows=rows))
+    sizes, state = list(map(len, roster.groups)), None
+    for first in range(0, max(sizes), at_once):
+      rows = [
+        np.minimum(np.arange(first, first + min(at_once, n)), n - 1)
+        for n in sizes
+      ]
+      part = make(key, *args, rows=rows)
+      if state is None:  # The server starts with the first clients.
+        state = part.replace(
+          clients=tuple(
+            jax.tree_util.tree_map_with_path(
+              lambda p, a, i=i, n=n: new(f"{i}{jax.tree_util.keystr(p)}", a, n),
+              group,
+            )
+            for i, (group, n) in enumerate(zip(part.clients, sizes))
+          )
+        )
+      put(state.clients, rows, part.clients)
+    return state
+
+  def put(kept, rows, new):
+    for group, own, part in zip(kept, rows, jax.device_get(new)):
+      jax.tree.map(lambda a, b, i=own: a.__setitem__(i, b), group, part)
+
+  def host_step(state, plan, data):
+    kept = state.clients
+    rows = [roster.rows(plan, group.clients)[0] for group in kept]
+    there = tuple(
+      jax.tree.map(lambda a, i=own: a[i], group)
+      for group, own in zip(kept, rows)
+    )
+    state, metrics = step(state.replace(clients=there), plan, data)
+    put(kept, rows, state.clients)
+    return state.replace(clients=kept), metrics
+
+  return core.Algorithm(init, host_step)

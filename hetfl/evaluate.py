@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, population
-from hetfl.batches import gather, in_order, prepare, rows_of
+from hetfl.batches import gather, in_order, prepare
 from hetfl.engine import (
   batch_size_or_default,
   Engine,
@@ -290,16 +290,9 @@ class ClientEvaluator:
   ):
     core.Model.check("model", model)
     population.check_kind(clients, "clients", population.ClientPopulation)
-    most = batch_size_or_default(batch_size)
     self._engine = engine or Inline()
-    self._bank = clients.bank
-    size = min(most, int(clients.sizes.max()))
-    everyone = range(len(clients))
-    full = lambda p: np.pad(p, (0, -len(p) % size), constant_values=-1)
-    held = [full(clients.positions(k)).reshape(-1, size) for k in everyone]
-    self._batches = rows_of(held, everyone, clients.sizes)
-    # As many clients at once as suit the device.
-    self._at_once = max(1, batch_size_or_default(None) // size)
+    self._clients = clients
+    self._parts = _alike(clients.sizes, batch_size_or_default(batch_size))
     self._tasks = {
       False: measure_task(model, transform, measure),
       True: measure_task(model, transform, measure, own=True),
@@ -323,19 +316,67 @@ class ClientEvaluator:
       Arrays `float64[K]` by metric, such as `accuracy` and `loss`; NaN where
       there is nothing to measure.
     """
-    sums = self._compiled[own](variables, self._bank, self._batches)
-    with np.errstate(invalid="ignore"):
-      return {
-        name: np.asarray(total, np.float64) / np.asarray(count)
-        for name, (total, count) in jax.device_get(sums).items()
-      }
+    held, results = self._clients, {}
+    for chosen, size, length in self._parts:
+      of, place = held.sizes[chosen, None], np.arange(size * length)
+      index = held.offsets[chosen, None] + np.minimum(place, of - 1)
+      index = np.where(place < of, held.members[index], -1)
+      index = index.reshape(-1, length, size).astype(np.int32)
+      steps = (-(-of[:, 0] // size)).astype(np.int32)
+      given = variables
+      if own and len(chosen) < len(held):
+        given = jax.tree.map(lambda a, rows=chosen: a[rows], variables)
+      sums = self._compiled[own](given, held.bank, index, steps)
+      for name, (total, count) in jax.device_get(sums).items():
+        with np.errstate(invalid="ignore"):
+          mean = np.asarray(total, np.float64) / np.asarray(count)
+        shape = (len(held), *mean.shape[1:])
+        results.setdefault(name, np.zeros(shape))[chosen] = mean
+    return results
 
-  def _evaluate(self, own, variables, bank, batches):
-    shared, rows = (variables, bank), batches.index
+  def _evaluate(self, own, variables, bank, index, steps):
+    shared, rows = (variables, bank), index
     if own:
-      shared, rows = (None, bank), (variables, batches.index)
-    work = Work(self._tasks[own], shared, rows, batches.steps)
-    return self._engine.run(work._replace(at_once=self._at_once))[0]
+      shared, rows = (None, bank), (variables, index)
+    work = Work(self._tasks[own], shared, rows, steps)
+    # As many clients at once as suit the device.
+    at_once = max(1, batch_size_or_default(None) // index.shape[-1])
+    return self._engine.run(work._replace(at_once=at_once))[0]
+
+
+_MOST_CLIENTS = 1 << 12  # In a program, whose memory this bounds.
+
+
+def _alike(
+  sizes: np.ndarray, batch_size: int
+) -> list[tuple[np.ndarray, int, int]]:
+  """Clients in parts of like sizes, so that few places of batches are empty.
+
+  Args:
+    sizes: `int[K]`, numbers of examples.
+    batch_size: B, at most.
+
+  Returns:
+    For each part clients' numbers, B, and how many batches each has.
+
+  >>> _alike(np.array([9, 900, 40, 8, 9]), 40)
+  [(array([0, 3, 4]), 16, 1), (array([2]), 40, 1), (array([1]), 40, 64)]
+  """
+  batch_size = min(batch_size, int(sizes.max()))
+  batches = -(-sizes // batch_size)
+  places = np.full(len(sizes), batches.max() * batch_size)
+  if places.sum() > 4 * sizes.sum() or len(sizes) > _MOST_CLIENTS:
+    powers = 4 ** np.arange(32, dtype=np.int64)  # So that programs are few.
+    above = lambda n: powers[np.searchsorted(powers, n)]
+    short = np.minimum(above(sizes), batch_size)
+    places = np.where(batches > 1, above(batches) * batch_size, short)
+  parts = []
+  for of_one in np.unique(places).tolist():
+    own, size = np.flatnonzero(places == of_one), min(of_one, batch_size)
+    for first in range(0, len(own), _MOST_CLIENTS):
+      chosen = own[first : first + _MOST_CLIENTS]
+      parts.append((chosen, size, of_one // size))
+  return parts
 
 
 def measure_task(

@@ -211,20 +211,27 @@ class ClientPopulation:
     >>> population.client(0)
     {'y': array([4, 0])}
     """
-    if any(np.ndim(a) == 0 for a in assignment):
+    held = [np.asarray(own) for own in assignment]
+    if any(own.ndim == 0 for own in held):
       raise ValueError(
         "assignment: give each client's positions, not one number per example;"
         " ClientPopulation.from_ids(bank, ids) takes the examples' client ids"
       )
     names = tuple(map(str, range(len(assignment))) if ids is None else ids)
-    members = [
-      positions_in(bank, own, f"client {name!r}")
-      for name, own in zip(names, assignment)
-    ]
+    members = np.zeros(0, np.int64)
+    kinds = {(own.ndim, own.dtype.kind if own.size else "i") for own in held}
+    # All at once, since there may be a million.
+    if good := kinds <= {(1, "i"), (1, "u")}:
+      whole = dict(dtype=np.int64, casting="unsafe")
+      members = np.concatenate([members, *held], **whole)
+      inside = (members >= 0) & (members < checks.num_examples(bank))
+      good = inside.all()
+    for name, own in zip(names, () if good else held):
+      positions_in(bank, own, f"client {name!r}")  # Raises for one of them.
     return cls(
       bank=bank,
-      members=np.concatenate([np.zeros(0, np.int32), *members]),
-      offsets=np.cumsum([0, *map(len, assignment)], dtype=np.int64),
+      members=members.astype(np.int32),
+      offsets=np.cumsum([0, *map(len, held)], dtype=np.int64),
       ids=names,
     )
 
@@ -329,10 +336,17 @@ class ClientPopulation:
     >>> population.take([2, 0]).ids
     ('2', '0')
     """
-    return ClientPopulation.from_lists(
+    chosen = np.asarray(clients, np.int64)
+    for k in chosen[(chosen < 0) | (chosen >= len(self))]:
+      self.positions(k)  # Raises.
+    sizes = self.sizes[chosen]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    moved = np.repeat(self.offsets[chosen] - offsets[:-1], sizes)
+    return ClientPopulation(
       self.bank,
-      [self.positions(k) for k in clients],
-      [self.ids[k] for k in clients],
+      self.members[moved + np.arange(len(moved))],
+      offsets,
+      tuple(self.ids[k] for k in chosen),
     )
 
   def examples(self) -> Subset:

@@ -300,6 +300,39 @@ def test_each_client_is_evaluated_by_itself(runner, own):
     assert found["loss"][k] == pytest.approx(expected[f"{k}_loss"], rel=1e-5)
 
 
+def test_clients_of_very_different_sizes_are_evaluated_in_parts():
+  """As each by itself; a million clients of few examples are no million rows.
+
+  Padded to the largest client, they would take a thousand times the memory.
+  """
+  sizes = [1, 3, 4, 5, 60, 2, 700, 17] * 2
+  rng, number = np.random.default_rng(0), sum(sizes)
+  bank = {
+    "x": rng.standard_normal((number, 2, 3, 1), np.float32),
+    "y": rng.integers(0, 4, number),
+  }
+  parts = np.split(rng.permutation(number), np.cumsum(sizes)[:-1])
+  clients = ClientPopulation.from_lists(bank, parts)
+  model = core.Model(
+    lambda key: core.Variables(jax.random.normal(key, (6, 4)), {}),
+    lambda v, x, key, train: (x.reshape(len(x), -1) @ v.params, v.stats),
+  )
+  variables = model.start(KEY)
+  found = ClientEvaluator(model, clients, batch_size=40)(variables)
+  each = jax.tree.map(lambda a: np.stack([a] * len(sizes)), variables)
+  own = ClientEvaluator(model, clients, batch_size=40)(each, own=True)
+  for k, part in enumerate(parts):
+    logits = bank["x"][part].reshape(len(part), -1) @ variables.params
+    correct = (logits.argmax(1) == bank["y"][part]).mean()
+    assert found["accuracy"][k] == own["accuracy"][k] == np.float32(correct)
+    losses = (
+      jax.nn.logsumexp(logits, axis=1)
+      - logits[range(len(part)), bank["y"][part]]
+    )
+    np.testing.assert_allclose(found["loss"][k], losses.mean(), rtol=1e-5)
+    np.testing.assert_allclose(own["loss"][k], losses.mean(), rtol=1e-5)
+
+
 def test_algorithms_are_made_under_jit_of_traced_values():
   @jax.jit
   def start(mu):

@@ -23,7 +23,7 @@ from hetfl import (
   Pool,
   Subset,
 )
-from hetfl.clients import group_clients, weighted_mean
+from hetfl.clients import group_clients, on_host, weighted_mean
 from hetfl.distill import mutual_loss
 from hetfl.models import layers, vision
 from hetfl.optimizers import fedavg_server, momentum_sgd
@@ -438,6 +438,29 @@ def test_who_does_not_take_part_keeps_its_model(clients, runner):
     assert metrics["local_loss"].count == 2 * sum(SIZES[k] for k in active)
     state = after
   assert len(seen) > 2
+
+
+@pytest.mark.parametrize("runner", [None, engine.Threads(2)])
+def test_what_clients_keep_may_stay_on_the_host(runner, tmp_path):
+  """Bit for bit, also on disk, also with what else they keep."""
+  options = dict(clients=ENCODED, global_model=HEAD, runner=runner)
+  some = dict(rounds=4, clients_per_round=2)
+  usual, expected = run(build(**options, jit=runner is None), **some)
+  algorithm = build(**options, jit=False)
+  for folder in (None, tmp_path):
+    hosted = on_host(algorithm, ENCODED, engine=runner, folder=folder)
+    state, metrics = run(hosted, **some)
+    kept = jax.tree.leaves(state.clients)
+    assert all(isinstance(a, np.ndarray) for a in kept)
+    assert all(isinstance(a, np.memmap) == bool(folder) for a in kept)
+    chex.assert_trees_all_equal(state, usual)
+    chex.assert_trees_all_equal(metrics, expected)
+  with pytest.raises(FileExistsError):
+    hosted.init(jax.random.key(0))
+  with pytest.raises(ValueError, match="of client 5, but there are 5"):
+    strange = make_plan(1).batches["train"]._replace(client=np.arange(1, 6))
+    plan = make_plan(1)._replace(batches={"train": strange})
+    hosted.step(state, plan, make_data())
 
 
 @pytest.mark.parametrize("runner", [None, engine.Threads(2)])

@@ -73,6 +73,29 @@ def test_some_of_very_many_clients(everyone):
   np.testing.assert_array_equal(half.positions(9), everyone.positions(19))
 
 
+def test_very_many_clients_are_made_in_seconds(everyone):
+  lists = np.split(everyone.members, everyone.offsets[1:-1])
+  start = time.perf_counter()
+  made = population.ClientPopulation.from_lists(everyone.bank, lists)
+  some = everyone.take([CLIENTS - 1, *range(0, CLIENTS, 2)])
+  assert time.perf_counter() - start < 10  # One by one, half a minute.
+  for name in ("members", "offsets", "ids"):
+    np.testing.assert_array_equal(getattr(made, name), getattr(everyone, name))
+  assert made.members.dtype == some.members.dtype == np.int32
+  np.testing.assert_array_equal(some.positions(0), lists[-1])
+  np.testing.assert_array_equal(some.positions(7), lists[12])
+  for wrong, message in {
+    9: "client '2': position 9 is outside",
+    0.5: "client '2': positions must be integers",
+    True: "client '2': positions must be integers",
+  }.items():
+    with pytest.raises(ValueError, match=message):
+      held = [np.array([0]), np.array([], int), np.array([wrong])]
+      population.ClientPopulation.from_lists({"y": np.zeros(9)}, held)
+  with pytest.raises(IndexError, match=f"client {CLIENTS} does not exist"):
+    everyone.take([0, CLIENTS])
+
+
 @settings(deadline=None)
 @given(
   sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),

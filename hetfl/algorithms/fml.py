@@ -293,7 +293,7 @@ def fml(
     for client in roster.first  # Of each group of like clients.
   ]
 
-  def init(key, server=None):  # Line 2; line 2 of ClientUpdate.
+  def init(key, server=None, rows=None):  # Line 2; of ClientUpdate, too.
     init_key, run_key = jax.random.split(key)
     if global_model is not None:
       # The key that FedAvg gives its only pool.
@@ -303,14 +303,15 @@ def fml(
       raise ValueError("server: there is no global_model for its variables")
 
     def start_all(model, group, part=0):
-      numbers = 1 + part * len(clients) + np.array(group)
+      numbers = 1 + part * len(clients) + group
       start = lambda k: model.start(jax.random.fold_in(init_key, k))
       return jax.vmap(start)(numbers)
 
     def group_state(client, group):
       variables = start_all(client.model, group)
       if from_global and client.model == global_model:
-        variables = jax.tree.map(lambda a: jnp.stack([a] * len(group)), server)
+        alike = lambda a: jnp.broadcast_to(a, (len(group), *a.shape))
+        variables = jax.tree.map(alike, server)
       own = client.optimizer or optimizer
       start = jax.vmap(lambda variables: local.Learner.start(variables, own))
       parts = {
@@ -320,7 +321,7 @@ def fml(
       return start(variables), parts
 
     values = {name: x for name, (x, _) in hyper.items() if not callable(x)}
-    kept = roster.start(group_state)
+    kept = roster.start(group_state, rows)
     return core.State(run_key, core.hyper(**values), server, kept)
 
   def step(state, plan, data):

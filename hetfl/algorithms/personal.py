@@ -139,7 +139,7 @@ def personal(
   updates = [_update(client, method, optimizer) for client in roster.first]
   surveys = [_survey(client, method) for client in roster.first]
 
-  def init(key):
+  def init(key, rows=None):
     init_key, server_key, run_key = jax.random.split(key, 3)
 
     def start(client, group):
@@ -148,9 +148,9 @@ def personal(
         own = client.optimizer or optimizer
         return local.Learner.start(variables, own), method.extra(variables)
 
-      return jax.vmap(one)(np.array(group))
+      return jax.vmap(one)(group)
 
-    kept = roster.start(start)
+    kept = roster.start(start, rows)
     server = () if method.server is None else method.server(server_key, kept)
     values = {name: x for name, (x, _) in hyper.items() if not callable(x)}
     return core.State(run_key, core.hyper(**values), server, kept)
