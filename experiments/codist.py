@@ -99,14 +99,16 @@ class Codist(shared.Rounds):
     distill_examples: Number of distillation examples (paper, Figure 4). By
       default all, but at most 4,488,694 of --distill_data=c4, as in the paper,
       and at most 1,000,000 of stackoverflow's in_domain, to save memory
-      (122,250,952 in the paper).
+      (122,250,952 in the paper, with --bank=disk).
     c4_path: A C4 shard (*.json.gz), a text file with one paragraph per line, or
       a folder of such files.
     c4_tokenizer: How text is split into sentences and words; nltk requires
       NLTK's punkt_tab, which is never downloaded.
     bank: Where the examples are stored; all on each device (device), or on the
       host, which sends only those of each round (round), for data sets that do
-      not fit on a device. Changes speed and memory only.
+      not fit on a device; or, of text, on disk (disk), in a folder hetfl_banks
+      of --data_dir, written once, for those that do not fit in memory. Changes
+      speed and memory only.
     clients_per_round: Clients of each pool that train in a round, one value or
       SMALL,LARGE.
     client_batch_size: Clients' batch size.
@@ -196,7 +198,7 @@ class Codist(shared.Rounds):
   distill_examples: int | None = count()
   c4_path: str | None = setting(kind="place", only="c4")
   c4_tokenizer: Literal["rules", "nltk"] = setting("rules", only="c4")
-  bank: Literal["device", "round"] = setting("device", kind="speed")
+  bank: Literal["device", "round", "disk"] = setting("device", kind="speed")
   rounds: int = count(
     1500, {"digits": 120, "npz stackexchange": 300, "pydoc": 50}
   )

@@ -77,7 +77,7 @@ class Experiment:
         " --label_weight=0 or --distill_data=in_domain"
       )
     sets = {"test": self.data.test, "heldout": self.data.heldout}
-    if s.bank == "round":
+    if s.bank != "device":
       sets = {name: subset.alone() for name, subset in sets.items()}
       banks = hetfl.put_banks(*sets.values())
     else:
@@ -151,7 +151,7 @@ class Experiment:
     return self._pools[rates]
 
   def device_data(self, s: Codist) -> dict:
-    """The banks, as the algorithms take them; none with --bank=round."""
+    """The banks, as the algorithms take them; none if they are elsewhere."""
     return self._banks
 
   def files(self, s: Codist) -> dict[str, bytes]:
@@ -214,7 +214,7 @@ class Experiment:
     )
 
   def plan(self, s: Codist, round: int) -> Any:
-    """The plan of a round, with --bank=round with its examples."""
+    """The plan of a round, with its examples if these are not on the device."""
     every = s.exchange_every
     due = every and round % every == 0
     # And by name: seed, clients_per_round, distill_steps, distill_batch_size.

@@ -65,6 +65,8 @@ def task_of(s: Codist) -> Task:
 
 
 def _images(s: Codist) -> Task:
+  if s.bank == "disk":
+    raise UsageError("--bank=disk: is for text; for images use --bank=round")
   load = codist_images.load_codist_images
   data = load(**s.arguments(load))
   recipe = augment.RECIPES.get(s.recipe) or augment.fitted(
@@ -123,7 +125,7 @@ def _split(batch: core.Batch) -> core.Batch:
 
 def _text(s: Codist) -> Task:
   load = codist_text.load_codist_text
-  data = load(**s.arguments(load))
+  data = load(**s.arguments(load), on_disk=s.bank == "disk")
   words = data.vocabulary
   # In one program for all clients, computing all logits at once is faster.
   chunk = _CHUNK if "threads" in s.words else None

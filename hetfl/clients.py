@@ -221,7 +221,7 @@ class Roster:
   def start(
     self,
     make: Callable[[Client, jax.Array], tuple[local.Learner, Any]],
-    rows: Sequence[jax.Array] | None = None,
+    rows: Sequence[Any] | None = None,
   ) -> tuple[Group, ...]:
     """What clients keep at first.
 

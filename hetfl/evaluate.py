@@ -316,7 +316,7 @@ class ClientEvaluator:
       Arrays `float64[K]` by metric, such as `accuracy` and `loss`; NaN where
       there is nothing to measure.
     """
-    held, results = self._clients, {}
+    held, results = self._clients, dict[str, np.ndarray]()
     for chosen, size, length in self._parts:
       of, place = held.sizes[chosen, None], np.arange(size * length)
       index = held.offsets[chosen, None] + np.minimum(place, of - 1)

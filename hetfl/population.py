@@ -77,6 +77,8 @@ class Subset(NamedTuple):
     total = len(self.index)
     if not 1 <= n <= total:
       raise ValueError(f"{name}={n}: there are {total}, want 1 to {total}")
+    if n == total:
+      return self
     order = np.random.default_rng(seed).permutation(total)
     return Subset(self.bank, self.index[np.sort(order[:n])])
 
@@ -222,10 +224,11 @@ class ClientPopulation:
     kinds = {(own.ndim, own.dtype.kind if own.size else "i") for own in held}
     # All at once, since there may be a million.
     if good := kinds <= {(1, "i"), (1, "u")}:
-      whole = dict(dtype=np.int64, casting="unsafe")
-      members = np.concatenate([members, *held], **whole)
+      members = np.concatenate(
+        [members, *held], dtype=np.int64, casting="unsafe"
+      )
       inside = (members >= 0) & (members < checks.num_examples(bank))
-      good = inside.all()
+      good = bool(inside.all())
     for name, own in zip(names, () if good else held):
       positions_in(bank, own, f"client {name!r}")  # Raises for one of them.
     return cls(

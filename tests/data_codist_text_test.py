@@ -1,10 +1,11 @@
 """Federations of text: who is in what."""
 
+import chex
 import numpy as np
 import pytest
 
 from hetfl import batches, population
-from hetfl.data import codist_text, DataError
+from hetfl.data import codist_text, DataError, text
 from hetfl.engine import packing
 from tests import data_text_test as files
 
@@ -75,9 +76,9 @@ def test_the_order_of_rows_means_nothing(dump, tmp_path):
   ]
   texts = "\n".join(rows), "\n".join([*rows[:2], *rows[-2:1:-1], rows[-1]])
   made = []
-  for name, text in zip(("a", "b"), texts):
+  for name, content in zip(("a", "b"), texts):
     (tmp_path / name).mkdir()
-    (tmp_path / name / "Posts.xml").write_text(text)
+    (tmp_path / name / "Posts.xml").write_text(content)
     made.append(load("stackexchange", data_dir=tmp_path / name))
   one, other = made
   assert one.vocabulary == other.vocabulary
@@ -221,6 +222,100 @@ def test_c4_needs_no_more_sentences_than_there_are(tmp_path, monkeypatch):
   assert len(load(**few).distill.index) == 2
 
 
+def same(one, other):
+  """Whether two federations of text are the same."""
+  assert one.vocabulary == other.vocabulary and one.skipped == other.skipped
+  sets = [
+    [*data.pools, data.distill, data.heldout, data.test]
+    for data in (one, other)
+  ]
+  for mine, theirs in zip(*sets):
+    assert [*mine.bank] == [*theirs.bank]
+    for name, array in mine.bank.items():
+      np.testing.assert_array_equal(array, theirs.bank[name])
+      assert array.dtype == theirs.bank[name].dtype
+  for mine, theirs in zip(*(pools[:2] for pools in sets)):
+    assert mine.ids == theirs.ids
+    np.testing.assert_array_equal(mine.members, theirs.members)
+    np.testing.assert_array_equal(mine.offsets, theirs.offsets)
+  for mine, theirs in zip(*(rest[2:] for rest in sets)):
+    np.testing.assert_array_equal(mine.index, theirs.index)
+
+
+def test_banks_on_disk_are_those_in_memory(tmp_path, monkeypatch):
+  """Written once, again if the source or a file has changed; never pickled."""
+  kinds = [["question", *["answer"] * (k % 7)] for k in range(40)]
+  options = dict(stackoverflow(tmp_path, kinds), high_capacity_clients=7)
+  monkeypatch.setattr(codist_text, "_SO_POOL_CLIENTS", 30)
+  monkeypatch.setattr(text, "_PART", 4)  # Sentences in memory at once.
+  read, reader = [], codist_text.text_sources.stackoverflow
+  monkeypatch.setattr(
+    codist_text.text_sources,
+    "stackoverflow",
+    lambda path, **kwargs: read.append(path) or reader(path, **kwargs),
+  )
+  usual = load(**options)
+  number = len(read)
+
+  def stored(makes=False, **changes):
+    read.clear()
+    data = load(**{**options, **changes}, on_disk=True)
+    assert len(read) == number * makes
+    same(load(**{**options, **changes}), data)
+    return data
+
+  data = stored(makes=True)
+  same(stored(seed=5), usual)
+  assert data.distill.bank["tokens"].base is not None  # Mapped.
+  assert not data.distill.bank["tokens"].flags.writeable
+  (folder,) = (tmp_path / "hetfl_banks").iterdir()
+  # Two rounds, bit for bit.
+  for round in (1, 2):
+    cut = []
+    for of in (usual, data):
+      sets = dict(a=of.pools[0], b=of.pools[1], distill=of.distill)
+      few = dict(clients_per_round=3, batch_size=2, distill_batch_size=4)
+      plan = batches.plan_round(
+        {n: sets[n] for n in "ab"}, of.distill, seed=0, round=round, **few
+      )
+      cut.append(batches.localize(plan, sets))
+    chex.assert_trees_all_equal(*cut)
+  # Cut, changed, without its end, or of another source.
+  tokens, index = folder / "train.tokens.bin", folder / "index.json"
+  content = tokens.read_bytes()
+  for damaged in (content[:-1], b"", b"\xff" + content[1:]):
+    tokens.write_bytes(damaged)
+    stored(makes=True)
+    stored()
+  for damaged in (None, "", index.read_text()[:-9], "[1]"):
+    index.unlink() if damaged is None else index.write_text(damaged)
+    stored(makes=True)
+  stackoverflow(tmp_path, kinds[::-1])
+  stored(makes=True)
+  assert [*(tmp_path / "hetfl_banks").iterdir()] == [folder]
+  # Other settings, another folder.
+  stored(makes=True, vocabulary="wordpiece", vocabulary_size=30)
+  stored()
+  folder.joinpath("distill.index.bin").unlink()
+  stored(makes=True)
+  monkeypatch.setattr(codist_text, "_SO_POOL_CLIENTS", 40)
+  with pytest.raises(DataError, match="besides the 40 of the pools"):
+    load(**options, max_sentences_per_client=2, on_disk=True)
+  with pytest.raises(DataError, match="data_dir=None: give the folder"):
+    load("pydoc", on_disk=True)
+
+
+def test_other_text_may_be_on_disk(dump, tmp_path):
+  (tmp_path / "c4.txt").write_text("One user.\nTwo users.\nThree users.\n")
+  c4 = dict(distill_data="c4", c4_path=tmp_path / "c4.txt")
+  for options in ({}, c4, dict(pools="domain"), dict(distill_examples=9)):
+    options = dict(data_dir=dump, **options)
+    for _ in range(2):
+      data = load("stackexchange", **options, on_disk=True)
+      same(load("stackexchange", **options), data)
+      assert data.pools[0].bank is data.pools[1].bank is data.test.bank
+
+
 def test_stackoverflow_sentences_are_of_many_users(tmp_path, monkeypatch):
   kinds = [["answer"] * 100] * 60
   files_there = stackoverflow(tmp_path, kinds, held_out=50, test=50, each=100)
@@ -233,17 +328,21 @@ def test_stackoverflow_sentences_are_of_many_users(tmp_path, monkeypatch):
   read = codist_text._stackoverflow
   train, _, others = read(tmp_path, "capacity", None, 200, 0)
   for name, n in (("distill", 200), ("heldout", 100), ("test", 100)):
-    corpus, chosen = others[name]
+    most, read_it = others[name]
+    corpus = read_it()
+    chosen = np.arange(min(most, len(corpus.domains)))
     assert len(chosen) == len(np.unique(chosen)) == n
     used = sum(bool(np.isin(m, chosen).any()) for m in corpus.members)
     # Whole users would be two for 200 sentences and one for 100.
     assert used > 25, name
-  assert len(train.ids) == 10 and not {*train.ids} & {*others["distill"][0].ids}
+    if name == "distill":
+      assert not {*train.ids} & {*corpus.ids}
+  assert len(train.ids) == 10
   # More than a first draw gives: further sentences, none of them twice.
   _, _, others = read(tmp_path, "capacity", None, 4_900, 0)
-  corpus, chosen = others["distill"]
-  sentences = np.split(corpus.words, corpus.offsets[1:-1])
-  assert len({tuple(sentences[n]) for n in chosen}) == len(chosen) == 4_900
+  corpus = others["distill"][1]()
+  sentences = np.split(corpus.words, corpus.offsets[1:-1])[:4_900]
+  assert len({*map(tuple, sentences)}) == 4_900
 
 
 def test_stackoverflow_by_domain(tmp_path, monkeypatch):
@@ -262,7 +361,7 @@ def test_stackoverflow_by_domain(tmp_path, monkeypatch):
   asks = lambda client: int(client.removeprefix("train")) % 5 == 0
   assert all(map(asks, questions.ids)) and not any(map(asks, answers.ids))
   train, _, parts = codist_text._stackoverflow(tmp_path, "domain", None, 999, 0)
-  others = {*parts["distill"][0].ids}
+  others = {*parts["distill"][1]().ids}
   used = {*answers.ids, *questions.ids}
   passed_over = train.skipped["clients of a domain that has enough"]
   assert data.skipped == train.skipped

@@ -77,13 +77,13 @@ def test_very_many_clients_are_made_in_seconds(everyone):
   lists = np.split(everyone.members, everyone.offsets[1:-1])
   start = time.perf_counter()
   made = population.ClientPopulation.from_lists(everyone.bank, lists)
-  some = everyone.take([CLIENTS - 1, *range(0, CLIENTS, 2)])
+  some = everyone.take([CLIENTS - 1, *range(1, CLIENTS, 2)])
   assert time.perf_counter() - start < 10  # One by one, half a minute.
   for name in ("members", "offsets", "ids"):
     np.testing.assert_array_equal(getattr(made, name), getattr(everyone, name))
   assert made.members.dtype == some.members.dtype == np.int32
   np.testing.assert_array_equal(some.positions(0), lists[-1])
-  np.testing.assert_array_equal(some.positions(7), lists[12])
+  np.testing.assert_array_equal(some.positions(7), lists[13])
   for wrong, message in {
     9: "client '2': position 9 is outside",
     0.5: "client '2': positions must be integers",

@@ -8,21 +8,26 @@ before 2018. The vocabulary is trained on the users of the pools alone.
 
 import dataclasses
 import functools
+import hashlib
+import json
 import os
+import pathlib
+import sys
+from typing import Any
 
 import numpy as np
 
 from hetfl import checks
-from hetfl.data import files, partition, text, text_sources
+from hetfl.data import disk, files, partition, text, text_sources
 from hetfl.data.errors import DataError, one_of
-from hetfl.population import Bank, ClientPopulation, Subset
+from hetfl.population import ClientPopulation, Subset
 from hetfl.streams import generator, Stream
 
 # A corpus, the numbers of the pools' users in it and, for `distill`, `heldout`
-# and `test`, a corpus and the numbers of the part's sentences in it.
-_Parts = tuple[
-  text.Corpus, np.ndarray, dict[str, tuple[text.Corpus, np.ndarray]]
-]
+# and `test`, the numbers of the part's sentences in it; or, of sentences from
+# elsewhere, how many to use and a function that reads them.
+_Parts = tuple[text.Corpus, np.ndarray, dict[str, Any]]
+_FORMAT = 1  # Of banks on disk; another after a change of what is read.
 LENGTH = 20  # Positions of a sentence, as in FedJAX's task.
 
 
@@ -62,8 +67,8 @@ _SHARES = {"pydoc": (0.05, 0.15, 0.25), "stackexchange": (0.05, 0.10, 0.25)}
 _SO_POOL_CLIENTS = 34_248
 _SO_DOMAIN_CLIENTS = 30_000  # of each domain
 _SO_SENTENCES = 100_000  # of the held-out split, and of the test split
-# Distillation sentences by default; the paper's 122,250,952 are too many for
-# most memories.
+# Distillation sentences by default. The paper's 122,250,952 are too many for
+# most memories; on disk they take 6 GB and twenty minutes.
 SO_DISTILL_EXAMPLES = 1_000_000
 # Sentences are drawn from about this many, those of 23,000 users or more: to
 # get 100,000, a hundredth of each user's. Reading one takes 2 microseconds.
@@ -86,6 +91,7 @@ def load_codist_text(
   c4_tokenizer: str = "rules",
   seed: int = 0,
   partition_seed: int = 0,
+  on_disk: bool = False,
 ) -> CodistText:
   """Two pools of clients over one bank, and the server's data.
 
@@ -127,6 +133,9 @@ def load_codist_text(
       `partition_seed`; of C4 they are the first.
     partition_seed: assigns users to parts; for Stack Overflow it also draws the
       sentences of the distillation, held-out and test data.
+    on_disk: whether the arrays stay on disk, where they are read as they are
+      used: in a folder `hetfl_banks` of `data_dir`, written once for the same
+      files and arguments.
 
   Returns:
     The pools and the server's data.
@@ -138,6 +147,9 @@ def load_codist_text(
   Reference: Lichtarge et al. 2023, sections 3.1 to 3.3, appendix C.2, C.5 and
   Tables 3 to 5.
   """
+  settings = locals().copy()  # All that the arrays depend on.
+  for name in ("data_dir", "seed", "on_disk"):
+    settings.pop(name)
   one_of(DATASETS, dataset=dataset)
   one_of(text.KINDS, vocabulary=vocabulary)
   one_of(("capacity", "domain"), pools=pools)
@@ -155,9 +167,76 @@ def load_codist_text(
     high_capacity_clients=high_capacity_clients,
   )
   checks.counts(vocabulary_size=vocabulary_size, **optional)
-  if dataset != "pydoc" and data_dir is None:
+  if (dataset != "pydoc" or on_disk) and data_dir is None:
     raise DataError(f"data_dir=None: give the folder of {dataset}'s files")
 
+  make = functools.partial(_make, data_dir=data_dir, **settings)
+  if on_disk:
+    key = json.dumps(settings, default=str)
+    name = hashlib.sha256(key.encode()).hexdigest()[:16]
+    folder = pathlib.Path(data_dir or "").expanduser() / "hetfl_banks"
+    source = [_FORMAT, key, _stamps(dataset, data_dir, c4_path)]
+    facts, arrays = disk.stored(folder / f"{dataset}-{name}", source, make)
+  else:
+    facts, arrays = disk.in_memory(make)
+
+  def bank(name):
+    return {n: arrays[f"{name}.{n}"] for n in ("tokens", "domain")}
+
+  train, subsets = bank("train"), {}
+  for name in ("distill", "heldout", "test"):
+    own = bank(name) if f"{name}.tokens" in arrays else train
+    subsets[name] = Subset(own, arrays[f"{name}.index"])
+  if distill_examples is not None:
+    subsets["distill"] = subsets["distill"].draw(
+      distill_examples,
+      seed=[Stream.DISTILL_SENTENCES, seed],
+      name="distill_examples",
+    )
+  held = [
+    ClientPopulation(
+      train, arrays[f"{i}.members"], arrays[f"{i}.offsets"], tuple(ids)
+    )
+    for i, ids in enumerate(facts["ids"])
+  ]
+  return CodistText(
+    text.Vocabulary(vocabulary, tuple(facts["tokens"])),
+    (held[0], held[1]),
+    **subsets,
+    skipped=facts["skipped"],
+  )
+
+
+def _stamps(dataset, data_dir, c4_path) -> list[Any]:
+  """What tells whether the sources have changed since."""
+  names = ["Posts.xml"]
+  if dataset == "stackoverflow":
+    names = [f"{dataset}_{x}.sqlite" for x in ("train", "held_out", "test")]
+  found = [files.find(data_dir, name) for name in names] + [c4_path]
+  paths = [pathlib.Path(path).expanduser() for path in found if path]
+  paths += [p for path in paths if path.is_dir() for p in path.iterdir()]
+  stats = [(str(p), p.stat()) for p in sorted(paths) if p.is_file()]
+  stamps = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+  return [sys.version, *stamps] if dataset == "pydoc" else stamps
+
+
+def _make(
+  append: disk.Append,
+  *,
+  dataset,
+  vocabulary,
+  vocabulary_size,
+  pools,
+  data_dir,
+  high_capacity_clients,
+  max_sentences_per_client,
+  distill_data,
+  distill_examples,
+  c4_path,
+  c4_tokenizer,
+  partition_seed,
+) -> dict[str, Any]:
+  """Reads all sentences and makes the arrays; see `disk.stored`."""
   cap = max_sentences_per_client
   if dataset == "stackoverflow":
     wanted = None
@@ -168,14 +247,18 @@ def load_codist_text(
     )
   else:
     train, users, others = _shared_out(dataset, data_dir, cap, partition_seed)
-  if distill_data == "c4" and c4_path is not None:
-    c4 = text_sources.c4_mod(
-      c4_path,
-      max_words=LENGTH,
-      max_sentences=distill_examples or _C4_SENTENCES,
-      tokenizer=c4_tokenizer,
+  if distill_data == "c4":
+    most = distill_examples or _C4_SENTENCES
+    others["distill"] = (
+      most,
+      functools.partial(
+        text_sources.c4_mod,
+        c4_path,
+        max_words=LENGTH,
+        max_sentences=most,
+        tokenizer=c4_tokenizer,
+      ),
     )
-    others["distill"] = c4, np.arange(len(c4.domains))
   if pools == "domain":
     held = _by_domain(train, users, cap)
   else:
@@ -190,25 +273,36 @@ def load_codist_text(
   learnt = np.concatenate([pool.members for pool in held])
   tokens = text.KINDS[vocabulary](train.counts(learnt), vocabulary_size)
 
-  @functools.cache  # Several parts may be of one corpus.
-  def bank(corpus: text.Corpus) -> Bank:
-    domain = corpus.domains.astype(np.int32)
-    return {"tokens": tokens.encode(corpus, LENGTH), "domain": domain}
+  def write(name, corpus):
+    append(f"{name}.tokens", tokens.encode(corpus, LENGTH))
+    append(f"{name}.domain", corpus.domains.astype(np.int32))
+    return len(corpus.domains)
 
-  first, second = (dataclasses.replace(p, bank=bank(train)) for p in held)
+  write("train", train)
+  for i, pool in enumerate(held):
+    append(f"{i}.members", pool.members)
+    append(f"{i}.offsets", pool.offsets)
   skipped = dict(train.skipped)
-  subsets = {}
-  for name, (corpus, chosen) in others.items():
-    subsets[name] = Subset(bank(corpus), chosen.astype(np.int32))
-    if corpus is not train:
-      skipped |= {f"{name}: {why}": n for why, n in corpus.skipped.items()}
-  if distill_examples is not None:
-    subsets["distill"] = subsets["distill"].draw(
-      distill_examples,
-      seed=[Stream.DISTILL_SENTENCES, seed],
-      name="distill_examples",
+  del train  # Which may be most of the memory.
+  for name, part in others.items():
+    if isinstance(part, np.ndarray):
+      append(f"{name}.index", part.astype(np.int32))
+      continue
+    # A corpus of its own, which may be larger than the memory.
+    most, read = part
+    counts: list[int] = []
+    spill = lambda corpus, name=name, counts=counts: counts.append(
+      write(name, corpus)
     )
-  return CodistText(tokens, (first, second), **subsets, skipped=skipped)
+    last = read(spill=spill)
+    spill(last)
+    append(f"{name}.index", np.arange(min(most, sum(counts)), dtype=np.int32))
+    skipped |= {f"{name}: {why}": n for why, n in last.skipped.items()}
+  return {
+    "tokens": tokens.tokens,
+    "ids": [pool.ids for pool in held],
+    "skipped": skipped,
+  }
 
 
 def _shared_out(dataset, data_dir, cap, partition_seed) -> _Parts:
@@ -226,7 +320,7 @@ def _shared_out(dataset, data_dir, cap, partition_seed) -> _Parts:
   *others, pool = np.split(order, np.cumsum(sizes))
   parts = {}
   for name, users in zip(("heldout", "test", "distill"), others):
-    parts[name] = corpus, np.sort(_of_users(corpus, users, cap).members)
+    parts[name] = np.sort(_of_users(corpus, users, cap).members)
   return corpus, np.sort(pool), parts
 
 
@@ -244,8 +338,8 @@ def _stackoverflow(
 
   def sample(split, n, **kwargs):
     share = min(n / _SO_LOOKED_AT, 1.0)
-    corpus = read(split, max_sentences=n, share=share, **kwargs)
-    return corpus, np.arange(min(n, len(corpus.domains)))
+    options = dict(max_sentences=n, share=share, **kwargs)
+    return n, functools.partial(read, split, **options)
 
   users = {"max_clients": _SO_POOL_CLIENTS}
   if pools == "domain":

@@ -25,6 +25,7 @@ from hetfl.data.errors import DataError, one_of, reading
 from hetfl.models.next_word import BOS, EOS, PAD
 
 MAX_WORD = 64  # Characters; longer ones are cut.
+_PART = 1 << 18  # Sentences of a part of a corpus.
 # Lichtarge et al. 2023, appendix G, which has spaces around the apostrophe.
 CONTRACTIONS = tuple(
   """aren't can't couldn't didn't doesn't don't hadn't hasn't haven't he'd he'll
@@ -181,6 +182,7 @@ def collect(
   max_words: int,
   skipped: Counter[str],
   source: str | os.PathLike,
+  spill: Callable[[Corpus], None] | None = None,
 ) -> Corpus:
   """Collects sentences, client by client or in any order.
 
@@ -190,9 +192,12 @@ def collect(
     max_words: words to keep of a sentence; models see no more.
     skipped: how much was left out before, by reason; it may change meanwhile.
     source: where they come from, for errors.
+    spill: given the sentences in parts, of 262,144 each and with lexicons of
+      their own, so that memory holds only one; `None` for all in one.
 
   Returns:
-    The corpus, with clients in the order of their first sentences.
+    The corpus, or its last part, with clients in the order of their first
+    sentences.
 
   Raises:
     DataError: there are no sentences.
@@ -204,14 +209,30 @@ def collect(
   (('a', 'b'), array([0, 1, 1], dtype=int32), (array([0]), array([1])))
   """
   checks.counts(max_words=max_words)
-  lexicon: dict[str, int] = {}
-  found = array.array("i")  # Four bytes each, of very many words.
-  lengths, domains = array.array("i"), bytearray()
-  members: dict[str, list[int]] = defaultdict(list)
+
+  def nothing():  # Few bytes each, of very many words and sentences.
+    members = defaultdict(lambda: array.array("q"))
+    return {}, array.array("i"), array.array("i"), bytearray(), members
+
+  def corpus():
+    return Corpus(
+      lexicon=tuple(lexicon),
+      words=np.frombuffer(found, np.int32),
+      offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+      domains=np.array(domains, np.int8),
+      members=tuple(np.array(own, np.int64) for own in members.values()),
+      ids=tuple(members),
+      skipped=dict(sorted(skipped.items())),
+    )
+
+  lexicon, found, lengths, domains, members = nothing()
   for client, domain, words in sentences:
     if not words:
       skipped["empty sentences"] += 1
       continue
+    if spill and len(lengths) == _PART:
+      spill(corpus())
+      lexicon, found, lengths, domains, members = nothing()
     words = words[:max_words]
     found.extend(lexicon.setdefault(word, len(lexicon)) for word in words)
     members[client].append(len(lengths))
@@ -219,15 +240,7 @@ def collect(
     domains.append(domain)
   if not lengths:
     raise DataError(f"{source}: holds no sentences that can be read")
-  return Corpus(
-    lexicon=tuple(lexicon),
-    words=np.array(found, np.int32),
-    offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
-    domains=np.array(domains, np.int8),
-    members=tuple(np.array(own, np.int64) for own in members.values()),
-    ids=tuple(members),
-    skipped=dict(sorted(skipped.items())),
-  )
+  return corpus()
 
 
 @dataclasses.dataclass(frozen=True)

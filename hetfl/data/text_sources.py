@@ -7,7 +7,7 @@ and counted in `Corpus.skipped`. Files are read as streams.
 import array
 import ast
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
 import gzip
@@ -299,6 +299,7 @@ def stackoverflow(
   skip_clients: int = 0,
   clients_per_domain: int | None = None,
   share: float = 1.0,
+  spill: Callable[[text.Corpus], None] | None = None,
 ) -> text.Corpus:
   """Some clients of a FedJAX Stack Overflow SQLite file.
 
@@ -320,6 +321,7 @@ def stackoverflow(
     share: the share of each client's sentences to read, roughly, in (0, 1], so
       that `max_sentences` come from many clients. If all clients together give
       too few, the others are read too.
+    spill: see `text.collect`.
 
   Returns:
     The corpus; words are the file's own tokens. Damaged clients are counted
@@ -387,7 +389,11 @@ def stackoverflow(
   if skip_clients:
     source += f", of users besides the {skip_clients} of the pools"
   corpus = text.collect(
-    sentences(), max_words=max_words, skipped=skipped, source=source
+    sentences(),
+    max_words=max_words,
+    skipped=skipped,
+    source=source,
+    spill=spill,
   )
   return dataclasses.replace(corpus, clients_read=clients_read)
 
@@ -411,6 +417,7 @@ def c4_mod(
   max_words: int,
   max_sentences: int | None = None,
   tokenizer: str = "rules",
+  spill: Callable[[text.Corpus], None] | None = None,
 ) -> text.Corpus:
   """C4-MOD, the out-of-domain distillation text, as one client.
 
@@ -422,6 +429,7 @@ def c4_mod(
     max_words: see `text.collect`.
     max_sentences: how many to read at most; 4,488,694 in the paper.
     tokenizer: see `text.first_sentences`.
+    spill: see `text.collect`.
 
   Returns:
     The corpus.
@@ -462,4 +470,5 @@ def c4_mod(
     max_words=max_words,
     skipped=skipped,
     source=path,
+    spill=spill,
   )
