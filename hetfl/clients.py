@@ -115,7 +115,7 @@ def check_clients(batches: Batches, name: str, number: int) -> None:
 
 
 def rows_of_group(
-  batches: Batches, in_bank: np.ndarray, group: tuple[int, ...]
+  batches: Batches, in_bank: np.ndarray, group: Sequence[int] | np.ndarray
 ) -> tuple[jax.Array, Batches]:
   """A group's rows in a plan, as many in each round.
 
@@ -129,8 +129,8 @@ def rows_of_group(
     that do not take part have no steps and no weight.
   """
   xp = np if isinstance(batches.client, np.ndarray) else jnp
-  number = min(len(batches.client), len(group))
-  numbers = xp.asarray(in_bank[np.array(group)])  # Ascending.
+  number, group = min(len(batches.client), len(group)), np.asarray(group)
+  numbers = xp.asarray(in_bank[group])  # Ascending.
   own = xp.searchsorted(numbers, batches.client).clip(0, len(group) - 1)
   present = numbers[own] == batches.client
   # Participants first, then other clients, the first, to fill up the rows.
@@ -146,7 +146,7 @@ def rows_of_group(
   return chosen, Batches(
     batches.index[row],
     xp.where(takes_part, batches.steps[row], 0),
-    xp.asarray(np.array(group, np.int32))[chosen],
+    xp.asarray(group)[chosen].astype(np.int32),
     xp.where(takes_part, batches.weight[row], 0.0).astype(np.float32),
   )
 
@@ -212,6 +212,7 @@ class Roster:
       raise ValueError(f"clients: give at least one Client, not {clients}")
     self.groups = group_clients(clients)
     self.first = [clients[group[0]] for group in self.groups]
+    self._arrays = list(map(np.array, self.groups))  # There may be millions.
     self._sizes: Counter[str] = Counter()
     self._in_bank = np.zeros(len(clients), np.int32)
     for k, client in enumerate(clients):
@@ -265,22 +266,20 @@ class Roster:
         f"the state groups clients as {given}, not {self.groups}"
       )
     turns = []
-    for group, client in zip(kept, self.first):
+    for i, (group, client) in enumerate(zip(kept, self.first)):
       batches = local.of_round(plan, client.bank)
       local.check_full(client.label, batches, (group.learner.stats, stats))
-      rows, batches = self.rows(plan, group.clients)
+      rows, batches = self.rows(plan, i)
       bank = checks.bank(data, client.bank)
       turns.append(Turn(rows, take_rows(group, rows), bank, batches))
     return turns
 
-  def rows(
-    self, plan: Plan, group: tuple[int, ...]
-  ) -> tuple[jax.Array, Batches]:
-    """A group's rows in a plan; see `rows_of_group`."""
-    bank = self.first[self.groups.index(group)].bank
+  def rows(self, plan: Plan, i: int) -> tuple[jax.Array, Batches]:
+    """The rows of group `i` in a plan; see `rows_of_group`."""
+    bank = self.first[i].bank
     batches = local.of_round(plan, bank)
     check_clients(batches, bank, self._sizes[bank])
-    return rows_of_group(batches, self._in_bank, group)
+    return rows_of_group(batches, self._in_bank, self._arrays[i])
 
 
 def on_host(
@@ -366,7 +365,7 @@ def on_host(
 
   def host_step(state, plan, data):
     kept = state.clients
-    rows = [roster.rows(plan, group.clients)[0] for group in kept]
+    rows = [roster.rows(plan, i)[0] for i in range(len(kept))]
     there = tuple(
       jax.tree.map(lambda a, i=own: a[i], group)
       for group, own in zip(kept, rows)
