@@ -1,6 +1,7 @@
 """What grows with the clients, and with the sentences.
 
   python benchmarks/sizes.py --json=FILE [--clients=N,...] [--sentences=N,...]
+      [--rounds=N,...]
 
 * `clients`: populations of lognormal sizes, median 20. Making and planning, an
   evaluation of each client, and rounds of 20 clients of FML, whose models are
@@ -8,8 +9,10 @@
 * `sentences`: FedJAX's Stack Overflow files, made up in `--dir` of users with
   about 400 sentences of zipfian words; 13.6 million sentences are a tenth of
   the real ones. A tenth of the users is the pool, the others distil, as in the
-  paper. Reading all with `--bank=disk`, and rounds of FedAvg and distillation
-  batches from disk and from memory, by turns.
+  paper. Reading all with `--bank=disk`.
+* `rounds`: FedAvg of an LSTM, and the choice of 200 batches for distillation,
+  from a bank on disk, of random words, and from the same one in memory, by
+  turns; the last size, all of Stack Overflow, from disk alone.
 
 Each size has a process of its own. `peak_mb` is resident memory at its highest
 with the pages of mapped files, which the system takes back when it needs them;
@@ -17,6 +20,7 @@ with the pages of mapped files, which the system takes back when it needs them;
 """
 
 import argparse
+import collections
 from collections.abc import Callable, Iterator
 from concurrent import futures
 import dataclasses
@@ -44,7 +48,7 @@ import hetfl  # noqa: E402
 from hetfl import core, engine, population  # noqa: E402
 from hetfl.batches import plan_clients  # noqa: E402
 from hetfl.clients import on_host  # noqa: E402
-from hetfl.data import codist_text  # noqa: E402
+from hetfl.data import codist_text, disk  # noqa: E402
 from hetfl.models import next_word  # noqa: E402
 from hetfl.run import logs, training  # noqa: E402
 
@@ -214,44 +218,76 @@ def of_sentences(
     )
     / 2**20
   }
-  held = memory("RssAnon")
-  usual = in_memory(data)
-  yield {"memory_banks_mb": memory("RssAnon") - held}
-  rounds, others, localized = rounds_of(data), rounds_of(usual), {}
-  seconds: dict[str, list[float]] = {"disk": [], "memory": []}
-  for turn in range(9):  # The first compiles.
-    for name, run in {"disk": rounds, "memory": others}.items():
+
+
+V = 10_004  # Of banks without a source.
+
+
+def made_up(folder: pathlib.Path, number: int):
+  """The pool and the distillation set of a bank on disk, of random words."""
+
+  def make(append):
+    rng, size = np.random.default_rng(0), 1 << 18
+    tokens = (3 + np.minimum(rng.zipf(1.2, (size, 21)), V - 4)).astype(
+      np.uint16
+    )
+    for first in range(0, number, size):
+      last = min(first + size, number)
+      append("tokens", np.roll(tokens, first // size, axis=0)[: last - first])
+      append("domain", np.zeros(last - first, np.int32))
+      append("index", np.arange(first, last, dtype=np.int32))
+    return {}
+
+  _, arrays = disk.stored(folder, number, make)
+  index = arrays.pop("index")
+  sizes = np.random.default_rng(1).lognormal(5.5, 1.0, number // 3_000) + 1
+  offsets = np.concatenate([[0], np.cumsum(sizes.astype(int))])
+  pool, rest = np.split(index, offsets[-1:])
+  ids = tuple(map(str, range(len(sizes))))
+  clients = population.ClientPopulation(arrays, pool, offsets, ids)
+  return clients, hetfl.Subset(arrays, rest)
+
+
+def of_rounds(folder: pathlib.Path, number: int) -> Iterator[dict[str, float]]:
+  """A row of the table of rounds, in parts."""
+  yield {"sentences": number}
+  row, data = measured("write", lambda: made_up(folder, number))
+  yield row
+  row, data = measured("open", lambda: made_up(folder, number))
+  size = sum(path.stat().st_size for path in folder.glob("*.bin"))
+  yield row | {"disk_mb": size / 2**20}
+  runs, held = {"disk": rounds_of(*data)}, memory("RssAnon")
+  if number < 20_000_000:
+    bank = {name: np.array(array) for name, array in data[0].bank.items()}
+    clients = dataclasses.replace(data[0], bank=bank)
+    runs["memory"] = rounds_of(clients, hetfl.Subset(bank, data[1].index))
+    yield {"memory_banks_mb": memory("RssAnon") - held}
+  seconds = collections.defaultdict(list)
+  for turn in range(8):  # The first compiles.
+    for name, run in runs.items():
       begun = time.perf_counter()
-      localized.setdefault(name, []).append(run(turn))
+      spent = run(turn)
       if turn:
-        seconds[name].append(time.perf_counter() - begun)
+        seconds[name].append((time.perf_counter() - begun, spent))
   for name, times in seconds.items():
+    whole, localizing = zip(*times)
     yield {
-      f"rounds_per_s_{name}": ROUNDS / statistics.median(times),
-      f"localize_ms_{name}": 1e3 * statistics.median(localized[name][1:]),
+      f"rounds_per_s_{name}": ROUNDS / min(whole),
+      f"median_rounds_per_s_{name}": ROUNDS / statistics.median(whole),
+      f"localize_ms_{name}": 1e3 * statistics.median(localizing),
     }
-  yield {"device_mb": device_mb()}
-
-
-def in_memory(data):
-  """The same data with what a round uses in memory."""
-  copied = lambda bank: {name: np.array(a) for name, a in bank.items()}
-  small, large = data.pools
-  small = dataclasses.replace(small, bank=copied(small.bank))
-  distill = hetfl.Subset(copied(data.distill.bank), data.distill.index)
-  return dataclasses.replace(data, pools=(small, large), distill=distill)
+  anon, peak = memory("RssAnon"), memory("VmHWM")
+  yield {"anon_mb": anon, "peak_mb": peak, "device_mb": device_mb()}
 
 
 ROUNDS = 5  # In a turn.
 
 
-def rounds_of(data) -> Callable[[int], float]:
+def rounds_of(clients, distill) -> Callable[[int], float]:
   """FedAvg rounds of an LSTM and distillation batches, planned one ahead."""
   runner = engine.default_engine()
   chunk = 128 if isinstance(runner, engine.Threads) else None
-  module = language.language.LSTMLanguageModel(
-    data.vocabulary.size, 48, 35, 1, chunk=chunk
-  )
+  module = language.language.LSTMLanguageModel(V, 48, 35, 1, chunk=chunk)
   pool = hetfl.Pool(
     core.Model.from_flax(module, jnp.zeros((1, 20), jnp.int32)),
     "small",
@@ -263,12 +299,12 @@ def rounds_of(data) -> Callable[[int], float]:
   algorithm = hetfl.fedavg([pool], rounds=None, engine=runner)
   step = runner.compile(algorithm.step)
   state = algorithm.init(jax.random.key(0))
-  sets = {"small": data.pools[0], "distill": data.distill}
+  sets = {"small": clients, "distill": distill}
 
   def work(round):
     plan = hetfl.plan_round(
-      {"small": data.pools[0]},
-      data.distill,
+      {"small": clients},
+      distill,
       seed=0,
       round=round,
       clients_per_round=PER_ROUND,
@@ -326,13 +362,15 @@ def main() -> None:
   parser.add_argument("--json", help="file for the rows")
   parser.add_argument("--clients", default="1000,10000,100000,1000000")
   parser.add_argument("--sentences", default="1360000,13600000")
+  parser.add_argument("--rounds", default="1360000,13600000,135818730")
   parser.add_argument("--dir", help="where the made-up files go, for a while")
   parser.add_argument("--child", help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.child:
     kind, *rest = args.child.split(",")
-    if kind == "sentences":
-      rows = of_sentences(pathlib.Path(rest[0]), int(rest[1]))
+    if kind != "clients":
+      of = {"sentences": of_sentences, "rounds": of_rounds}[kind]
+      rows = of(pathlib.Path(rest[0]), int(rest[1]))
     else:
       rows = of_clients(int(rest[0]))
     for part in rows:
@@ -357,6 +395,13 @@ def main() -> None:
     if args.json:
       logs.write_json(args.json, results)
   shown(results["sentences"])
+  results["rounds"] = []
+  for number in numbers(args.rounds):
+    with tempfile.TemporaryDirectory(dir=args.dir) as name:
+      results["rounds"].append(child("rounds", name, number))
+    if args.json:
+      logs.write_json(args.json, results)
+  shown(results["rounds"])
 
 
 if __name__ == "__main__":
