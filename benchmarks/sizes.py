@@ -263,7 +263,7 @@ def of_rounds(folder: pathlib.Path, number: int) -> Iterator[dict[str, float]]:
     runs["memory"] = rounds_of(clients, hetfl.Subset(bank, data[1].index))
     yield {"memory_banks_mb": memory("RssAnon") - held}
   seconds = collections.defaultdict(list)
-  for turn in range(8):  # The first compiles.
+  for turn in range(6):  # The first compiles.
     for name, run in runs.items():
       begun = time.perf_counter()
       spent = run(turn)
@@ -280,7 +280,7 @@ def of_rounds(folder: pathlib.Path, number: int) -> Iterator[dict[str, float]]:
   yield {"anon_mb": anon, "peak_mb": peak, "device_mb": device_mb()}
 
 
-ROUNDS = 5  # In a turn.
+ROUNDS = 3  # In a turn.
 
 
 def rounds_of(clients, distill) -> Callable[[int], float]:
