@@ -68,7 +68,7 @@ _SO_POOL_CLIENTS = 34_248
 _SO_DOMAIN_CLIENTS = 30_000  # of each domain
 _SO_SENTENCES = 100_000  # of the held-out split, and of the test split
 # Distillation sentences by default. The paper's 122,250,952 are too many for
-# most memories; on disk they take 6 GB and twenty minutes.
+# most memories; on disk they take 6 GB.
 SO_DISTILL_EXAMPLES = 1_000_000
 # Sentences are drawn from about this many, those of 23,000 users or more: to
 # get 100,000, a hundredth of each user's. Reading one takes 2 microseconds.
