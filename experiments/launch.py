@@ -68,14 +68,13 @@ def _end(message: str) -> NoReturn:
 
 
 def _one_line(error: Exception, cls: type[Settings]) -> str:
-  """An error's text in one line; the library's name an argument first."""
+  """An error's text in one line, with the library's arguments as flags."""
   # JAX adds a note of its own, about its traceback.
   notes = [n for n in getattr(error, "__notes__", ()) if not n.startswith("--")]
   text = " ".join("; ".join([str(error), *notes]).split())
-  argument, _, rest = text.partition("=")
-  for name, declared in cls.declared().items():
-    if argument == (declared.argument or name):
-      text = f"--{name}={rest}"
+  flags_of = {s.argument or name: name for name, s in cls.declared().items()}
+  for argument, name in flags_of.items():
+    text = re.sub(rf"(^|[ (]){argument}=", rf"\1--{name}=", text)
   if not isinstance(error, ValueError):
     text = f"{type(error).__name__}: {text}"
   return f"error: {text}"

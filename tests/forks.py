@@ -17,9 +17,10 @@ import sys
 
 
 def start(seconds: int, script: str, arguments: list, *files: str) -> int:
-  """Starts a run."""
+  """Starts a run, in a process group of its own."""
   child = os.fork()
   if child:
+    os.setpgid(child, child)
     return child
   signal.alarm(seconds)
   for number, path in enumerate((os.devnull, *files)):
@@ -50,7 +51,9 @@ if __name__ == "__main__":
   root = pathlib.Path(__file__).resolve().parent.parent
   sys.path[0] = str(root / "experiments")
   import codist_run  # noqa: F401
+  import compare_run  # noqa: F401
   import fedmd_run  # noqa: F401
   import fml_run  # noqa: F401
+  import tune_run  # noqa: F401
 
   main(int(sys.argv[1]))

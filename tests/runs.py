@@ -94,9 +94,9 @@ class Fork:
     """Its exit code."""
     return self._ask(self._pid, True)
 
-  def send_signal(self, number):
-    """Sends it a signal."""
-    os.kill(self._pid, number)
+  def send_signal(self, number, group=False):
+    """Sends it a signal, or it and the processes that it started."""
+    (os.killpg if group else os.kill)(self._pid, number)
 
 
 class Experiment:
