@@ -42,14 +42,14 @@ setuptools.setup(
     "absl-py>=2",
     "chex>=0.1.90",
     "fedjax>=0.0.17",
-    "flax>=0.12",
+    "flax>=0.12.1",  # 0.12.0 does not import with JAX 0.10
     "importlib_resources",  # tensorflow-datasets needs but does not declare it
     "jax>=0.10",
     "matplotlib>=3.8",
     "msgpack>=1",
     "numpy>=2",
     "optax>=0.2.8",
-    "orbax-checkpoint>=0.11",
+    "orbax-checkpoint>=0.11.20",  # earlier ones do not either
     "pytest>=8",
     "scipy>=1.12",
     "tensorboardX>=2.6",
