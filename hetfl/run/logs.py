@@ -17,6 +17,7 @@ import platform
 import re
 import sys
 from typing import Any
+import zlib
 
 from absl import logging
 import tqdm
@@ -102,6 +103,18 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
   """Writes a value as JSON, atomically; see `to_json` on NaN."""
   text = json.dumps(to_json(value), indent=2, allow_nan=False)
   write_bytes(path, (text + "\n").encode())
+
+
+def checksum(value: Any) -> int:
+  """The CRC-32 of a value of JSON types, but for the time that it took.
+
+  >>> checksum({'a': 1, 'seconds': 2.5}) == checksum({'seconds': 9.0, 'a': 1})
+  True
+  """
+  left_out = ("seconds", "phase_seconds", "crc32")
+  kept = lambda d: {k: v for k, v in d.items() if k not in left_out}
+  value = json.loads(json.dumps(to_json(value)), object_hook=kept)
+  return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def flags_text(values: Mapping[str, Any]) -> str:
@@ -319,13 +332,23 @@ class RunFolder:
         )
 
   def result(self) -> dict[str, Any] | None:
-    """The contents of `result.json`; None if there is none."""
+    """The contents of `result.json`; None if it is missing or damaged."""
     path = self.path / "result.json"
-    return json.loads(path.read_bytes()) if path.exists() else None
+    try:
+      result = json.loads(path.read_bytes())
+      if result.get("crc32") in (None, checksum(result)):
+        return result
+    except FileNotFoundError:
+      return None
+    except (ValueError, AttributeError):
+      pass
+    logging.warning("%s is damaged; it is made again.", path)
+    return None
 
   def write_result(self, result: Mapping[str, Any]) -> None:
-    """Writes `result.json`."""
-    write_json(self.path / "result.json", result)
+    """Writes `result.json`, with the `checksum` of the rest as `crc32`."""
+    path = self.path / "result.json"
+    write_json(path, {**result, "crc32": checksum(result)})
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -338,16 +361,22 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     One dict per row; floats that were not finite are None.
 
   Raises:
-    ValueError: a line before the last is not JSON.
+    ValueError: a line before the last is not JSON, or has no round.
   """
   try:
     *lines, _ = pathlib.Path(path).read_bytes().split(b"\n")
   except FileNotFoundError:
     return []
   try:
-    return list(map(json.loads, lines))
-  except ValueError as error:
-    raise ValueError(f"{path} holds a line that is not JSON: {error}") from None
+    rows = list(map(json.loads, lines))
+    for row in rows:
+      int(row["round"])
+  except (ValueError, KeyError, TypeError) as error:
+    raise ValueError(
+      f"{path} holds a line that is no row of JSON ({error!r}); delete it and"
+      " those after it, or the run's folder, and repeat the command"
+    ) from None
+  return rows
 
 
 def write_rows(

@@ -174,9 +174,9 @@ def run(
 
   Returns:
     The contents of `result.json`: what `summarize` returned, `rounds`,
-    `seconds` (of wall time, over all parts of the run), `versions` and
-    `git_commit`; and, if a loss was not finite, `diverged`, the first round in
-    which it was not.
+    `seconds` (of wall time, over all parts of the run), `versions`,
+    `git_commit` and the checksums `rows_crc32` and, in the file, `crc32`; and,
+    if a loss was not finite, `diverged`, the first round in which it was not.
 
   Raises:
     FloatingPointError: see `stop_on_nonfinite`.
@@ -201,14 +201,22 @@ def run(
     wait = len(values) - 1 - values.index(max(values)) if values else 0
     return engine_lib.from_first(done == rounds or wait >= (patience or 1))
 
-  def lost(done: int) -> list[int]:
-    """The rounds up to this one whose rows should be there, and are not."""
-    there = {row["round"] for row in logs.read_rows(folder.metrics)}
-    evaluated = {*range(eval_every, done + 1, eval_every)} | {done} & {rounds}
-    return sorted(evaluated - there)
+  def rows_until(done: int) -> list[dict[str, Any]]:
+    """The rows up to a round."""
+    return [r for r in logs.read_rows(folder.metrics) if r["round"] <= done]
 
-  reached = (folder.result() or {}).get("rounds", 0)
-  finished = 0 < reached <= rounds and not lost(reached)
+  def damage(done: int, stored: Mapping[str, Any]) -> str:
+    """What is wrong with the rows up to a round, if anything is."""
+    rows = rows_until(done)
+    evaluated = {*range(eval_every, done + 1, eval_every)} | {done} & {rounds}
+    if lost := sorted(evaluated - {row["round"] for row in rows}):
+      return f"has no lines of rounds {', '.join(map(str, lost))}"
+    whole = stored.get("rows_crc32") in (None, logs.checksum(rows))
+    return "" if whole else "is not what was written"
+
+  result = folder.result() or {}
+  reached = result.get("rounds", 0)
+  finished = 0 < reached <= rounds and not damage(reached, result)
   if engine_lib.from_first(finished) and over(reached):
     logging.info("%s: the run is finished already.", folder.path)
     return _shared(folder)
@@ -223,7 +231,7 @@ def run(
     # Processes stop together, when the first was told to.
     stopped = lambda: bool(engine_lib.from_first(bool(caught)))
     stack.enter_context(folder.at_work())
-    done, state, extra = _latest(algorithm, key, checkpoints, reached, lost)
+    done, state, extra = _latest(algorithm, key, checkpoints, reached, damage)
     if done > rounds:
       raise ValueError(
         f"rounds={rounds}: {folder.path} already has a checkpoint of round"
@@ -246,6 +254,7 @@ def run(
         extra: dict[str, Any] = {"diverged": sums.diverged}
         extra |= {"totals": sums.totals, "counts": sums.counts}
         extra |= {"seconds": seconds(), "evaluation": evaluation}
+        extra["rows_crc32"] = logs.checksum(rows_until(done))
         checkpoints.save(done, state, extra)
 
     every, ends = (eval_every, checkpoint_every), over(done)
@@ -283,6 +292,7 @@ def run(
     if ends:
       result = {"rounds": done, "seconds": seconds(), **code}
       result |= checks.given(diverged=sums.diverged)
+      result["rows_crc32"] = logs.checksum(rows_until(done))
       folder.write_result({**summarize(state, evaluation), **result})
     if stopped():  # Perhaps after the last round.
       logging.warning(
@@ -435,7 +445,7 @@ def _latest(
   key: Any,
   checkpoints: checkpoint.Checkpoints,
   reached: int = 0,
-  lost: Callable[[int], Sequence[int]] = lambda done: (),
+  damage: Callable[[int, Mapping[str, Any]], str] = lambda done, stored: "",
 ) -> tuple[int, Any, dict[str, Any]]:
   """The first process's newest checkpoint, else initial state, in all.
 
@@ -444,8 +454,8 @@ def _latest(
     key: for its `init`.
     checkpoints: the run's checkpoints.
     reached: the round of its result, if it has one.
-    lost: round -> the rounds up to it whose rows are gone; only checkpoints
-      from before them count.
+    damage: (round, what is stored with its checkpoint) -> what is wrong with
+      the rows up to it; only checkpoints of which nothing is count.
 
   Returns:
     The round, the state and what is stored with it.
@@ -458,18 +468,17 @@ def _latest(
   if jax.process_index() == 0:  # The other folders do not count.
     found = checkpoints.latest(like=state)
     reached = found[0] if found else reached
-    if gone := lost(reached):
-      found = checkpoints.latest(like=state, before=gone[0])
+    what = damage(*(found[::2] if found else (reached, {})))
     where = f"{checkpoints.folder.parent}: "
-    if gone:
-      named = ", ".join(map(str, gone))
-      where += f"metrics.jsonl has no lines of rounds {named}: "
+    where += f"metrics.jsonl {what}: " if what else ""
+    while found and damage(*found[::2]):
+      found = checkpoints.latest(like=state, before=found[0])
     if reached and not found:
       raise ValueError(
         f"{where}the run has done {reached} rounds, and there is no checkpoint"
         " to go on from; put the files back, or use another folder"
       )
-    if found and gone:
+    if found and what:
       logging.warning("%sgoing on from round %d.", where, found[0])
   done, like, extra = found or (0, state, {})
   if jax.process_count() == 1:

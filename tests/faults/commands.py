@@ -145,8 +145,8 @@ def fault_of(code: int, errors: str) -> str:
 
 def _timeless(value: Any) -> Any:
   if isinstance(value, dict):
-    times = ("seconds", "phase_seconds")
-    return {n: _timeless(v) for n, v in value.items() if n not in times}
+    others = ("seconds", "phase_seconds", "git_commit", "crc32")
+    return {n: _timeless(v) for n, v in value.items() if n not in others}
   return [*map(_timeless, value)] if isinstance(value, list) else value
 
 
