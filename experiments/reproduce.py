@@ -403,7 +403,13 @@ def read_result(folder: pathlib.Path) -> dict | None:
 
 def _read(path: pathlib.Path) -> Any:
   """A file of JSON; `None` if there is none."""
-  return json.loads(path.read_bytes()) if path.exists() else None
+  try:
+    return json.loads(path.read_bytes()) if path.exists() else None
+  except ValueError as error:
+    raise UsageError(
+      f"{path} is damaged ({error}); repeat the command without --tabulate,"
+      " which makes it again"
+    ) from None
 
 
 def run(args: Reproduce, extra: Sequence[str]) -> None:

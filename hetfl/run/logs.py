@@ -53,8 +53,8 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
   with writing(path):
     part.write_bytes(content)
     sync(part)
-  os.replace(part, path)
-  sync(path.parent)
+    os.replace(part, path)
+    sync(path.parent)
 
 
 def sync(path: str | os.PathLike[str]) -> None:

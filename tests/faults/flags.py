@@ -120,13 +120,14 @@ def values(s: Any, known: dict[str, list[str]], wrong: bool):
 
 
 def cases(
-  known: dict[str, list[str]], classes: dict[str, Any]
+  known: dict[str, list[str]], classes: dict[str, Any], ran: bool
 ) -> st.SearchStrategy:
   """Command lines.
 
   Args:
     known: texts of flags that name files, models and the like.
     classes: the settings, by command; of `tune` those of the search.
+    ran: whether some are run and not only traced.
   """
 
   @st.composite
@@ -147,7 +148,7 @@ def cases(
       declared |= classes["tune"]
       found += [f"--experiment={inner}", "--trials=2", "--block=2"]
       found += ["--heldout_examples=50"] if inner == "fml" else []
-    trace = draw(st.sampled_from((True,) * 24 + (False,)))
+    trace = draw(st.sampled_from((True,) * 24 + (not ran,)))
     if trace:
       found.append("--engine=inline")
       found.append("--conv=native")  # It is traced soonest.
@@ -211,7 +212,11 @@ def least(flags: Sequence[str], at_fault: Callable) -> list[str]:
 
 
 def run(
-  folder: pathlib.Path, number: int, seed: int, lessen: bool = False
+  folder: pathlib.Path,
+  number: int,
+  seed: int,
+  ran: bool = True,
+  lessen: bool = False,
 ) -> tuple[Counter[tuple[str, str]], list[str]]:
   """Has sets of flags run.
 
@@ -219,6 +224,7 @@ def run(
     folder: for their folders.
     number: how many.
     seed: draws them.
+    ran: whether some of them run.
     lessen: whether to leave out flags that are not at fault.
 
   Returns:
@@ -241,7 +247,7 @@ def run(
     phases=[hypothesis.Phase.generate],
     suppress_health_check=[*hypothesis.HealthCheck],
   )
-  @hypothesis.given(cases(write_files(folder), classes))
+  @hypothesis.given(cases(write_files(folder), classes, ran))
   def draw(case):
     drawn.append(case)
 
@@ -288,7 +294,9 @@ def main() -> None:
   parser.add_argument("--seed", type=int, default=0)
   flags = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:
-    counts, faults = run(pathlib.Path(folder), flags.sets, flags.seed, True)
+    counts, faults = run(
+      pathlib.Path(folder), flags.sets, flags.seed, lessen=True
+    )
   for (command, found), n in sorted(counts.items()):
     print(f"{n:6} {command}: {found}")
   sys.exit(f"{counts.total()} sets of flags, {len(faults)} at fault")

@@ -52,21 +52,20 @@ def writes(spec):
   Args:
     spec: `folder`; the numbers of the `first` and the `last` of these writes,
       from 1; what to `do`, fail with an error of this name, or be killed by a
-      signal; and a file for how many there are in all, `count`.
+      signal; and a file for how many there are in all, `count`. It may be
+      changed later; `seen` are the writes so far.
   """
-  number = 0
 
   def hook(event, args):
-    nonlocal number
     if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
       if not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         return
     elif event not in ("os.mkdir", "os.rename"):
       return
     path = os.path.abspath(os.fsdecode(args[0]))
-    if not path.startswith(spec["folder"]):
+    if not path.startswith(spec.get("folder", "\0")):
       return
-    number += 1
+    spec["seen"] = number = spec.get("seen", 0) + 1
     if spec.get("first", 1) <= number <= spec.get("last", 0):
       if spec["do"].startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, spec["do"]))
@@ -76,7 +75,7 @@ def writes(spec):
   sys.addaudithook(hook)
   if "count" in spec:
     count = pathlib.Path(spec["count"])
-    atexit.register(lambda: count.write_text(str(number)))
+    atexit.register(lambda: count.write_text(str(spec["seen"])))
 
 
 def clock(seconds):
