@@ -233,7 +233,7 @@ def test_the_commands_train_on_own_images(experiment, save, tmp_path):
   assert "--recipe=crop_flip" in flags and "own.npz" not in flags
   for flags, message in (
     ((*run, "--npz="), "error: --npz=: give a value"),
-    (run[:1], "error: --npz=None: dataset=npz needs your file"),
+    (run[:1], "error: --npz=None: --dataset=npz needs your file"),
     (run[:2], "--clients_per_round=10: pool 0 has 8 clients"),
   ):
     done = experiment("codist")(*flags, f"--workdir={tmp_path}/refused")

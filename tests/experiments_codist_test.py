@@ -312,7 +312,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
       ("--distributed_coordinator=auto", "--distributed_processes=2"),
       "leave the other two flags out",
     ),
-    (cifar, "give data_dir=DIRECTORY"),
+    (cifar, "give --data_dir=DIRECTORY"),
     ((*cifar, "--download"), "cifar-100-binary.tar.gz"),
   ]
   codist.refuse(cases, fresh=fresh)

@@ -248,8 +248,8 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     ),
     (("--lanes=3",), "--lanes: not for this command"),
     ((letters, f"--data_dir={tmp_path}"), "mnist not found"),
-    (("--environment=npz",), "--npz=None: environment=npz needs your file"),
-    (("--public_npz=own.npz",), "--public_npz=own.npz: environment=digits"),
+    (("--environment=npz",), "--npz=None: --environment=npz needs your file"),
+    (("--public_npz=own.npz",), "--public_npz=own.npz: --environment=digits"),
   ]
   fedmd.refuse(cases, fresh=tmp_path / "fresh")
   path, _ = undisturbed

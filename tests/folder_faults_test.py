@@ -81,6 +81,7 @@ def test_a_disk_that_is_full_at_any_write(tmp_path, whole):
   assert failed > 4
 
 
+@pytest.mark.slow
 def test_flags_make_a_run_or_an_error_in_one_line(tmp_path):
   counts, faults = flags.run(tmp_path, 12, seed=0, ran=False)
   assert not faults
