@@ -426,7 +426,7 @@ def test_language_models_of_two_domains(codist, tmp_path):
   assert (outcome(tmp_path / "run"), last_state(tmp_path / "run")) == expected
   cases = [
     (("--high_capacity_clients=3",), "pools by domain have none"),
-    (("--distill_data=c4",), "--distill_data=c4: give c4_path=PATH"),
+    (("--distill_data=c4",), "--distill_data=c4: give --c4_path=PATH"),
     (("--distill_data=cifar10",), "--distill_data=cifar10"),
     ((f"--data_dir={tmp_path}/nowhere",), "archive.org/details/stackexchange"),
     (
