@@ -24,6 +24,7 @@ from hetfl import core, privacy
 from hetfl.batches import in_order, number_of_steps
 from hetfl.data import files
 from hetfl.engine.packing import enough_lanes
+from hetfl.evaluate import accuracies
 from hetfl.models import next_word
 from hetfl.optimizers import (
   fedadam_server,
@@ -257,7 +258,7 @@ class Experiment:
     def evaluate(state, data):
       models = [pool.variables for pool in state.server]
       sums = self.evaluator.sums(models, data)
-      return dict(zip(POOLS, launch.accuracies(sums)))
+      return dict(zip(POOLS, accuracies(sums)))
 
     data = {which: self.evaluator.data(which) for which in ("heldout", "test")}
     return POOLS, evaluate, data

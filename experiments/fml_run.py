@@ -22,6 +22,7 @@ import hetfl
 from hetfl import augment, core
 from hetfl.batches import leave_out
 from hetfl.data import files, fml_images
+from hetfl.evaluate import accuracies
 from hetfl.models import fml as nets
 from hetfl.models.spliced import splice
 from hetfl.optimizers import momentum_sgd
@@ -262,8 +263,7 @@ class Experiment:
     """
     row, clients = {}, range(len(self.clients))
     kinds = {"validation": ""}
-    if s.heldout_examples:
-      kinds["heldout"] = "_heldout"
+    kinds |= {"heldout": "_heldout"} if s.heldout_examples else {}
 
     def add(k, values, prefix):
       for kind, suffix in kinds.items():
@@ -296,9 +296,8 @@ class Experiment:
 
   def server(self, s: Fml, state) -> core.Variables | None:
     """The global model's variables; `None` if there is none."""
-    return (
-      state.server if s.algorithm in _PERSONAL else state.server[0].variables
-    )
+    personal = s.algorithm in _PERSONAL
+    return state.server if personal else state.server[0].variables
 
   def heldout(self, s: Fml) -> tuple:
     """The accuracies that a search chooses by; see `tune`.
@@ -324,11 +323,11 @@ class Experiment:
       if "global" in data:
         server = self.server(s, state)
         sums = self.global_evaluator.sums([server], data["global"])
-        (means["global"],) = launch.accuracies(sums)
+        (means["global"],) = accuracies(sums)
       if "clients" in data:
         models = [hetfl.local_model(state, k) for k in clients]
         sums = self.local_evaluator.sums(models, data["clients"])
-        each = [mean.total / mean.count for mean in launch.accuracies(sums)]
+        each = [mean.total / mean.count for mean in accuracies(sums)]
         means["clients"] = core.Mean(sum(each), float(len(each)))
       return means
 

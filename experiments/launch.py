@@ -472,11 +472,3 @@ def train(
     summarize=functools.partial(experiment.summarize, s, folder),
   )
   return training.run(**options)
-
-
-def accuracies(sums: Sequence[core.Metrics]) -> list[core.Mean]:
-  """Each model's accuracy, out of its metrics on one set."""
-  return [
-    next(mean for name, mean in of_one.items() if name.endswith("_accuracy"))
-    for of_one in sums
-  ]

@@ -379,6 +379,14 @@ def _alike(
   return parts
 
 
+def accuracies(sums: Sequence[core.Metrics]) -> list[core.Mean]:
+  """Each model's accuracy, out of its metrics on one set."""
+  return [
+    next(mean for name, mean in of_one.items() if name.endswith("_accuracy"))
+    for of_one in sums
+  ]
+
+
 def measure_task(
   model: core.Model,
   transform: core.Preparation | None = None,
