@@ -17,7 +17,7 @@ import launch
 import numpy as np
 import optax
 import own_models
-from settings import Given, UsageError
+from settings import Given, shown, UsageError
 
 import hetfl
 from hetfl import core, privacy
@@ -103,8 +103,8 @@ class Experiment:
       return {}
     if s.client_weights != "uniform":
       raise UsageError(
-        f"--clip_norm={','.join(map(str, s.clip_norm))}: bounds what a client"
-        " changes only if all count alike: add --client_weights=uniform"
+        f"--clip_norm={shown(s.clip_norm)}: bounds what a client changes only"
+        " if all count alike: add --client_weights=uniform"
       )
     found = {"clip_norm": s.clip_norm, "noise_multiplier": 0.0}
     if s.epsilon is not None:

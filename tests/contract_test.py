@@ -141,17 +141,18 @@ def test_a_plan_for_larger_banks_shows(name, runner):
   assert losses and np.isnan(losses).all()
 
 
+def in_one_dispatch(name, rounds):
+  """The first rounds of an algorithm, as a function of its state."""
+  case = CASES[name]
+  algorithm, data = case.build(None, ROUNDS), case.data()
+  plans = hetfl.stack_plans([case.plan(t) for t in range(1, rounds + 1)])
+  step = lambda state, plan: algorithm.step(state, plan, data)
+  return lambda state: jax.lax.scan(step, state, plans)
+
+
 @every_frame
 def test_several_rounds_in_one_dispatch(reference, name):
-  case = CASES[name]
-  algorithm = case.build(None, ROUNDS)
-  plans = hetfl.stack_plans([case.plan(t) for t in range(1, ROUNDS + 1)])
-  data = case.data()
-  state, metrics = jax.jit(
-    lambda state: jax.lax.scan(
-      lambda state, plan: algorithm.step(state, plan, data), state, plans
-    )
-  )(initial(name))
+  state, metrics = jax.jit(in_one_dispatch(name, ROUNDS))(initial(name))
   expected, expected_metrics = reference(name)
   assert_close(arrays(state), arrays(expected))
   assert_close(jax.tree.map(lambda m: m[-1], metrics), expected_metrics)
@@ -177,19 +178,13 @@ def test_a_rounds_own_banks_are_enough(reference, name):
 def test_trials_are_a_batch_axis(in_one_program, name):
   """And two rounds one dispatch."""
   trials, rounds = 4, 2
-  case = CASES[name]
-  algorithm, state = case.build(None, ROUNDS), initial(name)
+  state = initial(name)
   states = [unlike(state, 1 - 0.2 * i) for i in range(trials)]
   # Keys cannot be stacked by jnp.stack in all versions.
   stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(arrays, states)).replace(
     key=jnp.broadcast_to(state.key, (trials,))
   )
-  plans = hetfl.stack_plans([case.plan(t) for t in (1, 2)])
-  data = case.data()
-  scanned = lambda state: jax.lax.scan(
-    lambda state, plan: algorithm.step(state, plan, data), state, plans
-  )
-  together, _ = jax.jit(jax.vmap(scanned))(stacked)
+  together, _ = jax.jit(jax.vmap(in_one_dispatch(name, rounds)))(stacked)
   one = in_one_program(name)
   ends = [run(name, one, rounds, state=s)[0] for s in states]
   with pytest.raises(AssertionError):

@@ -105,8 +105,15 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
   write_bytes(path, (text + "\n").encode())
 
 
-def checksum(value: Any) -> int:
+def checksum(value: Any, before: int = 0) -> int:
   """The CRC-32 of a value of JSON types, but for the time that it took.
+
+  Args:
+    value: the value.
+    before: that of the values before it, of which several have one together.
+
+  Returns:
+    The checksum.
 
   >>> checksum({'a': 1, 'seconds': 2.5}) == checksum({'seconds': 9.0, 'a': 1})
   True
@@ -114,7 +121,7 @@ def checksum(value: Any) -> int:
   left_out = ("seconds", "phase_seconds", "crc32")
   kept = lambda d: {k: v for k, v in d.items() if k not in left_out}
   value = json.loads(json.dumps(to_json(value)), object_hook=kept)
-  return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+  return zlib.crc32(json.dumps(value, sort_keys=True).encode(), before)
 
 
 def flags_text(values: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ plan is a pure function of the round.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 import contextlib
+import functools
 import importlib.metadata
 import json
 import math
@@ -201,17 +202,18 @@ def run(
     wait = len(values) - 1 - values.index(max(values)) if values else 0
     return engine_lib.from_first(done == rounds or wait >= (patience or 1))
 
-  def rows_until(done: int) -> list[dict[str, Any]]:
-    """The rows up to a round."""
-    return [r for r in logs.read_rows(folder.metrics) if r["round"] <= done]
+  def rows_until(done: int) -> tuple[list[dict[str, Any]], int]:
+    """The rows up to a round, and their checksum."""
+    rows = [r for r in logs.read_rows(folder.metrics) if r["round"] <= done]
+    return rows, functools.reduce(lambda c, r: logs.checksum(r, c), rows, 0)
 
   def damage(done: int, stored: Mapping[str, Any]) -> str:
     """What is wrong with the rows up to a round, if anything is."""
-    rows = rows_until(done)
+    rows, crc32 = rows_until(done)
     evaluated = {*range(eval_every, done + 1, eval_every)} | {done} & {rounds}
     if lost := sorted(evaluated - {row["round"] for row in rows}):
       return f"has no lines of rounds {', '.join(map(str, lost))}"
-    whole = stored.get("rows_crc32") in (None, logs.checksum(rows))
+    whole = stored.get("rows_crc32") in (None, crc32)
     return "" if whole else "is not what was written"
 
   result = folder.result() or {}
@@ -247,6 +249,7 @@ def run(
       logs.metrics_log(folder, after=done, tensorboard=tensorboard)
     )
     bar = stack.enter_context(logs.bar(rounds, initial=done))
+    _, crc32 = rows_until(done)  # Of the rows that are there.
 
     def save() -> None:
       sums.fetch()
@@ -254,7 +257,7 @@ def run(
         extra: dict[str, Any] = {"diverged": sums.diverged}
         extra |= {"totals": sums.totals, "counts": sums.counts}
         extra |= {"seconds": seconds(), "evaluation": evaluation}
-        extra["rows_crc32"] = logs.checksum(rows_until(done))
+        extra["rows_crc32"] = crc32
         checkpoints.save(done, state, extra)
 
     every, ends = (eval_every, checkpoint_every), over(done)
@@ -279,6 +282,7 @@ def run(
             f" seconds: {sorted(evaluation)}, {sorted(means)}"
           )
         write(row)
+        crc32 = logs.checksum(row, crc32)
         logs.show(row, bar)
         ends = over(done)
       bar.update(len(dispatch))
@@ -292,7 +296,7 @@ def run(
     if ends:
       result = {"rounds": done, "seconds": seconds(), **code}
       result |= checks.given(diverged=sums.diverged)
-      result["rows_crc32"] = logs.checksum(rows_until(done))
+      result["rows_crc32"] = crc32
       folder.write_result({**summarize(state, evaluation), **result})
     if stopped():  # Perhaps after the last round.
       logging.warning(

@@ -127,6 +127,11 @@ class Runner:
     return runs.Fork(self._forks, first, rest, os.devnull, self.errors)
 
 
+def last_line(errors: str) -> str:
+  """The line that says how a command ended."""
+  return errors.rstrip().rpartition("\n")[2]
+
+
 def fault_of(code: int, errors: str) -> str:
   """What is wrong with how a command ended, if anything is.
 
@@ -135,10 +140,9 @@ def fault_of(code: int, errors: str) -> str:
     errors: what it wrote to standard error.
   """
   said = [line for line in errors.splitlines() if line.startswith("error: ")]
-  last = errors.rstrip().rpartition("\n")[2]
   if code < 0:
     return f"was ended by signal {-code}"  # SIGALRM if it took too long.
-  if "Traceback" in errors or (code == 1 and said != [last]):
+  if "Traceback" in errors or (code == 1 and said != [last_line(errors)]):
     return f"said {errors[-1500:]!r}"
   return ""
 

@@ -22,7 +22,6 @@ import pickle
 import random
 import resource
 import struct
-import sys
 import tarfile
 import tempfile
 import time
@@ -46,6 +45,7 @@ from hetfl.data import (
 from tests import data_letters_test as emnist
 from tests import data_text_test as texts
 from tests import data_vision_test as images
+from tests.faults import finish
 
 SECONDS, MEGABYTES = 5, 48  # A file may take no more.
 LIMIT = 1 << 22  # Bytes that a packed file, or a line, may have here.
@@ -443,10 +443,7 @@ def main() -> None:
   folder = flags.folder or pathlib.Path(tempfile.mkdtemp())
   folder.mkdir(exist_ok=True, parents=True)
   counts, faults = run(folder, flags.files, flags.seed)
-  for (name, found), n in sorted(counts.items()):
-    print(f"{n:6} {name}: {found}")
-  print(f"{counts.total()} files, {len(faults)} at fault, in {folder}")
-  sys.exit("\n".join(faults))
+  finish(f"files in {folder}", counts, faults)
 
 
 if __name__ == "__main__":

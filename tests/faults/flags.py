@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 import numpy as np
 
 from tests import runs
-from tests.faults.commands import fault_of, LEAST, Runner
+from tests.faults import finish
+from tests.faults.commands import fault_of, last_line, LEAST, Runner
 
 COMMANDS = ("codist", "fml", "fedmd", "compare", "tune")
 _TOGETHER = 25  # Sets that one process traces.
@@ -180,7 +181,7 @@ def outcome(code: int, errors: str, folder: pathlib.Path, trace: bool) -> str:
   if not code:
     names = {path.name for path in folder.rglob("*")}
     return "ran" if "result.json" in names else "left no result"
-  last = errors.rstrip().rpartition("\n")[2]
+  last = last_line(errors)
   if ": diverged; " in last:
     return "diverged"
   if folder.exists() and trace:
@@ -297,9 +298,7 @@ def main() -> None:
     counts, faults = run(
       pathlib.Path(folder), flags.sets, flags.seed, lessen=True
     )
-  for (command, found), n in sorted(counts.items()):
-    print(f"{n:6} {command}: {found}")
-  sys.exit(f"{counts.total()} sets of flags, {len(faults)} at fault")
+  finish("sets of flags", counts, faults)
 
 
 if __name__ == "__main__":

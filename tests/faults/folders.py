@@ -19,11 +19,18 @@ import pathlib
 import random
 import shutil
 import signal
-import sys
 import tempfile
 from typing import Any, NamedTuple
 
-from tests.faults.commands import COMMANDS, fault_of, left, results, Runner
+from tests.faults import finish
+from tests.faults.commands import (
+  COMMANDS,
+  fault_of,
+  last_line,
+  left,
+  results,
+  Runner,
+)
 
 KINDS = ("deleted", "truncated", "flipped", "full", "killed", "read-only")
 KINDS += ("clock", "two", "devices")
@@ -96,7 +103,7 @@ def compared(
   """What is wrong with a run's end, and what it left, if anything is."""
   if fault := fault_of(done.returncode, done.stderr):
     return fault
-  last = done.stderr.rstrip().rpartition("\n")[2]
+  last = last_line(done.stderr)
   if done.returncode and may_refuse:
     return "" if str(place) in last else f"names no file: {last}"
   if done.returncode:
@@ -138,7 +145,7 @@ def attempt(
   if kind in ("full", "killed"):
     do = "ENOSPC" if kind == "full" else "SIGKILL"
     done = again(writes=writes | {"first": about, "do": do})
-    last = done.stderr.rstrip().rpartition("\n")[2]
+    last = last_line(done.stderr)
     if kind == "full":
       if fault := fault_of(done.returncode, done.stderr):
         return fault
@@ -223,10 +230,7 @@ def main() -> None:
   folder = pathlib.Path(tempfile.mkdtemp())
   names, kinds = flags.commands.split(","), flags.kinds.split(",")
   counts, faults = run(folder, flags.cases, flags.seed, names, kinds)
-  for (name, kind), n in sorted(counts.items()):
-    print(f"{n:6} {name}: {kind}")
-  print(f"{counts.total()} cases, {len(faults)} at fault, in {folder}")
-  sys.exit("\n".join(faults))
+  finish(f"cases in {folder}", counts, faults)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import pathlib
 import random
 import signal
-import sys
 import tempfile
 import time
 
+from tests.faults import finish
 from tests.faults.commands import COMMANDS, fault_of, left, Runner
 
 _MOST = 4  # Kills of one run.
@@ -91,10 +91,7 @@ def main() -> None:
   flags = parser.parse_args()
   folder = pathlib.Path(tempfile.mkdtemp())
   counts, faults = run(folder, flags.kills, flags.seed)
-  for (name, ended), n in sorted(counts.items()):
-    print(f"{n:6} {name}: {ended}")
-  print(f"{counts.total()} runs, {len(faults)} at fault, in {folder}")
-  sys.exit("\n".join(faults))
+  finish(f"runs in {folder}", counts, faults)
 
 
 if __name__ == "__main__":
