@@ -171,38 +171,6 @@ def test_two_processes(environment, one_device, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_line_of_two_processes(environment, tmp_path):
-  run = ("experiments/codist.py", "--algorithm=fedavg", "--rounds=2")
-  run += (f"--models={SMALL}", "--notensorboard")
-  run += (f"--workdir={tmp_path}/two",)
-  outputs = finish(*start_two(environment, *run))
-  assert [("Curves:" in out) for out, _ in outputs] == [True, False]
-  # The lanes of the flag file, so that only their places differ.
-  alone = f"--flagfile={tmp_path}/two/config.flags"
-  finish(
-    start(
-      environment,
-      run[0],
-      alone,
-      "--engine=inline",
-      f"--workdir={tmp_path}/one",
-    )
-  )
-  two, one = (
-    json.loads((tmp_path / name / "result.json").read_text())["pools"]
-    for name in ("two", "one")
-  )
-  for pool in ("small", "large"):
-    assert two[pool] == pytest.approx(one[pool], rel=2e-3)
-  folder = tmp_path / "wrong"
-  address = f"--distributed_coordinator=localhost:{free_port()}"
-  process = start(environment, *run[:-1], address, f"--workdir={folder}")
-  _, err = process.communicate(timeout=120)
-  assert process.returncode != 0 and not folder.exists()
-  assert "error: --distributed_processes: missing" in err
-
-
-@pytest.mark.slow
 def test_what_one_process_refuses_ends_both(environment, tmp_path):
   (tmp_path / "thesis.tex").write_text("years of work")
   # The second process does not look into the folder.
@@ -216,14 +184,15 @@ def test_what_one_process_refuses_ends_both(environment, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_phases_of_fedmd_over_two_processes(environment, tmp_path):
+def test_the_command_line_of_two_processes(environment, tmp_path):
   run = ("experiments/fedmd.py", "--num_parties=2", "--public_subset=96")
   run += ("--public_epochs=2", "--transfer_epochs=2", "--pooled_epochs=1")
   run += ("--rounds=2", "--notensorboard", f"--models={SMALL}")
   finish(
     start(environment, *run, "--engine=inline", f"--workdir={tmp_path}/one")
   )
-  finish(*start_two(environment, *run, f"--workdir={tmp_path}/two"))
+  outputs = finish(*start_two(environment, *run, f"--workdir={tmp_path}/two"))
+  assert [("Curves:" in out) for out, _ in outputs] == [True, False]
   one, two = (
     json.loads((tmp_path / name / "result.json").read_text())["parties"]
     for name in ("one", "two")
@@ -242,6 +211,12 @@ def test_the_phases_of_fedmd_over_two_processes(environment, tmp_path):
     assert losses[0] and len(losses[0]) == len(losses[1])
     for a, b in zip(*losses):
       assert b == pytest.approx(a, rel=1e-4)
+  folder = tmp_path / "wrong"
+  address = f"--distributed_coordinator=localhost:{free_port()}"
+  process = start(environment, *run, address, f"--workdir={folder}")
+  _, err = process.communicate(timeout=120)
+  assert process.returncode != 0 and not folder.exists()
+  assert "error: --distributed_processes: missing" in err
 
 
 def test_a_program_holds_no_collectives_but_its_jobs():

@@ -4,10 +4,8 @@ import csv
 import hashlib
 import json
 import pathlib
-import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -17,7 +15,7 @@ import pytest
 
 from hetfl import privacy
 from tests import runs
-from tests.runs import error_of, everything, last_state, outcome, ROOT, stop
+from tests.runs import error_of, everything, last_state, outcome, ROOT
 
 QUICK = ("--rounds=6", "--eval_every=3", "--codist_period=4")
 FEW = ("--clients_per_round=3", "--distill_steps=2", "--notensorboard")
@@ -171,22 +169,6 @@ def test_dropout_is_of_the_pool_that_has_it(codist, tmp_path):
     same = value == results["without"][key]
     if key.endswith("loss") or not key.startswith("large/"):
       assert same == (not key.startswith("large/")), key
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [(), PRIVATE])
-def test_sigkill(codist, tmp_path, more):
-  run = ("--algorithm=merged", "--rounds=12", "--eval_every=4")
-  run += ("--checkpoint_every=1", *SMALL, *more)
-  done = codist(*run, f"--workdir={tmp_path}/undisturbed")
-  assert done.returncode == 0, done.stderr
-  process = codist.start(*run, f"--workdir={tmp_path}/killed")
-  code = stop(process, tmp_path / "killed", random.Random(0).uniform(0, 0.1))
-  assert code == -signal.SIGKILL, "too fast to be killed"
-  done = codist(*run, f"--workdir={tmp_path}/killed")
-  assert done.returncode == 0, done.stderr
-  assert outcome(tmp_path / "killed") == outcome(tmp_path / "undisturbed")
-  assert last_state(tmp_path / "killed") == last_state(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow

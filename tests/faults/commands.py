@@ -29,6 +29,8 @@ COMMANDS = {
   "codist": ("codist", *LEAST["codist"], *_ROUNDS, "--algorithm=periodic"),
   "codists": ("codist", *LEAST["codist"], *_ROUNDS, "--notensorboard")
   + ("--algorithm=fedavg,merged", "--seeds=0,1"),
+  "private": ("codist", *LEAST["codist"], *_ROUNDS, "--algorithm=merged")
+  + ("--clip_norm=1", "--epsilon=8", "--client_weights=uniform"),
   "fml": ("fml", *LEAST["fml"], *_ROUNDS, "--algorithm=fml"),
   "fedmd": ("fedmd", *LEAST["fedmd"], *_ROUNDS, "--eval_every=1"),
   "compare": ("compare", *LEAST["compare"], *_ROUNDS, "--method=fml,local"),
