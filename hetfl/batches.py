@@ -35,7 +35,8 @@ class Batches(NamedTuple):
   Attributes:
     index: `int32[K, S, B]`, positions in the bank; -1 marks an empty place.
     steps: `int32[K]`, how many of the S steps each row has.
-    client: `int32[K]`, whose the rows are: numbers in their population.
+    client: `int32[K]`, whose the rows are: numbers in their population, of
+      clients that keep models among all clients. Random draws depend on them.
     weight: `float32[K]`, the clients' weights in an aggregate; 0 for those that
       take no part, which have no steps.
   """
@@ -51,7 +52,8 @@ class Plan(NamedTuple):
 
   Attributes:
     round: `int32[]`, the number of the round, from 1.
-    batches: `Batches` by name; the data of a step has banks of the same names.
+    batches: `Batches` by name; the data of a step has banks of the same names,
+      but for FedMD's `digest`, positions among the images of the round.
   """
 
   round: np.integer

@@ -245,7 +245,7 @@ class Roster:
     kept: Sequence[Group],
     plan: Plan,
     data: dict[str, core.Batch],
-    stats: PyTree = (),
+    server: PyTree = (),
   ) -> list[Turn]:
     """Who takes part in a round, group by group.
 
@@ -253,7 +253,7 @@ class Roster:
       kept: what all clients keep.
       plan: the round's plan, with batches named as the banks.
       data: the banks.
-      stats: statistics of other models that train on the batches.
+      server: what the server keeps; its models train on the batches, too.
 
     Returns:
       The groups' turns.
@@ -268,7 +268,12 @@ class Roster:
     turns = []
     for i, (group, client) in enumerate(zip(kept, self.first)):
       batches = local.of_round(plan, client.bank)
-      local.check_full(client.label, batches, (group.learner.stats, stats))
+      models = jax.tree.leaves(
+        (group.learner.variables, group.extra, server),
+        is_leaf=lambda x: isinstance(x, core.Variables),
+      )
+      stats = [getattr(model, "stats", ()) for model in models]
+      local.check_full(client.label, batches, stats)
       rows, batches = self.rows(plan, i)
       bank = checks.bank(data, client.bank)
       turns.append(Turn(rows, take_rows(group, rows), bank, batches))

@@ -530,6 +530,9 @@ def metrics_of(
 
 def hyper_of(participants: Sequence[Participant]) -> dict[str, jax.Array]:
   """`learning_rate` and, if any has a penalty, `l2`: `float32[P]` each."""
+  for one in participants:
+    if one.learning_rate is None:
+      raise ValueError(f"{one.label}: learning_rate=None: give a number")
   values = {"learning_rate": [one.learning_rate for one in participants]}
   if any(one.penalty is not None for one in participants):
     values["l2"] = [one.l2 for one in participants]

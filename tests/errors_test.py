@@ -34,6 +34,7 @@ from hetfl import (
   with_hyper,
 )
 from hetfl.algorithms import codist
+from hetfl.algorithms.fedkd import fedkd
 from hetfl.algorithms.fedmd import consensus
 from hetfl.batches import gather, prepare
 from hetfl.distill import absolute_error, mutual_loss, squared_error
@@ -256,6 +257,9 @@ WRONG = {
     federation.make_plan(1), dict.fromkeys(("pool0", "pool1"), from_lists([0]))
   ),
   "would enter the batch statistics": lambda: normed_round("short"),
+  "learning_rate=None: give a number": lambda: fedavg(
+    [Pool(MLP, "a", learning_rate=None, server_lr=1.0)], rounds=1
+  ).init(KEY),
   # Steps.
   "plan: has no batches 'pool1'": lambda: step(
     "merged", federation.make_plan(1, num_pools=1)
@@ -367,6 +371,31 @@ def test_what_makes_no_sense_is_refused(message):
   with pytest.raises(ValueError) as error:
     WRONG[message]()
   assert message in str(error.value)
+
+
+class Maps(nn.Module):
+  @nn.compact
+  def __call__(self, x, train):
+    return nn.BatchNorm(use_running_average=not train)(x)
+
+
+NORMED_MAPS = core.Model.from_flax(Maps(), jnp.zeros(federation.EXAMPLE.shape))
+NORMED_LOGITS = core.Model.from_flax(Maps(), jnp.zeros((1, 10)))
+
+
+@pytest.mark.parametrize(
+  "algorithm",
+  [
+    fedkd([Client(MLP)], mentee=NORMED_MAPS),
+    fml([Client(MLP, encoder=NORMED_MAPS)], global_model=MLP),
+    fml([Client(MLP, adaptor=NORMED_LOGITS)], global_model=MLP),
+  ],
+)
+def test_empty_places_enter_no_statistics(algorithm):
+  """Nor those of models that train beside the clients' own."""
+  plan = plan_of("train", from_lists([0, 1, 2]), tail="short", batch_size=2)
+  with pytest.raises(ValueError, match="would enter the batch statistics"):
+    first_round(algorithm, plan, {"train": jax.device_put(BANK)})
 
 
 def test_full_batches_keep_others_from_batch_statistics():

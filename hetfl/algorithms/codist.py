@@ -96,6 +96,8 @@ class _Exchange:
   ) -> list[Work]:
     """Runs the teachers now, and returns the works that distil to students.
 
+    Each work's result is a student after its steps on the teachers' targets.
+
     Args:
       teachers: P models as they are; students start as copies of them.
       state: holds the exchange's hyper-parameters.
@@ -213,11 +215,12 @@ def periodic_codist(
   checks.counts(period=period, **checks.given(rounds=rounds))
 
   def init(key, variables=None):  # Line 1.
-    values = distiller.hyper(len(pools))  # `distill_lr` and the like.
+    values = distiller.hyper(len(pools))  # `distill_lr` ..., in `state.hyper`.
     return init_pools(pools, key, variables, hyper=values)
 
   def step(state, plan, data):
-    decay = linear_decay(plan.round, rounds)  # Of all rates: 1, then to 0.
+    # Of the servers' and students' rates.
+    decay = linear_decay(plan.round, rounds)
     # Line 3: apply FedAvg to each model, sampling clients from its pool.
     sent = engine.run(*client_works(pools, state, plan, data))
     gradients = combine(pools, state, plan, sent)
@@ -330,13 +333,14 @@ def merged_codist(
   core.check_schedule("alpha", alpha, 1, rounds or 1, high=1)
 
   def init(key, variables=None):  # Line 1.
-    values = distiller.hyper(len(pools))  # `distill_lr` and the like.
+    values = distiller.hyper(len(pools))  # `distill_lr` ..., in `state.hyper`.
     if not callable(alpha):
       values |= core.hyper(alpha=alpha)
     return init_pools(pools, key, variables, hyper=values)
 
   def step(state, plan, data):
-    decay = linear_decay(plan.round, rounds)  # Of all rates: 1, then to 0.
+    # Of the servers' and students' rates.
+    decay = linear_decay(plan.round, rounds)
     a = core.scheduled("alpha", alpha, state, plan.round)
     if every > 1:
       a = jnp.where(plan.round % every == 0, a, 1.0)

@@ -131,7 +131,9 @@ class Pool(local.Participant):
     }
 
   @functools.cached_property
-  def combine(self) -> Callable[[ClientUpdates], tuple[PyTree, PyTree, Any]]:
+  def combine(
+    self,
+  ) -> Callable[[ClientUpdates, jax.Array], tuple[PyTree, PyTree, Any]]:
     """`(sent, key) -> (gradient, stats, weight)`: what is made of updates.
 
     `g = sum_k n_k (w - w_k) / sum_k n_k`, or what `aggregate` or `private`

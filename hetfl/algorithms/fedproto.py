@@ -82,7 +82,7 @@ def fedproto(
     del key, kept
     return no_sums(num_classes, num_features)
 
-  def survey(outputs, batch):  # Sums and numbers of features, by class.
+  def survey(outputs, batch):  # Sums over examples of mask 1, by class.
     return class_sums(outputs.features, batch, num_classes)
 
   def aggregate(context, sent, key):

@@ -332,8 +332,7 @@ def fml(
       name: core.scheduled(name, x, state, plan.round, high=high)
       for name, (x, high) in hyper.items()
     }
-    stats = getattr(state.server, "stats", ())
-    turns = roster.turns(state.clients, plan, data, stats)
+    turns = roster.turns(state.clients, plan, data, state.server)
     works = [
       local.work(update, context, key, turn.bank, turn.kept, turn.batches)
       for update, turn in zip(updates, turns)

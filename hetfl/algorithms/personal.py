@@ -162,7 +162,7 @@ def personal(
       name: core.scheduled(name, x, state, plan.round, high=high)
       for name, (x, high) in hyper.items()
     }
-    turns = roster.turns(state.clients, plan, data)
+    turns = roster.turns(state.clients, plan, data, state.server)
     works = [
       local.work(update, context, key, turn.bank, turn.kept, turn.batches)
       for update, turn in zip(updates, turns)

@@ -133,6 +133,7 @@ class Parties:
     clients = tuple(
       learner._replace(
         opt_state={
+          # It does not depend on the rate.
           "digest": party.optimizer(0.0).init(learner.params),
           "revisit": learner.opt_state,
         }
