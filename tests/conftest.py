@@ -13,9 +13,10 @@ _QUICK_COMPILATION = "--xla_backend_optimization_level=0"
 _QUICK_COMPILATION += " --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):  # later XLA has no such flag
   _QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = " ".join(
-  [os.environ.get("XLA_FLAGS", ""), _QUICK_COMPILATION]
-)
+if not os.environ.get("HETFL_TRAIN"):  # Flag files' networks are large.
+  os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), _QUICK_COMPILATION]
+  )
 jax.config.update("jax_num_cpu_devices", 8)
 # An array that broadcasts by accident is an error.
 jax.config.update("jax_numpy_rank_promotion", "raise")

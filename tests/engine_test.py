@@ -138,6 +138,22 @@ def test_a_function_whose_rows_have_no_steps_gives_zeros(kind):
     assert_same(one, {"y": y[4], "n": n[4]})
 
 
+@pytest.mark.parametrize("kind", ["one", "threads"])
+def test_a_function_whose_rows_have_no_steps_does_not_run(kind):
+  """Though it is the same in each step, which XLA would compute before them."""
+  w = jax.random.normal(jax.random.key(0), (2048, 2048))
+  task, runner = Task.of(lambda w, row: row @ w @ w), ENGINES[kind]()
+  rows = jnp.ones((4, 64, 2048))
+  ask = lambda rows, steps: runner.run(Work(task, (w,), rows, steps))
+  run = ask if kind == "threads" else jax.jit(ask)
+  seconds = {0: [], 1: []}
+  for steps in (0, 1) * 4:  # The first pair compiles.
+    begun = time.perf_counter()
+    jax.block_until_ready(run(rows, np.full(4, steps, np.int32)))
+    seconds[steps].append(time.perf_counter() - begun)
+  assert min(seconds[0]) < min(seconds[1]) / 4, seconds
+
+
 def test_trials_may_have_unlike_steps_and_share_a_bank():
   """Under `vmap` no trial copies the bank."""
   task = Task.of(lambda weight, bank, row: weight * row * jnp.sum(bank))

@@ -121,7 +121,8 @@ def test_every_flag_file_makes_two_rounds(monkeypatch, name):
   for cell in table.cells:
     file = ROOT / f"experiments/flags/{cell.name}.flags"
     least = ["--rounds=2", "--engine=inline", *LEAST[table.command]]
-    least.append("--conv=native")  # It is traced soonest.
+    if not TRAIN:
+      least.append("--conv=native")  # It is traced soonest.
     # Each party, and each network of full size, is traced by itself.
     if not TRAIN and name == "compare_cifar100":
       least.append("--models=htfe2")

@@ -50,11 +50,15 @@ class Task:
     >>> float(task.whole(1, jnp.ones(()))), float(task.whole(0, jnp.ones(())))
     (2.0, 0.0)
     """
-    return cls(
-      lambda *args: zeros_of(fn, *args),
-      lambda *args: fn(*args[:-2]),
-      lambda *args: args[-1],
-    )
+
+    def step(*args):
+      *shared, row, _, s = args
+      # Else XLA, which sees the same in each step, computes it before them, and
+      # also if there are none.
+      row, _ = jax.lax.optimization_barrier((row, s))
+      return fn(*shared, row)
+
+    return cls(lambda *args: zeros_of(fn, *args), step, lambda *args: args[-1])
 
   def zeros(self, *args: PyTree) -> PyTree:
     """Zeros like the result; no step is traced, which may take a second."""
