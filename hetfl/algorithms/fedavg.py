@@ -87,7 +87,7 @@ class Pool(local.Participant):
     checks.between(0, np.inf, **values)
 
   @functools.cached_property
-  def clients(self) -> dict[bool, Task]:
+  def client_tasks(self) -> dict[bool, Task]:
     """The local update, whose results are sums or, if True, each client's."""
     proximal = None
     if self.prox_mu is not None:
@@ -343,7 +343,7 @@ def client_works(
         " but here each of them is seen (by aggregate, an ensemble or"
         " client_updates); leave it out"
       )
-    task = pool.clients[apart]
+    task = pool.client_tasks[apart]
     works.append(
       local.work(task, context, key, bank, (), batches, total=not apart)
     )

@@ -145,7 +145,7 @@ def _client_update(
   def begin(context, kept):
     variables = {"local": kept.learner.variables}
     states = {"local": kept.learner.opt_state}
-    if global_model is not None:  # Line 3: fork, with a new optimizer.
+    if global_model is not None:  # Line 3: fork; its parts, a new optimizer.
       variables["meme"] = fork(context["server"], **kept.extra)
       meme = {"meme": variables["meme"].params}
       states |= optimizers(context).init(meme)
