@@ -296,29 +296,3 @@ def test_fedmd_on_own_images(experiment, save, tmp_path):
   three = run[:3] + ("--num_parties=4",) + run[4:]
   small = experiment("fedmd")(*three, f"--npz={path}")
   assert "party3's (cnn(8,12,16)) does not fit images of 8x8" in error_of(small)
-
-
-@pytest.mark.slow
-def test_a_search_on_own_images(experiment, save, tmp_path):
-  done = experiment("tune")(
-    "--experiment=codist",
-    "--trials=2",
-    "--block=2",
-    "--halvings=0",
-    "--space=client_lr=log:0.01:0.1,server_lr=fixed",
-    f"--workdir={tmp_path}/search",
-    "--",
-    "--algorithm=fedavg",
-    "--dataset=npz",
-    f"--npz={save()}",
-    "--num_clients=12",
-    "--clients_per_round=2",
-    "--client_batch_size=10",
-    "--conv=patches",
-    "--rounds=2",
-  )
-  assert done.returncode == 0, done.stderr
-  best = (tmp_path / "search/best.flags").read_text()
-  assert "--dataset=npz" in best and "--num_clients=12" in best
-  lines = (tmp_path / "search/trials.jsonl").read_text().splitlines()
-  assert len(lines) == 2

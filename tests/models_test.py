@@ -480,18 +480,20 @@ def test_flags_reach_the_cnns(monkeypatch):
   monkeypatch.syspath_prepend(str(ROOT / "experiments"))
   names = "codist_run", "codist_tasks", "settings"
   run, tasks, settings = map(importlib.import_module, names)
-  flags = ["--layout=stride,conv,pool", "--dropout=0.25", "--map_dropout=0,0.5"]
-  given = settings.parse([*flags, "--logits_dropout=0.75,0"], run.SETTINGS)
+  flags = ["--layout=stride,conv,pool", "--dropout=0,0.25"]
+  flags += ["--map_dropout=0,0.5", "--logits_dropout=0.75,0"]
+  given = settings.parse(flags, run.SETTINGS)
   words = run.words(given.values, "fedavg")
   s = run.SETTINGS.resolve(given.values, words)
   x = jax.random.normal(jax.random.key(0), (2, 8, 8, 1))
-  for model, cnn, of_map, of_logits in zip(
-    tasks.task_of(s).models, COUNTS, (0.0, 0.5), (0.75, 0.0)
+  rates = (0.0, 0.25), (0.0, 0.5), (0.75, 0.0)
+  for model, cnn, dense, of_map, of_logits in zip(
+    tasks.task_of(s).models, COUNTS, *rates
   ):
     variables = model.init(jax.random.key(1))
     key, layout = jax.random.key(2), dict(strides=(2, 1, 1), pool_after=(2,))
-    rates = dict(dropout=0.25, map_dropout=of_map, logits_dropout=of_logits)
-    same = core.Model.from_flax(cnn(10, **layout, **rates), x[:1])
+    layout |= dict(map_dropout=of_map, logits_dropout=of_logits)
+    same = core.Model.from_flax(cnn(10, dropout=dense, **layout), x[:1])
     np.testing.assert_array_equal(
       model.outputs(variables, x, key, True)[0],
       same.outputs(variables, x, key, True)[0],
