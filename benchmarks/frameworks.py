@@ -1,37 +1,38 @@
 """FedAvg of hetfl beside pfl-research's and Flower's, on the same work.
 
-  python -m benchmarks.frameworks --pfl_python=PFL/bin/python \\
+  python -m benchmarks.frameworks --pfl_python=PFL/bin/python
     --flower_python=FLOWER/bin/python --data_dir=DIR --json=FILE
 
 The work is pfl-research's benchmark of CIFAR-10: 1,000 users of 50 images,
-independent and alike; 50 of them an iteration, one epoch in batches of 10 at a
-client rate of .1; the server takes the mean; `simple_cnn`, a CNN of 1,626,442
-parameters with dropout. All have the same images, users, cohorts, batches and
-first weights, but dropout's draws are each system's own.
+drawn alike; 50 users an iteration, one epoch in batches of 10 at a client rate
+of .1; the server takes the mean; `simple_cnn`, of 1,626,442 parameters with
+dropout. All systems have the same images, users, cohorts, batches and first
+weights, but dropout's draws are their own.
 
 Each peer lives in an environment of its own, which needs no hetfl:
 
-  python3.11 -m venv PFL && PFL/bin/pip install pfl torch \\
-    --extra-index-url https://download.pytorch.org/whl/cpu
-  python3.11 -m venv FLOWER && FLOWER/bin/pip install 'flwr[simulation]' \\
-    torch --extra-index-url https://download.pytorch.org/whl/cpu
+  cpu=--extra-index-url=https://download.pytorch.org/whl/cpu
+  python3.11 -m venv PFL
+  PFL/bin/pip install $cpu torch pfl
+  python3.11 -m venv FLOWER
+  FLOWER/bin/pip install $cpu torch 'flwr[simulation]'
 
-Each system runs in a process of its own on the same cores, by turns of a few
+Each system runs in processes of its own on the same cores, by turns of a few
 iterations, so that drifts of the machine's speed affect all. The first turn, in
 which ours is compiled, does not count. `ratio` is the median over the turns of
 peer / ours: above one, ours is faster. Our `Evaluator` tests all last weights.
-`apart` is the distance of a peer's last weights from ours, as a share of the
-way ours have gone; with `--nodropout` it is of rounding only.
+`apart` is how far a peer's last weights are from ours, as a share of the way
+that ours have gone. With `--no-dropout --learning_rate=.001` all do the same
+but for rounding; at higher rates, ReLU and pooling magnify that soon.
 
-pfl-research and Flower run as their own benchmark and guide have them, without
-evaluations; `--pfl_processes` divides pfl-research's users among processes.
-Flower has a virtual node for each place in the cohort, not for each user, and a
-core for each client.
+pfl-research runs as its own benchmark does, with its threads in one process,
+and with its users divided between a process for each core; Flower as its guide
+says, a client on each core. Neither evaluates. Flower has a virtual node for
+each place in the cohort, not for each user, which spares it the choice.
 """
 
 import argparse
 import contextlib
-import functools
 import json
 import math
 import os
@@ -56,24 +57,15 @@ from hetfl.data import vision as data
 from hetfl.models import vision
 from hetfl.run import logs
 
-PEERS = {"pfl": "pfl-research", "flower": "Flower"}
 NUM_CLASSES = 10
-USER_EXAMPLES, BATCH_SIZE, LEARNING_RATE = 50, 10, 0.1
+USER_EXAMPLES, BATCH_SIZE = 50, 10
 DROPOUT = (0.25, 0.5)  # Of the pooled maps, and of the logits' inputs.
 # Of PyTorch's weights, which are drawn in this order.
 SHAPES = (32, 3, 3, 3), (64, 32, 3, 3), (128, 14 * 14 * 64), (NUM_CLASSES, 128)
 
 
 def simple_cnn(dropout: tuple[float, float], conv: str | None) -> core.Model:
-  """pfl-research's model.
-
-  Args:
-    dropout: shares of the pooled maps and of the logits' inputs.
-    conv: the form of the convolutions; `None` for hetfl's own choice.
-
-  Returns:
-    The model, of images `float32[B, 32, 32, 3]`.
-  """
+  """pfl-research's model, of images `float32[B, 32, 32, 3]`."""
   module = vision.CNN(
     *((32, 64), 3, (128,), NUM_CLASSES),
     padding="VALID",
@@ -87,14 +79,7 @@ def simple_cnn(dropout: tuple[float, float], conv: str | None) -> core.Model:
 
 
 def first_weights(seed: int) -> list[np.ndarray]:
-  """Weights as pfl-research draws them, in PyTorch's layout.
-
-  Args:
-    seed: of the draws.
-
-  Returns:
-    Of each layer Glorot-uniform weights and PyTorch's own bias.
-  """
+  """Of each of PyTorch's layers a Glorot-uniform weight and its usual bias."""
   rng, weights = np.random.default_rng(seed), []
   for shape in SHAPES:
     inputs, outputs = math.prod(shape[1:]), shape[0] * math.prod(shape[2:])
@@ -105,14 +90,7 @@ def first_weights(seed: int) -> list[np.ndarray]:
 
 
 def converted(weights: list[np.ndarray]) -> dict[str, Any]:
-  """PyTorch's weights as our model's parameters.
-
-  Args:
-    weights: of two convolutions and two dense layers, weight and bias.
-
-  Returns:
-    The parameters.
-  """
+  """PyTorch's weights, each layer's weight and bias, as our parameters."""
   params, names = {}, ("Conv_0", "Conv_1", "Dense_0", "Dense_1")
   for name, kernel, bias in zip(names, weights[::2], weights[1::2]):
     if name == "Dense_0":  # Inputs [c, H, W] there, [H, W, c] here.
@@ -137,7 +115,9 @@ def images(data_dir: str | None) -> tuple[core.Batch, core.Batch]:
   """Training and test images, of mean 0 and deviation 1 in each channel."""
   cifar = data.load("cifar10", data_dir)
   x = cifar.train["x"]
-  mean, std = (f(x, axis=(0, 1, 2), dtype=np.float64) for f in (np.mean, np.std))
+  mean, std = (
+    f(x, axis=(0, 1, 2), dtype=np.float64) for f in (np.mean, np.std)
+  )
   return tuple(
     {"x": ((bank["x"] - mean) / std).astype(np.float32), "y": bank["y"]}
     for bank in (cifar.train, cifar.test)
@@ -190,7 +170,7 @@ def run_ours(folder: pathlib.Path) -> None:
   pool = hetfl.Pool(
     simple_cnn(settings["dropout"], settings["conv"]),
     "cifar10",
-    learning_rate=LEARNING_RATE,
+    learning_rate=settings["learning_rate"],
     server_lr=1.0,
     server_optimizer=optax.sgd,
   )
@@ -207,12 +187,12 @@ def run_ours(folder: pathlib.Path) -> None:
 
 
 class System:
-  """A system's process, which runs iterations when it is told.
+  """A system's processes, which run a turn when they are told.
 
   Args:
     name: the system's.
     command: runs it.
-    folder: where its output goes.
+    folder: where its other output goes.
   """
 
   def __init__(self, name: str, command: list, folder: pathlib.Path):
@@ -221,7 +201,7 @@ class System:
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     with self._log.open("w") as log:
       self._process = subprocess.Popen(
-        [str(word) for word in command],
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
@@ -230,77 +210,53 @@ class System:
         env=os.environ | quiet,
       )
 
-  def __enter__(self):
+  def started(self) -> "System":
+    """The system, once it waits for its first turn."""
+    self.versions = json.loads(self._line())["versions"]
     return self
 
-  def __exit__(self, *_):
-    self._process.terminate()
-    self._process.communicate()
-
-  def wait(self) -> list[float]:
-    """The seconds of the turn that ends next; of none, once it has started."""
-    line = self._process.stdout.readline()
-    if not line:
-      self._fail()
-    reply = json.loads(line)
-    self.versions = reply["versions"]
-    return reply["seconds"]
-
-  def go(self) -> None:
-    """Lets it run a turn, or end after the last."""
-    self._process.stdin.write("\n")
-    self._process.stdin.flush()
+  def turn(self) -> None:
+    """Runs a turn, and keeps its seconds."""
+    print(file=self._process.stdin, flush=True)
+    self.turns.append(json.loads(self._line())["seconds"])
 
   def end(self) -> None:
-    """Lets it write its last weights."""
-    self.go()
-    if self._process.wait():
-      self._fail()
+    """Has it write its last weights."""
+    print(file=self._process.stdin, flush=True)
+    self._line(last=True)
 
-  def _fail(self):
-    tail = self._log.read_text().splitlines()[-20:]
-    raise RuntimeError("\n".join([f"{self.name} stopped:", *tail]))
+  def _line(self, last: bool = False) -> str:
+    line = self._process.stdout.readline()
+    if not line and not (last and self._process.wait() == 0):
+      tail = self._log.read_text().splitlines()[-20:]
+      raise RuntimeError("\n".join([f"{self.name} stopped:", *tail]))
+    return line
+
+  def stop(self) -> None:
+    """Ends it, however far it is."""
+    self._process.terminate()
+    self._process.communicate()
 
 
 def commands(args, folder: pathlib.Path) -> dict[str, list]:
   """How each system is run, ours first."""
-  script = [frameworks_peers.__file__]
+  script = frameworks_peers.__file__
   module = [sys.executable, "-m", "benchmarks.frameworks"]
   found = {"ours": [*module, f"--folder={folder}"]}
   if args.pfl_python:
-    start = [os.path.abspath(args.pfl_python)]
-    if args.pfl_processes > 1:
-      start += ["-m", "torch.distributed.run", "--standalone"]
-      start += [f"--nproc-per-node={args.pfl_processes}"]
-    found["pfl"] = [*start, *script, "pfl", folder]
+    found["pfl"] = [os.path.abspath(args.pfl_python), script, "pfl", folder]
+    name = f"pfl_by_{args.cores}"
+    found[name] = [found["pfl"][0], "-m", "torch.distributed.run"]
+    found[name] += ["--standalone", f"--nproc-per-node={args.cores}"]
+    found[name] += [script, name, folder]
   if args.flower_python:
-    start = [os.path.abspath(args.flower_python)]
-    found["flower"] = [*start, *script, "flower", folder]
+    python = os.path.abspath(args.flower_python)
+    found["flower"] = [python, script, "flower", folder]
   return found
 
 
-def take_turns(systems: list[System], number: int) -> None:
-  """Runs that many turns of each, by turns."""
-  for system in systems:
-    system.wait()  # Till it has started.
-  for _ in range(number):
-    for system in systems:
-      system.go()
-      system.turns.append(system.wait())
-  for system in systems:
-    system.end()
-
-
 def row(system: System, ours: System) -> dict[str, Any]:
-  """A line of the table; the first turn does not count.
-
-  Args:
-    system: the line's.
-    ours: hetfl, with as many turns.
-
-  Returns:
-    The times of its iterations, and the median ratio of its turns to ours.
-  """
+  """A system's times and its ratio to ours; the first turn does not count."""
   seconds = sum(system.turns[1:], [])
   pairs = zip(system.turns[1:], ours.turns[1:])
   return {
@@ -326,13 +282,13 @@ def main() -> None:
   )
   parser.add_argument("--pfl_python", help="interpreter with pfl and torch")
   parser.add_argument("--flower_python", help="with flwr[simulation], torch")
-  parser.add_argument("--pfl_processes", type=int, default=1)
   parser.add_argument("--data_dir", help="folder with CIFAR-10")
   parser.add_argument("--json", help="file for the results")
   parser.add_argument("--rounds", type=int, default=100, help="iterations")
   parser.add_argument("--turn", type=int, default=5, help="iterations of one")
   parser.add_argument("--cohort", type=int, default=50, help="users of one")
   parser.add_argument("--cores", type=int, default=2, help="of each system")
+  parser.add_argument("--learning_rate", type=float, default=0.1)
   parser.add_argument("--conv", help="form of our convolutions")
   parser.add_argument(
     "--dropout", action=argparse.BooleanOptionalAction, default=True
@@ -348,38 +304,41 @@ def main() -> None:
       " of the same length"
     )
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
+  named = ("rounds", "turn", "cohort", "cores", "learning_rate", "conv")
   settings = {
-    "rounds": args.rounds,
-    "turn": args.turn,
-    "cohort": args.cohort,
-    "batch_size": BATCH_SIZE,
-    "learning_rate": LEARNING_RATE,
+    **{name: getattr(args, name) for name in named},
+    **{"batch_size": BATCH_SIZE, "classes": NUM_CLASSES},
     "dropout": DROPOUT if args.dropout else (0.0, 0.0),
-    "conv": args.conv,
-    "classes": NUM_CLASSES,
   }
   train, test = images(args.data_dir)
   with contextlib.ExitStack() as stack:
     folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
     write(folder, train, settings)
-    systems = [
-      stack.enter_context(System(name, command, folder))
-      for name, command in commands(args, folder).items()
-    ]
-    take_turns(systems, args.rounds // args.turn)
+    systems = []
+    for name, command in commands(args, folder).items():
+      systems.append(System(name, command, folder))
+      stack.callback(systems[-1].stop)
+    systems = [system.started() for system in systems]
+    for _ in range(args.rounds // args.turn):
+      for system in systems:
+        system.turn()
+    for system in systems:
+      system.end()
+    first = read(folder, "initial")
     last = {s.name: read(folder, s.name) for s in systems}
   evaluator = hetfl.Evaluator(
     [simple_cnn(DROPOUT, args.conv)],
     {"test": hetfl.Subset.whole(test)},
     engine=hetfl.Threads(),
   )
-  origin = {"settings": settings, "pfl_processes": args.pfl_processes}
-  origin |= {"cores": args.cores, "commit": provenance()}
+  origin = provenance() | {"settings": settings}
+  origin["our_versions"] = origin.pop("versions")
   results = []
   print(f"{'system':12} s an iteration (min-max)   ratio  accuracy  apart")
   for system in systems:
     line = row(system, systems[0]) | evaluator([last[system.name]])[0]
-    line["apart"] = distance(last[system.name], last["ours"])
+    way = distance(last["ours"], first)
+    line["apart"] = distance(last[system.name], last["ours"]) / way
     results.append(line | origin)
     print(
       f"{system.name:12} {line['iteration_s']:6.3f}"

@@ -7,7 +7,7 @@ It runs this file by each peer's own interpreter, which needs no hetfl:
 The folder holds `settings.json`; `x.npy` and `y.npy`, all training examples;
 `orders.npy`, which of them each client of each round trains on, in this order;
 `initial.npz`, the first weights. The last weights are written there as
-`SYSTEM.npz`.
+`SYSTEM.npz`. SYSTEM is `flower`, or any name for pfl-research.
 """
 
 import importlib.metadata
@@ -79,7 +79,6 @@ class Work:
 
   def model(self) -> Any:
     """pfl-research's `simple_cnn`, with PyTorch's weights."""
-    import torch
     from torch import nn
 
     of_maps, of_features = self.settings["dropout"]
@@ -115,7 +114,7 @@ def loss(model: Any, x: Any, y: Any, eval: bool = False) -> Any:
   return torch.nn.functional.cross_entropy(model(x.permute(0, 3, 1, 2)), y)
 
 
-def run_pfl(work: Work) -> None:
+def run_pfl(work: Work, name: str) -> None:
   """As pfl-research's benchmark of CIFAR-10 does, without its evaluations."""
   from pfl.aggregate.simulate import SimulatedBackend
   from pfl.aggregate.weighting import WeightByUser
@@ -131,7 +130,8 @@ def run_pfl(work: Work) -> None:
 
   settings, net = work.settings, work.started()
   rounds, cohort, _ = work.orders.shape
-  turns = Turns(settings["turn"], "pfl", "torch", "numpy")
+  first = os.environ.get("RANK", "0") == "0"  # Of the processes, if many.
+  turns = first and Turns(settings["turn"], "pfl", "torch", "numpy")
 
   class NextTurn(TrainingProcessCallback):
     def on_train_begin(self, *, model):
@@ -172,9 +172,10 @@ def run_pfl(work: Work) -> None:
       local_batch_size=settings["batch_size"],
     ),
     model_eval_params=NNEvalHyperParams(local_batch_size=None),
-    callbacks=[NextTurn()],
+    callbacks=[NextTurn()] if first else [],
   )
-  work.finish("pfl", net)
+  if first:
+    work.finish(name, net)
 
 
 def run_flower(work: Work, folder: pathlib.Path) -> None:
@@ -241,7 +242,7 @@ def run_flower(work: Work, folder: pathlib.Path) -> None:
 
 if __name__ == "__main__":
   root = pathlib.Path(sys.argv[2])
-  if sys.argv[1] == "pfl":
-    run_pfl(Work(root))
-  else:
+  if sys.argv[1] == "flower":
     run_flower(Work(root), root)
+  else:
+    run_pfl(Work(root), sys.argv[1])
