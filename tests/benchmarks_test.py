@@ -1,5 +1,7 @@
 """What the benchmarks count and how their rows are chosen."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,8 @@ from benchmarks import (
   compiled,
   fedmd,
   fml,
+  frameworks,
+  frameworks_peers,
   htfllib,
   programs,
   rounds,
@@ -112,6 +116,50 @@ def test_a_torch_model_is_converted():
   np.testing.assert_allclose(
     ours.apply({"params": params}, x), expected, atol=1e-5
   )
+
+
+def test_simple_cnn_has_pfl_researchs_weights(tmp_path):
+  weights = frameworks.first_weights(0)
+  assert sum(w.size for w in weights) == 1_626_442
+  # Glorot's limit for 3x3x3 -> 3x3x32; PyTorch's for the last bias.
+  assert 0.99 < np.abs(weights[0]).max() / (6 / (27 + 288)) ** 0.5 <= 1
+  assert np.abs(weights[-1]).max() <= 128**-0.5
+  model = frameworks.simple_cnn((0.0, 0.0), None)
+  params = frameworks.converted(weights)
+  expected = jax.eval_shape(model.init, jax.random.key(0)).params
+  assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, expected)
+
+  pytest.importorskip("torch")
+  rng = np.random.default_rng(0)
+  bank = {
+    "x": rng.normal(size=(100, 32, 32, 3)).astype(np.float32),
+    "y": rng.integers(0, 10, 100),
+  }
+  settings = {"rounds": 2, "cohort": 2, "dropout": (0.5, 0.5), "classes": 10}
+  frameworks.write(tmp_path, bank, settings)
+  work = frameworks_peers.Work(tmp_path)
+  # Each of the two users trains on its images in both rounds.
+  assert [sorted(of_round.ravel()) for of_round in work.orders] == (
+    [list(range(100))] * 2
+  )
+  x, y = work.client(1, 0)
+  np.testing.assert_array_equal(y, bank["y"][work.orders[1, 0]])
+  loss = frameworks_peers.loss(work.started(), x, y, eval=True).item()
+  variables = core.Variables(jax.tree.map(jnp.asarray, params), {})
+  batch = {"x": x.numpy(), "y": y.numpy()}
+  ours = core.cross_entropy(model.predict(variables, batch["x"]), batch)
+  assert jnp.mean(ours) == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_first_turn_of_frameworks_does_not_count():
+  ours = types.SimpleNamespace(
+    name="ours", versions={}, turns=[[9.0], [1.0], [2.0], [4.0]]
+  )
+  peer = types.SimpleNamespace(
+    name="pfl", versions={}, turns=[[9.0], [5.0], [4.0], [12.0]]
+  )
+  row = frameworks.row(peer, ours)
+  assert (row["iteration_s"], row["ratio"]) == (5, 3)  # of 5, 2 and 3
 
 
 TEXT = """
