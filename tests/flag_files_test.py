@@ -123,11 +123,11 @@ def test_every_flag_file_makes_two_rounds(monkeypatch, name):
     least = ["--rounds=2", "--engine=inline", *LEAST[table.command]]
     if not TRAIN:
       least.append("--conv=native")  # It is traced soonest.
-    # Each party, and each network of full size, is traced by itself.
-    if not TRAIN and name == "compare_cifar100":
-      least.append("--models=htfe2")
-    if not TRAIN and table.command == "fedmd":
-      least += ["--num_parties=2", "--consensus_weights=1"]
+      # Each party, and each network of full size, is traced by itself.
+      if name == "compare_cifar100":
+        least.append("--models=htfe2")
+      if table.command == "fedmd":
+        least += ["--num_parties=2", "--consensus_weights=1"]
     if "by_writer" in cell.name:  # A party has all that its writer wrote.
       least[least.index("--examples_per_class=1")] = "--min_writer_examples=1"
     given = settings.parse([f"--flagfile={file}", *least], module.SETTINGS)
