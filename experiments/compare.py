@@ -100,7 +100,7 @@ class Compare(shared.Rounds):
     merge_alpha: Weight of the clients' gradient beside the distillation's.
   """
 
-  # A new method also needs a line in METHODS of compare_run.py.
+  # A new method also needs a line in METHODS of compare_methods.py.
   method: tuple[
     Literal[
       *("local", "pooled", "fml", "fedkd", "fd", "fedproto", "fedtgp"),

@@ -588,8 +588,8 @@ def localize(
     few compiled programs.
 
   Raises:
-    ValueError: a set that the plan has batches of is not given; FedMD's "digest"
-      has none, as it counts within the round's public examples.
+    ValueError: a set that the plan has batches of is not given; FedMD's
+      "digest" has none, as it counts within the round's public examples.
 
   >>> clients = ClientPopulation.from_lists({'y': np.arange(9)}, [[4, 8], [2]])
   >>> plan = plan_round(
