@@ -297,9 +297,7 @@ class Experiment:
         measured |= evaluator(both, own=not (method.shared or way))
       for name, values in measured.items():
         if values.ndim > 1:  # Of classes; NaN for those that are not there.
-          accuracy = name.replace("macro_f1", "test_accuracy")
-          lost = np.isnan(measured[accuracy])
-          values = np.where(lost, np.nan, np.nanmean(values, axis=1))
+          values = np.ma.masked_invalid(values).mean(axis=1).filled(np.nan)
         of_all = found.setdefault(name + way, np.zeros(s.num_clients))
         of_all[[*members]] = values
     row = {}

@@ -10,7 +10,7 @@ Letters used throughout: K clients, S steps, B batch size.
 
 from collections.abc import Mapping, Sequence
 import inspect
-from typing import Any, Literal, NamedTuple
+from typing import Any, get_args, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,11 +70,16 @@ def number_of_steps(
 ) -> np.ndarray | int:
   """The steps of clients that hold so many examples; see `order`.
 
+  Raises:
+    ValueError: there is no such tail.
+
   >>> number_of_steps(5, batch_size=2, epochs=2)
   5
   >>> number_of_steps(5, batch_size=2, epochs=2, tail="short")
   6
   """
+  if tail not in (tails := get_args(Tail)):
+    raise ValueError(f"tail={tail!r}: choose one of {', '.join(tails)}")
   if tail == "wrap":
     steps = -(-sizes * epochs // batch_size)
   else:

@@ -109,8 +109,9 @@ def absolute_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
   Array([0. , 0.5], dtype=float32)
   """
   distance = _distance(logits, consensus)
-  # The gradient of JAX's abs is 1 at 0, where there is nothing to learn.
-  distance = jnp.where(distance == 0, 0.0, jnp.abs(distance))
+  # JAX's abs has a gradient of 1 at 0, where there is nothing to learn, and of
+  # -1 at NaN, which here makes its gradient NaN too.
+  distance *= jax.lax.stop_gradient(jnp.sign(distance))
   return jnp.mean(distance, axis=-1)
 
 

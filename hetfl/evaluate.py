@@ -64,7 +64,7 @@ def class_f1(logits: jax.Array, batch: core.Batch) -> core.Mean:
 
   Returns:
     Sums `float32[C]`; the count is 0 of classes that are neither labels nor
-    predictions.
+    predictions. NaN logits predict nothing, and all classes are NaN.
 
   >>> batch = {'y': jnp.array([0, 1, 1]), 'mask': jnp.ones(3)}
   >>> class_f1(jnp.eye(3)[jnp.array([0, 0, 1])], batch).value.tolist()
@@ -72,6 +72,8 @@ def class_f1(logits: jax.Array, batch: core.Batch) -> core.Mean:
   """
   marks = lambda y: jax.nn.one_hot(y, logits.shape[-1]) * batch["mask"][:, None]
   predicted, true = marks(jnp.argmax(logits, axis=-1)), marks(batch["y"])
+  lost = jnp.isnan(logits).any(-1) & (batch["mask"] > 0)
+  predicted = jnp.where(lost[:, None], jnp.nan, predicted)
   both = 2 * jnp.sum(predicted * true, axis=0)
   return core.Mean(both, jnp.sum(predicted + true, axis=0))
 

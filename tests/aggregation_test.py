@@ -97,6 +97,31 @@ def test_a_median_by_hand():
     assert float(after.stats["mean"]) == 2.0
 
 
+def test_who_is_absent_sends_nothing():
+  """Not even what a quantiser makes of a delta of 0, which is NaN."""
+
+  def quantised(key, delta):
+    del key
+    step = optax.tree.max(jax.tree.map(jnp.abs, delta)) / 4
+    return jax.tree.map(lambda d: step * jnp.round(d / step), delta)
+
+  pool, plan, data = federation_of_three(delta_transform=quantised)
+  after = []
+  for absent in (jnp.array([1, 0, 1]), None):  # And a round without client 1.
+    batches = plan.batches["a"]
+    if absent is None:
+      batches = jax.tree.map(lambda a: a[np.array([0, 2])], batches)
+    else:
+      steps, weight = batches.steps * absent, batches.weight * absent
+      batches = batches._replace(steps=steps, weight=weight)
+    algorithm = hetfl.fedavg([pool], rounds=None)
+    state = algorithm.init(jax.random.key(0))
+    round = plan._replace(batches={"a": batches})
+    after.append(algorithm.step(state, round, data)[0].server[0].variables)
+  assert core.all_finite(after[0])
+  chex.assert_trees_all_close(*after)
+
+
 @pytest.fixture(scope="module")
 def alone():
   """Pools, their state, and rounds of each client of a plan by itself."""

@@ -34,7 +34,7 @@ from hetfl import (
   with_hyper,
 )
 from hetfl.algorithms import codist
-from hetfl.algorithms.fedkd import fedkd
+from hetfl.algorithms.fedkd import compressed, fedkd
 from hetfl.algorithms.fedmd import consensus
 from hetfl.batches import gather, prepare
 from hetfl.distill import absolute_error, mutual_loss, squared_error
@@ -138,6 +138,13 @@ def of_distillation(examples):
 
 
 WRONG = {
+  "tail='Short': choose one of wrap, short, repeat": lambda: plan_round(
+    {"a": federation.POPULATION},
+    seed=0,
+    round=1,
+    batch_size=2,
+    tail="Short",
+  ),
   # Values.
   "alpha=1.5: must lie between 0 and 1": lambda: merged(alpha=1.5),
   "alpha='0.5': must be one number": lambda: merged(alpha="0.5"),
@@ -452,6 +459,29 @@ def test_a_model_that_says_nan_has_no_accuracy():
   batch = {"y": jnp.zeros(2, jnp.int32), "mask": jnp.ones(2)}
   means = evaluate.classification(logits, batch)
   assert np.isnan([mean.value for mean in means.values()]).all()
+  assert np.isnan(evaluate.class_f1(logits, batch).value).all()
+  empty = batch | {
+    "mask": jnp.array([0.0, 1.0])
+  }  # An empty place says nothing.
+  assert evaluate.class_f1(logits, empty).value[0] == 1
+
+
+def test_a_target_of_nan_has_no_gradient():
+  """One is also what the consensus of nobody would be."""
+  for error in (absolute_error, squared_error):
+    slope = jax.grad(error)(jnp.ones(2), jnp.array([0.0, jnp.nan]))
+    assert np.isnan(slope[1]) and np.isfinite(slope[0])
+
+
+def test_all_singular_vectors_are_kept():
+  """The small ones vanish in the sum of all squares."""
+  left, right = (
+    np.linalg.qr(np.random.default_rng(seed).normal(size=(48, 48)))[0]
+    for seed in range(2)
+  )
+  matrix = jnp.asarray(left * ([1.0] + 47 * [2e-4]) @ right, jnp.float32)
+  np.testing.assert_allclose(compressed(matrix, 1.0), matrix, atol=1e-6)
+  assert np.linalg.matrix_rank(compressed(matrix, 0.5), tol=1e-5) == 1
   first = next_word.EOS + 1
   head = jnp.full((1, 6), jnp.nan), jnp.zeros(6)
   for chunk in (None, 2):

@@ -16,6 +16,7 @@ from hetfl.algorithms.fedkd import fedkd
 from hetfl.algorithms.heterofl import filled, heterofl
 from hetfl.algorithms.personal import personal
 from hetfl.algorithms.scaffold import scaffold
+from hetfl.clients import on_host
 from hetfl.models import families
 from hetfl.optimizers import fedavg_server
 from tests.algorithms import MLP, model, mutual_data, POPULATION, SIZES, WIDE
@@ -362,6 +363,7 @@ WIDTHS = (5, 7, 5, 5, 7)  # Of UNLIKE.
 WIDEST = model(Mlp(9))
 LABELS = [POPULATION.client(k)["y"] for k in range(5)]
 HAVE = np.array([np.isin(np.arange(CLASSES), y) for y in LABELS])
+MASKED = dict(classes=HAVE, output="Dense_1", global_model=WIDEST)
 
 
 def heterofl_round(server, batches, have):
@@ -390,6 +392,17 @@ def heterofl_round(server, batches, have):
         count[layer][name][at] += SIZES[k]
   mean = lambda old, a, n: np.where(n > 0, a / np.maximum(n, 1), old)
   return tree_map(mean, server, total, count)
+
+
+@pytest.mark.parametrize("make, more", [(ditto, {}), (heterofl, MASKED)])
+def test_what_clients_keep_may_stay_on_the_host(make, more):
+  clients = UNLIKE if more else ALIKE
+  algorithm = make(clients, learning_rate=RATE, **more)
+  hosted = on_host(algorithm, clients)
+  state = hosted.init(jax.random.key(3))
+  for plan, expected, _ in rounds_of(algorithm):
+    state, _ = hosted.step(state, plan, mutual_data())
+    assert_close(state.replace(key=None), expected.replace(key=None))
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -403,6 +403,45 @@ def test_fedets_pools_are_fedavgs_but_for_shared_layers():
   assert_close(found[-1].params["Dense_2"], parts)
 
 
+def test_shared_layers_of_a_pool_that_diverges_are_not_heard():
+  algorithm = fedet(TEACHERS, LARGE, shared="Dense_2", rounds=None)
+  state = algorithm.init(jax.random.key(0))
+  first, *others = state.server
+  lost = jax.tree.map(lambda a: a * jnp.nan, first.variables)
+  state = state.replace(server=(first._replace(variables=lost), *others))
+  data = federation.make_data()
+  after, _ = jax.jit(algorithm.step)(state, feddf_plan(1), data)
+  assert core.all_finite(after.server[1:])
+
+
+@pytest.mark.parametrize("make", ["fedmd", "dsfl"])
+def test_without_anybody_who_is_heard_parties_learn_alone(make):
+  """The one that counts is away, or has diverged."""
+  options = dict(consensus_weights=[1.0, 0.0, 0.0])
+  if make == "fedmd":
+    algorithm = hetfl.fedmd(PARTIES, **options)
+  else:
+    algorithm = dsfl(PARTIES, server=SERVER, **options)
+  start = algorithm.init(jax.random.key(0))
+  lost = jax.tree.map(lambda a: a * jnp.nan, start.clients[0].variables)
+  diverged = start.replace(
+    clients=(start.clients[0]._replace(variables=lost), *start.clients[1:])
+  )
+  alone = make_plan(1)
+  alone.batches["digest"].steps[:] = 0
+  step = jax.jit(algorithm.step)
+  expected, _ = step(start, alone, make_data())
+  for state, plan in ((start, make_plan(1, 0)), (diverged, make_plan(1))):
+    after, metrics = step(state, plan, make_data())
+    assert_close(
+      [own.variables for own in after.clients[1:]],
+      [own.variables for own in expected.clients[1:]],
+    )
+    if make == "dsfl":
+      assert_close(after.server.variables, start.server.variables)
+    assert not [n for n in core.values(metrics) if "digest" in n]
+
+
 def test_an_ensemble_that_agrees_has_no_others():
   said = [jnp.array([[[0.0, 2.0]], [[0.0, 0.0]]]), jnp.array([[[1.0, 5.0]]])]
   labels, others = consensus(said)  # The second says nothing.

@@ -107,12 +107,12 @@ def ditto(
   algorithm = personal(clients, method, **options)
   one_model(clients)
 
-  def init(key):
-    state = algorithm.init(key)
+  def init(key, rows=None):
+    state = algorithm.init(key, rows)
 
     def from_server(group):
-      each = lambda a: jnp.stack([a] * len(group.clients))
-      variables = jax.tree.map(each, state.server)
+      each = lambda a, own: jnp.broadcast_to(a, own.shape)
+      variables = jax.tree.map(each, state.server, group.learner.variables)
       return group.replace(learner=group.learner._replace(variables=variables))
 
     return state.replace(clients=tuple(map(from_server, state.clients)))

@@ -132,7 +132,7 @@ def dsfl(
     (shown,) = group.distribute(plan, data, target)
     # Distillation, of the parties and of the server's model.
     everyone = [shown] * len(group.students)
-    state, digest_losses = group.digest(state, plan, everyone)
+    state, digest_losses = group.digest(state, plan, everyone, weights)
     return state, {
       **local.metrics_of(group.parties, revisit_loss=revisit_losses),
       **local.metrics_of(group.students, digest_loss=digest_losses),

@@ -32,7 +32,8 @@ class ClientUpdates(NamedTuple):
   Attributes:
     delta: `w_server - w_k`, arrays `[K, ...]`, shaped as the parameters.
     stats: arrays `[K, ...]`, shaped as the model's statistics.
-    weight: `n_k`, `float32[K]`.
+    weight: `n_k`, `float32[K]`; 0 of rows of clients that are absent, whose
+      delta is 0.
     loss: each client's training loss over its steps, a `Mean` of `[K]`.
     client: `int32[K]`, the clients' numbers in their population.
 
@@ -108,7 +109,8 @@ class Pool(local.Participant):
         noise_key = jax.random.fold_in(key, np.uint32(2**32 - 1))
         changed = self.delta_transform(noise_key, delta)
         checks.alike(f"{self.label}: delta_transform", changed, delta)
-        delta = changed
+        # Who takes no steps sends nothing, whatever is made of a delta of 0.
+        delta = optax.tree.where(batches.steps > 0, changed, delta)
       weight = batches.weight
       if self.private is not None:
         delta, weight = self.private.clip(delta), jnp.sign(weight)

@@ -140,9 +140,17 @@ def fedet(
     state = state.replace(server=tuple(of_pools))
     averaged = ensemble.average(state, plan, data, total=False)
     of_pools, when = averaged.state.server, averaged.anyone
-    sizes = jnp.stack([jnp.sum(n) for n in averaged.weights])
-    mean = weighted_mean(stack(*map(part, of_pools)), sizes)
-    learner = _with(learner, mean, when)
+    parts = list(map(part, of_pools))
+    # A pool that has diverged is not heard.
+    fine = [core.all_finite(own) for own in parts]
+    parts = [
+      optax.tree.where(x, own, optax.tree.zeros_like(own))
+      for x, own in zip(fine, parts)
+    ]
+    sizes = [x * jnp.sum(n) for x, n in zip(fine, averaged.weights)]
+    mean = weighted_mean(stack(*parts), jnp.stack(sizes))
+    heard = when * (sum(sizes) > 0)
+    learner = _with(learner, mean, heard)
     labels, others = consensus(averaged.said)
     context = local.values_of(state, len(pools), "diversity")
     context["learning_rate"] *= averaged.decay
@@ -151,7 +159,7 @@ def fedet(
     bank, key = checks.bank(data, "distill"), averaged.student_key
     work = local.work(student, context, key, bank, learner, row, when=when)
     ((learner, loss),) = ensemble.engine.run(work)
-    of_pools = [_with(old, part(learner), when) for old in of_pools]
+    of_pools = [_with(old, part(learner), heard) for old in of_pools]
     state = state.replace(server=(*of_pools, learner))
     metrics = local.metrics_of(pools, client_loss=averaged.losses)
     return state, metrics | local.metrics_of([server], distill_loss=[loss])

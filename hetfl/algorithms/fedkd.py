@@ -182,9 +182,11 @@ def compressed(update: PyTree, energy: float | jax.Array) -> PyTree:
     matrix = core.wide(a).reshape(-1, a.shape[-1])
     left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
     squares = jnp.square(values)
-    before = jnp.cumsum(squares) - squares
+    # What would be lost without a vector and those after it, of which even the
+    # least counts: from the end, as small terms vanish in the sum of all.
+    rest = jnp.cumsum(squares[::-1])[::-1]
     # Masked, not cut: shapes do not depend on the number of vectors.
-    values = jnp.where(before <= energy * jnp.sum(squares), values, 0)
+    values = jnp.where(rest >= (1 - energy) * rest[0], values, 0)
     highest = jax.lax.Precision.HIGHEST
     product = jnp.matmul(left * values[None], right, precision=highest)
     return product.reshape(a.shape)

@@ -208,7 +208,8 @@ def fedmd(
     # Distribute: the subset becomes a bank, with the consensus in it.
     (shown,) = group.distribute(plan, data, agreed)
     # Digest: each party approaches the consensus on the public subset.
-    state, digest_losses = group.digest(state, plan, [shown] * len(parties))
+    everyone = [shown] * len(parties)
+    state, digest_losses = group.digest(state, plan, everyone, weights)
     # Revisit: each party trains on its own private data for a few epochs, of
     # which the server hears in the next round's Communicate.
     state, revisit_losses = group.revisit(state, plan, data)

@@ -161,11 +161,13 @@ def heterofl(
       " clients"
     )
 
-  def init(key):
-    state = algorithm.init(key)
-    has = lambda group: jnp.asarray(classes[np.array(group.clients)])
-    groups = tuple(group.replace(extra=has(group)) for group in state.clients)
-    return state.replace(clients=groups)
+  def init(key, rows=None):
+    state = algorithm.init(key, rows)
+    groups = []
+    for i, group in enumerate(state.clients):
+      has = jnp.asarray(classes[np.array(group.clients)])
+      groups.append(group.replace(extra=has if rows is None else has[rows[i]]))
+    return state.replace(clients=tuple(groups))
 
   return algorithm._replace(init=init)
 

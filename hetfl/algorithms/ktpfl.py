@@ -131,7 +131,8 @@ def ktpfl(
   `step_coefficients`, and sends party k `sum_j c_kj p_j`, towards which it
   trains; then it trains on its private examples. Sends N C numbers; receives
   N C, and which N public examples come next. A party that says NaN, as it has
-  diverged, counts as if it said the mean of the others.
+  diverged, counts as if it said the mean of the others. All take part in each
+  round; the coefficients have no row for who is absent.
 
   Args:
     parties: P parties, whose models have the same number of classes.

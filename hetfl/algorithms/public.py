@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from hetfl import checks, core, local
 from hetfl.batches import gather, in_order, Plan, prepare
@@ -189,7 +190,11 @@ class Parties:
     return [{**shown, "consensus": target} for target in known]
 
   def digest(
-    self, state: core.State, plan: Plan, shown: Sequence[core.Batch]
+    self,
+    state: core.State,
+    plan: Plan,
+    shown: Sequence[core.Batch],
+    heard: jax.Array | None = None,
   ) -> tuple[core.State, list[core.Mean]]:
     """Each student approaches its targets on the round's public examples.
 
@@ -197,6 +202,8 @@ class Parties:
       state: the state.
       plan: the round's plan.
       shown: for each student what `distribute` returned.
+      heard: the weights of those whose scores made the targets; if all are 0
+        there are none, and the students stay as they are.
 
     Returns:
       The state, and each student's mean loss over its steps.
@@ -210,6 +217,11 @@ class Parties:
       client = np.asarray(number, np.int32)
       rows.append(rows[0]._replace(steps=steps, client=client))
     new, losses = self._train("digest", state, plan, shown, learners, rows)
+    if heard is not None:
+      anyone = jnp.any(heard > 0)
+      new = optax.tree.where(anyone, new, tuple(learners))
+      nothing = optax.tree.zeros_like(losses)
+      losses = optax.tree.where(anyone, losses, nothing)
     server = new[-1] if len(new) > number else state.server
     return _kept(state, "digest", new[:number]).replace(server=server), losses
 
