@@ -147,9 +147,11 @@ def fedet(
       optax.tree.where(x, own, optax.tree.zeros_like(own))
       for x, own in zip(fine, parts)
     ]
-    sizes = [x * jnp.sum(n) for x, n in zip(fine, averaged.weights)]
-    mean = weighted_mean(stack(*parts), jnp.stack(sizes))
-    heard = when * (sum(sizes) > 0)
+    sizes = jnp.stack(
+      [jnp.where(x, jnp.sum(n), 0) for x, n in zip(fine, averaged.weights)]
+    )
+    mean = weighted_mean(stack(*parts), sizes)
+    heard = jnp.where(jnp.any(sizes > 0), when, 0)
     learner = _with(learner, mean, heard)
     labels, others = consensus(averaged.said)
     context = local.values_of(state, len(pools), "diversity")
