@@ -460,10 +460,16 @@ def test_a_model_that_says_nan_has_no_accuracy():
   means = evaluate.classification(logits, batch)
   assert np.isnan([mean.value for mean in means.values()]).all()
   assert np.isnan(evaluate.class_f1(logits, batch).value).all()
-  empty = batch | {
-    "mask": jnp.array([0.0, 1.0])
-  }  # An empty place says nothing.
+  # An empty place says nothing.
+  empty = batch | {"mask": jnp.array([0.0, 1.0])}
   assert evaluate.class_f1(logits, empty).value[0] == 1
+  first = next_word.EOS + 1
+  head = jnp.full((1, 6), jnp.nan), jnp.zeros(6)
+  for chunk in (None, 2):
+    words = next_word.TokenLogits(jnp.ones((1, 2, 1)), *head, chunk)
+    batch = {"y": jnp.array([[0, first]]), "mask": jnp.ones(1)}
+    means = next_word.next_word_metrics(words, batch)
+    assert np.isnan([mean.value for mean in means.values()]).all()
 
 
 def test_a_target_of_nan_has_no_gradient():
@@ -482,13 +488,6 @@ def test_all_singular_vectors_are_kept():
   matrix = jnp.asarray(left * ([1.0] + 47 * [2e-4]) @ right, jnp.float32)
   np.testing.assert_allclose(compressed(matrix, 1.0), matrix, atol=1e-6)
   assert np.linalg.matrix_rank(compressed(matrix, 0.5), tol=1e-5) == 1
-  first = next_word.EOS + 1
-  head = jnp.full((1, 6), jnp.nan), jnp.zeros(6)
-  for chunk in (None, 2):
-    words = next_word.TokenLogits(jnp.ones((1, 2, 1)), *head, chunk)
-    batch = {"y": jnp.array([[0, first]]), "mask": jnp.ones(1)}
-    means = next_word.next_word_metrics(words, batch)
-    assert np.isnan([mean.value for mean in means.values()]).all()
 
 
 def test_a_party_of_weight_zero_is_not_heard():
