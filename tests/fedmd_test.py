@@ -601,7 +601,7 @@ def test_what_is_out_of_range_is_refused():
       dict(consensus_weights=(2, -1)),
       "consensus_weights=-1.0: must be finite, at least 0",
     ),
-    (dict(consensus_weights=(0, 0)), "sum_of_consensus_weights=0.0: must"),
+    (dict(consensus_weights=(0, 0)), "^consensus_weights=0.0: one"),
     (dict(temperature=0.0), "temperature=0.0"),
     (dict(parties=[parties[0]] * 2), "each with a name of its own"),
   ]:

@@ -529,7 +529,7 @@ def test_trials_of_dsfl_are_one_program():
 def test_what_is_out_of_range_is_refused():
   for method, settings, message in [
     (dsfl, dict(temperature=0.0), "temperature=0.0"),
-    (dsfl, dict(consensus_weights=(0, 0, 0)), "sum_of_consensus_weights=0.0"),
+    (dsfl, dict(consensus_weights=(0, 0, 0)), "^consensus_weights=0.0: one"),
     (dsfl, dict(server=PARTIES[0]), "parties and server: .* name of its own"),
     (ktpfl, dict(coefficients_lr=-1.0), "coefficients_lr=-1.0"),
     (ktpfl, dict(coefficients_steps=0), "coefficients_steps=0"),

@@ -100,11 +100,11 @@ def consensus_shares(
   if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)):
     values = np.asarray(values, np.float64)
     checks.between(0, np.inf, consensus_weights=np.min(values))
+    if not values.any():
+      raise ValueError("consensus_weights=0.0: one must be above 0")
     # As parts of a power of two, since float32 has no 1e-300.
     values = np.ldexp(values, -np.frexp(np.max(values))[1])
-  (shares,) = core.hyper(number, consensus_weights=values).values()
-  checks.positive(sum_of_consensus_weights=jnp.sum(shares))
-  return shares
+  return core.hyper(number, consensus_weights=values)["consensus_weights"]
 
 
 def fedmd(

@@ -186,7 +186,8 @@ def outcome(code: int, errors: str, folder: pathlib.Path, trace: bool) -> str:
     return "diverged"
   if folder.exists() and trace:
     return f"left a folder: {last}"
-  return "refused" if re.search("--[a-z]", last) else f"names no flag: {last}"
+  named = re.search("--[a-z]|^error: Unknown command line flag '", last)
+  return "refused" if named else f"names no flag: {last}"
 
 
 def batches(drawn: Sequence[Case]) -> Iterator[list[Case]]:
