@@ -22,6 +22,8 @@ from hetfl import core
 from hetfl import engine as engine_lib
 from hetfl.run import autotune, logs, report, training
 
+_ERRORS = (ValueError, OSError, ArithmeticError, ImportError, MemoryError)
+
 
 def run(
   main: Callable[[Given], None], given: Given, cls: type[Settings]
@@ -49,7 +51,7 @@ def run(
     _keep_programs(s.compilation_cache)
     _join_processes(s)
     main(given)
-  except (ValueError, OSError, ArithmeticError, ImportError) as error:
+  except _ERRORS as error:
     if verbose:
       raise
     _end(_one_line(error, cls))

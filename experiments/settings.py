@@ -147,6 +147,9 @@ class Setting:
       raise UsageError(f"{shown}: must be a finite number")
     if not self.low <= value <= self.high:
       raise UsageError(f"{shown}: {text} must {self.range}")
+    # As programs count; seeds have a range of their own.
+    if self.type is int and self.high == math.inf and value >= 2**31:
+      raise UsageError(f"{shown}: {text} must be below 2^31")
     return value
 
   @property

@@ -94,8 +94,8 @@ class Run(Settings):
   engine: Literal["auto", "threads", "inline", "mesh"] = setting(
     "auto", kind="machine"
   )
-  threads: int | None = count(kind="machine", only="threads")
-  cpu_devices: int | None = count(kind="machine")
+  threads: int | None = count(kind="machine", only="threads", high=1024)
+  cpu_devices: int | None = count(kind="machine", high=1024)
   eval_batch_size: int | None = count(kind="speed")
   conv: Literal["patches", "winograd", "native"] | None = setting(
     kind="speed", only="images, hetfl_models"

@@ -268,6 +268,8 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--seeds=0,x",), "--seeds=0,x: not a whole number"),
     (("--seed=1", "--seeds=2"), "--seed=1: give it or --seeds, not both"),
     ((f"--seed={2**32}",), f"{2**32} must lie between 0 and {2**32 - 1}"),
+    ((f"--rounds={2**31}",), f"--rounds={2**31}: {2**31} must be below 2^31"),
+    (("--cpu_devices=2000",), "--cpu_devices=2000: 2000 must lie between 1"),
     (("--flagfile=/nowhere",), "/nowhere"),
     (("stray",), "unexpected argument 'stray'"),
     (

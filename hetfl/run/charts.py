@@ -115,7 +115,7 @@ def dependence(
     axis: the hyper-parameter's name; its axis is logarithmic.
     title: above the figure.
   """
-  fig = _figure(6.4, 4.2)
+  fig = _figure(7.6, 4.2)
   ax = fig.subplots()
   for color, (label, pairs) in zip(itertools.cycle(_COLORS), points.items()):
     style: dict[str, Any] = dict(color=color, label=label)
@@ -130,7 +130,7 @@ def dependence(
   ticks = sorted({x for of in points.values() for x, _ in of if x is not None})
   ax.set_xticks(ticks, [f"{x:,}" for x in ticks])
   ax.minorticks_off()
-  ax.legend(**_LEGEND)
+  fig.legend(loc="outside right center", **_LEGEND)
   _save(fig, path, title)
 
 
