@@ -42,7 +42,8 @@ class Compare(shared.Rounds):
       labels are not used. With --dataset itself they are set aside before it is
       divided, for all methods.
     public_examples: Number of public images.
-    public_subset: Number of public images of a round.
+    public_subset: Number of public images of a round; servers that are
+      distilled (feddf, fedet, codist, mergedcodist) draw as many batches anew.
     digest_batch_size: Batch size on public images.
     digest_epochs: Passes over a round's public images.
     partition: How the images are split among clients; each class by a Dirichlet

@@ -112,7 +112,7 @@ class Experiment:
         return logits_only(model(kind, True))
       name, width = kind
       body = own_models.model(
-        "models",
+        "models" if name in names else "global_model",
         name,
         s.num_features,
         jnp.zeros((1, *shape)),
@@ -499,8 +499,7 @@ def table(
 
     def took(name, way, i, r):
       of = rows[r["method"]][i], target, r["bytes_per_round"]
-      value = to_target(*of, way)[name + way]
-      return None if value is None else float(value)  # Not alike for all seeds.
+      return to_target(*of, way)[name + way]
 
     of = functools.partial
     add("rounds to target", of(took, "rounds_to_target"), 1, "{:,.0f}")

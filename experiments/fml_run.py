@@ -19,7 +19,7 @@ import own_models
 from settings import Given, UsageError
 
 import hetfl
-from hetfl import augment, core
+from hetfl import augment, checks, core
 from hetfl.batches import leave_out
 from hetfl.data import files, fml_images
 from hetfl.evaluate import accuracies
@@ -117,6 +117,8 @@ class Experiment:
     )
     self.transform = recipe.train if s.augment else recipe.evaluate
     held = self.data.clients
+    sampled = checks.given(clients_per_round=s.clients_per_round)
+    checks.between(1, len(held), **sampled)
     self.clients = [
       hetfl.Client(  # Without a rate of its own: `fml`'s is for all.
         model=model(name, classes[h.dataset]),
@@ -247,6 +249,7 @@ class Experiment:
       tail="repeat" if s.full_batches else "short",
     )
     if several and sampled:
+      checks.between(1, len(self.clients), clients_per_round=sampled)
       # Drawn from the clients of all data sets.
       rng = generator(Stream.CLIENTS, s.seed, 0, round, number)
       drawn = rng.permutation(len(self.clients)) < sampled

@@ -155,7 +155,11 @@ def sources(names: Sequence[str]) -> dict[str, bytes]:
     other content is refused. Files that these files import are not kept.
   """
   paths = {_path(name) for name in names if is_own(name)}
-  return {f"model-{path.name}": _loaded(path)[1] for path in paths}
+  kept: dict[str, bytes] = {}
+  for i, path in enumerate(sorted(paths)):  # Two may have one name.
+    number = i if f"model-{path.name}" in kept else ""
+    kept[f"model{number}-{path.name}"] = _loaded(path)[1]
+  return kept
 
 
 def _path(name: str) -> pathlib.Path:

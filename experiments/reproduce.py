@@ -382,12 +382,15 @@ def read_result(folder: pathlib.Path) -> dict | None:
 
   Returns:
     The content of `result.json`, or those of all algorithms' folders with the
-    rounds of one and the seconds of all. `None` if any is not finished.
+    rounds of one and the seconds of all. `None` if any is not finished; with
+    --patience, one that has fewer rounds than it may have is.
   """
   if (folder / "config.json").exists():  # One run; folders in it are phases.
     result = _read(folder / "result.json")
     config = _read(folder / "config.json")["config"]
-    return result if result and result["rounds"] == config["rounds"] else None
+    if not result or config.get("patience"):
+      return result
+    return result if result["rounds"] == config["rounds"] else None
   # All algorithms have a config before the first trains; seeds are left out.
   results = {
     path.parent.name: read_result(path.parent)

@@ -126,8 +126,9 @@ def flag_values(s: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
   for name, value in values.items():
     flag, _, model = name.partition(".")
     if model:
-      found.setdefault(flag, list(getattr(s, flag)))
-      found[flag][s.declared()[flag].each.index(model)] = value
+      each = s.declared()[flag].each
+      found.setdefault(flag, list(getattr(s, flag) or [None] * len(each)))
+      found[flag][each.index(model)] = value
     else:
       found[flag] = value
   return found
@@ -211,8 +212,9 @@ def settle(
     "distributed_coordinator",
   ):
     # A run's own config.flags contains these.
-    if values.get(name) not in (None, False, 1, "device"):
-      raise UsageError(f"--{name}={shown(values[name])}: not for searches")
+    value = values.get(name)
+    if value is True or value not in (None, False, 1, "device"):
+      raise UsageError(f"--{name}={shown(value)}: not for searches")
   names = cls.resolve(values, ()).algorithm
   if len(names) != 1:
     raise UsageError(f"--algorithm={shown(names)}: name one to search for")

@@ -136,7 +136,10 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
     (("--beta=x",), "--beta=x: not a number"),
     (("--algorithm=fedsgd",), "--algorithm=fedsgd: choose from fedavg"),
     (("--dataset=svhn",), "--dataset=svhn: choose from"),
-    (("--clients_per_round=6",), "--clients_per_round=6: pool 0 has 5"),
+    (
+      ("--clients_per_round=6",),
+      "--clients_per_round=6: must lie between 1 and 5",
+    ),
     (
       ("--clients_start=global", "--client_models=mlp"),
       "--clients_start=global: none of --client_models is the --global_model",

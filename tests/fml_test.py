@@ -27,6 +27,7 @@ from hetfl.clients import group_clients, on_host, weighted_mean
 from hetfl.distill import mutual_loss
 from hetfl.models import layers, vision
 from hetfl.optimizers import fedavg_server, momentum_sgd
+from hetfl.run import checkpoint
 from tests import federation
 from tests.algorithms import (
   CNN,
@@ -455,6 +456,16 @@ def test_what_clients_keep_may_stay_on_the_host(runner, tmp_path):
     assert all(isinstance(a, np.memmap) == bool(folder) for a in kept)
     chex.assert_trees_all_equal(state, usual)
     chex.assert_trees_all_equal(metrics, expected)
+    # A checkpoint goes on as they are, bit for bit.
+    saved = checkpoint.Checkpoints(tmp_path / f"saved{bool(folder)}")
+    saved.save(4, state, {})
+    plan, copy = make_plan(5), jax.tree.map(jnp.array, state)
+    then, _ = hosted.step(state, plan, make_data())
+    _, state, _ = saved.latest(like=jax.tree.map(lambda a: a, then))
+    chex.assert_trees_all_equal(state, copy)
+    then, _ = hosted.step(state, plan, make_data())
+    usually, _ = algorithm.step(copy, plan, make_data())
+    chex.assert_trees_all_equal(then, usually)
   with pytest.raises(FileExistsError):
     hosted.init(jax.random.key(0))
   with pytest.raises(ValueError, match="of client 5, but there are 5"):

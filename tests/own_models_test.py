@@ -150,7 +150,10 @@ def test_fedmd(experiment, nets, tmp_path):
 
 def test_compare(experiment, nets, tmp_path):
   compare, run = experiment("compare"), tmp_path / "run"
-  models = f"{nets}:narrow,{nets}:linear"
+  (tmp_path / "a").mkdir()
+  other = tmp_path / "a" / nets.name
+  other.write_text(f"{nets.read_text()}\n# Another of the same name.\n")
+  models = f"{nets}:narrow,{other}:linear"
   done = compare(
     f"--models={models}",
     "--method=fedproto",
@@ -166,9 +169,14 @@ def test_compare(experiment, nets, tmp_path):
   linear = 64 * 32 + 32 + 32 * 10 + 10
   sizes = [client["parameters"] for client in result["clients"]]
   assert sizes == [narrow, linear, narrow, linear]
-  assert (run / "model-nets.py").read_text() == nets.read_text()
+  texts = {path.read_text() for path in run.glob("model*-nets.py")}
+  assert texts == {nets.read_text(), other.read_text()}
   needs = "is (1, 8, 8, 32), but 32 features need outputs of shape (1, 32)"
   cases = [((f"--models={nets}:map_of_classes",), needs)]
+  needs = f"--global_model={nets}:three: {nets} has no function 'three'"
+  cases.append(
+    (("--method=fml", f"--global_model={nets}:three", "--models=mlp"), needs)
+  )
   compare.refuse(cases, fresh=tmp_path / "fresh")
 
 

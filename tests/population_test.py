@@ -156,6 +156,8 @@ def test_a_round_may_need_nothing_of_a_bank():
   share = dict(clients_per_round=1, batch_size=1, distill_batch_size=2)
   sets = {"a": clients, "distill": public}
   plan = plan_round({"a": clients}, public, seed=0, round=1, **share)
+  with pytest.raises(ValueError, match="clients: 'distill' is the name"):
+    plan_round({"distill": clients}, public, seed=0, round=1, **share)
   distill = plan.batches["distill"]
   none = distill._replace(index=np.full_like(distill.index, -1))
   plan.batches["distill"] = none

@@ -335,6 +335,10 @@ def test_results_of_several_algorithms_are_read_by_name(modules, tmp_path):
   # A run that is being lengthened has its old result until it ends.
   (tmp_path / "fml" / "config.json").write_text('{"config": {"rounds": 9}}')
   assert read(tmp_path) is None
+  # With --patience 9 are the most.
+  config = {"config": {"rounds": 9, "patience": 2}}
+  (tmp_path / "fml" / "config.json").write_text(json.dumps(config))
+  assert read(tmp_path)["rounds"] == 3
 
 
 def make_run(folder, **result):

@@ -176,6 +176,33 @@ def test_halving_by_hand(kind, tmp_path):
   assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_objective_that_is_not_finite_has_diverged(kind, tmp_path):
+  """Weights can be finite whose outputs are not."""
+  problem, runner = Toy().runner(kind)
+  known = lambda heldout: heldout["model"] if heldout["model"] < 60 else np.nan
+  for _ in range(2):  # The second only reads what the first has written.
+    rows = tune.search(
+      problem._replace(objective=known),
+      listed(RATES),
+      runner,
+      folder=tmp_path,
+      trials=7,
+      block=5,
+    )
+  # 2e4 after two rounds is none, nor is 8 x 9 at the end.
+  assert [(r["status"], r["objective"]) for r in rows] == [
+    ("halved", 6),
+    ("halved", 2),
+    ("halved", 16),
+    ("diverged", None),
+    ("complete", 40),
+    ("diverged", None),
+    ("halved", 4),
+  ]
+  assert [row["trial"] for row in tune.top(rows, 3)] == [4]
+
+
 @pytest.mark.parametrize(
   "kind, fail_at",
   [("side", 1), ("side", 5), ("vmapped", 2), ("vmapped", 4), ("vmapped", 7)],
@@ -613,6 +640,7 @@ def test_a_search_for_fml(experiment, tmp_path):
     (("--heldout_examples=7",), "give 0 or a multiple of the 5 clients"),
     ((schedule,), "--alpha cannot be searched"),
     (("--space=beta=linear:0:2",), "--space, beta: --beta=2.0: 2.0 must lie"),
+    (("--stop_on_nonfinite",), "--stop_on_nonfinite=true: not for"),
   ):
     bad = tune(*search, f"--workdir={tmp_path}/bad", "--", *run, *flags)
     assert bad.returncode != 0 and message in bad.stderr, bad.stderr
@@ -675,6 +703,10 @@ def test_spaces(script):
   ):
     with pytest.raises(ValueError, match=message):
       space(*item.split(","))
+  # One that is not given has no value to start from.
+  assert script.flag_values(s, {"clip_norm.large": 2.0}) == {
+    "clip_norm": [None, 2.0]
+  }
   whole = lambda *items: script.whole(space(*items), type(s))
   assert whole() == {"client_lr", "server_lr"}
   assert whole("server_lr.small=fixed") == {"client_lr"}

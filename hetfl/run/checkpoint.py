@@ -169,7 +169,7 @@ class Checkpoints:
         f" {wants}. Use another folder, or the model and flags of this one."
       )
     leaves, treedef = jax.tree.flatten(to_host(like))
-    names = [_names(specs)[name] for name in here]
+    names = [*map(_names(specs).get, here)]
     stored = {n: array for n, array in zip(names, leaves) if array.size}
     with _orbax() as orbax:
       args = ocp.args.StandardRestore(stored)
@@ -195,9 +195,13 @@ def to_host(state: PyTree) -> PyTree:
 
 
 def from_host(arrays: PyTree, like: PyTree) -> PyTree:
-  """The inverse of `to_host`; `like` is a state with the same kinds of keys."""
+  """The inverse of `to_host`; `like` has keys and NumPy arrays where it had."""
 
   def leaf(array, like):
+    if isinstance(like, np.ndarray):  # Of `on_host`; a map stays on disk.
+      kept = like if isinstance(like, np.memmap) else np.empty_like(like)
+      kept[...] = array
+      return kept
     # A copy: the state may be donated, NumPy's memory must not be.
     copy = jnp.array(array, copy=True)
     if not _is_key(like):

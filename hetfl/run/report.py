@@ -216,8 +216,8 @@ def cell(
   """A cell of a table: a number, or mean ± standard deviation of several.
 
   Args:
-    values: of one run or of several seeds; integers are the same for all seeds;
-      `None` is missing, and NaN of a model that has diverged.
+    values: of one run or of several seeds; `None` is missing, and NaN of a
+      model that has diverged.
     form: the format string of a number.
     factor: from the values' unit to the table's.
 
@@ -228,13 +228,19 @@ def cell(
   ('50.00', '37.50 ± 17.68')
   >>> cell([0.5, None]), cell([0.5, float('nan')])
   ('-', 'diverged')
+  >>> cell([1200, 1200], '{:,d}'), cell([1200, 1300], '{:,d}')
+  ('1,200', '1,250 ± 71')
   """
   known = [value for value in values if value is not None]
   if len(known) < len(values):
     return "-"
   if np.isnan(known).any():
     return "diverged"
-  if len(known) == 1 or isinstance(known[0], int):
+  if isinstance(known[0], int):  # Parameters are the same for all seeds.
+    if len(set(known)) > 1:  # Rounds need not be.
+      return cell([float(value) for value in known], "{:,.0f}", factor)
+    known = known[:1]
+  if len(known) == 1:
     return form.format(factor * known[0])
   return " ± ".join(form.format(factor * v) for v in mean_and_deviation(known))
 

@@ -313,8 +313,12 @@ class _Block:
     alive = [j for j, row in enumerate(rows) if row["status"] == "complete"]
     for j in alive:
       objective = self._problem.objective(results[j])
+      if not np.isfinite(objective):  # Of weights that are, still.
+        rows[j] |= dict(status="diverged", objective=None, heldout=None)
+        continue
       rows[j] |= dict(objective=objective, heldout=results[j])
       rows[j]["rungs"] |= {str(round): objective}
+    alive = [j for j in alive if rows[j]["status"] == "complete"]
     if round == self._problem.rounds:
       if "test" in self._problem.eval_data:
         tests = self._runner.evaluate(states, "test")
