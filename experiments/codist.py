@@ -142,6 +142,8 @@ class Codist(shared.Rounds):
       value or SMALL,LARGE.
     student_regularization: Weight of a student's own initial predictions in its
       target, one value or SMALL,LARGE.
+    student_dropout: Whether students have dropout, if clients do; they learn
+      better without, above all in MergedCodist.
     label_weight: Weight of true labels in distillation; the paper uses none.
     codist_period: Rounds from one codistillation to the next.
     merge_alpha: Weight of the clients' gradient; FIRST,LAST to change it
@@ -261,6 +263,7 @@ class Codist(shared.Rounds):
   student_regularization: tuple[float, ...] = of_students(
     0.01, search="log:1e-3:0.5", argument="regularization", low=0, high=1
   )
+  student_dropout: bool = setting(True, only=_STUDENTS, argument="dropout")
   label_weight: float = share(0.0, only=_STUDENTS)
   codist_period: int = count(
     200,

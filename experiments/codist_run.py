@@ -184,6 +184,7 @@ class Experiment:
       temperature=s.teacher_temperature,
       regularization=s.student_regularization,
       label_weight=s.label_weight,
+      dropout=s.student_dropout,
       optimizer=functools.partial(optax.adam, eps=s.distill_epsilon),
       microbatch=s.microbatch or None,
       **self.task.distiller,

@@ -379,6 +379,8 @@ class Distiller:
     microbatch: the most examples that pass through a model at once; the batch
       is cut into equal parts. `None` for all. Changes only speed and memory,
       except for dropout and batch normalisation, which act on the parts.
+    dropout: whether students train as clients do, with dropout and statistics
+      of the batch; if not, their outputs are those of evaluation.
     weights: `batch -> weights`, in the mean, of the batch's examples, `[B]`, or
       of their positions, `[B, T]`.
     divergence: `None` for `kl_divergence` from `codist_target`, of labels that
@@ -395,7 +397,7 @@ class Distiller:
 
   Reference: Lichtarge et al. 2023, appendix C.4, whose rate falls linearly to
     0; `final_share` is our reading of "decay coefficient" in the search space
-    of appendix F.
+    of appendix F. The paper does not speak of dropout.
   """
 
   learning_rate: float | Sequence[float] = 1e-3
@@ -407,6 +409,7 @@ class Distiller:
   mixup_beta: float | None = None
   optimizer: core.Optimizer = optax.adam
   microbatch: int | None = None
+  dropout: bool = True
   weights: Callable[[core.Batch], jax.Array] = core.mask_of
   divergence: Divergence | None = None
 
@@ -585,8 +588,9 @@ class Distiller:
 
     def objective(variables, batch, key, context):
       outputs, stats = local.outputs_of(
-        "a student", models[index], variables, batch, key
+        "a student", models[index], variables, batch, key, self.dropout
       )
+      stats = stats if self.dropout else variables.stats
       weights = self.weights(batch)
       if self.divergence is None:
         kl = kl_divergence(batch["target"], outputs)

@@ -1,5 +1,7 @@
 """Rounds of the algorithms against NumPy float64 oracles."""
 
+import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,6 +169,33 @@ def test_periodic_codist(num_pools, microbatch):
     check(state, expected)
     due = round % PERIOD == 0
     assert metrics["pool1/distill_loss"].count == (3 if due else 0)
+
+
+class Dropping(nn.Module):
+  """A linear model with dropout."""
+
+  rate: float
+
+  @nn.compact
+  def __call__(self, x, train):
+    x = nn.Dropout(self.rate, deterministic=not train)(x.reshape(len(x), -1))
+    return nn.Dense(federation.CLASSES)(x)
+
+
+def test_students_may_learn_without_dropout():
+  """Then they are those of models that have none; the clients do not train."""
+
+  def students(rate, dropout):
+    models = [Dropping(rate)] * 2
+    pools = federation.make_pools(models=models, learning_rate=0.0)
+    distiller = hetfl.Distiller(dropout=dropout)
+    algorithm = hetfl.periodic_codist(pools, distiller, period=1, rounds=2)
+    return federation.params(federation.run(algorithm, 1)[0])
+
+  expected = students(0.0, True)
+  chex.assert_trees_all_equal(students(0.5, False), expected)
+  with pytest.raises(AssertionError):
+    chex.assert_trees_all_close(students(0.5, True), expected)
 
 
 @pytest.mark.parametrize("num_pools,microbatch", [(2, 4), (3, None)])
