@@ -142,8 +142,8 @@ class Codist(shared.Rounds):
       value or SMALL,LARGE.
     student_regularization: Weight of a student's own initial predictions in its
       target, one value or SMALL,LARGE.
-    student_dropout: Whether students have dropout, if clients do; they learn
-      better without, above all in MergedCodist.
+    student_dropout: Whether students have dropout, if clients do, of which the
+      paper does not speak; MergedCodist is better without.
     label_weight: Weight of true labels in distillation; the paper uses none.
     codist_period: Rounds from one codistillation to the next.
     merge_alpha: Weight of the clients' gradient; FIRST,LAST to change it
