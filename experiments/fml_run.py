@@ -249,7 +249,6 @@ class Experiment:
       tail="repeat" if s.full_batches else "short",
     )
     if several and sampled:
-      checks.between(1, len(self.clients), clients_per_round=sampled)
       # Drawn from the clients of all data sets.
       rng = generator(Stream.CLIENTS, s.seed, 0, round, number)
       drawn = rng.permutation(len(self.clients)) < sampled

@@ -474,9 +474,11 @@ def plan_round(
     )
     for pool, ((name, held), number, size) in enumerate(each)
   }
-  if distill is not None and "distill" in batches:
-    raise ValueError("clients: 'distill' is the name of the distillation data")
   if distill is not None:
+    if "distill" in batches:
+      raise ValueError(
+        "clients: 'distill' is the name of the distillation data"
+      )
     batches["distill"] = plan_distillation(
       distill,
       seed=seed,
