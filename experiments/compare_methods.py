@@ -122,6 +122,7 @@ def _one_of_group(state):
 
 
 WITH_GLOBAL = {"fml", "fedkd", "fedet"}  # Methods with a --global_model.
+WITH_ONE_MODEL = {"ditto", "scaffold"}  # The clients' and the server's.
 _by_prototype = functools.partial(
   Method,
   features=True,

@@ -10,7 +10,7 @@ import pathlib
 from typing import Any
 
 from compare import Compare, PUBLIC
-from compare_methods import Kind, Method, METHODS, WITH_GLOBAL
+from compare_methods import Kind, Method, METHODS, WITH_GLOBAL, WITH_ONE_MODEL
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,11 @@ def words(values: Mapping[str, Any], method: str) -> set[str]:
     raise UsageError(
       f"--models={shown(s.models)}: clients of --method=heterofl have narrower"
       " copies of one of hetfl's models; give resnet"
+    )
+  if method in WITH_ONE_MODEL and several:
+    raise UsageError(
+      f"--models={shown(s.models)}: the clients of --method={method} have the"
+      " server's model; give one architecture, such as small_cnn"
     )
   found = {method, s.dataset, s.partition, "images", "device"}
   found |= {"set_aside"} if s.public_dataset == s.dataset else set()

@@ -257,7 +257,14 @@ def test_bad_input_is_one_line(compare, tmp_path):
       ("--method=heterofl", "--models=resnet", "--widths=0.3"),
       "--widths=0.3: give a share in eighths",
     ),
-    (("--method=ditto",), "its model is not the first client's"),
+    (
+      ("--method=ditto",),
+      "--models=mlp,small_cnn: the clients of",
+    ),
+    (
+      ("--method=scaffold",),
+      "--models=mlp,small_cnn: the clients of --method=",
+    ),
     (("--clients_per_round=5",), "--clients_per_round=5: pool 0 has 4"),
     (("--method=dsfl",), "--method=dsfl: needs public images; give --public_"),
     (
