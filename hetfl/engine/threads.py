@@ -230,8 +230,10 @@ class _Turns:
 def _program(task: Task, name: str) -> _Program:
   """A program of a task, which keeps it."""
   if name not in task.programs:
-    do = _FUNCTIONS[name]  # JAX would keep a `functools.partial` of it alive.
-    task.programs.setdefault(name, _Program(lambda *args: do(task, *args)))
+    do = _FUNCTIONS[name]
+    program = lambda *args: do(task, *args)  # JAX keeps `functools.partial`s.
+    program.__name__ = name  # Profiles show it.
+    task.programs.setdefault(name, _Program(program))
   return task.programs[name]
 
 
