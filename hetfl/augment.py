@@ -125,11 +125,13 @@ def normalize(
     `float32[..., c]`.
 
   Raises:
-    ValueError: `x` is not uint8.
+    ValueError: `x` is not uint8, or has other channels.
 
   >>> normalize(jnp.array([[0], [255]], jnp.uint8), (0.5,), (0.25,)).tolist()
   [[-2.0], [2.0]]
   """
+  if x.shape[-1] != len(mean):
+    raise ValueError(f"images of shape {x.shape}: want {len(mean)} channels")
   shape = (1,) * (x.ndim - 1) + (-1,)
   channels = lambda values: jnp.asarray(values, jnp.float32).reshape(shape)
   return (_shares(x) - channels(mean)) / channels(deviation)
@@ -146,7 +148,7 @@ def center(batch: core.Batch, mean: jax.Array | np.ndarray) -> core.Batch:
     The batch with `x: float32[B, H, W, c]`.
 
   Raises:
-    ValueError: `x` is not uint8.
+    ValueError: `x` is not uint8, or of another shape.
 
   Reference: the released code of Li & Wang 2019.
 
@@ -154,6 +156,8 @@ def center(batch: core.Batch, mean: jax.Array | np.ndarray) -> core.Batch:
   >>> center({'x': x}, jnp.full((1, 1, 1), 0.25))['x'].item()
   0.75
   """
+  if (shape := batch["x"].shape)[1:] != mean.shape:
+    raise ValueError(f"images of shape {shape}: want {mean.shape} each")
   mean = jnp.asarray(mean, jnp.float32)[None]
   return {**batch, "x": _shares(batch["x"]) - mean}
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from hetfl import checks, core, population
 from hetfl.batches import gather, in_order, prepare
+from hetfl.distill import of_examples
 from hetfl.engine import (
   batch_size_or_default,
   Engine,
@@ -29,12 +30,12 @@ def classification(
   """Accuracy and cross-entropy of a batch.
 
   Args:
-    logits: `float[B, C]`.
-    batch: holds `y: int32[B]` and `mask: float32[B]`.
+    logits: `float[B, C]`; or of each position, `float[B, ..., C]`.
+    batch: holds `y: int32[B]`, or `int32[B, ...]`, and `mask: float32[B]`.
 
   Returns:
-    `accuracy` (a share) and `loss` (nats), as sums over the examples; NaN if an
-      output is.
+    `accuracy` (a share) and `loss` (nats), means over an example's positions,
+      as sums over the examples; NaN if an output is.
 
   Raises:
     ValueError: as `core.cross_entropy`.
@@ -49,6 +50,7 @@ def classification(
   correct = (jnp.argmax(logits, axis=-1) == batch["y"]).astype(mask.dtype)
   # Where there is no loss, argmax took the first NaN for the largest.
   correct = jnp.where(jnp.isnan(losses), jnp.nan, correct)
+  correct, losses = of_examples(correct), of_examples(losses)
   return {
     "accuracy": core.Mean(jnp.sum(correct * mask), jnp.sum(mask)),
     "loss": core.Mean(jnp.sum(losses * mask), jnp.sum(mask)),
@@ -59,23 +61,26 @@ def class_f1(logits: jax.Array, batch: core.Batch) -> core.Mean:
   """F1 of each class, `2 TP / (2 TP + FP + FN)`; its mean is macro-F1.
 
   Args:
-    logits: `float[B, C]`.
-    batch: holds `y: int32[B]` and `mask: float32[B]`.
+    logits: `float[B, C]`; or of each position, `float[B, ..., C]`.
+    batch: holds `y: int32[B]`, or `int32[B, ...]`, and `mask: float32[B]`.
 
   Returns:
-    Sums `float32[C]`; the count is 0 of classes that are neither labels nor
-    predictions. NaN logits predict nothing, and all classes are NaN.
+    Sums `float32[C]`, for `ClientEvaluator`: `Evaluator` takes scalars. The
+    count is 0 of classes that are neither labels nor predictions. NaN logits
+    predict nothing, and all classes are NaN.
 
   >>> batch = {'y': jnp.array([0, 1, 1]), 'mask': jnp.ones(3)}
   >>> class_f1(jnp.eye(3)[jnp.array([0, 0, 1])], batch).value.tolist()
   [0.666..., 0.666..., nan]
   """
-  marks = lambda y: jax.nn.one_hot(y, logits.shape[-1]) * batch["mask"][:, None]
+  positions = tuple(range(logits.ndim - 1))
+  mask = jnp.expand_dims(batch["mask"], (*positions[1:], -1))
+  marks = lambda y: jax.nn.one_hot(y, logits.shape[-1]) * mask
   predicted, true = marks(jnp.argmax(logits, axis=-1)), marks(batch["y"])
-  lost = jnp.isnan(logits).any(-1) & (batch["mask"] > 0)
-  predicted = jnp.where(lost[:, None], jnp.nan, predicted)
-  both = 2 * jnp.sum(predicted * true, axis=0)
-  return core.Mean(both, jnp.sum(predicted + true, axis=0))
+  lost = jnp.isnan(logits).any(-1, keepdims=True) & (mask > 0)
+  predicted = jnp.where(lost, jnp.nan, predicted)
+  both = 2 * jnp.sum(predicted * true, axis=positions)
+  return core.Mean(both, jnp.sum(predicted + true, axis=positions))
 
 
 def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -88,16 +93,21 @@ def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     The `mean` and the sample standard `deviation`; the `worst`, and the mean of
     the `worst_tenth` of the clients, rounded up. All are NaN if a value is.
 
+  Raises:
+    ValueError: there are no values.
+
   >>> spread([0.5, 1.0, 0.0])
   {'mean': 0.5, 'deviation': 0.5, 'worst': 0.0, 'worst_tenth': 0.0}
   """
   array = np.sort(np.asarray(values, np.float64))
+  if not len(array):
+    raise ValueError("values: give one or more")
   if np.isnan(array[-1]):  # Of one that has diverged: the spread is unknown.
     array = np.full_like(array, np.nan)
   several = len(array) > 1
   return {
     "mean": float(array.mean()),
-    "deviation": float(array.std(ddof=1)) if several else 0.0,
+    "deviation": float(array.std(ddof=1) if several else 0 * array[0]),
     "worst": float(array[0]),
     "worst_tenth": float(array[: -(-len(array) // 10)].mean()),
   }
@@ -317,8 +327,17 @@ class ClientEvaluator:
     Returns:
       Arrays `float64[K]` by metric, such as `accuracy` and `loss`; NaN where
       there is nothing to measure.
+
+    Raises:
+      ValueError: there is not a model for each client.
     """
     held, results = self._clients, dict[str, np.ndarray]()
+    shapes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(variables)}
+    if own and shapes - {(len(held),)}:
+      raise ValueError(
+        f"variables: arrays with the first axes {sorted(shapes)}; give each of"
+        f" the {len(held)} clients its own, stacked"
+      )
     for chosen, size, length in self._parts:
       of, place = held.sizes[chosen, None], np.arange(size * length)
       index = held.offsets[chosen, None] + np.minimum(place, of - 1)

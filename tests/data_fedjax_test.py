@@ -190,7 +190,17 @@ def test_federated_cifar100_refuses_other_data(tmp_path):
   path = tmp_path / "a.sqlite"
   _write_cifar100(path, image=np.zeros((5, 24, 24, 3), np.uint8))
   message = _error(path, fedjax_source.load_federated_cifar100)
-  assert "images of (24, 24, 3)" in message
+  assert "images uint8[24, 24, 3]" in message
+  for change, wrong in (
+    ({"image": np.zeros((5, 32, 32, 3), np.float32)}, "images float32[32"),
+    ({"label": np.array([0, 100, 0, 0, 0])}, "y is not of whole numbers 0 to"),
+    ({"label": np.array([0, -1, 0, 0, 0])}, "y is not of whole numbers 0 to"),
+    ({"coarse_label": np.full(5, 0.5)}, "coarse is not of whole numbers"),
+  ):
+    path.unlink()
+    _write_cifar100(path, **change)
+    message = _error(path, fedjax_source.load_federated_cifar100)
+    assert wrong in message
   path.unlink()
   _write(_population(), path)
   message = _error(path, fedjax_source.load_federated_cifar100)

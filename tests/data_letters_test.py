@@ -172,6 +172,12 @@ def test_bad_files_are_named(tmp_path):
   for writers in (["ann", "ben"], [0.1, 0.2]):
     arrays = dict(images=images, labels=[0, 1], writers=writers)
     refused("letters.npz: .*has .*'writers'.*want images", **arrays)
+  refused(
+    "has one writer, want two",
+    images=images,
+    labels=np.arange(2),
+    writers=np.ones(2, int),
+  )
   (tmp_path / "letters.npz").write_bytes(b"PK\3\4 not a zip")
   refused("letters.npz: cannot be read")
   mat = tmp_path / "emnist-letters.mat"

@@ -419,6 +419,8 @@ def test_a_share_of_each_users_sentences(tmp_path):
   assert sentences_of(read(None, 1.0)).keys() == everything.keys()
   capped = sentences_of(read(None, 1.0, max_sentences_per_client=2))
   assert set(capped["7"]) == {(1, "n0"), (1, "n1")} and len(capped) == 40
+  both = sentences_of(read(None, 0.5, max_sentences_per_client=2))
+  assert {len(own) for own in both.values()} == {2}  # Not two in each pass.
 
 
 def test_clients_that_are_damaged_are_counted(tmp_path):

@@ -29,6 +29,7 @@ from hetfl import (
 )
 from hetfl.algorithms.fedmd import Translator
 from hetfl.distill import absolute_error
+from hetfl.evaluate import class_f1
 from hetfl.optimizers import fedavg_server
 from tests import algorithms, federation
 from tests.algorithms import CASES
@@ -332,6 +333,44 @@ def test_clients_of_very_different_sizes_are_evaluated_in_parts():
     )
     np.testing.assert_allclose(found["loss"][k], losses.mean(), rtol=1e-5)
     np.testing.assert_allclose(own["loss"][k], losses.mean(), rtol=1e-5)
+
+
+def test_who_has_no_model_is_not_evaluated_by_anothers():
+  sizes = [180, *[2] * 19]  # Evaluated in two parts.
+  bank = {"x": np.ones((180, 1), np.float32), "y": np.zeros(180, np.int32)}
+  parts = [np.arange(n) for n in sizes]
+  clients = ClientPopulation.from_lists(bank, parts)
+  evaluator = ClientEvaluator(ZERO, clients, batch_size=4)
+  of = lambda models: core.Variables(jnp.ones((models, 1, 2)), {})
+  assert len(evaluator(of(20), own=True)["accuracy"]) == 20
+  for models in (5, 25):
+    with pytest.raises(ValueError, match="variables: .* each of the 20 client"):
+      evaluator(of(models), own=True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 40])
+def test_labels_of_positions_count_by_example(size):
+  """Half right, and three quarters: (1/2 + 3/4) / 2, whatever the batch."""
+  model = core.Model(
+    lambda key: core.Variables(jnp.zeros(()), {}),
+    lambda v, x, key, train: (jnp.stack([x, 0 * x], axis=-1) + v.params, {}),
+  )
+  bank = {
+    "x": np.ones((2, 4), np.float32),  # Class 0 everywhere.
+    "y": np.array([[0, 0, 1, 1], [0, 1, 0, 0]]),
+  }
+  (found,) = Evaluator([model], {"test": Subset.whole(bank)}, batch_size=size)(
+    [model.start(KEY)]
+  )
+  # log(1 + 1/e) where it is right, and one more where not, of 3 of 8.
+  expected = {"test_accuracy": 5 / 8, "test_loss": np.log1p(1 / np.e) + 3 / 8}
+  assert found == pytest.approx(expected)
+  # Class 0 is predicted 8 times and right 5 times: 2 * 5 / (8 + 5).
+  measure = lambda outputs, batch: {"f1": class_f1(outputs, batch)}
+  clients = ClientPopulation.from_lists(bank, [[0, 1]])
+  evaluator = ClientEvaluator(model, clients, measure=measure, batch_size=size)
+  f1 = evaluator(model.start(KEY))["f1"]
+  np.testing.assert_allclose(f1, [[10 / 13, 0]])
 
 
 def test_algorithms_are_made_under_jit_of_traced_values():

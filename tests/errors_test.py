@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from hetfl import (
+  augment,
   Client,
   ClientPopulation,
   core,
@@ -37,8 +38,10 @@ from hetfl.algorithms import codist
 from hetfl.algorithms.fedkd import compressed, fedkd
 from hetfl.algorithms.fedmd import consensus
 from hetfl.batches import gather, prepare
+from hetfl.data.compared_images import load_compared_images
+from hetfl.data.fml_images import load_fml_images
 from hetfl.distill import absolute_error, mutual_loss, squared_error
-from hetfl.models import language, layers, next_word
+from hetfl.models import families, language, layers, next_word, vision
 from tests import algorithms, federation
 from tests.algorithms import CASES, make_distiller
 
@@ -126,6 +129,11 @@ def evaluator(models=(MLP,), sets=None, **settings):
   return evaluate.Evaluator(list(models), sets, **settings)
 
 
+def cnn(**changes):
+  net = vision.CNN((4,), 3, (), 10, **changes)
+  return jax.eval_shape(net.init, KEY, jnp.zeros((1, 8, 8, 3)))
+
+
 def column(logits, batch):
   """A loss `[B, 1]`, as in a regression whose labels have an extra axis."""
   return core.cross_entropy(logits, batch)[:, None]
@@ -138,6 +146,27 @@ def of_distillation(examples):
 
 
 WRONG = {
+  "values: give one or more": lambda: evaluate.spread([]),
+  "name='vgg': choose from": lambda: families.body("vgg", 9, (8, 8, 1)),
+  "conv='planes': choose from": lambda: cnn(conv="planes"),
+  "pool_after=(5,): give numbers of the 1 conv": lambda: cnn(pool_after=(5,)),
+  "strides=(1, 2): give one for each": lambda: cnn(strides=(1, 2)),
+  "(1, 8, 8, 1): want 3 channels": lambda: augment.normalize(
+    jnp.zeros((1, 8, 8, 1), jnp.uint8), (0.5,) * 3, (0.5,) * 3
+  ),
+  "(1, 8, 8, 1): want (8, 8, 3) each": lambda: augment.center(
+    {"x": jnp.zeros((1, 8, 8, 1), jnp.uint8)}, np.zeros((8, 8, 3))
+  ),
+  "validation=1.5: must lie": lambda: load_compared_images(
+    "digits", num_clients=2, validation=1.5
+  ),
+  "examples=0: must be": lambda: load_compared_images(
+    "digits", num_clients=2, examples=0
+  ),
+  "num_clients=0: must be": lambda: load_fml_images(["digits"], num_clients=0),
+  "bad_clients=1.5: give whole numbers": lambda: load_fml_images(
+    ["digits"], bad_clients=[1.5]
+  ),
   "tail='Short': choose one of wrap, short, repeat": lambda: plan_round(
     {"a": federation.POPULATION},
     seed=0,
@@ -460,6 +489,8 @@ def test_a_model_that_says_nan_has_no_accuracy():
   means = evaluate.classification(logits, batch)
   assert np.isnan([mean.value for mean in means.values()]).all()
   assert np.isnan(evaluate.class_f1(logits, batch).value).all()
+  for accuracies in ([np.nan], [0.5, np.nan]):
+    assert np.isnan([*evaluate.spread(accuracies).values()]).all()
   # An empty place says nothing.
   empty = batch | {"mask": jnp.array([0.0, 1.0])}
   assert evaluate.class_f1(logits, empty).value[0] == 1

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hetfl import checks
 from hetfl.data import partition as partition_lib
 from hetfl.data import vision
 from hetfl.data.errors import one_of, reading
@@ -81,7 +82,7 @@ def load_compared_images(
     partition_file: of `file`: JSON, a list of each client's positions among the
       images, those for training before those for testing.
     validation: the share of the rest of a client's images that it keeps for
-      validation, at least one; 0 for none.
+      validation, at least one, at most nine tenths; 0 for none.
     partition_seed: makes the clients.
     data_dir: see `vision.load`.
     download: see `vision.load`.
@@ -103,6 +104,8 @@ def load_compared_images(
   """
   one_of(PARTITIONS, partition=partition)
   check_npz(npz, [dataset])
+  checks.between(0, 0.9, validation=validation)
+  checks.counts(**checks.given(examples=examples))
   if npz is not None:
     images = load_npz(npz)
   else:
@@ -178,6 +181,9 @@ def _of_file(path, bank, num_clients) -> list[np.ndarray]:
   with reading(path, layout):
     held = enumerate(json.loads(pathlib.Path(path).read_text()))
     parts = [positions_in(bank, own, f"client {k}") for k, own in held]
+    for k, own in enumerate(parts):
+      if len(np.unique(own)) < len(own):
+        raise ValueError(f"client {k} has a position twice")
   if len(parts) != num_clients:
     raise ValueError(f"num_clients={num_clients}: {path} has {len(parts)}")
   return parts

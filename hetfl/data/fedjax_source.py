@@ -193,10 +193,14 @@ def load_federated_cifar100(path: str | os.PathLike) -> ClientPopulation:
   remedy = "make it with fedjax.datasets.cifar100.load_data()"
   with open_sqlite(path, remedy) as data:
     population = from_fedjax(data, _CIFAR100_FEATURES)
-    bank = {
-      name: np.asarray(array, np.uint8 if name == "x" else np.int32)
-      for name, array in population.bank.items()
-    }
-    if bank["x"].shape[1:] != (32, 32, 3):
-      raise ValueError(f"images of {bank['x'].shape[1:]}, want 32 x 32 x 3")
-  return dataclasses.replace(population, bank=bank)
+    x, held = population.bank["x"], dict(population.bank)
+    if x.shape[1:] != (32, 32, 3) or x.dtype != np.uint8:
+      raise ValueError(
+        f"images {x.dtype}{[*x.shape[1:]]}, want uint8[32, 32, 3]"
+      )
+    for name, classes in (("y", 100), ("coarse", 20)):
+      labels = held[name]
+      if labels.dtype.kind not in "iu" or np.any(labels // classes):
+        raise ValueError(f"{name} is not of whole numbers 0 to {classes - 1}")
+      held[name] = labels.astype(np.int32)
+  return dataclasses.replace(population, bank=held)

@@ -136,8 +136,12 @@ def load_fml_images(
   one_of(PARTITIONS, partition=partition)
   check_npz(npz, datasets)
   checks.between(0, 1, bad_label_share=bad_label_share)
-  for k in bad_clients:
-    checks.between(0, num_clients - 1, bad_clients=k)
+  checks.counts(num_clients=num_clients)
+  if unknown := {*bad_clients} - {*range(num_clients)}:
+    raise ValueError(
+      f"bad_clients={min(unknown)}: give whole numbers between 0 and"
+      f" {num_clients - 1}"
+    )
   if len(datasets) not in (1, num_clients):
     raise ValueError(
       f"datasets={','.join(datasets)}: {len(datasets)} data sets for"

@@ -199,6 +199,8 @@ def _read_npz(path: pathlib.Path, split: str) -> _Letters:
       f"has {found}, want images uint8[N, H, W], labels and writers int[N]"
     )
   everybody = np.unique(writers)
+  if len(everybody) < 2:
+    raise ValueError("has one writer, want two or more: half are for tests")
   is_test = writers > everybody[(len(everybody) - 1) // 2]
   keep = is_test == (split == "test")
   images = images[keep]

@@ -14,6 +14,7 @@ import gzip
 import html
 import itertools
 import json
+import math
 import os
 import pathlib
 import random
@@ -330,14 +331,20 @@ def stackoverflow(
   Raises:
     DataError: the file is missing, damaged as a whole or of another kind, or
       no client is left after `skip_clients`.
-    ValueError: `share` is not between 0 and 1.
+    ValueError: an argument is out of its range.
 
   Reference: `fedjax/datasets/stackoverflow.py`; type `question` is domain 0,
   `answer` 1.
   """
   checks.between(0, 1, share=share)
+  checks.between(0, math.inf, skip_clients=skip_clients)
+  checks.counts(
+    **checks.given(max_clients=max_clients, max_sentences=max_sentences),
+    **checks.given(max_sentences_per_client=max_sentences_per_client),
+  )
   skipped: Counter[str] = Counter()
   prevails: Counter[int] = Counter()
+  kept: Counter[int] = Counter()
   clients_read = found = 0
 
   def enough():
@@ -377,8 +384,11 @@ def stackoverflow(
           if kind in wanted
           and (draw is None or low <= draw() < high)
           and sentence.strip()
-        ][:max_sentences_per_client]
-        prevails[domain] += bool(chosen)
+        ]
+        if max_sentences_per_client is not None:
+          chosen = chosen[: max_sentences_per_client - kept[number]]
+        prevails[domain] += bool(chosen) and not kept[number]
+        kept[number] += len(chosen)
         found += len(chosen)
         for kind, sentence in chosen:
           words = sentence.decode("utf-8", "replace").split()

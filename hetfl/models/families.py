@@ -102,6 +102,8 @@ def body(
   >>> core.num_parameters(shapes["params"])
   85856
   """
+  if name not in NAMES:
+    raise ValueError(f"name={name!r}: choose from {', '.join(NAMES)}")
   if width != 1 and name != "resnet":
     raise ValueError(
       f"width={width}: {name} has no narrower copies of which it holds each"

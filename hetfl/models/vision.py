@@ -1,6 +1,7 @@
 """Image classifiers: the codistillation paper's CNNs, and any others."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -64,6 +65,7 @@ class CNN(nn.Module):
   def __call__(self, x, train: bool = False):
     """Maps images `float[B, H, W, c]` to logits `float[B, C]` or features."""
     init, number = self.kernel_init, range(len(self.filters))
+    self._check()
     pooled = [self.pool_after is None or i in self.pool_after for i in number]
     strides = [(n, n) for n in self.strides or (1,) * len(self.filters)]
     if self.border:
@@ -100,6 +102,21 @@ class CNN(nn.Module):
     last = self.dropout if self.logits_dropout is None else self.logits_dropout
     x = layers.Dropout(last)(core.wide(x), train)
     return nn.Dense(self.num_classes, kernel_init=init)(x)
+
+  def _check(self):
+    convolutions = len(self.filters)
+    if self.conv not in (forms := (None, *get_args(kernels.ConvForm))):
+      raise ValueError(f"conv={self.conv!r}: choose from {forms}")
+    if not {*(self.pool_after or ())} <= {*range(convolutions)}:
+      raise ValueError(
+        f"pool_after={self.pool_after}: give numbers of the {convolutions}"
+        " convolutions, from 0"
+      )
+    if self.strides is not None and len(self.strides) != convolutions:
+      raise ValueError(
+        f"strides={self.strides}: give one for each of the {convolutions}"
+        " convolutions"
+      )
 
 
 def small_cnn(num_classes: int, **kwargs) -> CNN:
