@@ -77,7 +77,7 @@ def _listing(folder):
 
 
 def on_page_markdown(markdown, page, files, **_):
-  """Links to a folder, or to an example, lead to its page."""
+  """Links to a folder, an example or a module lead to its page."""
   here = posixpath.dirname(page.file.src_uri)
   if re.fullmatch("results/.+/README.md", page.file.src_uri):
     markdown += "\n\n## Files\n\n" + "\n".join(_links(here))
@@ -88,12 +88,23 @@ def on_page_markdown(markdown, page, files, **_):
 
   def to_page(match):
     target = posixpath.normpath(posixpath.join(here, match[1]))
+    module = target.removesuffix(".py").replace("/", ".")
+    if target.startswith("hetfl/") and (page_of := _page_of(module)):
+      return f"]({posixpath.relpath(page_of, here)}#{module})"
     for end in ("/README.md", "/index.md", ".md"):
       if target + end in files.src_uris:
         return f"]({match[1].rstrip('/')}{end})"
     return match[0]
 
   return re.sub(r"\]\(([^)#\s]+)\)", to_page, markdown)
+
+
+def _page_of(module):
+  """The page of the reference with a module; `None` if none has it."""
+  for path in (ROOT / "docs/api").glob("*.md"):
+    if f"::: {module}\n" in path.read_text(encoding="utf-8"):
+      return path.relative_to(ROOT).as_posix()
+  return None
 
 
 def _check_quotes(markdown):

@@ -4,16 +4,18 @@
 
 The cells of the papers' tables, with their published numbers, are in
 `experiments/tables`; the settings are declared in `codist.py`, `fml.py`,
-`fedmd.py`, `compare.py`, `tune.py` and `shared.py`. A test checks that the
-files are up to date.
+`fedmd.py`, `compare.py`, `tune.py`, `reproduce.py`, `summarize.py` and
+`shared.py`. A test checks that the files are up to date.
 """
 
 import codist
 import compare
 import fedmd
 import fml
+import reproduce
 import settings
 import shared
+import summarize
 import tables
 import tune
 
@@ -42,6 +44,8 @@ def files() -> dict[str, str]:
     "`fedmd.py`": fedmd.FedMD,
     "`compare.py`": compare.Compare,
     "`tune.py`": tune.Search,
+    "`reproduce.py`": reproduce.Reproduce,
+    "`summarize.py`": summarize.Summarize,
   }.items():
     # Those that a command declares anew have a default or range of its own.
     again = {n for n, s in cls.declared().items() if s == of_all.get(n)}

@@ -557,8 +557,8 @@ def prepare(
     given = transform(*args.values())
     if not isinstance(given, Mapping):
       raise ValueError(
-        f"a transform returned a {type(given).__name__}, not a batch: it must"
-        " return a dict of arrays"
+        f"a transform returned a {type(given).__name__}, not a batch: called as"
+        f" transform({', '.join(args)}), it must return a dict of arrays"
       )
     batch = {"mask": batch["mask"], **given}
   if "x" not in batch:

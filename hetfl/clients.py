@@ -108,7 +108,9 @@ def group_clients(
 def check_clients(batches: Batches, name: str, number: int) -> None:
   """Raises a `ValueError` if batches are of other clients than there are."""
   host = isinstance(batches.client, np.ndarray)
-  if host and (last := batches.client.max()) >= number:
+  # Of a traced plan only the number of its rows is known.
+  last = batches.client.max() if host else len(batches.client) - 1
+  if last >= number:
     raise ValueError(
       f"plan: batches {name!r} are of client {last}, but there are {number}"
     )
@@ -209,7 +211,8 @@ class Roster:
 
   def __init__(self, clients: Sequence[Client]):
     if not all(isinstance(one, Client) for one in clients) or not clients:
-      raise ValueError(f"clients: give at least one Client, not {clients}")
+      kinds = ", ".join(sorted({type(one).__name__ for one in clients}))
+      raise ValueError(f"clients: give one Client or more, not [{kinds}]")
     self.groups = group_clients(clients)
     self.first = [clients[group[0]] for group in self.groups]
     self._arrays = list(map(np.array, self.groups))  # There may be millions.
@@ -307,10 +310,12 @@ def on_host(
 
   Returns:
     The algorithm; its state's `clients` hold NumPy arrays, which a step changes
-    in place. Call its `init` and its `step` as they are, not within `jit`.
+    in place. Call its `init` and its `step` as they are, not within `jit`, nor
+    by `hetfl.run`. A method's `server` sees the first 1,024 clients of a kind.
 
   Raises:
     FileExistsError: the folder holds such files.
+    ValueError: `init` or `step` is traced.
 
   >>> from hetfl import ClientPopulation, plan_round
   >>> from hetfl.algorithms.personal import personal
@@ -343,6 +348,7 @@ def on_host(
     )
 
   def init(key, *args):
+    _check_untraced(key)
     make = jit(lambda *args, rows: algorithm.init(*args, rows=rows))
     sizes, state = list(map(len, roster.groups)), None
     for first in range(0, max(sizes), at_once):
@@ -369,6 +375,7 @@ def on_host(
       jax.tree.map(lambda a, b, i=own: a.__setitem__(i, b), group, part)
 
   def host_step(state, plan, data):
+    _check_untraced(state.key)
     kept = state.clients
     rows = [roster.rows(plan, i)[0] for i in range(len(kept))]
     there = tuple(
@@ -380,3 +387,11 @@ def on_host(
     return state.replace(clients=kept), metrics
 
   return core.Algorithm(init, host_step)
+
+
+def _check_untraced(key):
+  if isinstance(key, jax.core.Tracer):
+    raise ValueError(
+      "on_host: init and step move rows to and from the host: call them as they"
+      " are, not within jit, and not by hetfl.run"
+    )

@@ -175,7 +175,7 @@ def with_hyper(state: State, **values: Any) -> State:
     ...
   ValueError: beta: this state has no such hyper-parameter; it has ['alpha']
   """
-  if jnp.ndim(state.key):
+  if several_trials(state):
     raise ValueError(
       "the state holds several trials: set each trial's values by"
       " jax.vmap(lambda state, v: with_hyper(state, NAME=v))(states, values)"
@@ -193,8 +193,25 @@ def with_hyper(state: State, **values: Any) -> State:
         f"{name}: an array of shape {value.shape}; give one value"
         + (f", or an array of shape {shape}" if shape else "")
       )
-    hyper[name] = jnp.broadcast_to(value, shape)
+    # A copy, since states are donated.
+    hyper[name] = jnp.array(jnp.broadcast_to(value, shape))
   return state.replace(hyper=hyper)
+
+
+def unshared(tree: PyTree, other: PyTree) -> PyTree:
+  """A tree without arrays of another: a state is donated, and holds both."""
+  held = {id(leaf) for leaf in jax.tree.leaves(other)}
+  copied = lambda a: jnp.copy(a) if id(a) in held else a
+  return jax.tree.map(copied, tree)
+
+
+def several_trials(state: State) -> bool:
+  """Whether a state is one of trials side by side; keys may be of any kind.
+
+  >>> several_trials(State(jax.random.PRNGKey(0), {}))
+  False
+  """
+  return jnp.ndim(jax.random.key_data(state.key)) > 1
 
 
 def hyper(num: int | None = None, **values: Any) -> dict[str, jax.Array]:

@@ -143,7 +143,7 @@ class Learner(NamedTuple):
   ) -> "Learner":
     """A model with a new optimizer, whose state does not depend on the rate."""
     opt_state = optimizer(jnp.zeros(())).init(variables.params)
-    return cls(variables, opt_state)
+    return cls(variables, core.unshared(opt_state, variables))
 
   def adopt(self, owner: str, given: "Learner") -> "Learner":
     """Copies of a given learner; a `ValueError` if it has other shapes."""
@@ -164,7 +164,13 @@ def supervised(participant: Participant) -> Objective:
 
 
 def losses_of(loss: core.Loss, outputs: PyTree, batch: core.Batch) -> jax.Array:
-  """A loss of the labels; its errors say what it is given."""
+  """A loss of the labels; its errors say what it is given.
+
+  A part of a batch may be of empty places alone; the mean over its examples
+  that a loss returns would be NaN, and 0 times NaN is: it sees them as there.
+  """
+  mask = batch["mask"]
+  batch = {**batch, "mask": jnp.where(jnp.any(mask != 0), mask, 1)}
   with checks.noted(
     "a loss is called as loss(logits, batch), and takes what it needs from the"
     f" batch, which holds {sorted(batch)}"
@@ -231,9 +237,15 @@ def gradient(
 
   def part_loss(params, stats, key, part):
     w = weights(part)
-    losses, stats, measured = objective(
+    found = objective(
       variables._replace(params=params, stats=stats), part, key, context
     )
+    if not isinstance(found, tuple) or len(found) != 3:
+      raise ValueError(
+        "an objective must return (losses, stats, measured), measured a dict;"
+        f" not {jax.tree.structure(found)}"
+      )
+    losses, stats, measured = found
     if jnp.shape(losses) not in ((), w.shape):
       raise ValueError(
         f"a loss of shape {jnp.shape(losses)} on {len(w)} examples: give one"
@@ -406,8 +418,16 @@ def training(
     step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
     batch_key, model_key = jax.random.split(step_key)
     batch = make_batch(context, batch_key, bank, batches.index[s], s)
+    if _statistics(learner.stats):  # For traced plans: see `check_full`.
+      empty = batches.index[s] < 0
+      partly = jnp.any(empty) & ~jnp.all(empty)
+      batch = {**batch, "mask": jnp.where(partly, jnp.nan, batch["mask"])}
     seen = {**context, "own": own}
     learner, new = step(learner, batch, model_key, seen, **shard)
+    if missing := {*measured} - {*new}:
+      raise ValueError(
+        f"measured: names {min(missing)!r}, but there are {sorted(new)}"
+      )
     return learner, {name: metrics[name] + new[name] for name in measured}
 
   def end_of_row(context, key, bank, row, carry):
@@ -419,6 +439,13 @@ def training(
   # An engine calls `begin_row` once, `step_of_row` for each of the row's steps,
   # and `end_of_row` once; it stacks the rows' results, or adds them up.
   return Task(begin_row, step_of_row, end_of_row, shares=shares)
+
+
+def _statistics(stats: PyTree) -> list[jax.Array]:
+  """Statistics but for sums, of which a batch's mask keeps empty places."""
+  is_sum = lambda leaf: isinstance(leaf, core.Mean)
+  leaves = jax.tree.leaves(stats, is_leaf=is_sum)
+  return [leaf for leaf in leaves if not is_sum(leaf)]
 
 
 def step_of(
@@ -549,7 +576,7 @@ def values_of(state: core.State, k: int, *names: str) -> dict[str, jax.Array]:
 def check_full(owner: str, batches: Batches, stats: PyTree) -> None:
   """Raises a `ValueError` if a model's batch statistics would see empty places.
 
-  Traced plans are not looked at.
+  Of traced plans nothing is known; there `training` makes the loss NaN.
   """
   if not isinstance(batches.index, np.ndarray) or not jax.tree.leaves(stats):
     return

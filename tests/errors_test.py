@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,9 @@ from hetfl import (
 from hetfl.algorithms import codist
 from hetfl.algorithms.fedkd import compressed, fedkd
 from hetfl.algorithms.fedmd import consensus
+from hetfl.algorithms.personal import Method, personal
 from hetfl.batches import gather, prepare
+from hetfl.clients import on_host
 from hetfl.data.compared_images import load_compared_images
 from hetfl.data.fml_images import load_fml_images
 from hetfl.distill import absolute_error, mutual_loss, squared_error
@@ -51,7 +54,7 @@ TOKENS = language.TokenLogits(
 POOLS = federation.make_pools(models=federation.DENSE)
 BANK = dict(federation.POPULATION.bank)
 PUBLIC = Subset.whole(algorithms.PUBLIC)
-MLP = algorithms.MLP
+MLP, NORMED = algorithms.MLP, algorithms.PARTIES[0].model
 KEY = jax.random.key(0)
 # Of another number of classes than its peers.
 WIDER = core.Model.from_flax(
@@ -118,9 +121,8 @@ def step(name, plan=None, data=None):
 
 def normed_round(tail, held=(0, 1, 2), bank=algorithms.PRIVATE):
   """A round of a client with batch statistics, in batches of two."""
-  normed = algorithms.PARTIES[0].model
   plan = plan_of("train", Subset(bank, np.array(held)), tail=tail)
-  algorithm = fml([Client(normed)], global_model=normed)
+  algorithm = fml([Client(NORMED)], global_model=NORMED)
   return first_round(algorithm, plan, {"train": jax.device_put(bank)})
 
 
@@ -132,6 +134,13 @@ def evaluator(models=(MLP,), sets=None, **settings):
 def cnn(**changes):
   net = vision.CNN((4,), 3, (), 10, **changes)
   return jax.eval_shape(net.init, KEY, jnp.zeros((1, 8, 8, 3)))
+
+
+def method(**fields):
+  """A round of clients, by a method of one's own."""
+  algorithm = personal([Client(MLP)] * 2, Method(**fields))
+  plan = plan_of("train", from_lists([0, 1], [2]), tail="short")
+  return first_round(algorithm, plan, {"train": jax.device_put(BANK)})
 
 
 def column(logits, batch):
@@ -222,7 +231,9 @@ WRONG = {
   "server: there is no global_model": lambda: fml(
     [Client(MLP)], global_model=None
   ).init(KEY, MLP.start(KEY)),
-  "clients: give at least one Client": lambda: fml([MLP], global_model=MLP),
+  "clients: give one Client or more, not []": lambda: fml(
+    [MLP], global_model=MLP
+  ),
   "distiller=None: give a Distiller": lambda: merged_codist(
     POOLS, None, alpha=0.5, rounds=1
   ),
@@ -392,6 +403,36 @@ WRONG = {
   "a batch holds ['mask', 'y']": lambda: prepare(
     lambda batch: {"y": batch["y"]}, {"y": 0, "mask": 1}
   ),
+  "Method.end is called with (context, kept, learner, batches)": lambda: method(
+    end=lambda context, kept: kept
+  ),
+  "Method.end: must return what is kept, and": lambda: method(
+    end=lambda context, kept, learner, batches: learner
+  ),
+  "Method.begin: gives": lambda: method(
+    begin=lambda context, kept: core.Variables((), ())
+  ),
+  "Method.objective(client) is called with (variables, b": lambda: method(
+    objective=lambda client: lambda variables, batch: 0.0
+  ),
+  "an objective must return (losses, stats, measured)": lambda: method(
+    objective=lambda client: lambda variables, batch, key, context: (0.0, ())
+  ),
+  "Method.hyper: 'weight' is 1.0: give a pair": lambda: method(
+    hyper={"weight": 1.0}
+  ),
+  "Method.aggregate: needs Method.server": lambda: method(
+    aggregate=lambda context, sent, key: ()
+  ),
+  "measured: names 'distance', but there are ['loss']": lambda: method(
+    measured=("loss", "distance")
+  ),
+  "clients: give one Client or more, not [Model]": lambda: fml(
+    [MLP], global_model=MLP
+  ),
+  "on_host: init and step move rows": lambda: jax.eval_shape(
+    on_host(personal([Client(MLP)]), [Client(MLP)]).init, KEY
+  ),
   "no set 'tset'": lambda: evaluator(only=[["tset"]]),
   "only=['test']: give a sequence": lambda: evaluator(only=["test"]),
   "test: give a Subset": lambda: evaluator(sets={"test": BANK}),
@@ -443,6 +484,69 @@ def test_full_batches_keep_others_from_batch_statistics():
     state, _ = normed_round("repeat", held, bank)
     statistics.append(state.server.stats)
   jax.tree.map(np.testing.assert_array_equal, *statistics)
+
+
+def test_a_traced_plan_of_empty_places_shows_in_models_with_statistics():
+  """It cannot be refused; see test_what_makes_no_sense_is_refused."""
+  algorithm = fml([Client(NORMED)], global_model=NORMED)
+  step, state = jax.jit(algorithm.step), algorithm.init(KEY)
+  data = {"train": jax.device_put(algorithms.PRIVATE)}
+  for tail, finite in (("short", False), ("repeat", True)):
+    held = Subset(algorithms.PRIVATE, np.arange(3))
+    new, _ = step(state, plan_of("train", held, tail=tail), data)
+    assert bool(core.all_finite(new.server)) == finite
+
+
+def test_a_traced_plan_of_more_clients_is_refused():
+  plan = plan_of("train", from_lists([0], [1], [2]), tail="short")
+  for make in (fml, personal):
+    more = dict(global_model=MLP) if make is fml else {}
+    algorithm = make([Client(MLP)] * 2, **more)
+    state = jax.eval_shape(algorithm.init, KEY)
+    with pytest.raises(ValueError, match="are of client 2, but there are 2"):
+      jax.eval_shape(algorithm.step, state, plan, {"train": BANK})
+
+
+@pytest.mark.parametrize("microbatch", [None, 2, 1])
+def test_the_mean_over_no_examples_counts_nothing(microbatch):
+  """Of four places a client of one example fills one: parts are empty."""
+
+  def mean(logits, batch):  # As docs/library.md has it, and 0/0 for none.
+    total = jnp.sum(core.cross_entropy(logits, batch) * batch["mask"])
+    return total / jnp.sum(batch["mask"])
+
+  of = lambda loss: first_round(
+    fedavg([pool(loss=loss, microbatch=microbatch)], rounds=1),
+    plan_of("a", from_lists([0], [1, 2]), batch_size=4, tail="short"),
+    {"a": BANK},
+  )
+  (found, _), (expected, _) = of(mean), of(core.cross_entropy)
+  chex.assert_trees_all_close(found.server, expected.server, rtol=1e-6)
+
+
+def test_optimizers_may_draw_and_hold_the_parameters():
+  """And a state that holds an array twice could not be donated."""
+  noisy = lambda rate: optax.noisy_sgd(rate, key=jax.random.key(7))
+  for server_optimizer in (optax.contrib.prodigy, noisy):
+    algorithm = fedavg(
+      [pool(server_optimizer=server_optimizer, optimizer=noisy)], rounds=1
+    )
+    value = jnp.asarray(0.25)
+    state = with_hyper(algorithm.init(KEY), learning_rate=value)
+    step = jax.jit(algorithm.step, donate_argnums=0)
+    state, _ = step(state, plan_of("a", from_lists([0, 1])), {"a": BANK})
+    assert core.all_finite(state) and float(value) == 0.25
+
+
+def test_old_keys_are_of_one_trial():
+  algorithm = personal([Client(MLP)] * 2)
+  state = algorithm.init(jax.random.PRNGKey(0))
+  state = with_hyper(state, learning_rate=0.5)
+  assert float(state.hyper["learning_rate"]) == 0.5
+  local_model(state, 1)
+  several = jax.vmap(algorithm.init)(jax.random.split(KEY, 3))
+  with pytest.raises(ValueError, match="several trials"):
+    local_model(several, 1)
 
 
 def test_labels_that_are_no_class_show():

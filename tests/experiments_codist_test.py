@@ -10,11 +10,15 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetfl import privacy
-from tests import runs
+import hetfl
+from hetfl import augment, privacy
+from hetfl.data.codist_images import load_codist_images
+from hetfl.run.checkpoint import Checkpoints
+from tests import runs, small_models
 from tests.runs import error_of, everything, last_state, outcome, ROOT
 
 QUICK = ("--rounds=6", "--eval_every=3", "--codist_period=4")
@@ -180,6 +184,26 @@ def finished(experiment, tmp_path_factory):
   done = experiment("codist")(*ONE, f"--workdir={path}")
   assert done.returncode == 0, done.stderr
   return path, done.stdout
+
+
+@pytest.mark.slow
+def test_a_model_is_read_out_of_a_finished_run(finished):
+  """As docs/commands.md has it."""
+  model = hetfl.Model.from_flax(small_models.small(10), jnp.zeros((1, 8, 8, 1)))
+  checkpoints = Checkpoints(finished[0] / "checkpoints")
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  variables = checkpoints.part(".server[0].variables", like=shapes)
+  evaluate = hetfl.Evaluator(
+    [model],
+    {"test": load_codist_images("digits").test},
+    transform=augment.RECIPES["digits8"].evaluate,
+  )
+  (found,) = evaluate([variables])
+  result, _ = outcome(finished[0])
+  expected = result["pools"]["small"]["test_accuracy"]
+  assert found["test_accuracy"] == pytest.approx(expected)
+  with pytest.raises(ValueError, match="where='.server.1..variables': .* has"):
+    checkpoints.part(".server[1].variables", like=shapes)
 
 
 @pytest.mark.slow

@@ -83,8 +83,8 @@ def test_rounds_can_only_be_added(tmp_path):
   logs.RunFolder(tmp_path, config)
   logs.RunFolder(tmp_path, config | {"rounds": 7}, lengthens=True)
   for more, lengthens, message in (
-    ({"rounds": 7}, False, "here 7. Rounds can only be added, "),
-    ({"rounds": 5}, True, "here 5. Rounds can only be added, "),
+    ({"rounds": 7}, False, "here 7. Rounds can only be added to"),
+    ({"rounds": 5}, True, "here 5. Rounds can only be added to"),
     ({"rounds": 7, "eval_every": 2}, True, "here 2. Use another"),
   ):
     with pytest.raises(logs.ConfigMismatch, match=message):

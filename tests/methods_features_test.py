@@ -308,6 +308,25 @@ def test_a_server_that_does_not_train_keeps_the_first_head():
     assert_close(parted(of_client)["head"].params[0][0], first.params[0])
 
 
+@pytest.mark.parametrize("make", [fedproto, fedtgp])
+@pytest.mark.parametrize("number", [1, WIDTH + 1])
+def test_features_are_as_many_as_prototypes_have(make, number):
+  algorithm = make(CLIENTS, num_classes=CLASSES, num_features=number)
+  with pytest.raises(ValueError, match=f"num_features={number}: a client has"):
+    run(algorithm, rounds=1)
+
+
+@pytest.mark.parametrize("make", [fedgh, lgfedavg, fedproto])
+def test_models_need_a_head_of_their_own(make):
+  more = {
+    fedgh: dict(head=HEAD),
+    fedproto: dict(num_classes=CLASSES, num_features=WIDTH),
+  }
+  with pytest.raises(ValueError, match=r"by features.headed\(body, head\)"):
+    clients = [hetfl.Client(matrices(4, CLASSES))] * 5
+    run(make(clients, **more.get(make, {})), rounds=1)
+
+
 def test_heads_must_be_alike():
   wide = headed(matrices(4, 7), matrices(7, CLASSES))
   clients = [hetfl.Client(MODELS[0]), hetfl.Client(wide)]

@@ -426,6 +426,28 @@ def test_heterofl_is_the_oracles(masked):
     np.testing.assert_array_equal(get(server), get(first))
 
 
+@pytest.mark.parametrize("make", [ditto, heterofl])
+def test_an_optimizer_that_holds_parameters_begins_with_the_servers(make):
+  """At a rate of 0 nothing moves, also where a state, not the rate, says so."""
+  averaging = lambda rate: optax.contrib.schedule_free(optax.sgd(rate), 1.0)
+  more = dict(weight=0.0) if make is ditto else dict(global_model=MLP)
+  algorithm = make(ALIKE, learning_rate=0.0, optimizer=averaging, **more)
+  start = algorithm.init(jax.random.key(3))
+  for _, state, _ in rounds_of(algorithm, start):
+    assert_exact(state.server, start.server)
+    if make is ditto:
+      assert_exact(*(s.clients[0].learner.params for s in (state, start)))
+
+
+def test_heterofls_clients_keep_their_types():
+  half = lambda key: jax.tree.map(jnp.bfloat16, MLP.init(key))
+  narrow = MLP._replace(init=half)
+  algorithm = heterofl([Client(narrow)] * 5, global_model=MLP)
+  state = jax.eval_shape(algorithm.init, jax.random.key(0))
+  step = algorithm.step, state, make_plan(1), mutual_data()
+  chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(*step)[0], state)
+
+
 def test_heterofl_of_one_width_is_fedavg():
   optimizer = functools.partial(optax.sgd, momentum=0.9)
   algorithm = heterofl(

@@ -478,6 +478,13 @@ def test_with_constant_coefficients_ktpfl_is_fedmd():
   np.testing.assert_allclose(ours.server, 1 / 3, rtol=1e-6)
 
 
+def test_coefficients_keep_their_type_beside_scores_of_float64():
+  with jax.enable_x64(True):
+    scores = [jnp.full((3, 2), 0.5, jnp.float64)] * 2
+    c = step_coefficients(jnp.full((2, 2), 0.5, jnp.float32), scores, 0.1, 0.7)
+  assert c.dtype == jnp.float32
+
+
 def test_the_penalty_decides_between_ones_own_scores_and_the_mean():
   said = list(softmax(np.random.default_rng(0).normal(size=(3, 12, 4))))
   said = [jnp.asarray(p, jnp.float32) for p in said]

@@ -258,6 +258,20 @@ def test_patience_ends_a_run_for_good(tmp_path):
   assert once() == (4, 0.5, [1, 2, 3, 4])
 
 
+def test_patience_knows_what_it_watches(tmp_path):
+  with pytest.raises(ValueError, match="watched='loss': .*small/gap"):
+    run(tmp_path / "a", patience=2, watched="loss")
+  values = iter([-5.0, float("nan"), *np.arange(-4.0, 0.0, 0.25).tolist()])
+  result = run(
+    tmp_path / "b",
+    evaluate=lambda state: {"gain": next(values)},
+    eval_every=1,
+    patience=3,
+    watched="gain",
+  )
+  assert result["rounds"] == ROUNDS  # It rose to the end: NaN is not the best.
+
+
 def test_the_second_round_does_not_compile(tmp_path):
   algorithm = Regression()
   run(tmp_path, algorithm)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from hetfl import core, local
 from hetfl.algorithms.fedavg import proximal_term
@@ -111,9 +112,11 @@ def ditto(
     state = algorithm.init(key, rows)
 
     def from_server(group):
-      each = lambda a, own: jnp.broadcast_to(a, own.shape)
-      variables = jax.tree.map(each, state.server, group.learner.variables)
-      return group.replace(learner=group.learner._replace(variables=variables))
+      own = clients[group.clients[0]].optimizer
+      optimizer = own or options.get("optimizer", optax.sgd)
+      start = local.Learner.start(state.server, optimizer)
+      each = lambda a, kept: jnp.broadcast_to(a, kept.shape)
+      return group.replace(learner=jax.tree.map(each, start, group.learner))
 
     return state.replace(clients=tuple(map(from_server, state.clients)))
 

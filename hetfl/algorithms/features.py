@@ -139,9 +139,16 @@ def first_head(key: jax.Array, kept: Sequence[Group]) -> core.Variables:
     The head's variables.
 
   Raises:
-    ValueError: clients have heads of other shapes.
+    ValueError: a client's model has no head, or they have other shapes.
   """
   del key
+  for group in kept:
+    params = group.learner.params
+    if not isinstance(params, dict) or {*params} != {"body", "head"}:
+      raise ValueError(
+        f"client {group.clients[0]}: its model has no head of its own; make it"
+        " by features.headed(body, head)"
+      )
   heads = [parted(group.learner.variables)["head"] for group in kept]
   first, *others = [jax.tree.map(lambda a: a[0], head) for head in heads]
   for group, other in zip(kept[1:], others):

@@ -46,9 +46,9 @@ def feddf(
   Returns:
     The algorithm. Its `init` takes a key and, to continue from existing models,
     P `Variables`. Its `step` takes a plan and data as for `fedavg`, both with
-    `distill`, the distillation batches and their bank, whose labels are not
-    used. Its metrics are each pool's `NAME/client_loss` and
-    `NAME/distill_loss`, means over steps.
+    `distill`, the distillation batches and their bank, whose labels are used
+    with the distiller's `label_weight` only. Its metrics are each pool's
+    `NAME/client_loss` and `NAME/distill_loss`, means over steps.
 
   Raises:
     ValueError: a value is out of its range; labels are not classes, and the

@@ -118,6 +118,13 @@ def pulled(
       client.label, client.model, variables, batch, key
     )
     means, known = prototypes_of(prototypes(context["server"]))
+    found = getattr(outputs, "features", None)
+    if found is None or found.shape[-1] != means.shape[-1]:
+      what = "none" if found is None else found.shape[-1]
+      raise ValueError(
+        f"num_features={means.shape[-1]}: {client.label} has {what}; make its"
+        " model by features.headed(body, head)"
+      )
     labels, _ = classes_of(batch, len(known))
     distance = known[labels] * jnp.mean(
       jnp.square(outputs.features - means[labels]), axis=-1

@@ -112,8 +112,7 @@ def heterofl(
     return whole
 
   def begin(context, kept):
-    variables = leading(context["server"], kept.learner.variables)
-    return kept.learner._replace(variables=variables)
+    return leading(context["server"], kept.learner.variables)
 
   def end(context, kept, learner, batches):
     del batches
@@ -125,7 +124,7 @@ def heterofl(
       part = jax.tree.map(has, held.params[output])
       held = held._replace(params={**held.params, output: part})
     fill = lambda own: filled(own, context["server"])
-    # The optimizer is kept as it was at first: new in each round.
+    # The optimizer is not kept: it is new in each round.
     new = learner._replace(opt_state=kept.learner.opt_state)
     return kept.replace(learner=new), (fill(learner.variables), fill(held))
 

@@ -89,7 +89,8 @@ def step_coefficients(
   def step(_, c):
     slope = jax.grad(coefficients_loss)(c, together, penalty)
     with jax.numpy_dtype_promotion("standard"):  # Optax divides by integers.
-      return jax.vmap(optax.projections.projection_simplex)(c - rate * slope)
+      new = jax.vmap(optax.projections.projection_simplex)(c - rate * slope)
+    return core.as_type(new, c.dtype)
 
   return jax.lax.fori_loop(0, steps, step, coefficients)
 

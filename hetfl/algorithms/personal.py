@@ -57,7 +57,7 @@ class Method(NamedTuple):
     server: `(key, clients' first states) -> server`, what the server sends in
       the first round; `()` by default.
     begin: `(context, kept) -> learner`, what a client starts the round from; by
-      default its own learner.
+      default its own learner. `Variables` are trained by a new optimizer.
     shared: `context -> variables`, of another model that a client trains in the
       round, by a new optimizer. The objective's variables are then those of
       `own` and `shared`, `joined`, and so is the learner that `end` gets; see
@@ -75,7 +75,7 @@ class Method(NamedTuple):
   objective: Callable[[Client], local.Objective] = local.supervised
   hyper: Mapping[str, tuple[Any, float]] = MappingProxyType({})
   server: Callable[..., PyTree] | None = None
-  begin: Callable[..., local.Learner] | None = None
+  begin: Callable[..., local.Learner | core.Variables] | None = None
   shared: Callable[[Mapping[str, Any]], core.Variables] | None = None
   end: Callable[..., tuple[Group, PyTree]] | None = None
   survey: Callable[[PyTree, core.Batch], PyTree] | None = None
@@ -133,6 +133,7 @@ def personal(
   roster = Roster(clients)
   engine, method = engine or Inline(), method or Method()
   hyper = {"learning_rate": (learning_rate, np.inf), **method.hyper}
+  _check(method)
   for name, (value, high) in hyper.items():
     core.check_schedule(name, value, 1, high=high)
   checks.optimizers(optimizer=optimizer)
@@ -146,7 +147,8 @@ def personal(
       def one(k):
         variables = client.model.start(jax.random.fold_in(init_key, k))
         own = client.optimizer or optimizer
-        return local.Learner.start(variables, own), method.extra(variables)
+        extra = core.unshared(method.extra(variables), variables)
+        return local.Learner.start(variables, own), extra
 
       return jax.vmap(one)(group)
 
@@ -209,21 +211,63 @@ def personal(
   return core.Algorithm(init, step)
 
 
+_ARGUMENTS = {
+  "objective": ("client",),
+  "server": ("key", "kept"),
+  "begin": ("context", "kept"),
+  "shared": ("context",),
+  "end": ("context", "kept", "learner", "batches"),
+  "survey": ("outputs", "batch"),
+  "extra": ("variables",),
+  "aggregate": ("context", "sent", "key"),
+}
+
+
+def _check(method: Method) -> None:
+  """Raises a `ValueError` if a method's functions take other arguments."""
+  for name, arguments in _ARGUMENTS.items():
+    if (function := getattr(method, name)) is not None:
+      checks.takes(f"Method.{name}", function, *arguments)
+  for name, pair in method.hyper.items():
+    if not isinstance(pair, tuple) or len(pair) != 2:
+      raise ValueError(
+        f"Method.hyper: {name!r} is {pair!r}: give a pair, the value and the"
+        " greatest that it may be"
+      )
+  if method.aggregate is not None and method.server is None:
+    raise ValueError(
+      "Method.aggregate: needs Method.server, what the server sends in the"
+      " first round, of the same shapes"
+    )
+
+
 def _update(client, method, optimizer) -> Task:
   """A client's training, and what it sends."""
 
-  def optimizer_of(context):
+  def own_optimizer(context):
     rate = context["learning_rate"]
     own = rate if client.learning_rate is None else client.learning_rate
-    own = (client.optimizer or optimizer)(own)
+    return (client.optimizer or optimizer)(own)
+
+  def optimizer_of(context):
+    own = own_optimizer(context)
     if method.shared is None:
       return own
-    return by_name({"own": own, "shared": optimizer(rate)})
+    shared = optimizer(context["learning_rate"])
+    return by_name({"own": own, "shared": shared})
 
   def begin(context, kept):
     learner = kept.learner
     if method.begin is not None:
       learner = method.begin(context, kept)
+      if isinstance(learner, core.Variables):
+        opt_state = own_optimizer(context).init(learner.params)
+        learner = local.Learner(learner, opt_state)
+      checks.alike("Method.begin", learner.params, kept.learner.params)
+      # Such as a head of float32 for a client of bfloat16.
+      params = core.as_types(learner.params, kept.learner.params)
+      variables = learner.variables._replace(params=params)
+      learner = learner._replace(variables=variables)
     if method.shared is None:
       return learner
     shared = method.shared(context)
@@ -236,7 +280,13 @@ def _update(client, method, optimizer) -> Task:
   def end(context, kept, learner, metrics, batches, key):
     del key
     if method.end is not None:
-      new, message = method.end(context, kept, learner, batches)
+      sent = method.end(context, kept, learner, batches)
+      if not isinstance(sent, tuple) or not isinstance(sent[0], Group):
+        raise ValueError(
+          "Method.end: must return what is kept, and a message: such as"
+          " kept.replace(learner=learner), ()"
+        )
+      new, message = sent
     elif method.shared is not None:
       own, message = own_and_shared(learner)
       new = kept.replace(learner=own)
@@ -251,8 +301,11 @@ def _update(client, method, optimizer) -> Task:
     own = params if method.shared is None else params["own"]
     return client.l2 * client.penalty(own)
 
+  objective = method.objective(client)
+  arguments = "variables", "batch", "key", "context"
+  checks.takes("Method.objective(client)", objective, *arguments)
   step = local.step_on(
-    method.objective(client),
+    objective,
     optimizer_of,
     microbatch=client.microbatch,
     penalty=client.penalty and penalty,

@@ -5,6 +5,7 @@ import os
 import pathlib
 from typing import NamedTuple
 
+from absl import logging
 import numpy as np
 
 from hetfl import checks
@@ -110,6 +111,8 @@ def load_compared_images(
     images = load_npz(npz)
   else:
     images = vision.load(dataset, data_dir, download)
+  if images.clients is not None:
+    logging.warning("%s: its clients are not used; see partition_file", npz)
   bank = {n: np.concatenate([images.train[n], images.test[n]]) for n in "xy"}
   if partition == "file" and (examples or public_examples):
     raise ValueError(

@@ -18,6 +18,7 @@ import pathlib
 import re
 import shutil
 from typing import Any
+import warnings
 
 from absl import logging
 import jax
@@ -136,24 +137,11 @@ class Checkpoints:
       OSError: a file cannot be read for another reason than damage, such as too
         many open files.
     """
-    found, damaged = None, []
-    for round in reversed([r for r in self.rounds() if r < before]):
-      path = self.path(round)
-      try:
-        found = round, _verified(path)
-        break
-      except (OSError, ValueError) as e:
-        if isinstance(e, OSError) and e.errno not in _DAMAGE:
-          raise
-        damaged.append(f"{path.name} is damaged ({e})")
-    if damaged:
-      use = path.name if found else "none, from the start"
-      logging.warning(
-        f"Checkpoints in {self.folder}: {', '.join(damaged)}; using {use}."
-      )
+    found = self._newest(before)
     if found is None:
       return None
     round, manifest = found
+    path = self.path(round)
     specs = [leaf["spec"] for leaf in manifest["leaves"]]
     there, here = (
       {name: f"{dtype}{shape}" for name, dtype, shape, *_ in each}
@@ -177,6 +165,70 @@ class Checkpoints:
     leaves = [stored.get(n, array) for n, array in zip(names, leaves)]
     state = from_host(jax.tree.unflatten(treedef, leaves), like)
     return round, state, manifest["extra"]
+
+  def part(self, where: str, like: PyTree) -> PyTree:
+    """A part of the newest state that is not damaged, such as a model.
+
+    Args:
+      where: its place in the state, such as `.server[0].variables`.
+      like: such a part, or its shapes and types, as `jax.eval_shape` gives them
+        of `model.init`.
+
+    Returns:
+      The part.
+
+    Raises:
+      ValueError: there is no checkpoint, or none with such a part.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> checkpoints = Checkpoints(folder.name)
+    >>> checkpoints.save(1, {'a': [{'w': jnp.arange(3.)}, jnp.ones(2)]}, {})
+    >>> checkpoints.part("['a'][0]", like={'w': jnp.zeros(3)})
+    {'w': Array([0., 1., 2.], dtype=float32)}
+    """
+    found = self._newest()
+    if found is None:
+      raise ValueError(f"{self.folder}: holds no checkpoint")
+    round, manifest = found
+    specs = [leaf["spec"] for leaf in manifest["leaves"]]
+    there = {path: [dtype, shape] for path, dtype, shape in specs}
+    wanted = {
+      where + path: [dtype, shape] for path, dtype, shape in _specs(like)
+    }
+    if unlike := {p: has for p, has in wanted.items() if there.get(p) != has}:
+      near = {p: has for p, has in there.items() if p.startswith(where)}
+      raise ValueError(
+        f"where={where!r}: {self.path(round)} has {dict([*near.items()][:5])}"
+        f" there, not {dict([*unlike.items()][:5])}"
+      )
+    with _orbax() as orbax, warnings.catch_warnings():
+      warnings.simplefilter("ignore")  # The devices of the run are not wanted.
+      stored = orbax.restore(self.path(round) / "state")
+    names = [_names(specs)[path] for path in wanted]
+    leaves, treedef = jax.tree.flatten(like)
+    empty = lambda leaf: np.zeros(leaf.shape, leaf.dtype)
+    given = [stored.get(n, empty(leaf)) for n, leaf in zip(names, leaves)]
+    return jax.tree.map(jnp.asarray, jax.tree.unflatten(treedef, given))
+
+  def _newest(self, before: float = math.inf) -> tuple[int, dict] | None:
+    """The round and manifest of the newest checkpoint that is not damaged."""
+    found, damaged = None, []
+    for round in reversed([r for r in self.rounds() if r < before]):
+      path = self.path(round)
+      try:
+        found = round, _verified(path)
+        break
+      except (OSError, ValueError) as e:
+        if isinstance(e, OSError) and e.errno not in _DAMAGE:
+          raise
+        damaged.append(f"{path.name} is damaged ({e})")
+    if damaged:
+      use = path.name if found else "none, from the start"
+      logging.warning(
+        f"Checkpoints in {self.folder}: {', '.join(damaged)}; using {use}."
+      )
+    return found
 
 
 def _all_finite(array: np.ndarray) -> bool:

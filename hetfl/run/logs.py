@@ -263,9 +263,12 @@ class RunFolder:
     stored = read_config(self.path)
     # Hidden files are the system's, or were left by a killed process.
     if not stored and (self.path.is_file() or any(self.path.glob("[!.]*"))):
+      runs = [path.parent.name for path in self.path.glob("*/config.json")]
+      holds = f"it holds the runs {', '.join(sorted(runs))}"
       raise ConfigMismatch(
-        f"{named}={workdir} exists, but is not the folder of a run (it has no"
-        f" config.json of one). Use another {named}."
+        f"{named}={workdir} exists, but is not the folder of a run"
+        f" ({holds if runs else 'it has no config.json of one'})."
+        f" Use another {named}."
       )
     if not stored:
       self.path.mkdir(parents=True, exist_ok=True)
@@ -279,7 +282,7 @@ class RunFolder:
       if lengthens and last < config["rounds"] and last % every == 0:
         return
       hint = (
-        " Rounds can only be added, to a multiple of eval_every, and only if"
+        " Rounds can only be added to a multiple of eval_every, and only if"
         " nothing depends on their number, such as learning rates that decay."
       )
     if unlike:

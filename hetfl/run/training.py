@@ -198,7 +198,14 @@ def run(
   def over(done: int) -> bool:
     """Whether the run ends with this round."""
     rows = logs.read_rows(folder.metrics) if patience else []
-    values = [row[watched] or 0.0 for row in rows if row["round"] <= done]
+    if rows and watched not in rows[0]:
+      names = ", ".join(sorted(rows[0]))
+      raise ValueError(f"watched={watched!r}: choose from {names}")
+    values = [
+      -math.inf if row[watched] is None else row[watched]
+      for row in rows
+      if row["round"] <= done
+    ]
     wait = len(values) - 1 - values.index(max(values)) if values else 0
     return engine_lib.from_first(done == rounds or wait >= (patience or 1))
 

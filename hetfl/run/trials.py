@@ -48,7 +48,9 @@ class Dimension(NamedTuple):
     scale, *ends = text.split(":")
     try:
       low, high = map(float, ends)
-      fine = low < high < math.inf and (low > 0 or scale == "linear")
+      fine = -math.inf < low < high < math.inf and (
+        low > 0 or scale == "linear"
+      )
     except ValueError:
       fine = False
     if not fine or scale not in ("log", "linear"):
