@@ -29,10 +29,10 @@ class Compare(shared.Rounds):
   Attributes:
     method: One method, or a comma-separated list of them, which are run one
       after another and compared. local is each client alone; pooled one model
-      of each architecture on the examples of all clients together. fedavg
-      averages the clients of each architecture; scaffold, whose clients train
-      by SGD without momentum, ditto and heterofl, whose clients have it in
-      --widths, need one architecture for all, codist (PeriodicCodist) and
+      of each architecture on the examples of all clients together. fedavg and
+      fedprox average the clients of each architecture; scaffold, whose clients
+      train by SGD without momentum, ditto and heterofl, whose clients have it
+      in --widths, need one architecture for all, codist (PeriodicCodist) and
       mergedcodist two or more.
     dataset: Data set (npz is your own). Training and test images are divided
       together.
@@ -91,6 +91,7 @@ class Compare(shared.Rounds):
     fml_beta: Weight of the labels in the shared model's loss.
     prototype_weight: Weight of the distance to the prototypes.
     fd_weight: Weight of the other clients' mean predictions.
+    prox_mu: Weight of the proximal term.
     ditto_weight: Weight of the distance to the shared model.
     server_learning_rate: The server's, for prototypes or the head.
     temperature: Of the mean of the clients' predictions (dsfl), or of all
@@ -105,8 +106,9 @@ class Compare(shared.Rounds):
   method: tuple[
     Literal[
       *("local", "pooled", "fml", "fedkd", "fd", "fedproto", "fedtgp"),
-      *("fedgh", "lgfedavg", "ditto", "scaffold", "fedavg", "fedmd", "dsfl"),
-      *("ktpfl", "feddf", "fedet", "codist", "mergedcodist", "heterofl"),
+      *("fedgh", "lgfedavg", "ditto", "scaffold", "fedavg", "fedprox"),
+      *("fedmd", "dsfl", "ktpfl", "feddf", "fedet", "codist"),
+      *("mergedcodist", "heterofl"),
     ],
     ...,
   ] = setting(("local", "pooled", "fml", "fedproto"))
@@ -162,6 +164,7 @@ class Compare(shared.Rounds):
   fml_beta: float = share(0.5, only="fml")
   prototype_weight: float = setting(1.0, only="fedproto fedtgp", low=0)
   fd_weight: float = setting(1.0, only="fd", low=0)
+  prox_mu: float = setting(0.01, only="fedprox", low=0)
   ditto_weight: float = setting(1.0, only="ditto", low=0)
   server_learning_rate: float = setting(0.01, only="fedtgp fedgh", low=1e-12)
   temperature: float = setting(

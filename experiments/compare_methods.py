@@ -194,6 +194,7 @@ METHODS = {
     traffic=_own_bytes,
   ),
   "fedavg": _in_pools(hetfl.fedavg),
+  "fedprox": _in_pools(hetfl.fedavg),  # With a proximal term, by its flag.
   "feddf": _in_pools(feddf.feddf, _distiller),
   "fedet": _in_pools(
     fedet.fedet,

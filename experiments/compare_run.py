@@ -209,6 +209,7 @@ class Experiment:
       public_transform=self.transform, eval_batch_size=s.eval_batch_size
     )
     server = dict(server_lr=1.0, server_optimizer=fedavg_server)
+    server |= dict(prox_mu=s.prox_mu) if s.method == "fedprox" else {}
     # Clients take the method's rate and optimizer, the others have their own.
     make, options = {
       "clients": (hetfl.Client, how),

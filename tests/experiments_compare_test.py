@@ -154,10 +154,11 @@ def test_all_methods_run(compare, tmp_path):
 
 
 def test_methods_in_pools_and_on_public_images(compare, tmp_path):
-  methods = "fedavg,feddf,fedet,codist,mergedcodist,fedmd,dsfl"
+  methods = "fedavg,fedprox,feddf,fedet,codist,mergedcodist,fedmd,dsfl"
   public = ("--public_dataset=digits", "--public_examples=97")
   drawn = (*public, "--public_subset=32", "--codist_period=1")
   drawn += (f"--method={methods}", "--rounds=2", "--dropout_rate=0.1")
+  drawn += ("--prox_mu=1",)
   drawn += (f"--models=mlp,{ROOT}/tests/small_models.py:large",)
   done = compare(*QUICK, *drawn, f"--workdir={tmp_path}/all")
   assert done.returncode == 0, done.stderr
@@ -167,8 +168,9 @@ def test_methods_in_pools_and_on_public_images(compare, tmp_path):
     assert results[name]["all"]["test_accuracy"] > 0.3  # Of ten classes.
     held = results[name]["clients"]
     assert sum(c["examples"] + c["test_examples"] for c in held) == 1797 - 97
+  assert results["fedprox"]["all"] != results["fedavg"]["all"]
   model = 2 * 4 * np.mean([c["parameters"] for c in held])
-  for name in ("feddf", "fedet"):
+  for name in ("fedprox", "feddf", "fedet"):
     assert results[name]["bytes_per_round"] == SAMPLED * model
   scores = 2 * 4 * 32 * 10 + 4 * 32  # And which images.
   assert results["dsfl"]["bytes_per_round"] == SAMPLED * scores
