@@ -310,8 +310,8 @@ def on_host(
 
   Returns:
     The algorithm; its state's `clients` hold NumPy arrays, which a step changes
-    in place. Call its `init` and its `step` as they are, not within `jit`, nor
-    by `hetfl.run`. A method's `server` sees the first 1,024 clients of a kind.
+    in place. Call its `init` and its `step` as they are, not within `jit`. A
+    method's `server` sees the first 1,024 clients of a kind.
 
   Raises:
     FileExistsError: the folder holds such files.
@@ -386,12 +386,12 @@ def on_host(
     put(kept, rows, state.clients)
     return state.replace(clients=kept), metrics
 
-  return core.Algorithm(init, host_step)
+  return core.Algorithm(init, host_step, on_host=True)
 
 
 def _check_untraced(key):
   if isinstance(key, jax.core.Tracer):
     raise ValueError(
       "on_host: init and step move rows to and from the host: call them as they"
-      " are, not within jit, and not by hetfl.run"
+      " are, not within jit"
     )

@@ -95,10 +95,13 @@ class Algorithm(NamedTuple):
       device, also by `jax.grad` if the plan is closed over, not an argument of
       the traced function. The losses of tokens are not differentiable by
       `jax.jvp`.
+    on_host: whether both move what clients keep to and from the host, and are
+      not to be traced; see `hetfl.clients.on_host`.
   """
 
   init: Callable[..., PyTree]
   step: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, Metrics]]
+  on_host: bool = False
 
 
 class State(flax.struct.PyTreeNode):

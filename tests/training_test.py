@@ -17,8 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import hetfl
 from hetfl import core, engine
+from hetfl.algorithms.personal import personal
+from hetfl.clients import on_host
 from hetfl.run import checkpoint, logs, training
+from tests.algorithms import MLP, mutual_data, POPULATION
 
 ROUNDS, EVAL_EVERY = 12, 5
 PACKAGE = pathlib.Path(training.__file__).resolve().parents[1]
@@ -41,7 +45,7 @@ class Regression:
     # A weakly typed leaf: jnp.full of a Python number.
     return {"w": jnp.full(3, 0.0), "key": key, "round": jnp.asarray(0)}
 
-  traces = 0
+  traces, on_host = 0, False
 
   def step(self, state, plan, data):
     self.traces += 1
@@ -474,6 +478,40 @@ def test_rounds_in_one_dispatch(undisturbed, tmp_path, size):
     numbers = {k: v for k, v in theirs.items() if v is not None}
     assert ours == pytest.approx(numbers, rel=1e-5)
   assert result["rounds"] == expected["rounds"]
+
+
+def test_clients_on_the_host_go_on(tmp_path):
+  clients = [hetfl.Client(MLP)] * 5
+  make = personal(clients, learning_rate=0.1)
+  plan_fn = lambda t: hetfl.plan_round(
+    {"train": POPULATION}, seed=0, round=t, clients_per_round=2, batch_size=4
+  )
+  learners = lambda state: [group.learner for group in state.clients]
+  outcomes = []
+  for name, rounds, folder in (("a", (4,), None), ("b", (2, 4), tmp_path)):
+    algorithm = on_host(make, clients)
+    for last in rounds:
+      run(
+        tmp_path / name,
+        algorithm,
+        rounds=last,
+        plan_fn=plan_fn,
+        data=mutual_data(),
+        evaluate=lambda state: {},
+        summarize=lambda state, evaluation: {"pools": {}},
+        eval_every=2,
+      )
+      if folder is not None:  # Another process; the rows are on disk now.
+        algorithm = on_host(make, clients, folder=folder)
+    state = training.final_state(
+      on_host(make, clients),
+      jax.random.key(0),
+      logs.RunFolder(tmp_path / name, {"rounds": ROUNDS}),
+    )
+    outcomes.append(jax.tree.leaves(learners(state)))
+    assert all(isinstance(a, np.ndarray) for a in outcomes[-1])
+  for one, other in zip(*outcomes):
+    np.testing.assert_array_equal(one, other)
 
 
 def test_final_state_wants_a_finished_run(tmp_path):

@@ -233,8 +233,10 @@ def run(
   started = time.monotonic()
   code = provenance()  # Of the running code, not of a later checkout.
   checkpoints = checkpoint.Checkpoints(folder.checkpoints)
-  step_one = engine.compile(algorithm.step, donate=(0,))
-  step_several = engine.compile(scanned(algorithm.step), donate=(0,))
+  step_one, step_several = algorithm.step, scanned(algorithm.step)
+  if not algorithm.on_host:
+    step_one = engine.compile(step_one, donate=(0,))
+    step_several = engine.compile(step_several, donate=(0,))
   with contextlib.ExitStack() as stack:
     caught = stack.enter_context(stop_signals())
     # Processes stop together, when the first was told to.
@@ -474,7 +476,10 @@ def _latest(
   Raises:
     ValueError: the run has come further than any checkpoint that counts.
   """
-  state = core.strong(engine_lib.jit(algorithm.init, once=True)(key))
+  init = algorithm.init
+  if not algorithm.on_host:
+    init = engine_lib.jit(init, once=True)
+  state = core.strong(init(key))
   found = None
   if jax.process_index() == 0:  # The other folders do not count.
     found = checkpoints.latest(like=state)
