@@ -429,6 +429,7 @@ def measure_task(
     `(None, bank)` and `(variables, index)`. The results are the sums.
   """
 
+  @functools.partial(jax.jit, inline=True)  # Traced once for begin and step.
   def of_batch(variables, bank, index):
     batch = prepare(transform, gather(bank, index))
     with checks.noted(
