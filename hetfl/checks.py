@@ -186,12 +186,17 @@ def alike(what: str, given: Any, wanted: Any) -> None:
 def array(what: str, outputs: Any) -> None:
   """Raises a `ValueError` if outputs are no array `float[...]`."""
   if not hasattr(outputs, "dtype") and not np.isscalar(outputs):
+    need = (
+      "Language models need Pool(loss=sentence_loss()),"
+      " Distiller(divergence=token_divergence, weights=token_weights) and"
+      " Evaluator(measure=next_word_metrics), from hetfl.models.next_word; fml,"
+      " fedmd and feddf take arrays"
+    )
+    if hasattr(outputs, "logits"):
+      need = "Take features.logits_only(model) of a model with a head"
     raise ValueError(
       f"{what}: outputs must be an array float[..., C], not a"
-      f" {type(outputs).__name__}. Language models need Pool(loss="
-      "sentence_loss()), Distiller(divergence=token_divergence, weights="
-      "token_weights) and Evaluator(measure=next_word_metrics), from"
-      " hetfl.models.next_word; fml, fedmd and feddf take arrays"
+      f" {type(outputs).__name__}. {need}"
     )
   if not jnp.issubdtype(jnp.result_type(outputs), jnp.floating):
     raise ValueError(

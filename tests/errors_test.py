@@ -36,6 +36,7 @@ from hetfl import (
   with_hyper,
 )
 from hetfl.algorithms import codist
+from hetfl.algorithms.features import Features
 from hetfl.algorithms.fedkd import compressed, fedkd
 from hetfl.algorithms.fedmd import consensus
 from hetfl.algorithms.personal import Method, personal
@@ -231,9 +232,6 @@ WRONG = {
   "server: there is no global_model": lambda: fml(
     [Client(MLP)], global_model=None
   ).init(KEY, MLP.start(KEY)),
-  "clients: give one Client or more, not []": lambda: fml(
-    [MLP], global_model=MLP
-  ),
   "distiller=None: give a Distiller": lambda: merged_codist(
     POOLS, None, alpha=0.5, rounds=1
   ),
@@ -432,6 +430,9 @@ WRONG = {
   ),
   "on_host: init and step move rows": lambda: jax.eval_shape(
     on_host(personal([Client(MLP)]), [Client(MLP)]).init, KEY
+  ),
+  "Take features.logits_only(model)": lambda: core.cross_entropy(
+    Features(jnp.zeros((1, 2)), jnp.zeros((1, 3))), {"y": jnp.zeros(1, int)}
   ),
   "no set 'tset'": lambda: evaluator(only=[["tset"]]),
   "only=['test']: give a sequence": lambda: evaluator(only=["test"]),
