@@ -20,26 +20,20 @@ import own_models
 from settings import Given, shown, UsageError
 
 import hetfl
-from hetfl import core, privacy
+from hetfl import core, optimizers, privacy
 from hetfl.batches import in_order, number_of_steps
 from hetfl.data import files
 from hetfl.engine.packing import enough_lanes
 from hetfl.evaluate import accuracies
 from hetfl.models import next_word
-from hetfl.optimizers import (
-  fedadam_server,
-  fedavg_server,
-  fedavgm_server,
-  fedyogi_server,
-)
 from hetfl.run import charts, logs, report, training
 
 # Optax's optimizers with the papers' constants, called with the rate.
 _SERVERS = {
-  "adam": fedadam_server,
-  "yogi": fedyogi_server,
-  "momentum": fedavgm_server,
-  "sgd": fedavg_server,
+  "adam": optimizers.fedadam_server,
+  "yogi": optimizers.fedyogi_server,
+  "momentum": optimizers.fedavgm_server,
+  "sgd": optimizers.fedavg_server,
 }
 
 SETTINGS = Codist

@@ -1,7 +1,6 @@
 """What codistillation trains: models of images and of text, and their data."""
 
 from collections.abc import Mapping
-import functools
 from typing import Any, NamedTuple
 
 from codist import Codist, CONVOLUTIONS
@@ -15,17 +14,10 @@ from hetfl.models import language, next_word, vision
 
 DROPOUTS = ("dropout", "map_dropout", "logits_dropout")
 CNNS = {"small_cnn": vision.small_cnn, "large_cnn": vision.large_cnn}
-LSTMS = ("small_lstm", "large_lstm")
-_SIZES = {
-  "paper": (language.small_lstm, language.large_lstm),
-  "half": (
-    functools.partial(
-      language.LSTMLanguageModel, embedding=48, hidden=35, num_layers=1
-    ),
-    functools.partial(
-      language.LSTMLanguageModel, embedding=96, hidden=70, num_layers=2
-    ),
-  ),
+LSTMS = {"small_lstm": language.small_lstm, "large_lstm": language.large_lstm}
+_HALF = {
+  "small_lstm": {"embedding": 48, "hidden": 35},
+  "large_lstm": {"embedding": 96, "hidden": 70},
 }
 # Positions whose logits a CPU thread holds at once: the fastest of 32 to 200.
 _CHUNK = 128
@@ -60,7 +52,7 @@ class Task(NamedTuple):
 def task_of(s: Codist) -> Task:
   """The task of a run's data set."""
   of_text = "text" in s.words
-  own_models.check("models", s.models or (), LSTMS if of_text else tuple(CNNS))
+  own_models.check("models", s.models or (), [*(LSTMS if of_text else CNNS)])
   return _text(s) if of_text else _images(s)
 
 
@@ -130,10 +122,10 @@ def _text(s: Codist) -> Task:
   # In one program for all clients, computing all logits at once is faster.
   chunk = _CHUNK if "threads" in s.words else None
   example = jnp.zeros((1, codist_text.LENGTH), jnp.int32)
-  sizes, models = dict(zip(LSTMS, _SIZES[s.model_size])), []
+  sizes, models = _HALF if s.model_size == "half" else {}, []
   for name in s.models or LSTMS:
-    build = lambda name=name: sizes[name](
-      words.size, chunk=chunk, dtype=s.dtype
+    build = lambda name=name: LSTMS[name](
+      words.size, chunk=chunk, dtype=s.dtype, **sizes.get(name, {})
     )
     model = own_models.model("models", name, words.size, example, build)
     own = own_models.is_own(name)

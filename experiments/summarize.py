@@ -58,8 +58,7 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
   """
   places = []
   for folder in folders:
-    found = folder.absolute().rglob("metrics.jsonl")
-    found = sorted(path.parent for path in found)
+    found = sorted(p.parent for p in folder.absolute().rglob("metrics.jsonl"))
     if not found:
       raise ValueError(
         f"{folder}: no run found (no metrics.jsonl in it or below it)"
@@ -167,12 +166,7 @@ def measures(
   known = [point for point in course if point[2] == point[2]]  # Not NaN.
   best_round, _, best = max(known or course, key=lambda point: point[2])
   last_round, _, last = course[-1]
-  found = {
-    "rounds": last_round,
-    "last": last,
-    "best": best,
-    "best_round": best_round,
-  }
+  found = dict(rounds=last_round, last=last, best=best, best_round=best_round)
   if target is not None:
     reached = next((p for p in course if p[2] >= target), (None, None, None))
     known = None not in (reached[0], bytes_per_round)

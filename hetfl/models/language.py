@@ -173,7 +173,8 @@ def small_lstm(vocabulary_size: int, **kwargs) -> LSTMLanguageModel:
   Returns:
     The module.
   """
-  return LSTMLanguageModel(vocabulary_size, 96, 70, 1, **kwargs)
+  kwargs = {"embedding": 96, "hidden": 70, "num_layers": 1, **kwargs}
+  return LSTMLanguageModel(vocabulary_size, **kwargs)
 
 
 def large_lstm(vocabulary_size: int, **kwargs) -> LSTMLanguageModel:
@@ -186,4 +187,5 @@ def large_lstm(vocabulary_size: int, **kwargs) -> LSTMLanguageModel:
   Returns:
     The module.
   """
-  return LSTMLanguageModel(vocabulary_size, 192, 140, 2, **kwargs)
+  kwargs = {"embedding": 192, "hidden": 140, "num_layers": 2, **kwargs}
+  return LSTMLanguageModel(vocabulary_size, **kwargs)
