@@ -459,6 +459,7 @@ def draw(
       "tenth": "accuracy, mean over the worst tenth",
       "worse": "clients that are worse than alone",
     },
+    sharey=False,  # The third is of other percents.
   )
   names = [kind.model.rpartition(":")[2] for kind in experiment.of_client]
   names = [f"{k}: {name}" for k, name in enumerate(names)]

@@ -32,6 +32,7 @@ def curves(
   dashed: str = "published",
   title: str | None = None,
   titles: Mapping[str, str] | None = None,
+  sharey: bool = True,
 ) -> None:
   """Draws a metric in percent over the rounds to a PNG, one panel per pool.
 
@@ -49,6 +50,7 @@ def curves(
     dashed: what these values are, for the legend.
     title: above the panels.
     titles: pool -> the title of its panel; by default `'POOL model'`.
+    sharey: whether the panels have one vertical axis.
 
   Raises:
     ValueError: no row has the metric.
@@ -64,7 +66,7 @@ def curves(
   letters = max(map(len, runs)) + (len(dashed) if published else 0)
   height = max(3.8, 0.7 + 0.17 * len(runs))  # Of panels, and their legends.
   fig = _figure((4.8 + 0.06 * letters) * columns, 0.2 + height * lines)
-  grid = fig.subplots(lines, columns, sharey=True, squeeze=False)
+  grid = fig.subplots(lines, columns, sharey=sharey, squeeze=False)
   for ax in grid.flat[len(names) :]:
     ax.remove()
   of_label = {label: _COLORS[i % len(_COLORS)] for i, label in enumerate(runs)}
