@@ -280,7 +280,8 @@ def main(given: Given) -> None:
       runner = trials.SideBySide(problem, seeds, at_once=at_once)
       if vmap:
         runner = trials.Vmapped(problem, seeds, devices=jax.devices())
-      make = getattr(tune, f"{search.proposer}_search")
+      optuna = search.proposer == "optuna"
+      make = tune.optuna_search if optuna else tune.random_search
       options = search.arguments(
         tune.search,
         problem=problem,

@@ -205,7 +205,7 @@ class Checkpoints:
     with _orbax() as orbax, warnings.catch_warnings():
       warnings.simplefilter("ignore")  # The devices of the run are not wanted.
       stored = orbax.restore(self.path(round) / "state")
-    names = [_names(specs)[path] for path in wanted]
+    names = map(_names(specs).get, wanted)
     leaves, treedef = jax.tree.flatten(like)
     empty = lambda leaf: np.zeros(leaf.shape, leaf.dtype)
     given = [stored.get(n, empty(leaf)) for n, leaf in zip(names, leaves)]
