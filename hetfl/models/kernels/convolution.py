@@ -245,20 +245,23 @@ def winograd_conv(x: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
   down, across = map(_transforms, tile)
   rows = _apply(down.inputs, _overlapping(x, 1, tile[0]))
   inputs = [_apply(across.inputs, _overlapping(d, 2, tile[1])) for d in rows]
-  rows = _apply(down.kernel, kernel)
-  factors = [_apply(across.kernel, row) for row in rows]
+  rows = _apply(down.kernel, _split(kernel, 0))
+  factors = [_apply(across.kernel, _split(row, 0)) for row in rows]
   shape = batch, *tiles, features
-  product = lambda d, g: (d.reshape(-1, channels) @ g).reshape(shape)
+  product = lambda d, g: jax.lax.dot(d.reshape(-1, channels), g).reshape(shape)
   products = [list(map(product, *places)) for places in zip(inputs, factors)]
   columns = [_apply(down.outputs, places) for places in zip(*products)]
-  rows = [jnp.stack(_apply(across.outputs, row), 3) for row in zip(*columns)]
-  y = jnp.stack(rows, axis=2)
+  rows = [_stack(_apply(across.outputs, row), 3) for row in zip(*columns)]
+  y = _stack(rows, 2)
   y = y.reshape(batch, tile[0] * tiles[0], tile[1] * tiles[1], features)
   return y[:, :height, :width]
 
 
 class _Transforms(NamedTuple):
-  """The matrices of F(m, 3), whose m outputs take m + 2 products.
+  """The matrices of F(m, 3), whose m outputs take m + 2 products, in factors.
+
+  Points come as p and -p. Of what belongs to both, one factor makes the even
+  and the odd part, the other their sum and difference.
 
   Attributes:
     inputs: `B^T`, `float[m + 2, m + 2]`.
@@ -266,16 +269,17 @@ class _Transforms(NamedTuple):
     outputs: `A^T`, `float[m, m + 2]`.
   """
 
-  inputs: np.ndarray
-  kernel: np.ndarray
-  outputs: np.ndarray
+  inputs: tuple[np.ndarray, np.ndarray]
+  kernel: tuple[np.ndarray, np.ndarray]
+  outputs: tuple[np.ndarray, np.ndarray]
 
 
 @functools.cache
 def _transforms(m: int) -> _Transforms:
   """The Toom-Cook algorithm at `_POINTS[m]` and infinity.
 
-  >>> _transforms(2).outputs.tolist()
+  >>> parts, pairs = _transforms(2).outputs
+  >>> (parts @ pairs).tolist()
   [[1.0, 1.0, 1.0, 0.0], [0.0, 1.0, -1.0, 1.0]]
   """
   points = np.array(_POINTS[m], float)
@@ -285,10 +289,17 @@ def _transforms(m: int) -> _Transforms:
   last = lambda n: np.eye(n)[-1:]
   # The polynomial whose roots are all other points, lowest power first.
   basis = [np.append(np.poly(other)[::-1], 0) for other in others]
+  inputs = np.stack([*basis, np.poly(points)[::-1]])
+  kernel = np.concatenate([powers(3) / np.reshape(scale, (-1, 1)), last(3)])
+  outputs = np.concatenate([powers(m), last(m)]).T
+  pairs = np.eye(m + 2)
+  pairs[1:-1, 1:-1] = np.kron(np.eye(m // 2), [[1, 1], [1, -1]])
+  parts = np.linalg.inv(pairs)
+  exact = lambda matrix: np.where(abs(matrix) < 1e-12, 0, matrix)
   return _Transforms(
-    inputs=np.stack([*basis, np.poly(points)[::-1]]),
-    kernel=np.concatenate([powers(3) / np.reshape(scale, (-1, 1)), last(3)]),
-    outputs=np.concatenate([powers(m), last(m)]).T,
+    inputs=(pairs, exact(parts @ inputs)),
+    kernel=(pairs, exact(parts @ kernel)),
+    outputs=(exact(outputs @ parts), pairs),
   )
 
 
@@ -305,17 +316,43 @@ def _overlapping(x, axis, m):
   """For each place in tiles of m + 2 entries, all tiles' entries there."""
   n, shape = x.shape[axis] // m - 1, x.shape
   x = x.reshape(*shape[:axis], n + 1, m, *shape[axis + 1 :])
-  # By `split`, whose gradient joins the places in one operation.
-  places = [a.squeeze(axis + 1) for a in jax.lax.split(x, (1,) * m, axis + 1)]
+  places = _split(x, axis + 1)
   first = lambda a: jax.lax.slice_in_dim(a, 0, n, axis=axis)
   second = lambda a: jax.lax.slice_in_dim(a, 1, n + 1, axis=axis)
   return [*map(first, places), *map(second, places[:2])]
 
 
-def _apply(matrix, arrays):
-  """A matrix times a vector of arrays: a sum for each row, skipping zeros."""
-  terms = lambda row: [float(c) * a for c, a in zip(row, arrays) if c]
-  return [functools.reduce(operator.add, terms(row)) for row in matrix]
+def _split(x, axis):
+  """The entries along an axis; their gradients are joined in one operation."""
+  parts = jax.lax.split(x, (1,) * x.shape[axis], axis)
+  return [jax.lax.squeeze(part, (axis,)) for part in parts]
+
+
+def _stack(arrays, axis):
+  """`jnp.stack`, with whose gradient XLA would compile half as long again."""
+  arrays = [jax.lax.expand_dims(a, (axis,)) for a in arrays]
+  return jax.lax.concatenate(arrays, axis)
+
+
+def _apply(factors, arrays):
+  """A product of matrices times a vector of arrays, without idle terms.
+
+  By `lax`, since programs of hundreds of `jnp`'s operations take long to trace;
+  and XLA compiles and fuses products by 1 and 0 worse than none.
+  """
+  for matrix in reversed(factors):
+    arrays = [functools.reduce(_add, zip(row, arrays), None) for row in matrix]
+  return arrays
+
+
+def _add(total, term):
+  """`total + c a` for a term `(c, a)`; `None` is no sum yet."""
+  c, a = term
+  if c not in (0, 1, -1):
+    a = jax.lax.mul(a, np.asarray(c, a.dtype))
+  if total is None or not c:
+    return jax.lax.neg(a) if c == -1 else a if c else total
+  return jax.lax.sub(total, a) if c == -1 else jax.lax.add(total, a)
 
 
 def _halves(height, width):
