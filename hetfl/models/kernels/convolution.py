@@ -348,11 +348,13 @@ def _apply(factors, arrays):
 def _add(total, term):
   """`total + c a` for a term `(c, a)`; `None` is no sum yet."""
   c, a = term
-  if c not in (0, 1, -1):
-    a = jax.lax.mul(a, np.asarray(c, a.dtype))
-  if total is None or not c:
-    return jax.lax.neg(a) if c == -1 else a if c else total
-  return jax.lax.sub(total, a) if c == -1 else jax.lax.add(total, a)
+  if c == 0:
+    return total
+  if abs(c) != 1:
+    c, a = 1, jax.lax.mul(a, np.asarray(c, a.dtype))
+  if total is None:
+    return a if c == 1 else jax.lax.neg(a)
+  return jax.lax.add(total, a) if c == 1 else jax.lax.sub(total, a)
 
 
 def _halves(height, width):
