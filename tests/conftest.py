@@ -1,7 +1,6 @@
 """Eight CPU devices, so that meshes can be tested anywhere, and experiments."""
 
 import functools
-import gc
 import os
 
 import jax
@@ -19,7 +18,6 @@ if not os.environ.get("HETFL_TRAIN"):  # Flag files' networks are large.
     [os.environ.get("XLA_FLAGS", ""), _QUICK_COMPILATION]
   )
 jax.config.update("jax_num_cpu_devices", 8)
-gc.set_threshold(50_000, 20, 20)  # Tracing makes many objects that stay.
 # An array that broadcasts by accident is an error.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
