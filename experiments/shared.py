@@ -53,10 +53,10 @@ class Run(Settings):
     eval_batch_size: Batch size of evaluations; by default 40 on CPUs and 1,000
       elsewhere. Changes speed only.
     conv: Form of the convolutions; matrix products of patches; winograd (3x3
-      layers of 16 channels and more, in float32; others as patches); or native,
-      XLA's own. By default winograd on CPUs (patches for images of less than 16
-      pixels a side and FedMD), native on TPUs, and on GPUs native for FedMD,
-      else patches. Changes speed only.
+      and 5x5 layers of 16 channels and more, in float32; others as patches); or
+      native, XLA's own. By default winograd on CPUs (patches for images of less
+      than 16 pixels a side and FedMD), native on TPUs, and on GPUs native for
+      FedMD, else patches. Changes speed only.
     matmul_precision: Precision of float32 matrix products on accelerators; CPUs
       use float32.
     dtype: Type of the factors of models' products and of what lies between

@@ -122,6 +122,8 @@ def test_dropout_is_in_training_alone():
     ("patches", (4, 5), (3, 2), "SAME", 32, False),
     ("winograd", (3, 3), (1, 1), "SAME", 32, True),  # In tiles of 4x2.
     ("winograd", (3, 3), (1, 1), "VALID", 32, False),  # In tiles of 2x2.
+    ("winograd", (5, 5), (1, 1), "SAME", 32, True),
+    ("winograd", (5, 5), (1, 1), "VALID", 32, False),
     ("winograd", (3, 3), (2, 2), "VALID", 32, False),  # As patches.
     ("planes", (3, 3), (1, 1), "SAME", 4, True),
     ("planes", (5, 5), (1, 1), "VALID", 4, True),
@@ -227,23 +229,25 @@ def test_a_gpus_round_is_the_others(monkeypatch):
   chex.assert_trees_all_close(trained(), expected, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("height", [6, 12])  # Tiles of 2x2 and of 4x2.
-def test_winograd_is_about_as_exact_as_patches(height):
+# In tiles of 2x2, of 4x2, and of 2x2 with six inputs a side.
+@pytest.mark.parametrize("side,height", [(3, 6), (3, 12), (5, 6)])
+def test_winograd_is_about_as_exact_as_patches(side, height):
   rng = np.random.default_rng(0)
   x = rng.normal(size=(4, height, 8, 64)).astype(np.float32)
-  kernel = rng.normal(size=(3, 3, 64, 64)).astype(np.float32)
-  padded = np.pad(x.astype(float), ((0, 0), (1, 1), (1, 1), (0, 0)))
+  kernel = rng.normal(size=(side, side, 64, 64)).astype(np.float32)
+  edge = (side // 2, side // 2)
+  padded = np.pad(x.astype(float), ((0, 0), edge, edge, (0, 0)))
   exact = sum(
     padded[:, i : i + height, j : j + 8] @ kernel[i, j].astype(float)
-    for i in range(3)
-    for j in range(3)
+    for i in range(side)
+    for j in range(side)
   )
   error = lambda y: np.sqrt(np.mean((np.asarray(y, float) - exact) ** 2))
   tiled = error(convolution.winograd_conv(x, kernel, "SAME"))
-  patches = convolution.extract_patches(x, (3, 3), "SAME")
+  patches = convolution.extract_patches(x, (side, side), "SAME")
   direct = error(patches @ kernel.reshape(-1, 64))
-  # 0.7 and 1.3 times; with the points 1 and 2 in place of 2/3 and 3/2, 1.9.
-  assert tiled < 1.5 * direct, (tiled, direct)
+  # 0.7, 1.3 and 1.5 times; with points 1 and 2 in place of 2/3 and 3/2, 1.9.
+  assert tiled < 1.7 * direct, (tiled, direct)
 
 
 FML_COUNTS = {

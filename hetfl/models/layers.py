@@ -48,11 +48,12 @@ class Conv(nn.Module):
   there are few channels, and multiplies by the kernel as one matrix. Under
   `vmap` over client weights this stays one batched matrix product, where
   XLA's own convolution falls back to slow paths, and on CPU it is faster in
-  any case. `winograd` is the same except for 3x3 kernels with stride 1 and at
-  least 16 input channels, which take 2.25 to 3 times fewer multiplications,
-  unless they are computed in bfloat16. `native` is XLA's own convolution.
-  `planes` is `patches` for images `float[c, H, W, B]` of few channels; it needs
-  `pool`, and strides of one. All forms give the same numbers up to rounding.
+  any case. `winograd` is the same except for 3x3 and 5x5 kernels with stride 1
+  and at least 16 input channels, which take 2.25 to 3 times fewer
+  multiplications, unless they are computed in bfloat16. `native` is XLA's own
+  convolution. `planes` is `patches` for images `float[c, H, W, B]` of few
+  channels; it needs `pool`, and strides of one. All forms give the same numbers
+  up to rounding.
 
   Attributes:
     features: number of output channels.

@@ -18,9 +18,9 @@ from hetfl.models.kernels.products import add_bias, is_wide
 _MANY_CHANNELS = 16
 
 # Where Winograd's polynomials are evaluated, besides infinity, by the number of
-# a tile's outputs along an axis. 2/3 and 3/2 give 0.7 of the error of the usual
+# a tile's inputs along an axis. 2/3 and 3/2 give 0.7 of the error of the usual
 # 1 and 2.
-_POINTS = {2: (0, 1, -1), 4: (0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)}
+_POINTS = {4: (0, 1, -1), 6: (0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)}
 
 Padding = Literal["SAME", "VALID"]
 
@@ -42,7 +42,7 @@ def takes_tiles(
   (True, False)
   """
   many = channels >= _MANY_CHANNELS
-  return many and tuple(kernel_size) == (3, 3) and is_wide(dtype)
+  return many and tuple(kernel_size) in ((3, 3), (5, 5)) and is_wide(dtype)
 
 
 def conv(
@@ -202,19 +202,21 @@ def _places(x, axis, size, stride):
 
 
 def winograd_conv(x: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
-  """A 3x3 convolution of stride 1 with 24 products in place of 72.
+  """A 3x3 or 5x5 convolution of stride 1 with a third of the products.
 
-  Outputs come in tiles of 4x2, each from 6x4 inputs `d`:
+  Outputs of 3x3 kernels come in tiles of 4x2, each from 6x4 inputs `d`:
   `Y = A^T [(G g G^T) * (B^T d B)] A`, where `*` is elementwise. Summed over
   channels, each of the 24 places is a matrix product of all tiles by one
   transformed kernel; the transforms before and after are sums of a few inputs
-  or products. The gradients have the same form, by the same identities. Where
-  tiles of 4x2 would overhang the image so far that they need no fewer products
-  than tiles of 2x2, the tiles are 2x2, with 16 products in place of 36.
+  or products. The gradients have the same form, by the same identities. So 24
+  products take the place of 72. Where tiles of 4x2 would overhang the image so
+  far that they need no fewer products than tiles of 2x2, the tiles are 2x2,
+  with 16 products in place of 36; those of 5x5 kernels are 2x2 always, with 36
+  in place of 100.
 
   Args:
     x: `float[B, H, W, c]`.
-    kernel: `float[3, 3, c, f]`.
+    kernel: `float[n, n, c, f]`; n is 3 or 5.
     padding: `SAME` or `VALID`.
 
   Returns:
@@ -222,29 +224,31 @@ def winograd_conv(x: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
     about as far from the float64 result as the other forms of `layers.Conv`.
 
   Reference: Lavin & Gray 2016, "Fast Algorithms for Convolutional Neural
-    Networks", equations 7 to 9, F(2x2, 3x3) and F(4x2, 3x3). Departure: for
-    tiles of 4 the points c, -c, 1/c and -1/c of Alam et al. 2022, "Winograd
-    Convolution for Deep Neural Networks: Efficient Point Selection".
+    Networks", equations 7 to 9: F(2x2, 3x3), F(4x2, 3x3) and F(2x2, 5x5).
+    Departure: of tiles with 6 inputs the points c, -c, 1/c and -1/c of Alam et
+    al. 2022, "Winograd Convolution for Deep Neural Networks: Efficient Point
+    Selection".
 
   >>> x = jnp.arange(20.).reshape(1, 4, 5, 1)
   >>> winograd_conv(x, jnp.ones((3, 3, 1, 1)), 'VALID')[0, :, :, 0].tolist()
   [[54.0, 63.0, 72.0], [99.0, 108.0, 117.0]]
   """
   batch, height, width, channels = x.shape
-  features = kernel.shape[-1]
-  before = 1 if padding == "SAME" else 0
-  height, width = height - 2 + 2 * before, width - 2 + 2 * before
-  tile = _down(height), 2
+  side, features = kernel.shape[0], kernel.shape[-1]
+  before = side // 2 if padding == "SAME" else 0
+  height, width = (n + 1 - side + 2 * before for n in (height, width))
+  tile = _down(height, side), 2
   tiles = [-(-n // m) for n, m in zip((height, width), tile)]
-  # Each tile's inputs overlap with those of the next by two.
+  # Each tile's inputs overlap with those of the next.
   pads = [
-    (before, m * (n + 1) - before - size)
+    (before, m * (n + _later(m, side)) - before - size)
     for m, n, size in zip(tile, tiles, x.shape[1:])
   ]
   x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
-  down, across = map(_transforms, tile)
-  rows = _apply(down.inputs, _overlapping(x, 1, tile[0]))
-  inputs = [_apply(across.inputs, _overlapping(d, 2, tile[1])) for d in rows]
+  down, across = (_transforms(m, side) for m in tile)
+  overlapping = lambda x, axis: _overlapping(x, axis, tile[axis - 1], side)
+  rows = _apply(down.inputs, overlapping(x, 1))
+  inputs = [_apply(across.inputs, overlapping(d, 2)) for d in rows]
   rows = _apply(down.kernel, _split(kernel, 0))
   factors = [_apply(across.kernel, _split(row, 0)) for row in rows]
   shape = batch, *tiles, features
@@ -258,15 +262,15 @@ def winograd_conv(x: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
 
 
 class _Transforms(NamedTuple):
-  """The matrices of F(m, 3), whose m outputs take m + 2 products, in factors.
+  """The matrices of F(m, r), whose m outputs take n = m + r - 1 products.
 
-  Points come as p and -p. Of what belongs to both, one factor makes the even
-  and the odd part, the other their sum and difference.
+  Points come as p and -p. Of what belongs to both, one factor of a matrix makes
+  the even and the odd part, the other their sum and difference.
 
   Attributes:
-    inputs: `B^T`, `float[m + 2, m + 2]`.
-    kernel: `G`, `float[m + 2, 3]`.
-    outputs: `A^T`, `float[m, m + 2]`.
+    inputs: `B^T`, `float[n, n]`.
+    kernel: `G`, `float[n, r]`.
+    outputs: `A^T`, `float[m, n]`.
   """
 
   inputs: tuple[np.ndarray, np.ndarray]
@@ -275,25 +279,26 @@ class _Transforms(NamedTuple):
 
 
 @functools.cache
-def _transforms(m: int) -> _Transforms:
-  """The Toom-Cook algorithm at `_POINTS[m]` and infinity.
+def _transforms(m: int, r: int) -> _Transforms:
+  """The Toom-Cook algorithm at `_POINTS[m + r - 1]` and infinity.
 
-  >>> parts, pairs = _transforms(2).outputs
+  >>> parts, pairs = _transforms(2, 3).outputs
   >>> (parts @ pairs).tolist()
   [[1.0, 1.0, 1.0, 0.0], [0.0, 1.0, -1.0, 1.0]]
   """
-  points = np.array(_POINTS[m], float)
-  others = [np.delete(points, i) for i in range(m + 1)]
+  n = m + r - 1
+  points = np.array(_POINTS[n], float)
+  others = [np.delete(points, i) for i in range(n - 1)]
   scale = [np.prod(p - other) for p, other in zip(points, others)]
-  powers = lambda n: points[:, None] ** np.arange(n)
-  last = lambda n: np.eye(n)[-1:]
+  powers = lambda number: points[:, None] ** np.arange(number)
+  last = lambda number: np.eye(number)[-1:]
   # The polynomial whose roots are all other points, lowest power first.
   basis = [np.append(np.poly(other)[::-1], 0) for other in others]
   inputs = np.stack([*basis, np.poly(points)[::-1]])
-  kernel = np.concatenate([powers(3) / np.reshape(scale, (-1, 1)), last(3)])
+  kernel = np.concatenate([powers(r) / np.reshape(scale, (-1, 1)), last(r)])
   outputs = np.concatenate([powers(m), last(m)]).T
-  pairs = np.eye(m + 2)
-  pairs[1:-1, 1:-1] = np.kron(np.eye(m // 2), [[1, 1], [1, -1]])
+  pairs = np.eye(n)
+  pairs[1:-1, 1:-1] = np.kron(np.eye(n // 2 - 1), [[1, 1], [1, -1]])
   parts = np.linalg.inv(pairs)
   exact = lambda matrix: np.where(abs(matrix) < 1e-12, 0, matrix)
   return _Transforms(
@@ -303,23 +308,33 @@ def _transforms(m: int) -> _Transforms:
   )
 
 
-def _down(height: int) -> int:
+def _down(height: int, side: int) -> int:
   """The height of tiles, in outputs, that needs the fewest products.
 
-  >>> [_down(height) for height in (6, 7, 12, 28)]
-  [2, 4, 4, 4]
+  >>> [_down(height, 3) for height in (6, 7, 12, 28)], _down(12, 5)
+  ([2, 4, 4, 4], 2)
   """
-  return min(_POINTS, key=lambda m: -(-height // m) * (m + 2))
+  heights = [n + 1 - side for n in _POINTS if n > side]
+  return min(heights, key=lambda m: -(-height // m) * (m + side - 1))
 
 
-def _overlapping(x, axis, m):
-  """For each place in tiles of m + 2 entries, all tiles' entries there."""
-  n, shape = x.shape[axis] // m - 1, x.shape
-  x = x.reshape(*shape[:axis], n + 1, m, *shape[axis + 1 :])
+def _later(m, side):
+  """How many blocks of m entries, after its own, a tile reaches into."""
+  return -(-(side - 1) // m)
+
+
+def _overlapping(x, axis, m, side):
+  """For each place in tiles of m + side - 1 entries, all tiles' entries."""
+  blocks, shape = x.shape[axis] // m, x.shape
+  tiles = blocks - _later(m, side)
+  x = x.reshape(*shape[:axis], blocks, m, *shape[axis + 1 :])
   places = _split(x, axis + 1)
-  first = lambda a: jax.lax.slice_in_dim(a, 0, n, axis=axis)
-  second = lambda a: jax.lax.slice_in_dim(a, 1, n + 1, axis=axis)
-  return [*map(first, places), *map(second, places[:2])]
+
+  def entries(block, place):
+    part = places[place]
+    return jax.lax.slice_in_dim(part, block, block + tiles, axis=axis)
+
+  return [entries(*divmod(i, m)) for i in range(m + side - 1)]
 
 
 def _split(x, axis):
