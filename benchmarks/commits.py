@@ -65,6 +65,7 @@ class Checkout:
   """A process that runs rounds of one checkout."""
 
   def __init__(self, folder: pathlib.Path, runs: int):
+    self._folder = folder
     self._process = subprocess.Popen(
       [sys.executable, "-c", WORKER, str(runs)],
       cwd=folder,
@@ -77,7 +78,7 @@ class Checkout:
   def _read(self) -> list[float]:
     line = self._process.stdout.readline()
     if not line:
-      raise SystemExit(f"{self._process.args[0]}: a checkout's process ended")
+      raise SystemExit(f"{self._folder}: the checkout's process ended")
     return [float(number) for number in line.split()]
 
   def ask(self, name: str = "") -> list[float]:
@@ -96,6 +97,11 @@ def main() -> None:
   parser.add_argument("--only", default=",".join(ROWS), help="names of rows")
   parser.add_argument("--runs", type=int, default=9, help="turns of each")
   args = parser.parse_args()
+  names = args.only.split(",")
+  if unknown := {*names} - {*ROWS}:
+    parser.error(f"--only={min(unknown)}: choose from {', '.join(ROWS)}")
+  if not pathlib.Path(args.other, "hetfl").is_dir():
+    parser.error(f"{args.other}: not a checkout of hetfl")
   here, there = (
     Checkout(pathlib.Path(folder), args.runs) for folder in (ROOT, args.other)
   )
@@ -103,7 +109,7 @@ def main() -> None:
     f"{'row':33} {'first s':>8} {'other':>8} {'round s':>8} {'other':>8}"
     f" {'ratio':>6}"
   )
-  for name in args.only.split(","):
+  for name in names:
     first, flops = zip(here.ask(name), there.ask(name))
     turns = []
     for _ in range(args.runs):

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks import peers, rounds
 import hetfl
-from hetfl import core
+from hetfl import core, engine
 from hetfl.models import fedmd as models
 
 PARTIES, CLASSES, SIDE = 10, 16, 28
@@ -160,8 +160,9 @@ def peer(table: str, width: float, channels_last: bool) -> rounds.Round:
       consensus = 0
       for net in nets:
         net.eval()
-        # Batches that fit into the cache; ours takes 40 too.
-        scores = torch.cat([net(part) for part in x.split(40)])
+        # As many as ours takes: on CPUs those that fit into the cache.
+        size = engine.batch_size_or_default(None)
+        scores = torch.cat([net(part) for part in x.split(size)])
         consensus = consensus + scores / PARTIES
     for net, digest, revisit in zip(nets, digests, revisits):
       train(net, digest, x, consensus, BATCH, functional.l1_loss)

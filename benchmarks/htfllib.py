@@ -46,7 +46,7 @@ from benchmarks.compare import chosen, provenance
 import hetfl
 from hetfl import core
 from hetfl.algorithms import fd, fedproto, lgfedavg, personal
-from hetfl.algorithms.features import headed, logits_only, with_head
+from hetfl.algorithms.features import headed, logits_only, with_parts
 from hetfl.batches import Plan, rows_of
 from hetfl.data.compared_images import ComparedImages, load_compared_images
 from hetfl.models import vision
@@ -114,7 +114,7 @@ METHODS = {
     lambda o, *_: lgfedavg.lgfedavg(**o),
     True,
     sent="head",
-    received=with_head,
+    received=lambda variables, head: with_parts(variables, head=head),
     by_size=True,
   ),
 }
@@ -389,7 +389,7 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("--htfllib", required=True, help="a checkout of HtFLlib")
-  parser.add_argument("--method", help="names or their beginnings, with commas")
+  parser.add_argument("--only", help="names or their beginnings, with commas")
   parser.add_argument("--dataset", default="cifar10")
   parser.add_argument("--data_dir", default=os.environ.get("HETFL_DATA_DIR"))
   parser.add_argument("--partition_alpha", type=float, default=0.1)
@@ -425,7 +425,7 @@ def main() -> None:
   )
   for seed in map(int, args.seeds.split(",")):
     images = federation(args, seed)
-    for name in chosen(args.method, METHODS):
+    for name in chosen(args.only, METHODS):
       with tempfile.TemporaryDirectory() as root:
         write(images, pathlib.Path(root, "dataset", "ours"))
         pathlib.Path(root, "system").mkdir()

@@ -345,6 +345,8 @@ def child(*args: str) -> dict[str, float]:
     for line in process.stdout:  # As it comes, in case the process is killed.
       print(f"  {line.strip()}", flush=True)
       whole |= json.loads(line)
+  if process.returncode:
+    whole["exit_status"] = process.returncode
   return whole
 
 

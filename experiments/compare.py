@@ -81,6 +81,8 @@ class Compare(shared.Rounds):
       have in turn.
     num_features: Number of features in which all models end, before the layer
       that gives the class scores.
+    inner_features: Number of features of the --global_model, of which it also
+      classifies by so many of each client's.
     global_model: Architecture of the model that all clients share, or of the
       server's (fedet).
     local_epochs: A client's passes over its examples in a round.
@@ -93,7 +95,8 @@ class Compare(shared.Rounds):
     fd_weight: Weight of the other clients' mean predictions.
     prox_mu: Weight of the proximal term.
     ditto_weight: Weight of the distance to the shared model.
-    server_learning_rate: The server's, for prototypes or the head.
+    server_learning_rate: The server's, for prototypes, the head or the
+      generator.
     temperature: Of the mean of the clients' predictions (dsfl), or of all
       softmaxes (ktpfl).
     distill_lr: Learning rate of the servers' distillation, by Adam.
@@ -106,7 +109,8 @@ class Compare(shared.Rounds):
   method: tuple[
     Literal[
       *("local", "pooled", "fml", "fedkd", "fd", "fedproto", "fedtgp"),
-      *("fedgh", "lgfedavg", "ditto", "scaffold", "fedavg", "fedprox"),
+      *("fedgh", "lgfedavg", "fedgen", "fedmrl", "ditto", "scaffold"),
+      *("fedavg", "fedprox"),
       *("fedmd", "dsfl", "ktpfl", "feddf", "fedet", "codist"),
       *("mergedcodist", "heterofl"),
     ],
@@ -152,7 +156,8 @@ class Compare(shared.Rounds):
     (1.0, 0.5, 0.25), only="heterofl", argument="width"
   )
   num_features: int = count(128, {"digits": 32})
-  global_model: str = setting("small_cnn", only="fml fedkd fedet")
+  inner_features: int = count(32, {"digits": 8}, only="fedmrl")
+  global_model: str = setting("small_cnn", only="fml fedkd fedet fedmrl")
   rounds: int = count(100, {"digits": 40})
   eval_every: int = count(5)
   checkpoint_every: int = count(10, kind="speed")
@@ -166,7 +171,9 @@ class Compare(shared.Rounds):
   fd_weight: float = setting(1.0, only="fd", low=0)
   prox_mu: float = setting(0.01, only="fedprox", low=0)
   ditto_weight: float = setting(1.0, only="ditto", low=0)
-  server_learning_rate: float = setting(0.01, only="fedtgp fedgh", low=1e-12)
+  server_learning_rate: float = setting(
+    0.01, {"fedgen": 1e-3}, only="fedtgp fedgh fedgen", low=1e-12
+  )
   temperature: float = setting(
     0.1, {"ktpfl": 10.0}, only="dsfl ktpfl", low=1e-6
   )

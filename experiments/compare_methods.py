@@ -19,8 +19,10 @@ from hetfl.algorithms import (
   fd,
   feddf,
   fedet,
+  fedgen,
   fedgh,
   fedkd,
+  fedmrl,
   fedproto,
   fedtgp,
   heterofl,
@@ -30,6 +32,8 @@ from hetfl.algorithms import (
   scaffold,
 )
 from hetfl.algorithms.public import score_bytes
+from hetfl.model import parted
+from hetfl.run import training
 
 
 class Kind(NamedTuple):
@@ -39,7 +43,7 @@ class Kind(NamedTuple):
   width: float = 1.0
 
 
-_by_head = lambda outputs, sent: (getattr(outputs, "logits", outputs),)
+by_head = lambda outputs, sent: (getattr(outputs, "logits", outputs),)
 
 
 class Method(NamedTuple):
@@ -52,9 +56,10 @@ class Method(NamedTuple):
     of: `clients`, whose state is of `hetfl.clients.Group`s; `parties`; or
       `pools` of the clients of an architecture.
     shared: `state -> models`, one for all clients of each architecture.
-    features: whether clients' outputs are `Features`, not logits.
+    model: `(experiment, kind) -> model` of a client; by default its outputs are
+      logits.
     scores: `(outputs, what the server sent) -> class scores`, by each of
-      `ways`; by default the logits. What was sent is there with `features`.
+      `ways`; by default the logits.
     ways: how clients classify; the paper's way is "", others are suffixes.
     server: `state -> variables` of the --global_model, by which clients may
       classify too, "_by_server".
@@ -66,16 +71,19 @@ class Method(NamedTuple):
   more: Callable[[Any, Compare], dict[str, Any]] = lambda e, s: {}
   of: str = "clients"
   shared: Callable[[Any], Sequence[hetfl.Variables]] | None = None
-  features: bool = False
-  scores: Callable[[Any, Any], tuple] = _by_head
+  model: Callable[[Any, Kind], core.Model] = lambda e, kind: e.model(kind)
+  scores: Callable[[Any, Any], tuple] = by_head
   ways: Sequence[str] = ("",)
   server: Callable[[Any], hetfl.Variables] | None = None
   traffic: Callable[..., Sequence[int]] = lambda e, s, kind: (0, 0)
 
 
+def _numbers(e, s):
+  return dict(num_classes=e.num_classes, num_features=s.num_features)
+
+
 def _prototypes(e, s):
-  numbers = dict(num_classes=e.num_classes, num_features=s.num_features)
-  return numbers | dict(weight=s.prototype_weight)
+  return _numbers(e, s) | dict(weight=s.prototype_weight)
 
 
 def _server_rate(e, s):
@@ -105,7 +113,8 @@ def _nearest(outputs, sent):
   return fedproto.nearest(outputs, sent), outputs.logits
 
 
-_shared_model = lambda e, s: e.model(Kind(s.global_model), False)
+_headed = lambda e, kind: e.headed(kind)
+_shared_model = lambda e, s: e.model(Kind(s.global_model))
 _global_bytes = lambda e, s, kind: [e.num_bytes(Kind(s.global_model))] * 2
 _own_bytes = lambda e, s, kind: [e.num_bytes(kind)] * 2
 _head_bytes = lambda e, s, kind: [4 * e.num_classes * (s.num_features + 1)] * 2
@@ -116,16 +125,29 @@ def _prototype_bytes(e, s, kind):
   return 4 * (numbers + e.num_classes), 4 * numbers
 
 
+def _generator_bytes(e, s, kind):
+  head, _ = _head_bytes(e, s, kind)
+  # A hidden layer of 128, normalised, for 32 numbers of noise and the classes.
+  generator = 128 * (32 + e.num_classes + 4) + 129 * s.num_features
+  return head, head + 4 * generator
+
+
+def _small_bytes(e, s, kind):
+  shapes = jax.eval_shape(e.nested(kind).init, jax.random.key(0))
+  return [training.num_bytes(parted(shapes)["shared"])] * 2
+
+
 def _one_of_group(state):
   first = lambda group: jax.tree.map(lambda a: a[0], group.learner.variables)
   return list(map(first, state.clients))
 
 
-WITH_GLOBAL = {"fml", "fedkd", "fedet"}  # Methods with a --global_model.
+# Methods with a --global_model.
+WITH_GLOBAL = {"fml", "fedkd", "fedet", "fedmrl"}
 WITH_ONE_MODEL = {"ditto", "scaffold"}  # The clients' and the server's.
 _by_prototype = functools.partial(
   Method,
-  features=True,
+  model=_headed,
   scores=_nearest,
   ways=("", "_by_head"),
   traffic=_prototype_bytes,
@@ -173,10 +195,21 @@ METHODS = {
   "fedgh": Method(
     fedgh.fedgh,
     lambda e, s: dict(head=e.head) | _server_rate(e, s),
-    features=True,
+    model=_headed,
     traffic=_head_bytes,
   ),
-  "lgfedavg": Method(lgfedavg.lgfedavg, features=True, traffic=_head_bytes),
+  "lgfedavg": Method(lgfedavg.lgfedavg, model=_headed, traffic=_head_bytes),
+  "fedgen": Method(
+    fedgen.fedgen,
+    lambda e, s: dict(head=e.head) | _numbers(e, s) | _server_rate(e, s),
+    model=_headed,
+    traffic=_generator_bytes,
+  ),
+  "fedmrl": Method(
+    fedmrl.fedmrl,
+    model=lambda e, kind: e.nested(kind),
+    traffic=_small_bytes,
+  ),
   "ditto": Method(
     ditto.ditto, lambda e, s: dict(weight=s.ditto_weight), traffic=_own_bytes
   ),
@@ -187,7 +220,7 @@ METHODS = {
   ),
   "heterofl": Method(  # Group normalisation makes its Scaler needless.
     heterofl.heterofl,
-    lambda e, s: dict(global_model=e.model(e.of_client[0], False)),
+    lambda e, s: dict(global_model=e.model(e.of_client[0])),
     shared=lambda state: [
       heterofl.leading(state.server, own) for own in _one_of_group(state)
     ],

@@ -10,7 +10,14 @@ import pathlib
 from typing import Any
 
 from compare import Compare, PUBLIC
-from compare_methods import Kind, Method, METHODS, WITH_GLOBAL, WITH_ONE_MODEL
+from compare_methods import (
+  by_head,
+  Kind,
+  Method,
+  METHODS,
+  WITH_GLOBAL,
+  WITH_ONE_MODEL,
+)
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -22,6 +29,7 @@ import summarize
 
 import hetfl
 from hetfl import augment, core, evaluate
+from hetfl.algorithms import fedmrl
 from hetfl.algorithms.features import headed, logits_only
 from hetfl.batches import (
   leave_out,
@@ -106,29 +114,42 @@ class Experiment:
     self.transform = recipe.evaluate
     shape = (*[recipe.size] * 2, shape[-1])
 
-    self.head = core.Model.from_flax(
-      nn.Dense(self.num_classes), jnp.zeros((1, s.num_features))
-    )
+    def dense(inputs, outputs):
+      return core.Model.from_flax(nn.Dense(outputs), jnp.zeros((1, inputs)))
 
-    @functools.cache  # Clients with the same model share one object.
-    def model(kind, features):
-      """An architecture's model, whose outputs are `Features` or logits."""
-      if not features:
-        return logits_only(model(kind, True))
+    self.head = dense(s.num_features, self.num_classes)
+
+    def body(kind, num_features=s.num_features):
+      """An architecture's model, whose outputs are features."""
       name, width = kind
-      body = own_models.model(
+      return own_models.model(
         "models" if name in names else "global_model",
         name,
-        s.num_features,
+        num_features,
         jnp.zeros((1, *shape)),
         lambda: families.body(
-          name, s.num_features, shape, width=width, conv=s.conv, dtype=s.dtype
+          name, num_features, shape, width=width, conv=s.conv, dtype=s.dtype
         ),
         of="features",
       )
-      return headed(body, self.head)
 
-    self.model, self._evaluators = model, {}
+    def nested(kind):
+      """An architecture's model around the shared one, for FedMRL."""
+      inner = s.inner_features
+      return fedmrl.matryoshka(
+        body(kind),
+        self.head,
+        dense(inner + s.num_features, s.num_features),
+        shared_body=body(Kind(s.global_model), inner),
+        shared_head=dense(inner, self.num_classes),
+      )
+
+    # Clients with the same model share one object. Outputs are `Features`,
+    # logits, or `Nested`.
+    self.headed = functools.cache(lambda kind: headed(body(kind), self.head))
+    self.model = functools.cache(lambda kind: logits_only(self.headed(kind)))
+    self.nested = functools.cache(nested)
+    self._evaluators: dict[Any, hetfl.ClientEvaluator] = {}
     # Large models take seconds to trace, and all data is read for a record.
     self.shapes, self._record = map(
       functools.cache, (self._shapes_of, self._record_of)
@@ -157,7 +178,7 @@ class Experiment:
 
   def _shapes_of(self, kind: Kind) -> hetfl.Variables:
     """The shapes of an architecture's variables."""
-    return jax.eval_shape(self.model(kind, False).init, jax.random.key(0))
+    return jax.eval_shape(self.model(kind).init, jax.random.key(0))
 
   def num_bytes(self, kind: Kind) -> int:
     """The bytes of an architecture's variables."""
@@ -198,7 +219,7 @@ class Experiment:
     method = METHODS[s.method]
     of_kinds = s.method == "pooled" or method.of == "pools"
     kinds = self.kinds if of_kinds else self.kinds_of(s)
-    models = [self.model(kind, method.features) for kind in kinds]
+    models = [method.model(self, kind) for kind in kinds]
     how: dict[str, Any] = dict(
       learning_rate=s.learning_rate,
       optimizer=functools.partial(
@@ -294,7 +315,7 @@ class Experiment:
       everyone, model = tuple(range(s.num_clients)), method.server(state)
       asked.append(("_by_server", Kind(s.global_model), everyone, model))
     for way, kind, members, variables in asked:
-      sent = state.server if method.features else ()
+      sent = () if method.scores is by_head else state.server
       each = [sent] * len(members)
       both = hetfl.Variables(variables, jax.tree.map(stacked, *each))
       measured = {}
@@ -318,11 +339,12 @@ class Experiment:
   ) -> hetfl.ClientEvaluator:
     """Of models of one architecture, on `which` examples of clients."""
     method = METHODS[s.method]
-    key = kind, members, method.features, method.scores, which
+    model = method.model(self, kind)
+    key = kind, members, model, method.scores, which
     if key not in self._evaluators:
       held = getattr(self.images, which).take(members)
       self._evaluators[key] = hetfl.ClientEvaluator(
-        _scored(method, self.model(kind, method.features)),
+        _scored(method, model),
         dataclasses.replace(held, bank=self.bank),
         transform=self.transform,
         measure=functools.partial(_measure, which),

@@ -248,7 +248,7 @@ class Roster:
     kept: Sequence[Group],
     plan: Plan,
     data: dict[str, core.Batch],
-    server: PyTree = (),
+    shared: PyTree = (),
   ) -> list[Turn]:
     """Who takes part in a round, group by group.
 
@@ -256,7 +256,7 @@ class Roster:
       kept: what all clients keep.
       plan: the round's plan, with batches named as the banks.
       data: the banks.
-      server: what the server keeps; its models train on the batches, too.
+      shared: models of the server's that train on the batches, too.
 
     Returns:
       The groups' turns.
@@ -272,7 +272,7 @@ class Roster:
     for i, (group, client) in enumerate(zip(kept, self.first)):
       batches = local.of_round(plan, client.bank)
       models = jax.tree.leaves(
-        (group.learner.variables, group.extra, server),
+        (group.learner.variables, group.extra, shared),
         is_leaf=lambda x: isinstance(x, core.Variables),
       )
       stats = [getattr(model, "stats", ()) for model in models]

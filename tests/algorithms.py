@@ -19,8 +19,10 @@ from hetfl.algorithms.fd import fd
 from hetfl.algorithms.features import headed, logits_only
 from hetfl.algorithms.feddf import feddf
 from hetfl.algorithms.fedet import fedet
+from hetfl.algorithms.fedgen import fedgen
 from hetfl.algorithms.fedgh import fedgh
 from hetfl.algorithms.fedkd import fedkd
+from hetfl.algorithms.fedmrl import fedmrl, matryoshka
 from hetfl.algorithms.fedproto import fedproto
 from hetfl.algorithms.fedtgp import fedtgp
 from hetfl.algorithms.heterofl import heterofl
@@ -308,13 +310,33 @@ TOP = core.Model.from_flax(
 )
 
 
-def personal(method, models=BODIES, head=TOP, **options):
-  """A method of clients with bodies of some kinds and heads of one, or none."""
+def with_top(body):
+  """A body with the head that all have."""
+  return headed(body, TOP)
+
+
+def with_small(body):
+  """A body around a small model with one feature, and heads."""
+  one = model(nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(1)]))
+  dense = lambda inputs, outputs: core.Model.from_flax(
+    nn.Dense(outputs), np.zeros((1, inputs))
+  )
+  return matryoshka(
+    body,
+    TOP,
+    dense(1 + FEATURES, FEATURES),
+    shared_body=one,
+    shared_head=dense(1, federation.CLASSES),
+  )
+
+
+def personal(method, models=BODIES, whole=with_top, **options):
+  """A method of clients whose models are made of bodies of some kinds."""
 
   def build(runner, rounds, **changes):
     del rounds
     bodies = [changes.pop("model")] if "model" in changes else models
-    kinds = [headed(body, head) if head else body for body in bodies]
+    kinds = list(map(whole, bodies))
     kinds = [kinds[k % len(kinds)] for k in range(5)]
     clients = [hetfl.Client(model, transform=noisy) for model in kinds]
     return method(
@@ -346,22 +368,32 @@ def teaching(runner, rounds, **changes):
   )
 
 
+bare = functools.partial(personal, whole=lambda body: body)
 SIZED = dict(num_classes=federation.CLASSES, num_features=FEATURES)
 METHODS = {
-  "ditto": personal(ditto, BODIES[:1], head=None),
+  "ditto": bare(ditto, BODIES[:1]),
   # There may be classes of which nobody has an example.
-  "fd": personal(fd, head=None, num_classes=FEATURES),
+  "fd": bare(fd, num_classes=FEATURES),
+  "fedgen": personal(
+    functools.partial(fedgen, head=TOP),
+    **SIZED,
+    server_learning_rate=0.125,
+    server_steps=2,
+    server_batch_size=4,
+    noise=2,
+    hidden=3,
+  ),
   "fedgh": personal(
     functools.partial(fedgh, head=TOP),
     server_learning_rate=0.125,
     server_batch_size=4,
   ),
-  "fedkd": personal(
+  "fedkd": bare(
     lambda clients, **options: fedkd(
       clients, mentee=clients[0].model, **options
     ),
-    head=None,
   ),
+  "fedmrl": personal(fedmrl, whole=with_small),
   "fedproto": personal(fedproto, **SIZED),
   "fedtgp": personal(
     fedtgp,
@@ -370,15 +402,16 @@ METHODS = {
     server_epochs=2,
     server_batch_size=4,
   ),
-  "heterofl": personal(
+  "heterofl": bare(
     lambda clients, **options: heterofl(
       clients, global_model=clients[0].model, **options
     ),
     [WIDE, MLP],
-    head=None,
   ),
   "lgfedavg": personal(lgfedavg),
-  "scaffold": personal(scaffold, BODIES[:1], head=None, server_lr=0.5),
+  "scaffold": personal(
+    scaffold, BODIES[:1], whole=lambda body: body, server_lr=0.5
+  ),
 }
 
 CASES = {

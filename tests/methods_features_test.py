@@ -1,4 +1,4 @@
-"""FedProto, LG-FedAvg, FedGH and FedTGP against NumPy float64 oracles."""
+"""Methods of bodies and heads against NumPy float64 oracles."""
 
 import functools
 
@@ -15,9 +15,11 @@ from hetfl.algorithms.features import (
   headed,
   of_logits,
   train_server,
-  with_head,
+  with_parts,
 )
+from hetfl.algorithms.fedgen import draw, fedgen, Generator
 from hetfl.algorithms.fedgh import fedgh
+from hetfl.algorithms.fedmrl import fedmrl, matryoshka
 from hetfl.algorithms.fedproto import fedproto, nearest
 from hetfl.algorithms.fedtgp import fedtgp
 from hetfl.algorithms.lgfedavg import lgfedavg
@@ -263,6 +265,176 @@ def test_rounds_are_the_oracles(name):
         assert_close(np.array(ours), network(*server), **tolerance)
 
 
+def train_nested(model, small, batches, weight):
+  """SGD on `CE(head) + weight CE(shared head)` of the first feature."""
+  for x, y in batches:
+    *body, projection, head = model
+    (trunk, inner), inputs = small, layers_of([*body, projection], x)
+    both = np.concatenate([x @ trunk, inputs[-1]], axis=1)
+    features = both @ projection
+    d, d_inner = (
+      softmax_gap(z, y) for z in (features @ head, features[:, :1] @ inner)
+    )
+    d_inner *= weight
+    grads = [features.T @ d]
+    of_small = [features[:, :1].T @ d_inner]
+    d = d @ head.T
+    d[:, :1] += d_inner @ inner.T
+    grads.insert(0, both.T @ d)
+    d = d @ projection.T
+    of_small.insert(0, x.T @ d[:, :1])
+    d = d[:, 1:]
+    for i in reversed(range(len(body))):
+      grads.insert(0, inputs[i].T @ d)
+      d = (d @ body[i].T) * (inputs[i] > 0)
+    model = [w - RATE * g for w, g in zip(model, grads)]
+    small = [w - RATE * g for w, g in zip(small, of_small)]
+  return model, small
+
+
+def test_fedmrl_is_the_oracle():
+  nested = [
+    matryoshka(
+      matrices(*widths, WIDTH),
+      HEAD,
+      matrices(1 + WIDTH, WIDTH),
+      shared_body=matrices(4, 1),
+      shared_head=matrices(1, CLASSES),
+    )
+    for widths in ((4,), (4, 5))
+  ]
+  clients = [hetfl.Client(nested[k % 2]) for k in range(5)]
+  small_of = lambda params: [params["body"][0], params["head"][0]]
+
+  def models(state):
+    found = {}
+    for group in state.clients:
+      for row, k in enumerate(group.clients):
+        of = jax.tree.map(lambda a, row=row: np.array(a[row]), group.learner)
+        own = [of.params[part] for part in ("body", "projection", "head")]
+        found[k] = [w for part in own for w in part]
+    return [found[k] for k in range(5)]
+
+  with jax.enable_x64(True):
+    algorithm = fedmrl(clients, learning_rate=RATE, weight=0.5)
+    state = algorithm.init(jax.random.key(3))
+    double = lambda tree: jax.tree.map(lambda a: a.astype(float), tree)
+    state = state.replace(
+      server=double(state.server), clients=double(state.clients)
+    )
+    server, theirs = small_of(state.server.params), models(state)
+    bank = {"train": jax.device_put(dict(POPULATION.bank))}
+    for round in (1, 2):
+      plan = make_plan(round)
+      held, sent = plan.batches["train"], []
+      for k, index, steps in zip(held.client, held.index, held.steps):
+        batches = [
+          (POPULATION.bank["x"][i[i >= 0]], POPULATION.bank["y"][i[i >= 0]])
+          for i in index[:steps]
+        ]
+        theirs[k], small = train_nested(theirs[k], server, batches, 0.5)
+        sent.append((len(LABELS[k]), small))
+      total = sum(n for n, _ in sent)
+      server = [sum(n * small[i] for n, small in sent) / total for i in (0, 1)]
+      state, _ = algorithm.step(state, plan, bank)
+      assert_close(small_of(state.server.params), server, rtol=1e-9, atol=1e-9)
+      assert_close(models(state), theirs, rtol=1e-9, atol=1e-9)
+
+
+NUMBERS = dict(head=HEAD, num_classes=CLASSES, num_features=WIDTH)
+
+
+def test_without_generated_features_fedgen_is_lgfedavg():
+  expected, _ = run(lgfedavg(CLIENTS, learning_rate=RATE), rounds=3)
+  for weight, same in ((0.0, True), (1.0, False)):
+    algorithm = fedgen(CLIENTS, learning_rate=RATE, weight=weight, **NUMBERS)
+    first, _ = run(algorithm, rounds=1)
+    state, _ = run(algorithm, rounds=3)
+    alike = np.allclose(state.server.head.params[0], expected.server.params[0])
+    assert alike == same
+  # In the first round nobody has a generator.
+  only, _ = run(lgfedavg(CLIENTS, learning_rate=RATE), rounds=1)
+  assert_close(first.server.head.params, only.server.params)
+
+
+def fedgen_round(**options):
+  """A round of one client with one batch: before, after, its batch, a key."""
+  clients = hetfl.ClientPopulation.from_lists(dict(POPULATION.bank), [[0, 1]])
+  plan = hetfl.plan_round({"train": clients}, seed=0, round=1, batch_size=2)
+  algorithm = fedgen(CLIENTS[:1], learning_rate=RATE, **NUMBERS, **options)
+  first = algorithm.init(jax.random.key(1))
+  first = first.replace(server=first.server._replace(trained=jnp.ones(())))
+  bank = {"train": dict(POPULATION.bank)}
+  state, _ = algorithm.step(first, plan, bank)
+  index = plan.batches["train"].index[0, 0]
+  batch = POPULATION.bank["x"][index], POPULATION.bank["y"][index]
+  return first, state, batch, jax.random.fold_in(state.key, 1)
+
+
+def test_a_client_of_fedgen_learns_from_generated_features():
+  first, state, batch, key = fedgen_round(weight=0.5)
+  # What it draws in its step 0: see `local.training`.
+  key = jax.random.fold_in(jax.random.fold_in(key, 0), 0)
+  for _ in range(2):
+    key = jax.random.split(key)[1]
+  drawn = draw(key, 2, noise=32, num_classes=CLASSES)
+  variables = first.server.generator.variables
+  made = Generator(128, WIDTH).apply(
+    {"params": variables.params, **variables.stats}, drawn["x"]
+  )
+  params = jax.tree.map(lambda a: a[0], first.clients[0].learner.params)
+  *_, head = train([*params["body"], *params["head"]], [batch])
+  gap = softmax_gap(made @ params["head"][0], drawn["y"])
+  expected = head - RATE * 0.5 * made.T @ gap
+  assert_close(state.server.head.params[0], expected)
+
+
+def test_fedgens_generator_goes_down_its_loss():
+  """Adam's first step is the rate, against the sign of the slope."""
+  options = dict(server_batch_size=5, noise=2, hidden=3, diversity=0.5)
+  first, state, _, key = fedgen_round(
+    weight=0.0, server_steps=1, server_learning_rate=1e-3, **options
+  )
+  (key,) = jax.random.split(jax.random.fold_in(key, np.uint32(2**31)), 1)
+  drawn = draw(key, 5, noise=2, num_classes=CLASSES)
+  x, y, e = (np.array(drawn[name], float) for name in ("x", "y", "e"))
+  head = np.array(state.server.head.params[0], float)
+
+  def loss(params):
+    of = lambda layer, name: np.array(params[layer][name], float)
+    h = x @ of("Dense_0", "kernel")
+    h = (h - h.mean(axis=0)) / np.sqrt(h.var(axis=0) + 1e-5)
+    h = h * of("BatchNorm_0", "scale") + of("BatchNorm_0", "bias")
+    z = np.maximum(h, 0) @ of("Dense_1", "kernel") + of("Dense_1", "bias")
+    scores = z @ head
+    labels = scores[np.arange(5), y.astype(int)]
+    apart = abs(z[:, None] - z).mean(axis=-1)
+    apart = apart * ((e[:, None] - e) ** 2).mean(axis=-1)
+    fit = np.mean(np.log(np.exp(scores).sum(axis=1)) - labels)
+    return fit + 0.5 * np.exp(-apart.mean())
+
+  before, after = (
+    jax.tree.map(lambda a: np.array(a, float), s.server.generator.params)
+    for s in (first, state)
+  )
+  signs = []
+  for path, step in jax.tree.leaves_with_path(
+    jax.tree.map(lambda a, b: (b - a) / 1e-3, before, after)
+  ):
+    for i in np.ndindex(step.shape):
+      slopes = []
+      for nudge in (1e-4, -1e-4):
+        params = jax.tree.map(np.copy, before)
+        params[path[0].key][path[1].key][i] += nudge
+        slopes.append(loss(params))
+      slope = (slopes[0] - slopes[1]) / 2e-4
+      if abs(slope) > 1e-4:  # Some units are off.
+        signs.append((-np.sign(slope), step[i]))
+  expected, found = map(np.array, zip(*signs))
+  assert len(signs) > 20
+  np.testing.assert_allclose(found, expected, rtol=1e-2)
+
+
 # --- Limits -------------------------------------------------------------------
 
 
@@ -316,13 +488,15 @@ def test_features_are_as_many_as_prototypes_have(make, number):
     run(algorithm, rounds=1)
 
 
-@pytest.mark.parametrize("make", [fedgh, lgfedavg, fedproto])
+@pytest.mark.parametrize("make", [fedgen, fedgh, fedmrl, lgfedavg, fedproto])
 def test_models_need_a_head_of_their_own(make):
   more = {
+    fedgen: NUMBERS,
     fedgh: dict(head=HEAD),
     fedproto: dict(num_classes=CLASSES, num_features=WIDTH),
   }
-  with pytest.raises(ValueError, match=r"by features.headed\(body, head\)"):
+  made_by = "fedmrl.matryoshka" if make is fedmrl else "features.headed"
+  with pytest.raises(ValueError, match=f"make .* by {made_by}"):
     clients = [hetfl.Client(matrices(4, CLASSES))] * 5
     run(make(clients, **more.get(make, {})), rounds=1)
 
@@ -379,10 +553,11 @@ def test_nearest_by_hand():
   assert scores.tolist() == [[-2.0, -2.5, -np.inf], [-4.0, -0.5, -np.inf]]
 
 
-def test_with_head_replaces_parameters_and_statistics():
+def test_with_parts_replaces_parameters_and_statistics():
   of = lambda w: core.Variables(w, {"mean": -w})
   whole = joined({"body": of(1.0), "head": of(2.0)})
-  assert with_head(whole, of(3.0)) == joined({"body": of(1.0), "head": of(3.0)})
+  expected = joined({"body": of(1.0), "head": of(3.0)})
+  assert with_parts(whole, head=of(3.0)) == expected
 
 
 def test_prototypes_are_of_the_images_that_were_trained_on():

@@ -26,9 +26,11 @@ from hetfl.algorithms.fd import fd
 from hetfl.algorithms.features import headed
 from hetfl.algorithms.feddf import feddf
 from hetfl.algorithms.fedet import fedet
+from hetfl.algorithms.fedgen import fedgen
 from hetfl.algorithms.fedgh import fedgh
 from hetfl.algorithms.fedkd import fedkd
 from hetfl.algorithms.fedmd import Translator
+from hetfl.algorithms.fedmrl import fedmrl, matryoshka
 from hetfl.algorithms.fedproto import fedproto
 from hetfl.algorithms.fedtgp import fedtgp
 from hetfl.algorithms.heterofl import heterofl
@@ -286,6 +288,12 @@ SAME = core.Model(
   lambda key: core.Variables({}, {}), lambda v, x, key, train: (x, v.stats)
 )
 HEADED = [headed(SAME, LINES[0])] * 2
+# The mean of a client's features and the shared ones, which are the same.
+MEAN = SAME._replace(
+  apply=lambda v, x, key, train: ((x[..., :2] + x[..., 2:]) / 2, v.stats)
+)
+SHARED = dict(shared_body=SAME, shared_head=LINES[1])
+NESTED = [matryoshka(SAME, LINES[0], MEAN, **SHARED)] * 2
 
 
 def of_clients(method, models=LINES, **options):
@@ -459,6 +467,11 @@ ROWS = {
     lambda state: [state.server.params],
     lambda of: [of.averaged()],
   ),
+  "fedmrl": Row(
+    of_clients(fedmrl, NESTED),
+    lambda state: [state.server.params["head"]],
+    lambda of: [of.averaged(STARTS[1])],
+  ),
   "fedavg": Row(
     of_pools(hetfl.fedavg, distiller=False),
     pools,
@@ -522,6 +535,9 @@ ROWS = {
     NO_CLASSES,
   ),
   "fd": of_class_means(fd, LINES, num_classes=CLASSES),
+  "fedgen": of_class_means(
+    fedgen, head=LINES[0], num_classes=CLASSES, num_features=2
+  ),
   "fedgh": of_class_means(fedgh, head=LINES[0]),
   "fedproto": of_class_means(fedproto, num_classes=CLASSES, num_features=2),
   "fedtgp": of_class_means(fedtgp, num_classes=CLASSES, num_features=2),

@@ -4,7 +4,7 @@ Methods that share features, prototypes or heads need to know where a model's
 body ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from hetfl import checks, core, local
-from hetfl.clients import Client, Group
+from hetfl.clients import Client, Group, weighted_mean
 from hetfl.model import joined, parted
 
 
@@ -128,49 +128,92 @@ def of_logits(client: Client) -> local.Objective:
   return local.supervised(dataclasses.replace(client, loss=loss))
 
 
-def first_head(key: jax.Array, kept: Sequence[Group]) -> core.Variables:
-  """The server's first head: the first client's.
+# How a model with a part of that name is made.
+_MADE_BY = {
+  "head": "features.headed(body, head)",
+  "shared": "fedmrl.matryoshka(...)",
+}
+
+
+def first_part(
+  key: jax.Array, kept: Sequence[Group], part: str = "head"
+) -> core.Variables:
+  """What the server sends first of a part that clients share: the first's.
 
   Args:
     key: not used; see `Method.server`.
-    kept: what the clients keep at first, of models that `headed` makes.
+    kept: what the clients keep at first.
+    part: a name of those that `joined` made their models of.
 
   Returns:
-    The head's variables.
+    The part's variables.
 
   Raises:
-    ValueError: a client's model has no head, or they have other shapes.
+    ValueError: a client's model has no such part, or they have other shapes.
   """
   del key
   for group in kept:
     params = group.learner.params
-    if not isinstance(params, dict) or {*params} != {"body", "head"}:
+    if not isinstance(params, dict) or part not in params:
       raise ValueError(
-        f"client {group.clients[0]}: its model has no head of its own; make it"
-        " by features.headed(body, head)"
+        f"client {group.clients[0]}: its model has no part {part!r} of its own;"
+        f" make it by {_MADE_BY[part]}"
       )
-  heads = [parted(group.learner.variables)["head"] for group in kept]
-  first, *others = [jax.tree.map(lambda a: a[0], head) for head in heads]
+  parts = [parted(group.learner.variables)[part] for group in kept]
+  first, *others = [jax.tree.map(lambda a: a[0], one) for one in parts]
   for group, other in zip(kept[1:], others):
     number = group.clients[0]
-    checks.alike(f"the head of client {number} beside client 0", other, first)
+    checks.alike(f"the {part} of client {number} beside client 0", other, first)
   return first
 
 
-def with_head(variables: core.Variables, head: core.Variables):
-  """Variables of a model that `headed` makes, with another head.
+def with_parts(
+  variables: core.Variables, **parts: core.Variables
+) -> core.Variables:
+  """A model's variables with other ones of some of its parts.
 
   >>> of = lambda w: core.Variables(w, {})
-  >>> with_head(joined({'body': of(1.), 'head': of(2.)}), of(3.)).params
+  >>> whole = joined({'body': of(1.), 'head': of(2.)})
+  >>> with_parts(whole, head=of(3.)).params
   {'body': 1.0, 'head': 3.0}
   """
-  return joined({**parted(variables), "head": head})
+  return joined(parted(variables) | parts)
 
 
-def begin_with_head(context, kept) -> local.Learner:
-  """A client's learner, with the head that the server sent; see `Method`."""
-  variables = with_head(kept.learner.variables, context["server"])
+def begin_with(kept: Group, **parts: core.Variables) -> local.Learner:
+  """A client's learner, with parts that the server sent; see `Method.begin`."""
+  variables = with_parts(kept.learner.variables, **parts)
   return kept.learner._replace(variables=variables)
+
+
+def sharing(part: str) -> dict[str, Callable]:
+  """Functions of a `Method` whose clients share a part of their models.
+
+  A client begins with the server's part, trains its whole model, and sends the
+  part; the server takes their mean with the plan's weights, which are numbers
+  of examples if not uniform.
+
+  Args:
+    part: its name; see `first_part`.
+
+  Returns:
+    `server`, `begin`, `end` and `aggregate`.
+  """
+
+  def end(context, kept, learner, batches):
+    del context, batches
+    return kept.replace(learner=learner), parted(learner.variables)[part]
+
+  def aggregate(context, sent, key):
+    del context, key
+    return weighted_mean(sent.value, sent.weight)
+
+  return dict(
+    server=lambda key, kept: first_part(key, kept, part),
+    begin=lambda context, kept: begin_with(kept, **{part: context["server"]}),
+    end=end,
+    aggregate=aggregate,
+  )
 
 
 def train_server(

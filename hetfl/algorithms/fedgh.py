@@ -13,9 +13,9 @@ import numpy as np
 
 from hetfl import checks, core, local
 from hetfl.algorithms.features import (
-  begin_with_head,
+  begin_with,
   class_sums,
-  first_head,
+  first_part,
   of_logits,
   train_server,
 )
@@ -55,7 +55,7 @@ def fedgh(
   Returns:
     The algorithm; see `personal`. Its state's `server` holds the head's
     variables, at first the first client's. Clients keep the heads that they
-    trained, until they take part again; `with_head` gives them the server's.
+    trained, until they take part again; `with_parts` gives them the server's.
     Its metric is `loss`.
 
   Raises:
@@ -110,8 +110,8 @@ def fedgh(
   method = Method(
     objective=of_logits,
     hyper={"server_learning_rate": (server_learning_rate, np.inf)},
-    server=first_head,
-    begin=begin_with_head,
+    server=first_part,
+    begin=lambda context, kept: begin_with(kept, head=context["server"]),
     survey=survey,
     aggregate=aggregate,
   )

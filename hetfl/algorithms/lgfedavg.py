@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hetfl import core
-from hetfl.algorithms.features import begin_with_head, first_head, of_logits
+from hetfl.algorithms.features import of_logits, sharing
 from hetfl.algorithms.personal import Method, personal
-from hetfl.clients import Client, weighted_mean
-from hetfl.model import parted
+from hetfl.clients import Client
 
 
 def lgfedavg(clients: Sequence[Client], **options: Any) -> core.Algorithm:
@@ -30,7 +29,7 @@ def lgfedavg(clients: Sequence[Client], **options: Any) -> core.Algorithm:
   Returns:
     The algorithm; see `personal`. Its state's `server` holds the head's
     variables, at first the first client's. Clients keep the heads that they
-    trained, until they take part again; `with_head` gives them the server's.
+    trained, until they take part again; `with_parts` gives them the server's.
     Its metric is `loss`.
 
   Raises:
@@ -60,20 +59,5 @@ def lgfedavg(clients: Sequence[Client], **options: Any) -> core.Algorithm:
   >>> state.server.params.tolist()
   [[0.0, 0.0]]
   """
-
-  def end(context, kept, learner, batches):
-    del context, batches
-    return kept.replace(learner=learner), parted(learner.variables)["head"]
-
-  def aggregate(context, sent, key):
-    del context, key
-    return weighted_mean(sent.value, sent.weight)
-
-  method = Method(
-    objective=of_logits,
-    server=first_head,
-    begin=begin_with_head,
-    end=end,
-    aggregate=aggregate,
-  )
+  method = Method(objective=of_logits, **sharing("head"))
   return personal(clients, method, **options)

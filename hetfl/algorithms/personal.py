@@ -164,7 +164,8 @@ def personal(
       name: core.scheduled(name, x, state, plan.round, high=high)
       for name, (x, high) in hyper.items()
     }
-    turns = roster.turns(state.clients, plan, data, state.server)
+    trained = () if method.shared is None else state.server
+    turns = roster.turns(state.clients, plan, data, trained)
     works = [
       local.work(update, context, key, turn.bank, turn.kept, turn.batches)
       for update, turn in zip(updates, turns)

@@ -1,0 +1,264 @@
+"""FedGen: the server trains a generator of features, from which clients learn.
+
+Reference: Zhu et al. 2021, "Data-Free Knowledge Distillation for Heterogeneous
+Federated Learning", algorithm 1.
+"""
+
+from collections.abc import Sequence
+import functools
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from hetfl import checks, core, local
+from hetfl.algorithms.features import (
+  begin_with,
+  classes_of,
+  first_part,
+  of_logits,
+)
+from hetfl.algorithms.personal import Method, personal
+from hetfl.clients import Client, weighted_mean
+from hetfl.model import parted
+
+
+class Shared(NamedTuple):
+  """What FedGen's server sends.
+
+  Attributes:
+    head: the mean head's variables.
+    generator: the generator, and Adam's state.
+    trained: `float32[]`, 0 before the server first trained it, then 1.
+  """
+
+  head: core.Variables
+  generator: local.Learner
+  trained: jax.Array
+
+
+class Generator(nn.Module):
+  """From noise and a class, `float[B, E + C]`, to features `float[B, D]`.
+
+  Attributes:
+    hidden: the hidden layer's width.
+    num_features: D.
+  """
+
+  hidden: int
+  num_features: int
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    """Maps `float[B, E + C]` to `float[B, D]`."""
+    x = nn.Dense(self.hidden, use_bias=False)(x)  # It is normalised.
+    x = nn.relu(nn.BatchNorm(not train, momentum=0.9)(x))
+    return nn.Dense(self.num_features)(x)
+
+
+def fedgen(
+  clients: Sequence[Client],
+  *,
+  head: core.Model,
+  num_classes: int,
+  num_features: int,
+  weight: float | jax.Array | core.Schedule = 1.0,
+  diversity: float | jax.Array | core.Schedule = 1.0,
+  server_learning_rate: float | jax.Array | core.Schedule = 1e-3,
+  server_steps: int = 100,
+  server_batch_size: int = 32,
+  noise: int = 32,
+  hidden: int = 128,
+  **options: Any,
+) -> core.Algorithm:
+  """FedGen.
+
+  A client begins with the server's head, trains body and head by `CE(x, y) +
+  weight CE(head(G(e, y')), y')` and sends the head. The server takes their mean
+  with the plan's weights, and trains its generator G by Adam on the loss of
+  the clients' mean logits, `CE(sum_k p_k head_k(G(e, y')), y') + diversity
+  spread(G(e, y'), e)`. Noise e is uniform in [0, 1), classes y' are drawn
+  evenly. In the first round clients have no generator. Sends a head, C (D + 1)
+  numbers if it is one dense layer; receives that and the generator.
+
+  Args:
+    clients: K clients, whose models' outputs are `Features`, see `headed`: the
+      bodies may differ, and all have this head.
+    head: the model from features `float[B, D]` to logits `float[B, C]`.
+    num_classes: C.
+    num_features: D.
+    weight: of the generated features: a value, which trials may vary, or a
+      schedule `round -> weight`.
+    diversity: of the generator's spread; likewise.
+    server_learning_rate: Adam's; likewise.
+    server_steps: the generator's steps in a round.
+    server_batch_size: the features of a step.
+    noise: E, the numbers in e.
+    hidden: the width of the generator's hidden layer.
+    **options: `learning_rate`, `optimizer` and `engine`; see `personal`.
+
+  Returns:
+    The algorithm; see `personal`. Its state's `server` is `Shared`, whose head
+    is at first the first client's. Clients keep the heads that they trained,
+    until they take part again. Its metric is `loss`, of both kinds of features.
+
+  Raises:
+    ValueError: as `personal`; heads have unlike shapes; labels are not classes.
+
+  Reference: Zhu et al. 2021, algorithm 1; generator and spread are the released
+    code's. Departures: classes are drawn evenly, where the paper counts labels,
+    and clients' logits are averaged alike for all classes; clients generate as
+    many features as their batch has examples, and take no softmax of generated
+    features as a target for their own.
+
+  The client, whose features are 1 for its only image, of class 0, does not
+  learn, nor does the mean of one head.
+
+  >>> from hetfl import ClientPopulation, plan_round
+  >>> from hetfl.algorithms.features import headed
+  >>> same = core.Model(lambda key: core.Variables({}, {}),
+  ...                   lambda v, x, key, train: (x, v.stats))
+  >>> linear = core.Model(
+  ...     lambda key: core.Variables(jnp.array([[5., -5.]]), {}),
+  ...     lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> held = ClientPopulation.from_lists(bank, [[0]])
+  >>> plan = plan_round({'train': held}, seed=0, round=1, batch_size=1)
+  >>> algorithm = fedgen(
+  ...     [Client(headed(same, linear))], head=linear, num_classes=2,
+  ...     num_features=1, learning_rate=0., server_learning_rate=0.1)
+  >>> state, _ = algorithm.step(
+  ...     algorithm.init(jax.random.key(0)), plan, {'train': bank})
+  >>> state.server.head.params.tolist()
+  [[5.0, -5.0]]
+
+  The generator has learnt features of both classes for it.
+
+  >>> x = jnp.concatenate([jnp.full((2, 32), 0.5), jnp.eye(2)], axis=1)
+  >>> variables = state.server.generator.variables
+  >>> features = Generator(128, 1).apply(
+  ...     {'params': variables.params, **variables.stats}, x)
+  >>> (features[:, 0] > 0).tolist()
+  [True, False]
+  """
+  core.Model.check("head", head)
+  checks.counts(
+    num_classes=num_classes,
+    server_steps=server_steps,
+    server_batch_size=server_batch_size,
+    noise=noise,
+  )
+  generator = core.Model.from_flax(
+    Generator(hidden, num_features), jnp.zeros((1, noise + num_classes))
+  )
+
+  drawn_by = functools.partial(draw, noise=noise, num_classes=num_classes)
+
+  def start(key, kept):
+    variables = generator.start(key)
+    learner = local.Learner.start(variables, optax.adam)
+    return Shared(first_part(key, kept), learner, jnp.zeros(()))
+
+  def objective(client):
+    learn = of_logits(client)
+
+    def losses(variables, batch, key, context):
+      classes_of(batch, num_classes)
+      own_key, key = jax.random.split(key)
+      own, stats, measured = learn(variables, batch, own_key, context)
+      server = context["server"]
+      drawn = drawn_by(key, len(batch["mask"]))
+      features = generator.predict(server.generator.variables, drawn["x"])
+      logits = head.predict(parted(variables)["head"], features)
+      generated = jnp.mean(core.cross_entropy(logits, drawn))
+      weight = context["weight"] * server.trained
+      return own + weight * generated, stats, measured
+
+    return losses
+
+  def end(context, kept, learner, batches):
+    del context, batches
+    return kept.replace(learner=learner), parted(learner.variables)["head"]
+
+  def aggregate(context, sent, key):
+    def losses(variables, batch, key, context):
+      z, stats = generator.outputs(variables, batch["x"], key, True)
+      of_clients = jax.vmap(head.predict, (0, None))(sent.value, z)
+      logits = weighted_mean(core.wide(of_clients), sent.weight)
+      apart = context["diversity"] * spread(z, batch["e"])
+      return core.cross_entropy(logits, batch) + apart, stats, {}
+
+    adam = lambda context: optax.adam(context["server_learning_rate"])
+    step = local.step_on(losses, adam)
+
+    def one(learner, key):
+      batch = drawn_by(key, server_batch_size)
+      return step(learner, batch, key, context)[0], None
+
+    keys = jax.random.split(key, server_steps)
+    learner, _ = jax.lax.scan(one, context["server"].generator, keys)
+    mean = weighted_mean(sent.value, sent.weight)
+    return Shared(mean, learner, jnp.ones(()))
+
+  method = Method(
+    objective=objective,
+    hyper={
+      "weight": (weight, np.inf),
+      "diversity": (diversity, np.inf),
+      "server_learning_rate": (server_learning_rate, np.inf),
+    },
+    server=start,
+    begin=lambda context, kept: begin_with(kept, head=context["server"].head),
+    end=end,
+    aggregate=aggregate,
+  )
+  return personal(clients, method, **options)
+
+
+def draw(
+  key: jax.Array, number: int, *, noise: int, num_classes: int
+) -> core.Batch:
+  """A batch of the generator's inputs: noise e, and classes y, drawn evenly.
+
+  Args:
+    key: a random key.
+    number: B.
+    noise: E.
+    num_classes: C.
+
+  Returns:
+    `e: float[B, E]` in [0, 1), `y: int[B]`, both in `x: float[B, E + C]`, the
+    classes as rows of one 1, and `mask`.
+
+  >>> batch = draw(jax.random.key(0), 5, noise=1, num_classes=2)
+  >>> bool((batch['x'][:, 0] == batch['e'][:, 0]).all())
+  True
+  >>> bool((batch['x'][:, 1:].argmax(axis=1) == batch['y']).all())
+  True
+  """
+  noise_key, class_key = jax.random.split(key)
+  e = jax.random.uniform(noise_key, (number, noise))
+  y = jax.random.randint(class_key, (number,), 0, num_classes)
+  x = jnp.concatenate([e, jax.nn.one_hot(y, num_classes)], axis=-1)
+  return {"e": e, "y": y, "x": x, "mask": jnp.ones(number)}
+
+
+def spread(features: jax.Array, noise: jax.Array) -> jax.Array:
+  """`exp(-mean_ij mean_d |z_id - z_jd| mean_d (e_id - e_jd)^2)`, `float[]`.
+
+  Args:
+    features: z, `float[B, D]`.
+    noise: e, `float[B, E]`, from which they are made.
+
+  Two are 3 apart, made of noise 1 apart: of four pairs two count, exp(-3 / 2).
+
+  >>> x = spread(jnp.array([[0.], [3.]]), jnp.array([[0.], [1.]]))
+  >>> round(float(x), 4)
+  0.2231
+  """
+  of_pairs = lambda x: x[:, None] - x[None]
+  apart = jnp.mean(jnp.abs(of_pairs(features)), axis=-1)
+  return jnp.exp(-jnp.mean(apart * jnp.mean(of_pairs(noise) ** 2, axis=-1)))
