@@ -179,7 +179,7 @@ def rows_of(
 def in_order(
   index: np.ndarray | jax.Array, batch_size: int, rows: int = 1
 ) -> Batches:
-  """Examples in their order, as an evaluation takes them.
+  """Examples in their order, such as those of an evaluation.
 
   Args:
     index: `int[n]`, positions.
@@ -392,13 +392,8 @@ def plan_distillation(
   index = order(
     positions, rng, batch_size=batch_size, epochs=epochs, max_steps=steps
   )
-  positions_in(examples.bank, index.ravel(), "examples.index")
-  return Batches(
-    index[None],
-    np.array([steps], np.int32),
-    np.zeros(1, np.int32),
-    np.ones(1, np.float32),
-  )
+  drawn = positions_in(examples.bank, index.ravel(), "examples.index")
+  return in_order(drawn, batch_size)
 
 
 def plan_round(

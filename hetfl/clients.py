@@ -210,6 +210,8 @@ class Roster:
   """
 
   def __init__(self, clients: Sequence[Client]):
+    if not isinstance(clients, Sequence):
+      raise ValueError(f"clients: a {type(clients).__name__}; give a list")
     if not all(isinstance(one, Client) for one in clients) or not clients:
       kinds = ", ".join(sorted({type(one).__name__ for one in clients}))
       raise ValueError(f"clients: give one Client or more, not [{kinds}]")

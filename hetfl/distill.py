@@ -90,54 +90,6 @@ def of_examples(values: jax.Array, ndim: int = 1) -> jax.Array:
   return jnp.mean(values, axis=tuple(range(ndim, values.ndim)))
 
 
-def absolute_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
-  """`mean_c |f_c - f~_c|` of each example.
-
-  Args:
-    logits: `float[B, C]`.
-    consensus: `float[B, C]`.
-
-  Returns:
-    `float[B]`.
-
-  Reference: the released code's `mean_absolute_error`, over all outputs; the
-  paper gives no loss.
-
-  >>> float(absolute_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
-  1.5
-  >>> jax.grad(lambda z: absolute_error(z, jnp.zeros(2)))(jnp.array([0., 3.]))
-  Array([0. , 0.5], dtype=float32)
-  """
-  distance = _distance(logits, consensus)
-  # JAX's abs has a gradient of 1 at 0, where there is nothing to learn, and of
-  # -1 at NaN, which here makes its gradient NaN too.
-  distance *= jax.lax.stop_gradient(jnp.sign(distance))
-  return jnp.mean(distance, axis=-1)
-
-
-def squared_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
-  """`mean_c (f_c - f~_c)^2` of each example.
-
-  Args:
-    logits: `float[B, C]`.
-    consensus: `float[B, C]`.
-
-  Returns:
-    `float[B]`.
-
-  >>> float(squared_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
-  2.5
-  """
-  return jnp.mean(_distance(logits, consensus) ** 2, axis=-1)
-
-
-def _distance(logits, consensus):
-  """The difference; 0 where both are minus infinity, as for masked classes."""
-  logits, consensus = core.wide(logits), core.wide(consensus)
-  alike = jnp.isinf(logits) & (logits == consensus)
-  return jnp.where(alike, 0.0, logits - consensus)
-
-
 def same_classes(*logits: jax.Array) -> None:
   """Checks that models which learn from each other have the same outputs.
 
@@ -188,52 +140,6 @@ def pair_divergence(
   target = tempered_softmax(partner, temperature)
   kl = kl_divergence(target, core.wide(logits) / temperature)
   return temperature**2 * of_examples(kl)
-
-
-def mutual_loss(
-  logits: PyTree,
-  partner: PyTree,
-  labels_loss: jax.Array,
-  *,
-  weight: float | jax.Array,
-  temperature: float | jax.Array = 1.0,
-  divergence: PairDivergence = pair_divergence,
-) -> tuple[jax.Array, jax.Array]:
-  """`w CE + (1 - w) KL(p_partner || p)`, one of equation 5's two losses.
-
-  Args:
-    logits: `float[B, ..., C]`, of the model that learns.
-    partner: likewise, the partner's; no gradient flows to them.
-    labels_loss: `float[B]`, the model's loss on the labels, CE.
-    weight: alpha for the local model, beta for the meme.
-    temperature: T of the divergence. Equation 5 has none; equation 3 has one,
-      of the teacher only.
-    divergence: in place of KL, with its temperature.
-
-  Returns:
-    Two `float[B]`: the loss, and the divergence in it.
-
-  Raises:
-    ValueError: the arrays have other shapes.
-
-  Reference: Shen et al. 2020, equation 5.
-
-  >>> logits, partner = jnp.log(jnp.array([[[.75, .25]], [[.5, .5]]]))
-  >>> loss, kl = mutual_loss(logits, partner, jnp.array([2.]), weight=0.5)
-  >>> [round(float(x[0]), 4) for x in (kl, loss)]  # log(4 / 3) / 2, + 2 / 2
-  [0.1438, 1.0719]
-  """
-  # A partner with weight zero may output NaN.
-  heard = lambda z: jnp.where((weight < 1) | (z < jnp.inf), z, 0)
-  partner = jax.tree.map(heard, jax.lax.stop_gradient(partner))
-  kl = divergence(logits, partner, temperature)
-  if jnp.shape(kl) != jnp.shape(labels_loss) or jnp.ndim(kl) != 1:
-    raise ValueError(
-      f"losses of shape {jnp.shape(labels_loss)} with divergences of shape"
-      f" {jnp.shape(kl)}: mutual learning needs one of each for each example,"
-      " float[B]"
-    )
-  return weight * labels_loss + (1 - weight) * kl, kl
 
 
 def codist_target(
@@ -496,9 +402,7 @@ class Distiller:
     """
 
     def of_part(variables, x):
-      outputs, _ = local.outputs_of(
-        "a teacher", model, variables, {"x": x}, None, train=False
-      )
+      outputs, _ = local.outputs_of("a teacher", model, variables, {"x": x})
       if hasattr(outputs, "features"):  # Its last layer is the same for all.
         return outputs.features
       if self.divergence is None:
@@ -587,8 +491,9 @@ class Distiller:
       return {**batch, "target": target}
 
     def objective(variables, batch, key, context):
+      key = key if self.dropout else None
       outputs, stats = local.outputs_of(
-        "a student", models[index], variables, batch, key, self.dropout
+        "a student", models[index], variables, batch, key
       )
       stats = stats if self.dropout else variables.stats
       weights = self.weights(batch)

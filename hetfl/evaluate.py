@@ -8,17 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import checks, core, population
+from hetfl import checks, core, local, population
 from hetfl.batches import gather, in_order, prepare
 from hetfl.distill import of_examples
-from hetfl.engine import (
-  batch_size_or_default,
-  Engine,
-  Inline,
-  Task,
-  Work,
-  zeros_of,
-)
+from hetfl.engine import batch_size_or_default, Engine, Inline, Task, Work
 
 PyTree = Any
 Measure = Callable[[PyTree, core.Batch], dict[str, core.Mean]]
@@ -66,8 +59,11 @@ def class_f1(logits: jax.Array, batch: core.Batch) -> core.Mean:
 
   Returns:
     Sums `float32[C]`, for `ClientEvaluator`: `Evaluator` takes scalars. The
-    count is 0 of classes that are neither labels nor predictions. NaN logits
-    predict nothing, and all classes are NaN.
+    count is 0 of classes that are neither labels nor predictions. All classes
+    are NaN if an output is, or if a label is out of range.
+
+  Raises:
+    ValueError: as `core.labels_of`.
 
   >>> batch = {'y': jnp.array([0, 1, 1]), 'mask': jnp.ones(3)}
   >>> class_f1(jnp.eye(3)[jnp.array([0, 0, 1])], batch).value.tolist()
@@ -75,9 +71,11 @@ def class_f1(logits: jax.Array, batch: core.Batch) -> core.Mean:
   """
   positions = tuple(range(logits.ndim - 1))
   mask = jnp.expand_dims(batch["mask"], (*positions[1:], -1))
+  labels, known = core.labels_of(logits, batch)
   marks = lambda y: jax.nn.one_hot(y, logits.shape[-1]) * mask
-  predicted, true = marks(jnp.argmax(logits, axis=-1)), marks(batch["y"])
-  lost = jnp.isnan(logits).any(-1, keepdims=True) & (mask > 0)
+  predicted, true = marks(jnp.argmax(logits, axis=-1)), marks(labels)
+  known = jnp.expand_dims(known, -1)
+  lost = jnp.isnan(logits + known).any(-1, keepdims=True) & (mask > 0)
   predicted = jnp.where(lost, jnp.nan, predicted)
   both = 2 * jnp.sum(predicted * true, axis=positions)
   return core.Mean(both, jnp.sum(predicted + true, axis=positions))
@@ -159,8 +157,8 @@ class Evaluator:
     self._engine = engine or Inline()
     for name, subset in sets.items():
       population.check_kind(subset, name, population.Subset)
-    self._banks = {name: subset.bank for name, subset in sets.items()}
-    self._batches = {
+    banks = {name: subset.bank for name, subset in sets.items()}
+    batches = {
       name: in_order(
         population.positions_in(subset.bank, subset.index, name),
         batch_size,
@@ -168,6 +166,7 @@ class Evaluator:
       )
       for name, subset in sets.items()
     }
+    self._data = banks, batches
     for i, model in enumerate(models):
       core.Model.check(f"models[{i}]", model)
     # Equal models share a program.
@@ -186,7 +185,7 @@ class Evaluator:
     self._names = [sorted(names) for names in only]
     if strange := {n for names in self._names for n in names} - set(sets):
       raise ValueError(f"only: no set {min(strange)!r}; there are {[*sets]}")
-    self._compiled = self._engine.compile(self._evaluate)
+    self._compiled = self._engine.compile(self.sums)
 
   def __call__(
     self, variables: Sequence[core.Variables]
@@ -217,15 +216,12 @@ class Evaluator:
         " on the host; use evaluator.sums(variables, evaluator.data(*names)),"
         " which returns Means"
       )
-    sums = self._compiled(tuple(variables), self._banks, self._batches)
+    sums = self._compiled(tuple(variables), self._data)
     return list(map(core.values, jax.device_get(sums)))
 
   def data(self, *names: str) -> PyTree:
     """The data of the named sets, as `sums` takes it."""
-    return tuple(
-      {name: tree[name] for name in names}
-      for tree in (self._banks, self._batches)
-    )
+    return tuple({name: of[name] for name in names} for of in self._data)
 
   def sums(
     self, variables: Sequence[core.Variables], data: PyTree
@@ -239,9 +235,7 @@ class Evaluator:
     Returns:
       For each model a flat dict such as `{'test_accuracy': Mean}`.
     """
-    return self._evaluate(variables, *data)
-
-  def _evaluate(self, variables, banks, batches):
+    banks, batches = data
     all_names = [[n for n in names if n in batches] for names in self._names]
     works = [
       Work(
@@ -429,13 +423,10 @@ def measure_task(
     `(None, bank)` and `(variables, index)`. The results are the sums.
   """
 
-  @functools.partial(jax.jit, inline=True)  # Traced once for begin and step.
-  def of_batch(variables, bank, index):
-    batch = prepare(transform, gather(bank, index))
-    with checks.noted(
-      f"a model, given inputs {jax.tree.map(jnp.shape, batch)}"
-    ):
-      outputs = model.predict(variables, batch["x"])
+  def of_batch(variables, bank, row, s):
+    variables, index = row if own else (variables, row)
+    batch = prepare(transform, gather(bank, index[s]))
+    outputs, _ = local.outputs_of("an evaluation", model, variables, batch)
     sums = measure(outputs, batch)
     pairs = isinstance(sums, Mapping) and all(
       isinstance(pair, tuple) and len(pair) == 2 for pair in sums.values()
@@ -447,17 +438,4 @@ def measure_task(
       )
     return dict(sums)
 
-  def parts(variables, bank, row):
-    return (row[0], bank, row[1]) if own else (variables, bank, row)
-
-  def begin(*args):
-    variables, bank, index = parts(*args)
-    return zeros_of(of_batch, variables, bank, index[0])
-
-  def step(*args):
-    *args, sums, s = args
-    variables, bank, index = parts(*args)
-    more = of_batch(variables, bank, index[s])
-    return jax.tree.map(jnp.add, sums, more)
-
-  return Task(begin, step, lambda *args: args[-1])
+  return Task.sums(of_batch)

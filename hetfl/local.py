@@ -145,11 +145,6 @@ class Learner(NamedTuple):
     opt_state = optimizer(jnp.zeros(())).init(variables.params)
     return cls(variables, core.unshared(opt_state, variables))
 
-  def adopt(self, owner: str, given: "Learner") -> "Learner":
-    """Copies of a given learner; a `ValueError` if it has other shapes."""
-    checks.alike(owner, given, self)
-    return jax.tree.map(jnp.copy, given)
-
 
 def supervised(participant: Participant) -> Objective:
   """The objective of learning from labels, `mean_b loss(f(x_b; w), y_b)`."""
@@ -183,13 +178,15 @@ def outputs_of(
   model: core.Model,
   variables: core.Variables,
   batch: core.Batch,
-  key: jax.Array | None,
-  train: bool = True,
+  key: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
-  """A model's outputs and its new statistics; its errors say whose it is."""
+  """A model's outputs and new statistics, in training if there is a key.
+
+  Its errors say whose it is.
+  """
   shapes = jax.tree.map(jnp.shape, batch["x"])
   with checks.noted(f"{owner}: its model, given inputs x of shape {shapes}"):
-    return model.outputs(variables, batch["x"], key, train)
+    return model.outputs(variables, batch["x"], key, key is not None)
 
 
 def gradient(

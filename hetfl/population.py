@@ -334,12 +334,22 @@ class ClientPopulation:
     Returns:
       The population.
 
+    Raises:
+      IndexError: there is no client of such a number.
+      ValueError: they are no whole numbers, or one is there twice.
+
     >>> bank = {'y': np.arange(5)}
     >>> population = ClientPopulation.from_lists(bank, [[0], [1, 2], [3, 4]])
     >>> population.take([2, 0]).ids
     ('2', '0')
     """
-    chosen = np.asarray(clients, np.int64)
+    chosen = np.asarray(clients)
+    if chosen.size and chosen.dtype.kind not in "iu":
+      raise ValueError(
+        f"clients: numbers must be integers, not {chosen.dtype}; give"
+        " np.flatnonzero of a mask"
+      )
+    chosen = chosen.astype(np.int64)
     for k in chosen[(chosen < 0) | (chosen >= len(self))]:
       self.positions(k)  # Raises.
     sizes = self.sizes[chosen]

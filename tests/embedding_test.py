@@ -27,8 +27,7 @@ from hetfl import (
   Subset,
   with_hyper,
 )
-from hetfl.algorithms.fedmd import Translator
-from hetfl.distill import absolute_error
+from hetfl.algorithms.fedmd import absolute_error, Translator
 from hetfl.evaluate import class_f1
 from hetfl.optimizers import fedavg_server
 from tests import algorithms, federation

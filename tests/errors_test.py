@@ -38,13 +38,13 @@ from hetfl import (
 from hetfl.algorithms import codist
 from hetfl.algorithms.features import Features
 from hetfl.algorithms.fedkd import compressed, fedkd
-from hetfl.algorithms.fedmd import consensus
+from hetfl.algorithms.fedmd import absolute_error, consensus, squared_error
+from hetfl.algorithms.fml import mutual_loss
 from hetfl.algorithms.personal import Method, personal
 from hetfl.batches import gather, prepare
 from hetfl.clients import on_host
 from hetfl.data.compared_images import load_compared_images
 from hetfl.data.fml_images import load_fml_images
-from hetfl.distill import absolute_error, mutual_loss, squared_error
 from hetfl.models import families, language, layers, next_word, vision
 from tests import algorithms, federation
 from tests.algorithms import CASES, make_distiller

@@ -23,8 +23,7 @@ from hetfl import (
   plan_round,
   Subset,
 )
-from hetfl.algorithms.fedmd import consensus
-from hetfl.distill import squared_error
+from hetfl.algorithms.fedmd import consensus, squared_error
 from hetfl.models import fedmd as models
 from hetfl.optimizers import keras_adam
 from tests import algorithms, federation

@@ -23,8 +23,8 @@ from hetfl import (
   Pool,
   Subset,
 )
+from hetfl.algorithms.fml import mutual_loss
 from hetfl.clients import group_clients, on_host, weighted_mean
-from hetfl.distill import mutual_loss
 from hetfl.models import layers, vision
 from hetfl.optimizers import fedavg_server, momentum_sgd
 from hetfl.run import checkpoint

@@ -14,8 +14,8 @@ import optax
 
 from hetfl import core, local
 from hetfl.algorithms.fedavg import proximal_term
-from hetfl.algorithms.personal import Method, one_model, personal
-from hetfl.clients import Client, weighted_mean
+from hetfl.algorithms.personal import mean_sent, Method, one_model, personal
+from hetfl.clients import Client
 from hetfl.model import parted
 
 
@@ -93,16 +93,12 @@ def ditto(
 
     return losses
 
-  def aggregate(context, sent, key):
-    del context, key
-    return weighted_mean(sent.value, sent.weight)
-
   method = Method(
     objective=objective,
     hyper={"weight": (weight, jnp.inf)},
     server=lambda key, kept: one_model(clients).start(key),
     shared=lambda context: context["server"],
-    aggregate=aggregate,
+    aggregate=mean_sent,
     measured=("own_loss", "shared_loss"),
   )
   algorithm = personal(clients, method, **options)

@@ -4,7 +4,7 @@ Methods that share features, prototypes or heads need to know where a model's
 body ends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from hetfl import checks, core, local
-from hetfl.clients import Client, Group, weighted_mean
+from hetfl.algorithms.personal import mean_sent
+from hetfl.clients import Client, Group
 from hetfl.model import joined, parted
 
 
@@ -186,7 +187,7 @@ def begin_with(kept: Group, **parts: core.Variables) -> local.Learner:
   return kept.learner._replace(variables=variables)
 
 
-def sharing(part: str) -> dict[str, Callable]:
+def sharing(part: str) -> dict[str, Any]:
   """Functions of a `Method` whose clients share a part of their models.
 
   A client begins with the server's part, trains its whole model, and sends the
@@ -204,15 +205,11 @@ def sharing(part: str) -> dict[str, Callable]:
     del context, batches
     return kept.replace(learner=learner), parted(learner.variables)[part]
 
-  def aggregate(context, sent, key):
-    del context, key
-    return weighted_mean(sent.value, sent.weight)
-
   return dict(
     server=lambda key, kept: first_part(key, kept, part),
     begin=lambda context, kept: begin_with(kept, **{part: context["server"]}),
     end=end,
-    aggregate=aggregate,
+    aggregate=mean_sent,
   )
 
 

@@ -27,6 +27,54 @@ from hetfl.population import ClientPopulation, Subset
 from hetfl.streams import generator, Stream
 
 
+def absolute_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
+  """`mean_c |f_c - f~_c|` of each example.
+
+  Args:
+    logits: `float[B, C]`.
+    consensus: `float[B, C]`.
+
+  Returns:
+    `float[B]`.
+
+  Reference: the released code's `mean_absolute_error`, over all outputs; the
+  paper gives no loss.
+
+  >>> float(absolute_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
+  1.5
+  >>> jax.grad(lambda z: absolute_error(z, jnp.zeros(2)))(jnp.array([0., 3.]))
+  Array([0. , 0.5], dtype=float32)
+  """
+  distance = _distance(logits, consensus)
+  # JAX's abs has a gradient of 1 at 0, where there is nothing to learn, and of
+  # -1 at NaN, which here makes its gradient NaN too.
+  distance *= jax.lax.stop_gradient(jnp.sign(distance))
+  return jnp.mean(distance, axis=-1)
+
+
+def squared_error(logits: jax.Array, consensus: jax.Array) -> jax.Array:
+  """`mean_c (f_c - f~_c)^2` of each example.
+
+  Args:
+    logits: `float[B, C]`.
+    consensus: `float[B, C]`.
+
+  Returns:
+    `float[B]`.
+
+  >>> float(squared_error(jnp.array([[1., -2.]]), jnp.array([[0., 0.]]))[0])
+  2.5
+  """
+  return jnp.mean(_distance(logits, consensus) ** 2, axis=-1)
+
+
+def _distance(logits, consensus):
+  """The difference; 0 where both are minus infinity, as for masked classes."""
+  logits, consensus = core.wide(logits), core.wide(consensus)
+  alike = jnp.isinf(logits) & (logits == consensus)
+  return jnp.where(alike, 0.0, logits - consensus)
+
+
 def _tempered_scores(logits, temperature):
   if logits.ndim < 2:
     raise ValueError(
@@ -48,8 +96,8 @@ def _between_scores(error: Callable[..., jax.Array]) -> Translator:
 
 
 TRANSLATORS = {
-  "mae": _between_scores(distill.absolute_error),
-  "mse": _between_scores(distill.squared_error),
+  "mae": _between_scores(absolute_error),
+  "mse": _between_scores(squared_error),
   "kl": Translator(_tempered_scores, _tempered_divergence, of_classes=True),
 }
 
@@ -97,9 +145,11 @@ def consensus_shares(
   3.0
   """
   values: Any = 1.0 if weights is None else weights
+  core.hyper(number, consensus_weights=values)  # As many as there should be.
   if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)):
     values = np.asarray(values, np.float64)
-    checks.between(0, np.inf, consensus_weights=np.min(values))
+    for bound in (np.min(values), np.max(values)):
+      checks.between(0, np.inf, consensus_weights=bound)
     if not values.any():
       raise ValueError("consensus_weights=0.0: one must be above 0")
     # As parts of a power of two, since float32 has no 1e-300.
@@ -274,6 +324,8 @@ def plan_fedmd(
     revisit_epochs=revisit_epochs,
   )
   population.check_kind(public, "public", Subset)
+  for name in {"public", "digest"} & {*private}:
+    raise ValueError(f"private: {name!r} is the name of other batches")
   if subset > len(public.index):
     raise ValueError(
       f"subset={subset}: exceeds the {len(public.index)} public examples"

@@ -78,10 +78,6 @@ def fedproto(
   ([[1.0], [0.0]], [1.0, 0.0])
   """
 
-  def none_yet(key, kept):
-    del key, kept
-    return no_sums(num_classes, num_features)
-
   def survey(outputs, batch):  # Sums over examples of mask 1, by class.
     return class_sums(outputs.features, batch, num_classes)
 
@@ -99,7 +95,7 @@ def fedproto(
   method = Method(
     objective=pulled,
     hyper={"weight": (weight, jnp.inf)},
-    server=none_yet,
+    server=lambda key, kept: no_sums(num_classes, num_features),
     survey=survey,
     aggregate=aggregate,
     measured=("loss", "distance"),

@@ -229,6 +229,8 @@ def plan_fit(
   }
   if stopping is not None:
     check_kind(stopping, "stopping", Subset)
+    if "stopping" in batches:
+      raise ValueError("examples: 'stopping' is the name of the stopping set")
     index = positions_in(stopping.bank, stopping.index, "stopping")
     batches["stopping"] = in_order(index, len(index))
   return Plan(np.int32(round), batches)

@@ -63,6 +63,52 @@ def _merge(merge, last, memes, weights):
   return optax.tree.where(anyone, core.as_types(merged, last), last)
 
 
+def mutual_loss(
+  logits: PyTree,
+  partner: PyTree,
+  labels_loss: jax.Array,
+  *,
+  weight: float | jax.Array,
+  temperature: float | jax.Array = 1.0,
+  divergence: distill.PairDivergence = distill.pair_divergence,
+) -> tuple[jax.Array, jax.Array]:
+  """`w CE + (1 - w) KL(p_partner || p)`, one of equation 5's two losses.
+
+  Args:
+    logits: `float[B, ..., C]`, of the model that learns.
+    partner: likewise, the partner's; no gradient flows to them.
+    labels_loss: `float[B]`, the model's loss on the labels, CE.
+    weight: alpha for the local model, beta for the meme.
+    temperature: T of the divergence. Equation 5 has none; equation 3 has one,
+      of the teacher only.
+    divergence: in place of KL, with its temperature.
+
+  Returns:
+    Two `float[B]`: the loss, and the divergence in it.
+
+  Raises:
+    ValueError: the arrays have other shapes.
+
+  Reference: Shen et al. 2020, equation 5.
+
+  >>> logits, partner = jnp.log(jnp.array([[[.75, .25]], [[.5, .5]]]))
+  >>> loss, kl = mutual_loss(logits, partner, jnp.array([2.]), weight=0.5)
+  >>> [round(float(x[0]), 4) for x in (kl, loss)]  # log(4 / 3) / 2, + 2 / 2
+  [0.1438, 1.0719]
+  """
+  # A partner with weight zero may output NaN.
+  heard = lambda z: jnp.where((weight < 1) | (z < jnp.inf), z, 0)
+  partner = jax.tree.map(heard, jax.lax.stop_gradient(partner))
+  kl = divergence(logits, partner, temperature)
+  if jnp.shape(kl) != jnp.shape(labels_loss) or jnp.ndim(kl) != 1:
+    raise ValueError(
+      f"losses of shape {jnp.shape(labels_loss)} with divergences of shape"
+      f" {jnp.shape(kl)}: mutual learning needs one of each for each example,"
+      " float[B]"
+    )
+  return weight * labels_loss + (1 - weight) * kl, kl
+
+
 def _objective(client, models, divergence) -> local.Objective:
   """Equation 5's losses, added up: each partner is held fixed.
 
@@ -89,7 +135,7 @@ def _objective(client, models, divergence) -> local.Objective:
         with checks.noted(
           "if the global model outputs features, give the client an adaptor"
         ):
-          losses, kl = distill.mutual_loss(
+          losses, kl = mutual_loss(
             logits[name],
             logits[_PARTNERS[name]],
             losses,

@@ -8,7 +8,6 @@ docs/methods.md for two that are written from an empty file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-import functools
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,9 +18,8 @@ import optax
 
 from hetfl import checks, core, local
 from hetfl.batches import gather, prepare
-from hetfl.clients import Client, Group, put_rows, Roster
+from hetfl.clients import Client, Group, put_rows, Roster, weighted_mean
 from hetfl.engine import Engine, Inline, Task, Work
-from hetfl.engine.work import add, zeros_of
 from hetfl.model import joined, parted
 from hetfl.optimizers import by_name
 
@@ -230,6 +228,8 @@ def _check(method: Method) -> None:
     if (function := getattr(method, name)) is not None:
       checks.takes(f"Method.{name}", function, *arguments)
   for name, pair in method.hyper.items():
+    if name in ("server", "own", "learning_rate"):
+      raise ValueError(f"Method.hyper: contexts hold another {name!r}")
     if not isinstance(pair, tuple) or len(pair) != 2:
       raise ValueError(
         f"Method.hyper: {name!r} is {pair!r}: give a pair, the value and the"
@@ -337,16 +337,16 @@ def _survey(client, method) -> Task:
     step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
     batch_key, _ = jax.random.split(step_key)
     batch = prepare(client.transform, gather(bank, batches.index[s]), batch_key)
-    outputs, _ = local.outputs_of(
-      client.label, client.model, variables, batch, None, train=False
-    )
+    outputs, _ = local.outputs_of(client.label, client.model, variables, batch)
     return method.survey(outputs, batch)  # Empty places have mask 0.
 
-  return Task(  # The sum over the row's steps, from zeros.
-    begin=lambda *args: zeros_of(functools.partial(one, s=0), *args),
-    step=lambda key, bank, row, sums, s: add(sums, one(key, bank, row, s)),
-    end=lambda key, bank, row, sums: sums,
-  )
+  return Task.sums(one)
+
+
+def mean_sent(context: Any, sent: Sent, key: jax.Array) -> PyTree:
+  """As `Method.aggregate`: the mean of what clients send, by their weights."""
+  del context, key
+  return weighted_mean(sent.value, sent.weight)
 
 
 def one_model(clients: Sequence[Client]) -> core.Model:

@@ -109,7 +109,7 @@ def scaffold(
   def end(context, kept, learner, batches):
     rate = context["learning_rate"]
     length = rate * core.as_type(batches.steps, rate.dtype)
-    moved = length > 0  # Clients that do not take part have no steps.
+    moved = length > 0  # Else there is no mean gradient.
     divisor = jnp.where(moved, length, 1)
     control = jax.tree.map(
       lambda own, c, w, w_k: (
@@ -120,11 +120,9 @@ def scaffold(
       context["server"].model.params,
       learner.params,
     )
-    new, control = optax.tree.where(
-      moved, (learner, control), (kept.learner, kept.extra)
-    )
-    change = optax.tree.sub(control, kept.extra)
-    return kept.replace(learner=new, extra=control), (learner.variables, change)
+    control = optax.tree.where(moved, control, kept.extra)
+    sent = learner.variables, optax.tree.sub(control, kept.extra)
+    return kept.replace(learner=learner, extra=control), sent
 
   def aggregate(context, sent, key):
     del key

@@ -38,7 +38,6 @@ from hetfl.engine.work import Engine as Engine
 from hetfl.engine.work import Shard as Shard
 from hetfl.engine.work import Task as Task
 from hetfl.engine.work import Work as Work
-from hetfl.engine.work import zeros_of as zeros_of
 
 AXIS = "devices"
 

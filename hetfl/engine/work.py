@@ -61,6 +61,23 @@ class Task:
 
     return cls(lambda *args: zeros_of(fn, *args), step, lambda *args: args[-1])
 
+  @classmethod
+  def sums(cls, fn: Callable[..., PyTree]) -> "Task":
+    """A function `(*shared, row, s) -> sums` as a task that adds up its steps.
+
+    >>> task = Task.sums(lambda row, s: row[s])
+    >>> float(task.whole(2, jnp.array([1., 2., 4.])))
+    3.0
+    """
+    fn = jax.jit(fn, inline=True)  # Traced once, for the zeros and the step.
+
+    def step(*args):
+      *args, sums, s = args
+      return add(sums, fn(*args, s))
+
+    begin = lambda *args: zeros_of(fn, *args, 0)
+    return cls(begin, step, lambda *args: args[-1])
+
   def zeros(self, *args: PyTree) -> PyTree:
     """Zeros like the result; no step is traced, which may take a second."""
     return zeros_of(lambda *args: self.end(*args, self.begin(*args)), *args)

@@ -231,7 +231,6 @@ class RunFolder:
     defaults: Mapping[str, Any] | None = None,
     named: str = "workdir",
     lengthens: bool = False,
-    idle: Collection[str] = (),
   ):
     """Creates the folder, or opens it if it belongs to the same run.
 
@@ -246,8 +245,6 @@ class RunFolder:
       lengthens: whether a run of fewer `rounds` may be extended to these; it
         may if nothing depends on their number. Its last round must have been a
         multiple of `eval_every`, or the rows would differ.
-      idle: flags of the config that this run does not use, so that their values
-        may differ.
 
     Raises:
       ConfigMismatch: the folder is of a run with other values, or of no run.
@@ -276,8 +273,8 @@ class RunFolder:
       return
     assumed = {n: d for n, d in (defaults or {}).items() if n in config}
     there = to_json(assumed) | stored["config"]
-    unlike, hint = differences(there, config, ignoring=idle), ""
-    if unlike and not differences(there, config, {*idle, "rounds"}):
+    unlike, hint = differences(there, config), ""
+    if unlike and not differences(there, config, {"rounds"}):
       last, every = there["rounds"], there.get("eval_every", 1)
       if lengthens and last < config["rounds"] and last % every == 0:
         return
