@@ -2,8 +2,8 @@ r"""Methods of federated learning with unlike models, side by side.
 
 Each client has a model of its own architecture, and examples of its own, of
 which it keeps a quarter for tests. All methods have the same clients, models,
-batches and evaluation. Without flags it compares all methods on the embedded
-data set `digits`; for example:
+batches and evaluation. Without flags four of them run on the embedded data set
+`digits`; for example:
 
   python experiments/compare.py --dataset=cifar10 --data_dir=DIR \
       --method=local,fml,fedproto --num_clients=20 --partition_alpha=0.1
@@ -142,15 +142,15 @@ class Compare(shared.Rounds):
     0.1, {"digits": 0.5}, only="dirichlet", low=1e-6
   )
   shards_per_client: int = count(2, {"cifar100": 20}, only="pathological")
-  partition_file: str | None = setting(kind="place")
+  partition_file: str | None = setting(kind="place", only="file")
   validation: float = setting(0.0, low=0, high=0.9)
   patience: int | None = count()
   target_accuracy: float | None = share(kind="machine")
   num_clients: int = count(20, {"digits": 10})
-  clients_per_round: int | None = count()
-  dropout_rate: float = share(0.0)
-  late_clients: int = setting(0, low=0)
-  late_round: int = count(1)
+  clients_per_round: int | None = count(only="several_clients")
+  dropout_rate: float = share(0.0, only="several_clients")
+  late_clients: int = setting(0, only="several_clients", low=0)
+  late_round: int = count(1, only="several_clients")
   models: tuple[str, ...] = setting("cnn4", {"digits": "mixed3"})
   widths: tuple[float, ...] = share(
     (1.0, 0.5, 0.25), only="heterofl", argument="width"
@@ -164,7 +164,7 @@ class Compare(shared.Rounds):
   local_epochs: int = count(1, {"digits": 2}, argument="epochs")
   batch_size: int = count(32, {"digits": 16})
   learning_rate: float = setting(0.01, {"scaffold": 0.1}, low=1e-12)
-  momentum: float = share(0.9)
+  momentum: float = share(0.9, only="momentum_sgd")
   fml_alpha: float = share(0.5, only="fml")
   fml_beta: float = share(0.5, only="fml")
   prototype_weight: float = setting(1.0, only="fedproto fedtgp", low=0)

@@ -70,7 +70,17 @@ def words(values: Mapping[str, Any], method: str) -> set[str]:
       f"--patience={s.patience}: needs images to measure by; give --validation,"
       " such as 0.1"
     )
+  if bool(s.late_clients) != (s.late_round > 1):
+    raise UsageError(
+      f"--late_clients={s.late_clients} --late_round={s.late_round}: give both,"
+      " the round one after the first"
+    )
   several = len(families.members(s.models)) > 1
+  if method in ("codist", "mergedcodist") and not several:
+    raise UsageError(
+      f"--models={shown(s.models)}: with --method={method} architectures teach"
+      " each other; give two or more"
+    )
   if method == "heterofl" and (several or "own" in kinds):
     raise UsageError(
       f"--models={shown(s.models)}: clients of --method=heterofl have narrower"
@@ -83,6 +93,8 @@ def words(values: Mapping[str, Any], method: str) -> set[str]:
     )
   found = {method, s.dataset, s.partition, "images", "device"}
   found |= {"set_aside"} if s.public_dataset == s.dataset else set()
+  found |= {"several_clients"} if method != "pooled" else set()
+  found |= {"momentum_sgd"} if method != "scaffold" else set()
   # For batch statistics, which the user's models may have too.
   if "own" in kinds or large.NETWORKS.keys() & {*families.members(names)}:
     found.add("full_batches")
@@ -452,12 +464,19 @@ def draw(
     row[f"client{k}/test_accuracy{way}"] for k in range(s.num_clients)
   ]
   alone = runs.get("local") if len(runs) > 1 else None
+  every = [row["round"] for of in runs.values() for rows in of for row in rows]
+  longest = sorted({*every})
+
+  def carried_on(rows):
+    """With more rows of a run that has ended before others, which stays so."""
+    more = [t for t in longest if t > rows[-1]["round"]]
+    return rows + [rows[-1] | {"round": t} for t in more]
+
   drawn, last = {}, {}
   for label, (way, seeds) in labelled(runs).items():
     drawn[label] = [[] for _ in seeds]
-    for i, rows in enumerate(seeds):
-      # A run that has ended stays as it was.
-      bases = alone[i] + alone[i][-1:] * len(rows) if alone else rows
+    for i, rows in enumerate(map(carried_on, seeds)):
+      bases = carried_on(alone[i]) if alone else rows
       for row, base in zip(rows, bases):
         point = {
           "mean/accuracy": row[f"clients/test_accuracy{way}"],

@@ -84,7 +84,7 @@ def rows_of(
         row.append(
           "" if one else f"{100 * statistics.fmean(ours) - theirs:+.2f}"
         )
-    row.append(str(seeds[0]["rounds"]))
+    row.append(report.cell([r["rounds"] for r in seeds], "{:d}"))
     minutes = [
       # With FedMD's phases before the collaboration.
       sum([r["seconds"], *r.get("phase_seconds", {}).values()]) / 60
@@ -218,8 +218,10 @@ class Cells:
     self.folder = pathlib.Path(args.workdir or f"runs/{args.table}")
     self.places = [f"--data_dir={args.data_dir}"] if args.data_dir else []
     self.places += ["--download"] if args.download else []
-    seeds = [f"--seeds={settings.shown(args.seeds)}"]
-    self.seeds = seeds if args.seeds else []
+    seeds = f"--seeds={settings.shown(args.seeds)}"
+    if len({*args.seeds}) < len(args.seeds):
+      raise settings.UsageError(f"{seeds}: give different numbers")
+    self.seeds = [seeds] if args.seeds else []
 
   def tuning(self, cell: tables.Cell) -> list[str]:
     """The command that tunes a cell."""

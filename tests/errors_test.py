@@ -36,6 +36,7 @@ from hetfl import (
   with_hyper,
 )
 from hetfl.algorithms import codist
+from hetfl.algorithms import fedmd as of_fedmd
 from hetfl.algorithms.features import Features
 from hetfl.algorithms.fedkd import compressed, fedkd
 from hetfl.algorithms.fedmd import absolute_error, consensus, squared_error
@@ -298,6 +299,21 @@ WRONG = {
   "stopping: position 99": lambda: plan_fit(
     {"a": PUBLIC}, PUBLIC._replace(index=[99]), seed=0, round=1, batch_size=1
   ),
+  "private: 'digest' is the name of other batches": lambda: plan_fedmd(
+    PUBLIC, {"digest": PUBLIC}, seed=0, round=1, subset=1
+  ),
+  "examples: 'stopping' is the name of the stopping set": lambda: plan_fit(
+    {"stopping": PUBLIC}, PUBLIC, seed=0, round=1, batch_size=1
+  ),
+  "clients: numbers must be integers, not bool": lambda: from_lists(
+    [0], [1, 2]
+  ).take([True, False]),
+  "consensus_weights=inf: must be": lambda: of_fedmd.consensus_shares(
+    (np.inf, 1.0), 2
+  ),
+  "consensus_weights=[1. 2. 3.]: give one or 2": lambda: (
+    of_fedmd.consensus_shares((1.0, 2.0, 3.0), 2)
+  ),
   "sets: has no 'distill'": lambda: localize(
     federation.make_plan(1), dict.fromkeys(("pool0", "pool1"), from_lists([0]))
   ),
@@ -416,6 +432,9 @@ WRONG = {
   "an objective must return (losses, stats, measured)": lambda: method(
     objective=lambda client: lambda variables, batch, key, context: (0.0, ())
   ),
+  "Method.hyper: contexts hold another 'server'": lambda: method(
+    hyper={"server": (1.0, 1.0)}
+  ),
   "Method.hyper: 'weight' is 1.0: give a pair": lambda: method(
     hyper={"weight": 1.0}
   ),
@@ -425,6 +444,7 @@ WRONG = {
   "measured: names 'distance', but there are ['loss']": lambda: method(
     measured=("loss", "distance")
   ),
+  "clients: a Client; give a list": lambda: fml(Client(MLP), global_model=None),
   "clients: give one Client or more, not [Model]": lambda: fml(
     [MLP], global_model=MLP
   ),
@@ -596,6 +616,9 @@ def test_a_model_that_says_nan_has_no_accuracy():
   assert np.isnan(evaluate.class_f1(logits, batch).value).all()
   for accuracies in ([np.nan], [0.5, np.nan]):
     assert np.isnan([*evaluate.spread(accuracies).values()]).all()
+  # Nor has one whose labels are out of range.
+  wrong = batch | {"y": jnp.array([0, 2])}
+  assert np.isnan(evaluate.class_f1(jnp.eye(2), wrong).value).all()
   # An empty place says nothing.
   empty = batch | {"mask": jnp.array([0.0, 1.0])}
   assert evaluate.class_f1(logits, empty).value[0] == 1

@@ -128,7 +128,7 @@ def test_four_methods_side_by_side_and_one_alone(compare, tmp_path):
 
 
 def test_all_methods_run(compare, tmp_path):
-  methods = "fedkd,fd,fedtgp,fedgh,lgfedavg,ditto,scaffold"
+  methods = "fedkd,fd,fedtgp,fedgh,lgfedavg,fedgen,fedmrl,ditto,scaffold"
   one = ("--models=mlp", f"--method={methods}", "--rounds=2")
   done = compare(*QUICK, *one, f"--workdir={tmp_path}/all")
   assert done.returncode == 0, done.stderr
@@ -137,6 +137,10 @@ def test_all_methods_run(compare, tmp_path):
     assert result["all"]["test_accuracy"] > 0.2  # Of ten classes.
   sent = lambda name: outcome(tmp_path / "all" / name)[0]["bytes_per_round"]
   assert sent("lgfedavg") == SAMPLED * 2 * 4 * 10 * 33
+  generator = 128 * (32 + 10 + 4) + 129 * 32
+  assert sent("fedgen") == sent("lgfedavg") + SAMPLED * 4 * generator
+  small = 65 * 32 + 33 * 8 + 9 * 10  # An MLP with 8 features, and a head.
+  assert sent("fedmrl") == SAMPLED * 2 * 4 * small
   assert sent("ditto") == SAMPLED * 2 * 4 * 3466
   assert sent("scaffold") == 2 * sent("ditto")
   one = ("--models=resnet", "--method=heterofl", "--rounds=2")
@@ -280,6 +284,11 @@ def test_bad_input_is_one_line(compare, tmp_path):
       ("--method=dsfl", "--public_dataset=digits", "--public_subset=999"),
       "--public_subset=999: exceeds the 300 public examples",
     ),
+    (
+      ("--method=codist", "--models=mlp", "--public_dataset=digits"),
+      "--models=mlp: with --method=codist architectures teach each other",
+    ),
+    (("--late_clients=2",), "--late_clients=2 --late_round=1: give both"),
     (("--patience=2",), "--patience=2: needs images to measure by; give --val"),
     (("--num_clients=900", "--partition_alpha=0.01"), "has 1 of the 2 images"),
   ]

@@ -50,6 +50,8 @@ def test_four_algorithms_side_by_side(fml, tmp_path):
       assert (client["model"], client["parameters"]) == expected
       last = rows[-1][f"client{k}/validation_accuracy"]
       assert client["validation_accuracy"] == last
+      best = max(row[f"client{k}/validation_accuracy"] for row in rows)
+      assert client["best_validation_accuracy"] == best
       for way in ("sent", "received"):
         assert client[f"bytes_{way}_per_round"] == (0 if alone else 4 * 3350)
       shown = f"client{k}/global_validation_accuracy" in rows[-1]

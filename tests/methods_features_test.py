@@ -551,6 +551,8 @@ def test_nearest_by_hand():
   scores = nearest(Features(features, None), server)
   # (0 + 4) / 2 and (4 + 1) / 2; (4 + 4) / 2 and (0 + 1) / 2.
   assert scores.tolist() == [[-2.0, -2.5, -np.inf], [-4.0, -0.5, -np.inf]]
+  nobody = server._replace(count=jnp.zeros(3))
+  assert nearest(Features(features, None), nobody).tolist() == [[0.0] * 3] * 2
 
 
 def test_with_parts_replaces_parameters_and_statistics():

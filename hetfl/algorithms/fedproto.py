@@ -146,7 +146,8 @@ def nearest(outputs: Features, server: core.Mean) -> jax.Array:
     server: the prototypes.
 
   Returns:
-    `float32[B, C]`, minus infinity for classes without a prototype.
+    `float32[B, C]`, minus infinity for classes without a prototype; 0 for all
+    if there is none yet.
 
   Reference: Tan et al. 2022, on inference.
 
@@ -157,4 +158,5 @@ def nearest(outputs: Features, server: core.Mean) -> jax.Array:
   prototypes, known = prototypes_of(server)
   differences = outputs.features[:, None] - prototypes[None]
   scores = -jnp.mean(jnp.square(differences), axis=-1)
-  return jnp.where(known[None] > 0, scores, -jnp.inf)
+  scores = jnp.where(known[None] > 0, scores, -jnp.inf)
+  return jnp.where(jnp.any(known > 0), scores, 0)

@@ -268,7 +268,7 @@ def last_and_best(
     if whose != owner:
       continue
     found[metric] = value
-    if re.match("(test|heldout)_accuracy", metric):
+    if re.match("(test|heldout|validation)_accuracy", metric):
       known = [row[name] for row in rows if row.get(name) is not None]
       found[f"best_{metric}"] = max(known, default=None)
   return found
