@@ -77,26 +77,22 @@ def matryoshka(
 
   def apply(variables, x, key, train):
     of = parted(variables)
-    of |= {f"shared {name}": v for name, v in parted(of.pop("shared")).items()}
-    keys = dict.fromkeys(of)
-    if key is not None:
-      keys = dict(zip(of, jax.random.split(key, len(of))))
-    stats = {}
-
-    def outputs(name, model, x):
-      y, stats[name] = model.outputs(of[name], x, keys[name], train)
-      return y
-
-    small = outputs("shared body", shared_body, x)
-    both = jnp.concatenate([small, outputs("body", body, x)], axis=-1)
-    features = outputs("projection", projection, both)
-    inner = features[..., : small.shape[-1]]
-    nested = Nested(
-      outputs("head", head, features),
-      outputs("shared head", shared_head, inner),
-    )
-    of_shared = {name: stats.pop(f"shared {name}") for name in ("body", "head")}
-    return nested, stats | {"shared": of_shared}
+    small = parted(of["shared"])
+    keys = [None] * 5 if key is None else jax.random.split(key, 5)
+    g, of_g = shared_body.outputs(small["body"], x, keys[0], train)
+    f, of_f = body.outputs(of["body"], x, keys[1], train)
+    both = jnp.concatenate([g, f], axis=-1)
+    r, of_r = projection.outputs(of["projection"], both, keys[2], train)
+    logits, of_logits = head.outputs(of["head"], r, keys[3], train)
+    first = r[..., : g.shape[-1]]
+    inner, of_inner = shared_head.outputs(small["head"], first, keys[4], train)
+    stats = {
+      "body": of_f,
+      "head": of_logits,
+      "projection": of_r,
+      "shared": {"body": of_g, "head": of_inner},
+    }
+    return Nested(logits, inner), stats
 
   return core.Model(init, apply)
 
