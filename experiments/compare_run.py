@@ -453,6 +453,24 @@ def labelled(of_methods: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
   }
 
 
+def carried_on(
+  runs: Mapping[str, Sequence[report.Rows]],
+) -> dict[str, list[report.Rows]]:
+  """Runs with more rows after those that end early: they stay as they are.
+
+  >>> rows = lambda *rounds: [{"round": t, "x": 7 * t} for t in rounds]
+  >>> carried_on({"a": [rows(1), rows(1, 2)], "b": [rows(1)]})["b"]
+  [[{'round': 1, 'x': 7}, {'round': 2, 'x': 7}]]
+  """
+  rounds = {r["round"] for seeds in runs.values() for of in seeds for r in of}
+
+  def whole(rows):
+    more = [t for t in sorted(rounds) if t > rows[-1]["round"]]
+    return [*rows, *({**rows[-1], "round": t} for t in more)]
+
+  return {name: list(map(whole, seeds)) for name, seeds in runs.items()}
+
+
 def draw(
   runs: dict[str, list[list[dict]]],
   s: Compare,
@@ -463,21 +481,13 @@ def draw(
   each = lambda row, way="": [
     row[f"client{k}/test_accuracy{way}"] for k in range(s.num_clients)
   ]
-  alone = runs.get("local") if len(runs) > 1 else None
-  every = [row["round"] for of in runs.values() for rows in of for row in rows]
-  longest = sorted({*every})
-
-  def carried_on(rows):
-    """With more rows of a run that has ended before others, which stays so."""
-    more = [t for t in longest if t > rows[-1]["round"]]
-    return rows + [rows[-1] | {"round": t} for t in more]
-
+  whole = carried_on(runs)
+  alone = whole.get("local") if len(runs) > 1 else None
   drawn, last = {}, {}
-  for label, (way, seeds) in labelled(runs).items():
+  for label, (way, seeds) in labelled(whole).items():
     drawn[label] = [[] for _ in seeds]
-    for i, rows in enumerate(map(carried_on, seeds)):
-      bases = carried_on(alone[i]) if alone else rows
-      for row, base in zip(rows, bases):
+    for i, rows in enumerate(seeds):
+      for row, base in zip(rows, alone[i] if alone else rows):
         point = {
           "mean/accuracy": row[f"clients/test_accuracy{way}"],
           "tenth/accuracy": row[f"clients/worst_tenth_test_accuracy{way}"],
