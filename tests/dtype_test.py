@@ -173,7 +173,7 @@ IMAGE, SENTENCE = np.zeros((2, 8, 8, 1)), np.zeros((2, 5), int)
 COMMANDS = {
   "codist": (lambda e: e.models, IMAGE),
   "codist --dataset=stackexchange": (lambda e: e.models, SENTENCE),
-  "compare": (lambda e: [e.model(name, False) for name in e.kinds], IMAGE),
+  "compare": (lambda e: [e.model(kind) for kind in e.kinds], IMAGE),
   "fml": (lambda e: [e.global_model, *(c.model for c in e.clients)], IMAGE),
   "fedmd": (lambda e: [p.model for p in e.parties], np.zeros((2, 16, 16, 1))),
 }
