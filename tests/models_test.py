@@ -230,8 +230,10 @@ def test_a_gpus_round_is_the_others(monkeypatch):
 
 
 # In tiles of 2x2, of 4x2, and of 2x2 with six inputs a side.
-@pytest.mark.parametrize("side,height", [(3, 6), (3, 12), (5, 6)])
-def test_winograd_is_about_as_exact_as_patches(side, height):
+@pytest.mark.parametrize(
+  "side,height,times", [(3, 6, 1.5), (3, 12, 1.5), (5, 6, 2.3)]
+)
+def test_winograd_is_about_as_exact_as_patches(side, height, times):
   rng = np.random.default_rng(0)
   x = rng.normal(size=(4, height, 8, 64)).astype(np.float32)
   kernel = rng.normal(size=(side, side, 64, 64)).astype(np.float32)
@@ -246,8 +248,9 @@ def test_winograd_is_about_as_exact_as_patches(side, height):
   tiled = error(convolution.winograd_conv(x, kernel, "SAME"))
   patches = convolution.extract_patches(x, (side, side), "SAME")
   direct = error(patches @ kernel.reshape(-1, 64))
-  # 0.7, 1.3 and 1.5 times; with points 1 and 2 in place of 2/3 and 3/2, 1.9.
-  assert tiled < 1.7 * direct, (tiled, direct)
+  # 0.7, 1.3 and, by the version of XLA, 1.5 or 2 times; the second with points
+  # 1 and 2 in place of 2/3 and 3/2, 1.9.
+  assert tiled < times * direct, (tiled, direct)
 
 
 FML_COUNTS = {
