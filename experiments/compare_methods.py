@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from compare import Compare
 import jax
+import jax.numpy as jnp
 import optax
 
 import hetfl
@@ -127,14 +128,15 @@ def _prototype_bytes(e, s, kind):
 
 def _generator_bytes(e, s, kind):
   head, _ = _head_bytes(e, s, kind)
-  # A hidden layer of 128, normalised, for 32 numbers of noise and the classes.
-  generator = 128 * (32 + e.num_classes + 4) + 129 * s.num_features
-  return head, head + 4 * generator
+  inputs = jnp.zeros((1, _GENERATOR["noise"] + e.num_classes))
+  module = fedgen.Generator(_GENERATOR["hidden"], s.num_features)
+  shapes = e.shapes(core.Model.from_flax(module, inputs))
+  return head, head + training.num_bytes(shapes)
 
 
 def _small_bytes(e, s, kind):
-  shapes = jax.eval_shape(e.nested(kind).init, jax.random.key(0))
-  return [training.num_bytes(parted(shapes)["shared"])] * 2
+  shared = parted(e.shapes(e.nested(kind)))["shared"]
+  return [training.num_bytes(shared)] * 2
 
 
 def _one_of_group(state):
@@ -142,6 +144,7 @@ def _one_of_group(state):
   return list(map(first, state.clients))
 
 
+_GENERATOR = dict(noise=32, hidden=128)  # FedGen's.
 # Methods with a --global_model.
 WITH_GLOBAL = {"fml", "fedkd", "fedet", "fedmrl"}
 WITH_ONE_MODEL = {"ditto", "scaffold"}  # The clients' and the server's.
@@ -201,7 +204,9 @@ METHODS = {
   "lgfedavg": Method(lgfedavg.lgfedavg, model=_headed, traffic=_head_bytes),
   "fedgen": Method(
     fedgen.fedgen,
-    lambda e, s: dict(head=e.head) | _numbers(e, s) | _server_rate(e, s),
+    lambda e, s: (
+      dict(head=e.head) | _GENERATOR | _numbers(e, s) | _server_rate(e, s)
+    ),
     model=_headed,
     traffic=_generator_bytes,
   ),

@@ -188,13 +188,13 @@ class Experiment:
       held[kind] = (*held.get(kind, ()), k)
     return held
 
-  def _shapes_of(self, kind: Kind) -> hetfl.Variables:
-    """The shapes of an architecture's variables."""
-    return jax.eval_shape(self.model(kind).init, jax.random.key(0))
+  def _shapes_of(self, model: core.Model) -> hetfl.Variables:
+    """The shapes of a model's variables."""
+    return jax.eval_shape(model.init, jax.random.key(0))
 
   def num_bytes(self, kind: Kind) -> int:
     """The bytes of an architecture's variables."""
-    return training.num_bytes(self.shapes(kind))
+    return training.num_bytes(self.shapes(self.model(kind)))
 
   def files(self, s: Compare) -> dict[str, bytes]:
     """Name and content of files that belong to a run."""
@@ -377,7 +377,7 @@ class Experiment:
     clients = [
       {
         **kind._asdict(),
-        "parameters": core.num_parameters(self.shapes(kind).params),
+        "parameters": core.num_parameters(self.shapes(self.model(kind)).params),
         "examples": int(self.images.train.sizes[k]),
         "test_examples": int(self.images.test.sizes[k]),
         **measured(f"client{k}"),

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from absl import flags, logging
 import jax
-from settings import Given, in_words, Settings, shown, UsageError
+from settings import check_seeds, Given, in_words, Settings, shown, UsageError
 
 from hetfl import core
 from hetfl import engine as engine_lib
@@ -321,8 +321,7 @@ def seed_folders(
     return {seed: workdir}
   if "seed" in given.typed:
     raise UsageError(f"--seed={seed}: give it or --seeds, not both")
-  if len(set(seeds)) < len(seeds):
-    raise UsageError(f"--seeds={shown(seeds)}: give different numbers")
+  check_seeds(seeds)
   only_holds(workdir, r"seed\d+|summary\.json", "seedN, or seedN/ALGORITHM")
   return {seed: workdir / f"seed{seed}" for seed in seeds}
 

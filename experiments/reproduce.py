@@ -218,10 +218,9 @@ class Cells:
     self.folder = pathlib.Path(args.workdir or f"runs/{args.table}")
     self.places = [f"--data_dir={args.data_dir}"] if args.data_dir else []
     self.places += ["--download"] if args.download else []
-    seeds = f"--seeds={settings.shown(args.seeds)}"
-    if len({*args.seeds}) < len(args.seeds):
-      raise settings.UsageError(f"{seeds}: give different numbers")
-    self.seeds = [seeds] if args.seeds else []
+    settings.check_seeds(args.seeds)
+    seeds = [f"--seeds={settings.shown(args.seeds)}"]
+    self.seeds = seeds if args.seeds else []
 
   def tuning(self, cell: tables.Cell) -> list[str]:
     """The command that tunes a cell."""

@@ -290,6 +290,12 @@ def in_words(condition: str) -> str:
   return " with ".join(" or ".join(p.split()) for p in condition.split(", "))
 
 
+def check_seeds(seeds: Sequence[int]) -> None:
+  """Raises a `UsageError` if --seeds has a number twice."""
+  if len(set(seeds)) < len(seeds):
+    raise UsageError(f"--seeds={shown(seeds)}: give different numbers")
+
+
 def shown(value: Any) -> str:
   """A value as written on the command line.
 

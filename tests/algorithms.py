@@ -409,9 +409,7 @@ METHODS = {
     [WIDE, MLP],
   ),
   "lgfedavg": personal(lgfedavg),
-  "scaffold": personal(
-    scaffold, BODIES[:1], whole=lambda body: body, server_lr=0.5
-  ),
+  "scaffold": bare(scaffold, BODIES[:1], server_lr=0.5),
 }
 
 CASES = {

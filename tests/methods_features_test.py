@@ -86,6 +86,20 @@ def run(algorithm, rounds=2, **settings):
   return state, metrics
 
 
+def batches_of(held):
+  """Each client of a plan, and the images and labels of its batches."""
+  for k, index, steps in zip(held.client, held.index, held.steps):
+    rows = [i[i >= 0] for i in index[:steps]]
+    yield k, [(POPULATION.bank["x"][i], POPULATION.bank["y"][i]) for i in rows]
+
+
+def in_float64(state):
+  double = lambda tree: jax.tree.map(lambda a: a.astype(float), tree)
+  return state.replace(
+    server=double(state.server), clients=double(state.clients)
+  )
+
+
 def models_of(state):
   """Each client's matrices, those of its head last."""
   models = [None] * len(CLIENTS)
@@ -229,10 +243,7 @@ def test_rounds_are_the_oracles(name):
   with jax.enable_x64(True):
     algorithm = make(CLIENTS, learning_rate=RATE, **options)
     state = algorithm.init(jax.random.key(3))
-    double = lambda tree: jax.tree.map(lambda a: a.astype(float), tree)
-    state = state.replace(
-      server=double(state.server), clients=double(state.clients)
-    )
+    state = in_float64(state)
     server, theirs = read(state.server), models_of(state)
     bank = {"train": jax.device_put(dict(POPULATION.bank))}
     step, prototypes = jax.jit(algorithm.step), None
@@ -242,11 +253,7 @@ def test_rounds_are_the_oracles(name):
       assert (0 in held.client) == (round == 1)
       state, _ = step(state, plan, bank)
       sent = []
-      for k, index, steps in zip(held.client, held.index, held.steps):
-        batches = [
-          (POPULATION.bank["x"][i[i >= 0]], POPULATION.bank["y"][i[i >= 0]])
-          for i in index[:steps]
-        ]
+      for k, batches in batches_of(held):
         model = theirs[k]
         if make in (lgfedavg, fedgh):
           model = [*model[:-1], server]
@@ -318,20 +325,13 @@ def test_fedmrl_is_the_oracle():
   with jax.enable_x64(True):
     algorithm = fedmrl(clients, learning_rate=RATE, weight=0.5)
     state = algorithm.init(jax.random.key(3))
-    double = lambda tree: jax.tree.map(lambda a: a.astype(float), tree)
-    state = state.replace(
-      server=double(state.server), clients=double(state.clients)
-    )
+    state = in_float64(state)
     server, theirs = small_of(state.server.params), models(state)
     bank = {"train": jax.device_put(dict(POPULATION.bank))}
     for round in (1, 2):
       plan = make_plan(round)
       held, sent = plan.batches["train"], []
-      for k, index, steps in zip(held.client, held.index, held.steps):
-        batches = [
-          (POPULATION.bank["x"][i[i >= 0]], POPULATION.bank["y"][i[i >= 0]])
-          for i in index[:steps]
-        ]
+      for k, batches in batches_of(held):
         theirs[k], small = train_nested(theirs[k], server, batches, 0.5)
         sent.append((len(LABELS[k]), small))
       total = sum(n for n, _ in sent)

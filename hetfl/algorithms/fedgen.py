@@ -20,8 +20,9 @@ from hetfl.algorithms.features import (
   classes_of,
   first_part,
   of_logits,
+  sharing,
 )
-from hetfl.algorithms.personal import Method, personal
+from hetfl.algorithms.personal import mean_sent, Method, personal
 from hetfl.clients import Client, weighted_mean
 from hetfl.model import parted
 
@@ -154,7 +155,6 @@ def fedgen(
   generator = core.Model.from_flax(
     Generator(hidden, num_features), jnp.zeros((1, noise + num_classes))
   )
-
   drawn_by = functools.partial(draw, noise=noise, num_classes=num_classes)
 
   def start(key, kept):
@@ -179,10 +179,6 @@ def fedgen(
 
     return losses
 
-  def end(context, kept, learner, batches):
-    del context, batches
-    return kept.replace(learner=learner), parted(learner.variables)["head"]
-
   def aggregate(context, sent, key):
     def losses(variables, batch, key, context):
       z, stats = generator.outputs(variables, batch["x"], key, True)
@@ -200,8 +196,7 @@ def fedgen(
 
     keys = jax.random.split(key, server_steps)
     learner, _ = jax.lax.scan(one, context["server"].generator, keys)
-    mean = weighted_mean(sent.value, sent.weight)
-    return Shared(mean, learner, jnp.ones(()))
+    return Shared(mean_sent(context, sent, key), learner, jnp.ones(()))
 
   method = Method(
     objective=objective,
@@ -212,7 +207,7 @@ def fedgen(
     },
     server=start,
     begin=lambda context, kept: begin_with(kept, head=context["server"].head),
-    end=end,
+    end=sharing("head")["end"],
     aggregate=aggregate,
   )
   return personal(clients, method, **options)
