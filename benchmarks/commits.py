@@ -97,6 +97,8 @@ def main() -> None:
   parser.add_argument("--only", default=",".join(ROWS), help="names of rows")
   parser.add_argument("--runs", type=int, default=9, help="turns of each")
   args = parser.parse_args()
+  if args.runs < 1:
+    parser.error(f"--runs={args.runs}: want 1 or more")
   names = args.only.split(",")
   if unknown := {*names} - {*ROWS}:
     parser.error(f"--only={min(unknown)}: choose from {', '.join(ROWS)}")

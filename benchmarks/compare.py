@@ -122,14 +122,19 @@ def main() -> None:
   )
   parser.add_argument("--json", help="file for the rows")
   parser.add_argument("--only", help="names or their beginnings, with commas")
-  parser.add_argument("--runs", type=int, default=7, help="turns of each")
+  parser.add_argument(
+    "--runs", type=rounds.count, default=7, help="turns of each"
+  )
   parser.add_argument(
     "--data_dir",
     help="folder with stackexchange/Posts.xml for the language rows, by"
     " default random words",
   )
   parser.add_argument(
-    "--fml_examples", type=int, default=2000, help="images of an FML client"
+    "--fml_examples",
+    type=rounds.count,
+    default=2000,
+    help="images of an FML client",
   )
   parser.add_argument(
     "--fedmd_width",
@@ -144,8 +149,6 @@ def main() -> None:
     help="of both sides' float32 products and convolutions on a GPU",
   )
   args = parser.parse_args()
-  if args.runs < 1:
-    parser.error(f"--runs={args.runs}: want 1 or more")
   # For FedJAX's pmap; ours uses the first device only.
   if jax.config.jax_platforms in (None, "", "cpu"):
     jax.config.update("jax_num_cpu_devices", num_cores())

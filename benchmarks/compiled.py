@@ -373,11 +373,12 @@ def main() -> None:
     " is bfloat16 on TPUs and tensorfloat32 on GPUs",
   )
   parser.add_argument(
-    "--runs", type=int, default=20, help="rounds to time, with --target=here"
+    "--runs",
+    type=rounds.count,
+    default=20,
+    help="rounds to time, with --target=here",
   )
   args = parser.parse_args()
-  if args.runs < 1:
-    parser.error(f"--runs={args.runs}: want 1 or more")
   if args.target != "here":
     # Plans and banks are made here; and there is no card to tune products on.
     jax.config.update("jax_platforms", "cpu")

@@ -51,6 +51,7 @@ import optax
 
 from benchmarks import frameworks_peers
 from benchmarks.compare import provenance, ROOT
+from benchmarks.rounds import count
 import hetfl
 from hetfl import core
 from hetfl.data import vision as data
@@ -284,10 +285,10 @@ def main() -> None:
   parser.add_argument("--flower_python", help="with flwr[simulation], torch")
   parser.add_argument("--data_dir", help="folder with CIFAR-10")
   parser.add_argument("--json", help="file for the results")
-  parser.add_argument("--rounds", type=int, default=100, help="iterations")
-  parser.add_argument("--turn", type=int, default=5, help="iterations of one")
-  parser.add_argument("--cohort", type=int, default=50, help="users of one")
-  parser.add_argument("--cores", type=int, default=2, help="of each system")
+  parser.add_argument("--rounds", type=count, default=100, help="iterations")
+  parser.add_argument("--turn", type=count, default=5, help="iterations of one")
+  parser.add_argument("--cohort", type=count, default=50, help="users of one")
+  parser.add_argument("--cores", type=count, default=2, help="of each system")
   parser.add_argument("--learning_rate", type=float, default=0.1)
   parser.add_argument("--conv", help="form of our convolutions")
   parser.add_argument(

@@ -43,6 +43,7 @@ import numpy as np
 import optax
 
 from benchmarks.compare import chosen, provenance
+from benchmarks.rounds import count
 import hetfl
 from hetfl import core
 from hetfl.algorithms import fd, fedproto, lgfedavg, personal
@@ -393,9 +394,9 @@ def main() -> None:
   parser.add_argument("--dataset", default="cifar10")
   parser.add_argument("--data_dir", default=os.environ.get("HETFL_DATA_DIR"))
   parser.add_argument("--partition_alpha", type=float, default=0.1)
-  parser.add_argument("--num_clients", type=int, default=20)
-  parser.add_argument("--examples", type=int, default=12_000)
-  parser.add_argument("--rounds", type=int, default=10)
+  parser.add_argument("--num_clients", type=count, default=20)
+  parser.add_argument("--examples", type=count, default=12_000)
+  parser.add_argument("--rounds", type=count, default=10)
   parser.add_argument("--seeds", default="0", help="of partitions")
   parser.add_argument("--learning_rate", type=float, default=0.01)
   parser.add_argument(

@@ -1,5 +1,6 @@
 """What the benchmarks share: rows, rounds to time, and their FLOPs."""
 
+import argparse
 from collections.abc import Callable
 import functools
 import math
@@ -14,6 +15,13 @@ import numpy as np
 from hetfl import checks, core, engine, population
 
 Round = Callable[..., Any]  # Runs that many rounds, or one, and waits for all.
+
+
+def count(text: str) -> int:
+  """A flag's number of runs, rounds and the like."""
+  if (number := int(text)) < 1:
+    raise argparse.ArgumentTypeError(f"{text}: want 1 or more")
+  return number
 
 
 class Setup(NamedTuple):

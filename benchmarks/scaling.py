@@ -31,6 +31,7 @@ if str(ROOT) not in sys.path:  # As a script, not with -m.
   sys.path.insert(0, str(ROOT))
 
 from benchmarks import codist as images  # noqa: E402
+from benchmarks.rounds import count  # noqa: E402
 import hetfl  # noqa: E402
 from hetfl import checks, engine, population  # noqa: E402
 from hetfl.batches import plan_distillation  # noqa: E402
@@ -342,11 +343,11 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--json", help="file for the rows; a .png beside it")
   parser.add_argument("--only", help="sweeps, with commas")
-  parser.add_argument("--runs", type=int, default=5, help="rounds of each")
+  parser.add_argument("--runs", type=count, default=5, help="rounds of each")
   parser.add_argument(
     "--scale", type=float, default=1.0, help="factor on the sweeps' ranges"
   )
-  parser.add_argument("--child_devices", type=int, help=argparse.SUPPRESS)
+  parser.add_argument("--child_devices", type=count, help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.child_devices:
     print(json.dumps(devices_child(args.child_devices, args.runs)))

@@ -592,8 +592,9 @@ def localize(
     few compiled programs.
 
   Raises:
-    ValueError: a set that the plan has batches of is not given; FedMD's
-      "digest" has none, as it counts within the round's public examples.
+    ValueError: a set that the plan has batches of is not given, or is a bare
+      bank; FedMD's "digest" has none, as it counts within the round's public
+      examples.
 
   >>> clients = ClientPopulation.from_lists({'y': np.arange(9)}, [[4, 8], [2]])
   >>> plan = plan_round(
@@ -610,6 +611,8 @@ def localize(
     )
   together: dict[int, tuple[AnyBank, list[np.ndarray]]] = {}
   for name, batches in plan.batches.items():
+    if not isinstance(sets[name], ClientPopulation):
+      check_kind(sets[name], f"sets[{name!r}]", Subset)
     bank = sets[name].bank
     index = batches.index[batches.index >= 0]
     together.setdefault(id(bank), (bank, []))[1].append(index)

@@ -20,6 +20,7 @@ import numpy as np
 from hetfl import checks, core, local
 from hetfl.batches import Batches, Plan
 from hetfl.engine import Engine, Inline, jit
+from hetfl.engine.work import is_key
 from hetfl.local import Participant
 
 PyTree = Any
@@ -317,7 +318,7 @@ def on_host(
 
   Raises:
     FileExistsError: the folder holds such files.
-    ValueError: `init` or `step` is traced.
+    ValueError: `init` or `step` is traced; clients keep typed random keys.
 
   >>> from hetfl import ClientPopulation, plan_round
   >>> from hetfl.algorithms.personal import personal
@@ -339,6 +340,11 @@ def on_host(
   step = (engine or Inline()).compile(algorithm.step)
 
   def new(path, like, number):
+    if is_key(like):
+      raise ValueError(
+        f"on_host: clients keep typed random keys ({path}), which NumPy cannot"
+        " hold: use jax.random.PRNGKey there"
+      )
     shape = (number, *like.shape[1:])
     if folder is None:
       return np.zeros(shape, like.dtype)

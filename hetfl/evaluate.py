@@ -271,8 +271,8 @@ class ClientEvaluator:
     batch_size: as for `Evaluator`.
 
   Raises:
-    ValueError: a client has no examples or positions outside the bank, or
-      `batch_size` is below 1.
+    ValueError: there are no clients, one has no examples or positions outside
+      the bank, or `batch_size` is below 1.
 
   >>> model = core.Model(
   ...     lambda key: core.Variables(jnp.array([[1., 0.]]), {}),
@@ -296,6 +296,8 @@ class ClientEvaluator:
   ):
     core.Model.check("model", model)
     population.check_kind(clients, "clients", population.ClientPopulation)
+    if not len(clients):
+      raise ValueError("clients: there are none to evaluate")
     self._engine = engine or Inline()
     self._clients = clients
     self._parts = _alike(clients.sizes, batch_size_or_default(batch_size))

@@ -13,6 +13,7 @@ import pytest
 from hetfl import (
   augment,
   Client,
+  ClientEvaluator,
   ClientPopulation,
   core,
   distill,
@@ -31,6 +32,7 @@ from hetfl import (
   plan_fit,
   plan_round,
   Pool,
+  privacy,
   put_banks,
   Subset,
   with_hyper,
@@ -105,6 +107,10 @@ def pool_round(model=MLP, **settings):
   return first_round(
     fedavg([pool(model, **settings)], rounds=1), plan, {"a": BANK}
   )
+
+
+def noisy_sgd(learning_rate):
+  return optax.noisy_sgd(learning_rate, key=KEY)
 
 
 def mutual_round(model=MLP, global_model=None, **settings):
@@ -317,6 +323,15 @@ WRONG = {
   "sets: has no 'distill'": lambda: localize(
     federation.make_plan(1), dict.fromkeys(("pool0", "pool1"), from_lists([0]))
   ),
+  "sets['a']: give a Subset, not a bare bank": lambda: localize(
+    plan_of("a", from_lists([0])), {"a": BANK}
+  ),
+  "clients: there are none to evaluate": lambda: ClientEvaluator(
+    MLP, from_lists([0]).take([])
+  ),
+  "sampling=0.1: give a sequence": lambda: privacy.epsilon(
+    1.0, 0.1, rounds=1, delta=0.1
+  ),
   "would enter the batch statistics": lambda: normed_round("short"),
   "learning_rate=None: give a number": lambda: fedavg(
     [Pool(MLP, "a", learning_rate=None, server_lr=1.0)], rounds=1
@@ -451,6 +466,9 @@ WRONG = {
   "on_host: init and step move rows": lambda: jax.eval_shape(
     on_host(personal([Client(MLP)]), [Client(MLP)]).init, KEY
   ),
+  "on_host: clients keep typed random keys (0.learner.opt": lambda: on_host(
+    personal([Client(MLP)], optimizer=noisy_sgd), [Client(MLP)]
+  ).init(KEY),
   "Take features.logits_only(model)": lambda: core.cross_entropy(
     Features(jnp.zeros((1, 2)), jnp.zeros((1, 3))), {"y": jnp.zeros(1, int)}
   ),

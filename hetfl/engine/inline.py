@@ -19,6 +19,8 @@ from hetfl.engine.compilation import bank_format, jit
 from hetfl.engine.packing import traced_longest_first
 from hetfl.engine.work import (
   add,
+  is_key,
+  key_data,
   num_rows,
   PyTree,
   row,
@@ -195,10 +197,10 @@ class Inline:
     def on_device(d, args):
       results = []
       for i, (task, like) in enumerate(zip(tasks, likes)):
-        numbers = jax.eval_shape(_as_numbers, like)
+        numbers = jax.eval_shape(key_data, like)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), numbers)
         if i % size == d:
-          found = _as_numbers(self._run(Work(task, *args[i])))
+          found = key_data(self._run(Work(task, *args[i])))
           # All branches must agree in their types.
           cast = lambda zero, x: jnp.asarray(x, zero.dtype)
           zeros = jax.tree.map(cast, zeros, found)
@@ -282,7 +284,7 @@ class Inline:
     def move(leaf):
       if not self._mesh.is_multi_process:
         return jax.device_put(leaf, everywhere)
-      if _is_key(leaf):
+      if is_key(leaf):
         data = jax.make_array_from_process_local_data(
           everywhere, np.asarray(jax.random.key_data(leaf))
         )
@@ -426,7 +428,7 @@ def any_of(when: jax.Array) -> jax.Array:
 
 
 def _select(when, new, old):
-  if _is_key(new):
+  if is_key(new):
     return jnp.where(when, new, old)
   return jnp.where(when, new.astype(old.dtype), old)
 
@@ -436,20 +438,9 @@ def _like(mask, array):
   return mask.reshape(-1, *[1] * (array.ndim - 1))
 
 
-def _is_key(a) -> bool:
-  return jax.dtypes.issubdtype(jax.dtypes.result_type(a), jax.dtypes.prng_key)
-
-
-def _as_numbers(tree: PyTree) -> PyTree:
-  """Arrays that can be summed over devices: random keys as their data."""
-  return jax.tree.map(
-    lambda a: jax.random.key_data(a) if _is_key(a) else a, tree
-  )
-
-
 def _of_type(like: jax.ShapeDtypeStruct, numbers: jax.Array) -> jax.Array:
-  """The inverse of `_as_numbers`; it also makes sums of bools bools again."""
-  if _is_key(like):
+  """The inverse of `key_data`; it also makes sums of bools bools again."""
+  if is_key(like):
     return jax.random.wrap_key_data(numbers, impl=like.dtype)
   return numbers.astype(like.dtype)
 

@@ -237,3 +237,15 @@ def row(tree: PyTree, i: Any) -> PyTree:
 def add(tree: PyTree, other: PyTree) -> PyTree:
   """The sum of two trees."""
   return jax.tree.map(jnp.add, tree, other)
+
+
+def is_key(array: Any) -> bool:
+  """Whether an array is of typed random keys."""
+  return jnp.issubdtype(jax.dtypes.result_type(array), jax.dtypes.prng_key)
+
+
+def key_data(tree: PyTree) -> PyTree:
+  """A tree with the numbers of its typed random keys in their place."""
+  return jax.tree.map(
+    lambda a: jax.random.key_data(a) if is_key(a) else a, tree
+  )

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from hetfl.engine.work import is_key, key_data
 from hetfl.run import logs
 
 PyTree = Any
@@ -236,14 +237,9 @@ def _all_finite(array: np.ndarray) -> bool:
   return not floats or bool(np.isfinite(array).all())
 
 
-def _is_key(leaf: jax.Array) -> bool:
-  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def to_host(state: PyTree) -> PyTree:
   """A state as NumPy arrays; of typed keys, their data."""
-  data = lambda a: jax.random.key_data(a) if _is_key(a) else a
-  return jax.device_get(jax.tree.map(data, state))
+  return jax.device_get(key_data(state))
 
 
 def from_host(arrays: PyTree, like: PyTree) -> PyTree:
@@ -256,7 +252,7 @@ def from_host(arrays: PyTree, like: PyTree) -> PyTree:
       return kept
     # A copy: the state may be donated, NumPy's memory must not be.
     copy = jnp.array(array, copy=True)
-    if not _is_key(like):
+    if not is_key(like):
       return copy
     return jax.random.wrap_key_data(copy, impl=jax.random.key_impl(like))
 
