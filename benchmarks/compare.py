@@ -18,6 +18,7 @@ import datetime
 import gc
 import pathlib
 import platform
+import re
 import sys
 
 import jax
@@ -30,7 +31,7 @@ if str(ROOT) not in sys.path:  # As a script, not with -m.
 
 from benchmarks import codist, fedmd, fml, language, rounds  # noqa: E402
 from hetfl.engine.threads import num_cores  # noqa: E402
-from hetfl.run import autotune, logs, training  # noqa: E402
+from hetfl.run import logs, training  # noqa: E402
 
 
 def chosen(only: str | None, every: dict[str, rounds.Row]) -> list[str]:
@@ -60,9 +61,9 @@ def chosen(only: str | None, every: dict[str, rounds.Row]) -> list[str]:
 
 def provenance() -> dict:
   """What a row's numbers depend on: machine, versions, commit, day."""
-  names = [
-    line.partition(":")[2].strip() for line in autotune.cpu_lines("model name")
-  ]
+  cpus = pathlib.Path("/proc/cpuinfo")
+  text = cpus.read_text() if cpus.exists() else ""
+  names = sorted({*re.findall(r"(?m)^model name\s*: (.*)$", text)})
   return {
     "processor": ", ".join(names) or platform.processor(),
     "cores": num_cores(),

@@ -150,13 +150,9 @@ class Codist(shared.Rounds):
       linearly over the rounds (paper, section 4).
     merge_every: Distil only in every N-th round; alpha is 1 in the others. The
       paper distils in every round.
-    autotune: Before the first round, measure which lanes, form of convolution,
-      rounds per dispatch and, if pools exchange at least every tenth round,
-      microbatch are fastest on this machine, in one process and not in a
-      search. The choice is kept in the user's cache folder and, for resuming,
-      in the run's folder; flags that are set keep their values. Changes speed
-      only.
   """
+
+  OLD = ("autotune",)
 
   algorithm: tuple[Literal["fedavg", "periodic", "merged"], ...] = setting(
     ("fedavg", "periodic", "merged")
@@ -294,7 +290,6 @@ class Codist(shared.Rounds):
     matters="dropout own_models",
     low=0,
   )
-  autotune: bool = setting(False, kind="machine")
 
   @property
   def exchange_every(self) -> int:

@@ -9,7 +9,6 @@ import pathlib
 from typing import Any
 
 from absl import logging
-import autotuning
 from codist import Codist, POOLS, TEXTS
 from codist_tasks import task_of
 import jax
@@ -161,6 +160,12 @@ class Experiment:
 
   def algorithm(self, s: Codist) -> core.Algorithm:
     """Builds one of the three algorithms."""
+    if s.exchange_every > s.rounds:
+      logging.warning(
+        "--algorithm=%s: with --rounds=%d and an exchange every %d rounds the"
+        " pools never exchange anything, which is FedAvg.",
+        *(s.algorithm, s.rounds, s.exchange_every),
+      )
     engine = launch.engine_of(s, self.lanes(s))
     built = self._algorithm(s, dict(rounds=s.rounds, engine=engine))
     if s.bank == "device":
@@ -318,18 +323,6 @@ def draw(
 def main(given: Given) -> None:
   """Runs the algorithms of --algorithm, then prints a table."""
   s = Codist.resolve(given.values, ())
-
-  def tuned(s, path):
-    if s.exchange_every > s.rounds:
-      logging.warning(
-        "--algorithm=%s: with --rounds=%d and an exchange every %d rounds the"
-        " pools never exchange anything, which is FedAvg.",
-        *(s.algorithm, s.rounds, s.exchange_every),
-      )
-    if not s.autotune:
-      return s
-    return autotuning.measure(Experiment, given, s, path)
-
   launch.side_by_side(
     given,
     Codist,
@@ -338,5 +331,4 @@ def main(given: Given) -> None:
     build=Experiment,
     draw=draw,
     table=lambda results, rows: report.table(results),
-    tuned=tuned,
   )

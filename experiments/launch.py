@@ -4,10 +4,12 @@ import atexit
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import hashlib
 import json
 import logging as std_logging
 import os
 import pathlib
+import platform
 import re
 import shutil
 import sys
@@ -20,7 +22,7 @@ from settings import check_seeds, Given, in_words, Settings, shown, UsageError
 
 from hetfl import core
 from hetfl import engine as engine_lib
-from hetfl.run import autotune, logs, report, training
+from hetfl.run import logs, report, training
 
 _ERRORS = (ValueError, OSError, ArithmeticError, ImportError, MemoryError)
 
@@ -90,13 +92,31 @@ def _keep_programs(folder: str | None) -> None:
   if folder is None and jax.config.jax_compilation_cache_dir:
     return
   try:
-    path = autotune.cache_folder() / "programs" / autotune.processor()
-    path = pathlib.Path(folder or path).expanduser()
+    path = pathlib.Path(folder or _programs()).expanduser()
     path.mkdir(parents=True, exist_ok=True)
   except OSError:
     return  # A home that cannot be written to is no reason to stop.
   jax.config.update("jax_compilation_cache_dir", str(path))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _programs() -> pathlib.Path:
+  """The folder of programs for this kind of CPU; others may not run them.
+
+  Raises:
+    OSError: there is no home folder.
+  """
+  try:
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+  except RuntimeError as error:  # No passwd entry, as in containers.
+    raise OSError(f"{error} Set XDG_CACHE_HOME.") from error
+  cpus = pathlib.Path("/proc/cpuinfo")
+  lines = cpus.read_text().splitlines() if cpus.exists() else []
+  kinds = ("model name", "flags", "Features")
+  kinds = sorted({line for line in lines if line.startswith(kinds)})
+  text = platform.processor() + platform.machine() + "".join(kinds)
+  digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+  return pathlib.Path(home, "hetfl", "programs", digest)
 
 
 def _join_processes(s: Settings) -> None:
@@ -219,16 +239,11 @@ def settle(
   Other lanes, for example, would sum the same numbers in another order.
   """
   kinds = {n: s.kind_in(words) for n, s in cls.declared().items()}
-  stored = {
-    n: v for n, v in stored_speed(workdir).items() if kinds.get(n) == "speed"
-  }
-  return cls.resolve(stored | given.values, words)
-
-
-def stored_speed(workdir: pathlib.Path) -> dict[str, Any]:
-  """The speed settings that a run started with, the same in all processes."""
   speed = logs.read_config(workdir).get("speed", {})
-  return json.loads(engine_lib.bytes_from_first(json.dumps(speed).encode()))
+  # The same in all processes.
+  speed = json.loads(engine_lib.bytes_from_first(json.dumps(speed).encode()))
+  stored = {n: v for n, v in speed.items() if kinds.get(n) == "speed"}
+  return cls.resolve(stored | given.values, words)
 
 
 def open_folder(
@@ -357,7 +372,6 @@ def side_by_side(
   build: Callable[[Settings], Any],
   draw: Callable[..., None],
   table: Callable[[dict, dict], str],
-  tuned: Callable[[Settings, pathlib.Path], Settings] = lambda s, path: s,
   lengthens: Callable[[Settings], bool] = lambda s: False,
   flag: str = "algorithm",
 ) -> None:
@@ -373,7 +387,6 @@ def side_by_side(
     draw: `(rows, s, folder, experiment)`, draws the curves; `rows` has the rows
       of each seed, by algorithm.
     table: `(results, rows)`, of each seed, by algorithm, formatted as text.
-    tuned: (settings, folder) -> settings with the fastest speeds.
     lengthens: whether a run can be extended to more rounds.
     flag: the setting that names the algorithms.
   """
@@ -388,8 +401,7 @@ def side_by_side(
     for name in names:
       path = place / name if several else place
       s = settle(cls, given, words(given.values, name), path)
-      s = dataclasses.replace(s, seed=seed, **{flag: name})
-      runs.append((tuned(s, path), path))
+      runs.append((dataclasses.replace(s, seed=seed, **{flag: name}), path))
   warn_of_idle(given, [s for s, _ in runs])
   kept = {}
 

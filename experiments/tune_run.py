@@ -208,7 +208,7 @@ def settle(
   """
   values, cls = dict(given.values), command.SETTINGS
   for name in (
-    *("autotune", "bank", "rounds_per_dispatch", "stop_on_nonfinite"),
+    *("bank", "rounds_per_dispatch", "stop_on_nonfinite"),
     "distributed_coordinator",
   ):
     # A run's own config.flags contains these.

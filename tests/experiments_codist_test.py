@@ -521,7 +521,6 @@ def test_help_lists_all_flags_and_what_they_are_by_default(name, text):
   for flag in ("--rounds:", "--seed:", "--data_dir:", "--checkpoint_every:"):
     assert f"\n  {flag}" in done.stdout
   # What is not for the command is left out.
-  assert ("--[no]autotune:" in done.stdout) == (name in ("codist", "tune"))
   assert ("--lanes:" in done.stdout) == (name != "fedmd")
   assert text in " ".join(done.stdout.split())
 

@@ -36,7 +36,7 @@ _MODELS = runs.ROOT / "tests/small_models.py"
 # Flags that reach out of the process, or whose errors have a traceback; each
 # run has a folder of its own.
 LEFT_OUT = ("workdir", "download", "distributed_coordinator", "verbosity")
-LEFT_OUT += ("compilation_cache", "autotune", "join", "pretrained", "data_dir")
+LEFT_OUT += ("compilation_cache", "join", "pretrained", "data_dir")
 _ROUNDS = ("--rounds=2", "--eval_every=1", "--notensorboard")
 # One each, since each is compiled.
 ONE_OF = {
