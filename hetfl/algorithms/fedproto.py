@@ -53,10 +53,10 @@ def fedproto(
   Raises:
     ValueError: as `personal`; labels are not classes.
 
-  Reference: Tan et al. 2022, algorithm 1. Departures:
-  the mean of squares over features is that of the released code, as are
-  prototypes from a pass of the trained model over the round's batches; the
-  average is over examples, where the code weighs clients equally.
+  Reference: Tan et al. 2022, algorithm 1. Departures: the mean of squares over
+  features is that of the released code. That gathers prototypes while a client
+  trains, in the last epoch; here they are of the trained model, on the round's
+  batches. The average is over examples, where the code weighs clients equally.
 
   The client's features are 1 for its only image, of class 0, which has no
   prototype yet: it sends 1 (its logits do not depend on its features).

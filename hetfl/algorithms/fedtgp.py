@@ -51,9 +51,10 @@ def fedtgp(
   the mean features of each of their classes, `C_k[j]`. The prototypes T are a
   small network's, of a learnt vector for each class; the server goes on to
   train it by SGD on the mean over pairs (k, j) of `margin_loss`, in batches.
-  The loss's margin is the largest distance between two classes' means over
-  clients of `C_k[j]`, but no more than `margin`. In the first round clients
-  have no prototypes. Sends C D numbers, if it has all classes; receives C D.
+  The loss's margin is the largest distance from a class to the nearest other,
+  between their means over clients of `C_k[j]`, but no more than `margin`. In
+  the first round clients have no prototypes. Sends C D numbers, if it has all
+  classes; receives C D.
 
   Args:
     clients: K clients, whose models' outputs are `Features`; see `headed`.
@@ -75,10 +76,11 @@ def fedtgp(
   Raises:
     ValueError: as `personal`; labels are not classes.
 
-  Reference: Zhang et al. 2024, algorithm 1; the network is the released code's:
-  the vectors, normal at first, and two dense layers with a ReLU between, all of
-  D numbers. Departures: layers begin as Flax's; the margin is the paper's, the
-  code takes the largest distance from a class to the nearest other.
+  Reference: Zhang et al. 2024, algorithm 1; the margin and the network are the
+  released code's: the vectors, normal at first, and two dense layers with a
+  ReLU between, all of D numbers. The paper's margin is the largest distance of
+  all, which runs away sooner. Departures: layers begin as Flax's; means are of
+  the trained model's features, in the code of the model's before the round.
 
   The client's features are (1, 0) for its only image, of class 0: the server
   moves its prototype of that class there.
@@ -151,27 +153,32 @@ def fedtgp(
 
 
 def largest_gap(means: jax.Array, known: jax.Array) -> jax.Array:
-  """The largest distance between two classes' means over clients, `float[]`.
+  """The largest distance from a class to the nearest other, `float[]`.
+
+  Between the classes' means over clients; 0 if there are not two classes.
 
   Args:
     means: `float[K, C, D]`, each client's of its classes.
     known: `float[K, C]`, 1 for classes that a client has, else 0.
 
-  Two clients have class 0, at 0 and 2; one has class 1, at 5.
+  Two clients have class 0, at 0 and 2; one has class 1, at 5, and 2, at 8.
 
-  >>> means = jnp.array([[[0.], [5.]], [[2.], [9.]]])
-  >>> float(largest_gap(means, jnp.array([[1., 1.], [1., 0.]])))
+  >>> means = jnp.array([[[0.], [5.], [8.]], [[2.], [9.], [0.]]])
+  >>> float(largest_gap(means, jnp.array([[1., 1., 1.], [1., 0., 0.]])))
   4.0
   """
   sums = jnp.sum(means * known[..., None], axis=0)
   count = jnp.sum(known, axis=0)
   centres = sums / jnp.maximum(count, 1)[:, None]
 
-  def farthest(centre):  # One class at a time, since C^2 D may be large.
-    gaps = jnp.linalg.norm(centres - centre[None], axis=-1)
-    return jnp.max(jnp.where(count > 0, gaps, 0))
+  def to_nearest(j):  # One class at a time, since C^2 D may be large.
+    gaps = jnp.linalg.norm(centres - centres[j][None], axis=-1)
+    others = (count > 0) & (classes != j)
+    return jnp.min(jnp.where(others, gaps, jnp.inf))
 
-  return jnp.max(jnp.where(count > 0, jax.lax.map(farthest, centres), 0))
+  classes = jnp.arange(len(count))
+  gaps = jax.lax.map(to_nearest, classes)
+  return jnp.max(jnp.where((count > 0) & (gaps < jnp.inf), gaps, 0))
 
 
 def margin_loss(
