@@ -110,12 +110,12 @@ def fedgen(
     ValueError: as `personal`; heads have unlike shapes; labels are not classes.
 
   Reference: Zhu et al. 2021, algorithm 1; generator and spread are the released
-    code's. Departures: only heads are shared, as models are unlike, where the
-    code averages whole ones; the generator's layers begin as Flax's, and its
-    running variance is without Bessel's correction; classes are drawn evenly,
-    where the paper counts labels, and clients' logits are averaged alike for
-    all classes; clients generate as many features as their batch has examples,
-    and take no softmax of generated features as a target for their own.
+  code's. Departures: only heads are shared, as models are unlike, where the
+  code averages whole ones; the generator's layers begin as Flax's, and its
+  running variance is without Bessel's correction; classes are drawn evenly,
+  where the paper counts labels, and clients' logits are averaged alike for
+  all classes; clients generate as many features as their batch has examples,
+  and take no softmax of generated features as a target for their own.
 
   The client, whose features are 1 for its only image, of class 0, does not
   learn, nor does the mean of one head.
