@@ -8,7 +8,7 @@ by client.
 Letters used throughout: K clients, S steps, B batch size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import inspect
 from typing import Any, get_args, Literal, NamedTuple
 
@@ -289,6 +289,8 @@ def plan_clients(
     clients = ClientPopulation.from_lists(clients.bank, [clients.index])
   check_kind(clients, f"pool {pool}", ClientPopulation)
   checks.between(0, len(clients), late_clients=late_clients)
+  if late_clients:
+    checks.counts(late_clients=late_clients)
   number = clients_per_round or len(clients)
   if not 1 <= number <= len(clients):
     raise ValueError(
@@ -331,7 +333,9 @@ def plan_clients(
   return batches
 
 
-def leave_out(batches: Batches, absent: Sequence[int] | np.ndarray) -> Batches:
+def leave_out(
+  batches: Batches, absent: Collection[int] | np.ndarray
+) -> Batches:
   """Batches in which some clients take no part, without steps and weight.
 
   Args:
@@ -341,12 +345,21 @@ def leave_out(batches: Batches, absent: Sequence[int] | np.ndarray) -> Batches:
   Returns:
     The batches.
 
+  Raises:
+    ValueError: the numbers are not integers, but a mask, for instance.
+
   >>> batches = rows_of([np.zeros((2, 1))] * 2, [3, 1], [5., 6.])
   >>> left = leave_out(batches, [1])
   >>> left.steps.tolist(), left.weight.tolist()
   ([2, 0], [5.0, 0.0])
   """
-  there = ~np.isin(batches.client, absent)
+  numbers = np.asarray([*absent])  # NumPy takes a set for one object.
+  if len(numbers) and numbers.dtype.kind not in "iu":
+    raise ValueError(
+      f"absent: numbers must be integers, not {numbers.dtype}; give"
+      " np.flatnonzero of a mask"
+    )
+  there = ~np.isin(batches.client, numbers)
   return batches._replace(
     steps=batches.steps * there, weight=batches.weight * there
   )

@@ -84,10 +84,12 @@ def positive(**values: Any) -> None:
   between(1e-6, np.inf, **values)
 
 
-def optimizers(**given: Any) -> None:
+def optimizers(params: Any = None, /, **given: Any) -> None:
   """Checks that optimizers are given as functions of their learning rate.
 
   Args:
+    params: parameters, for optimizers that are for some structure; by default
+      those are not checked.
     **given: names and what should be such functions. Their states must not
       hold the rate, which may change from step to step.
 
@@ -101,6 +103,8 @@ def optimizers(**given: Any) -> None:
   ValueError: server_optimizer: give a function of the learning rate, such as \
 optax.adam, not an optimizer
   """
+  params = np.zeros(1) if params is None else params
+  small = jax.tree.map(lambda a: np.zeros((1,) * a.ndim, a.dtype), params)
   for name, optimizer in given.items():
     if not callable(optimizer):
       raise ValueError(
@@ -110,12 +114,11 @@ optax.adam, not an optimizer
     try:
       with jax.ensure_compile_time_eval():  # Also under jit.
         first, second = (
-          jax.tree.leaves(optimizer(rate).init(np.zeros(1)))
-          for rate in (0.0, 1.0)
+          jax.tree.leaves(optimizer(rate).init(small)) for rate in (0.0, 1.0)
         )
         # Keys are compared as arrays, of which NumPy knows nothing.
         same = all(bool(np.all(a == b)) for a, b in zip(first, second))
-    except Exception:  # It needs parameters of some structure: not checked.
+    except Exception:  # It needs parameters of some other structure.
       continue
     if not same:
       raise ValueError(

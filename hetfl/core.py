@@ -480,6 +480,23 @@ def hash_key(field: Any) -> Any:
   return field
 
 
+@jax.custom_vjp
+def fixed(tree: PyTree) -> PyTree:
+  """Outputs that training holds fixed, such as a partner's.
+
+  As `jax.lax.stop_gradient` within the gradient that a step descends; but the
+  derivatives of a whole round, by hyper-parameters, do pass.
+
+  >>> step = lambda w: w - jax.grad(lambda v: v * fixed(v))(w)
+  >>> float(step(2.)), float(jax.grad(step)(2.))  # And not 1, the other's.
+  (0.0, 0.0)
+  """
+  return tree
+
+
+fixed.defvjp(lambda tree: (tree, None), lambda _, cotangents: (None,))
+
+
 def strong(tree: PyTree) -> PyTree:
   """Removes weak types, which a checkpoint does not keep.
 

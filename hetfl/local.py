@@ -142,6 +142,7 @@ class Learner(NamedTuple):
     cls, variables: core.Variables, optimizer: core.Optimizer
   ) -> "Learner":
     """A model with a new optimizer, whose state does not depend on the rate."""
+    checks.optimizers(variables.params, optimizer=optimizer)
     opt_state = optimizer(jnp.zeros(())).init(variables.params)
     return cls(variables, core.unshared(opt_state, variables))
 

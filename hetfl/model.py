@@ -127,7 +127,7 @@ Variables(params, stats); without mutable collections, stats are {}
         name = jax.tree_util.keystr(path)
         trained = name.startswith(".params")
         if jnp.issubdtype(dtype, jax.dtypes.prng_key) or (
-          trained and not jnp.issubdtype(dtype, jnp.inexact)
+          trained and not jnp.issubdtype(dtype, jnp.floating)
         ):
           raise ValueError(
             f"{owner}: init returned {name} of type {dtype}: parameters must be"

@@ -1,5 +1,7 @@
 """Uses of the algorithms' steps within a user's own code."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,7 @@ from hetfl import (
 )
 from hetfl.algorithms.fedmd import absolute_error, Translator
 from hetfl.evaluate import class_f1
-from hetfl.optimizers import fedavg_server
+from hetfl.optimizers import fedavg_server, momentum_sgd
 from tests import algorithms, federation
 from tests.algorithms import CASES
 
@@ -122,6 +124,73 @@ def test_gradients_through_a_round_whose_plan_is_known(name):
   backward = jax.jit(jax.grad(distance))(rate)
   assert abs(forward) > 1e-3
   np.testing.assert_allclose(backward, forward, rtol=1e-4)
+
+
+def test_gradients_of_clients_of_unlike_sizes_with_a_clipped_optimizer():
+  """Empty steps, whose gradient is zero, are not differentiated."""
+  optimizer = functools.partial(momentum_sgd, clip_norm=1.0)
+  pools = federation.make_pools(1, models=federation.DENSE, optimizer=optimizer)
+  algorithm = fedavg(pools, rounds=None)
+  start = algorithm.init(KEY)
+  plan, data = federation.make_plan(1, num_pools=1), federation.make_data(1)
+  assert len({*plan.batches["pool0"].steps.tolist()}) > 1
+
+  def norm(rate):
+    state = with_hyper(start, learning_rate=rate)
+    return optax.tree.norm(
+      algorithm.step(state, plan, data)[0].server[0].params
+    )
+
+  rate = jnp.array([0.1])
+  _, forward = jax.jvp(norm, (rate,), (jnp.ones(1),))
+  np.testing.assert_allclose(jax.grad(norm)(rate)[0], forward, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  "name", ["merged", "fedmd", "fml", "fedkd", "scaffold"]
+)
+def test_derivatives_by_hyper_parameters_are_those_of_differences(name):
+  """Also of what a step's own gradient holds fixed, such as partners."""
+  case = CASES[name]
+  algorithm = case.build(None, 2, model=algorithms.flat_model(name))
+  start, data = jax.jit(algorithm.init)(KEY), case.data()
+  plans = [case.plan(t) for t in (1, 2)]
+  # How many singular vectors are kept has no slope: all.
+  fixed = {"energy": jnp.ones(())} if name == "fedkd" else {}
+
+  @jax.jit
+  def after(change):
+    """A number for each array of the state and each metric."""
+    hyper = {n: x * (1 + change) for n, x in start.hyper.items()}
+    state = start.replace(hyper=hyper | fixed)
+    for plan in plans:
+      state, metrics = algorithm.step(state, plan, data)
+    means = {n: m.value for n, m in metrics.items()}
+    leaves = jax.tree.leaves((algorithms.arrays(state), means))
+    return [jnp.sum(jnp.cos(jnp.arange(x.size)) * x.ravel()) for x in leaves]
+
+  _, found = jax.jvp(after, (0.0,), (1.0,))
+  width = 0.01
+  expected = [
+    (a - b) / (2 * width) for a, b in zip(after(width), after(-width))
+  ]
+  assert np.abs(expected).max() > 0.1
+  np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.002)
+
+
+def test_trials_may_lie_on_several_devices():
+  mesh = jax.sharding.Mesh(jax.devices()[:2], ("trials",))
+  over = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("trials"))
+  algorithm = fedavg(
+    federation.make_pools(1, models=federation.DENSE), rounds=2
+  )
+  states = jax.jit(jax.vmap(algorithm.init))(jax.random.split(KEY, 4))
+  plan, data = federation.make_plan(1, num_pools=1), federation.make_data(1)
+  step = jax.jit(jax.vmap(lambda state: algorithm.step(state, plan, data)[0]))
+  found, expected = step(jax.device_put(states, over)), step(states)
+  chex.assert_trees_all_close(
+    found.server[0].params, expected.server[0].params, rtol=1e-5
+  )
 
 
 def test_clients_may_change_what_they_send():

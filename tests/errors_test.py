@@ -44,7 +44,7 @@ from hetfl.algorithms.fedkd import compressed, fedkd
 from hetfl.algorithms.fedmd import absolute_error, consensus, squared_error
 from hetfl.algorithms.fml import mutual_loss
 from hetfl.algorithms.personal import Method, personal
-from hetfl.batches import gather, prepare
+from hetfl.batches import gather, leave_out, prepare
 from hetfl.clients import on_host
 from hetfl.data.compared_images import load_compared_images
 from hetfl.data.fml_images import load_fml_images
@@ -111,6 +111,20 @@ def pool_round(model=MLP, **settings):
 
 def noisy_sgd(learning_rate):
   return optax.noisy_sgd(learning_rate, key=KEY)
+
+
+def of_kernels(learning_rate):
+  """An optimizer that holds the rate of some parameters."""
+  held = optax.inject_hyperparams(optax.sgd)(learning_rate=learning_rate)
+  mask = lambda params: jax.tree.map_with_path(
+    lambda path, _: "kernel" in jax.tree_util.keystr(path), params
+  )
+  return optax.masked(held, mask)
+
+
+COMPLEX = core.Model(
+  lambda key: core.Variables(jnp.ones(1, jnp.complex64), {}), None
+)
 
 
 def mutual_round(model=MLP, global_model=None, **settings):
@@ -326,6 +340,16 @@ WRONG = {
   "sets['a']: give a Subset, not a bare bank": lambda: localize(
     plan_of("a", from_lists([0])), {"a": BANK}
   ),
+  "absent: numbers must be integers, not bool": lambda: leave_out(
+    plan_of("a", from_lists([0])).batches["a"], [True]
+  ),
+  "late_clients=1.5: must be a whole number": lambda: plan_of(
+    "a", from_lists([0], [1]), late_clients=1.5, late_round=2
+  ),
+  "optimizer: its state holds the learning rate": lambda: fml(
+    [Client(MLP, optimizer=of_kernels)], global_model=None
+  ).init(KEY),
+  "of type complex64: parameters must be floating": lambda: COMPLEX.start(KEY),
   "clients: there are none to evaluate": lambda: ClientEvaluator(
     MLP, from_lists([0]).take([])
   ),

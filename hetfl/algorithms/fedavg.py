@@ -158,7 +158,8 @@ class Pool(local.Participant):
         gradient = self.private.of_sum(noise_key, sent.delta)
         return gradient, sent.stats, jnp.ones(())
       if self.aggregate is None:  # The engine has added up weight * delta.
-        mean = lambda x: x / sent.weight  # NaN without clients: `server_step`.
+        weight = jnp.where(sent.weight > 0, sent.weight, 1)  # `server_step`.
+        mean = lambda x: x / weight
         return *jax.tree.map(mean, (sent.delta, sent.stats)), sent.weight
       gradient = self.aggregate(sent)
       one = jax.tree.map(lambda a: a[0], sent.delta)

@@ -95,7 +95,7 @@ def fedkd(
       )
 
     def towards(outputs, partner):
-      return pull(outputs, jax.lax.stop_gradient(partner), 1.0)
+      return pull(outputs, core.fixed(partner), 1.0)
 
     def losses(variables, batch, key, context):
       del context
@@ -151,7 +151,7 @@ def _mean(losses, batch):
   """The mean loss of a batch, held fixed, as a divisor."""
   count = jnp.sum(batch["mask"])
   mean = jnp.sum(losses * batch["mask"]) / jnp.where(count > 0, count, 1)
-  return jax.lax.stop_gradient(jnp.where(mean > 0, mean, 1))
+  return core.fixed(jnp.where(mean > 0, mean, 1))
 
 
 def compressed(update: PyTree, energy: float | jax.Array) -> PyTree:

@@ -76,7 +76,7 @@ def mutual_loss(
 
   Args:
     logits: `float[B, ..., C]`, of the model that learns.
-    partner: likewise, the partner's; no gradient flows to them.
+    partner: likewise, the partner's; no gradient flows to them: `core.fixed`.
     labels_loss: `float[B]`, the model's loss on the labels, CE.
     weight: alpha for the local model, beta for the meme.
     temperature: T of the divergence. Equation 5 has none; equation 3 has one,
@@ -98,7 +98,7 @@ def mutual_loss(
   """
   # A partner with weight zero may output NaN.
   heard = lambda z: jnp.where((weight < 1) | (z < jnp.inf), z, 0)
-  partner = jax.tree.map(heard, jax.lax.stop_gradient(partner))
+  partner = jax.tree.map(heard, core.fixed(partner))
   kl = divergence(logits, partner, temperature)
   if jnp.shape(kl) != jnp.shape(labels_loss) or jnp.ndim(kl) != 1:
     raise ValueError(

@@ -152,6 +152,7 @@ def personal(
 
     kept = roster.start(start, rows)
     server = () if method.server is None else method.server(server_key, kept)
+    server = core.unshared(server, kept)
     values = {name: x for name, (x, _) in hyper.items() if not callable(x)}
     return core.State(run_key, core.hyper(**values), server, kept)
 

@@ -133,8 +133,9 @@ class Parties:
     clients = tuple(
       learner._replace(
         opt_state={
-          # It does not depend on the rate.
-          "digest": party.optimizer(0.0).init(learner.params),
+          "digest": local.Learner.start(
+            learner.variables, party.optimizer
+          ).opt_state,
           "revisit": learner.opt_state,
         }
       )

@@ -94,7 +94,7 @@ def scaffold(
       line = optax.tree.vdot(
         optax.tree.sub(control, own), jax.tree.map(core.wide, variables.params)
       )
-      return loss + (line - jax.lax.stop_gradient(line)), stats, measured
+      return loss + (line - core.fixed(line)), stats, measured
 
     return losses
 

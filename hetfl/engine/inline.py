@@ -317,14 +317,17 @@ def _masked(work: Work, one: PyTree, steps: Any, most: Any) -> PyTree:
   """A row's work in a loop of `most` steps, of which the first `steps` count.
 
   The loop's length is the same for all trials and rows beside it, since `vmap`
-  would else select every array of its state, by a predicate for each.
+  would else select every array of its state, by a predicate for each. The
+  others repeat the last that counts: an empty batch's gradient may be one that
+  an optimizer is not differentiable at.
   """
   task = work.task
 
   def step(*args):
-    *_, carry, s = args
+    *rest, carry, s = args
+    real = jnp.minimum(s, jnp.maximum(steps - 1, 0))
     select = lambda new, old: _select(s < steps, new, old)
-    return jax.tree.map(select, task.step(*args), carry)
+    return jax.tree.map(select, task.step(*rest, carry, real), carry)
 
   return Task(task.begin, step, task.end).whole(most, *work.shared, one)
 

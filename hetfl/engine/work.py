@@ -104,7 +104,12 @@ class Task:
     carry: PyTree,
   ) -> PyTree:
     """Takes the steps from `first` to before `last`."""
-    step = lambda s, carry: self.step(*args, carry, s)
+    # Some optimizers' states change their types, such as in half precision.
+    like = lambda new, old: new if is_key(new) else new.astype(old.dtype)
+
+    def step(s, carry):
+      return jax.tree.map(like, self.step(*args, carry, s), carry)
+
     return jax.lax.fori_loop(first, last, step, carry)
 
 

@@ -254,7 +254,7 @@ def from_host(arrays: PyTree, like: PyTree) -> PyTree:
     copy = jnp.array(array, copy=True)
     if not is_key(like):
       return copy
-    return jax.random.wrap_key_data(copy, impl=jax.random.key_impl(like))
+    return jax.random.wrap_key_data(copy, impl=like.dtype)
 
   return jax.tree.map(leaf, arrays, like)
 
