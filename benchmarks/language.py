@@ -22,9 +22,10 @@ import numpy as np
 from benchmarks import peers, rounds
 import hetfl
 from hetfl import core, engine, population
-from hetfl.batches import Batches, plan_clients
+from hetfl.batches import Batches
 from hetfl.data import codist_text
 from hetfl.models import language, next_word
+from hetfl.plans import plan_clients
 
 CLIENTS, BATCH, LENGTH, V = 20, 10, 20, 4_004
 CLIENT_LR, SERVER_LR = 0.3, 0.01

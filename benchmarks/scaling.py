@@ -34,7 +34,7 @@ from benchmarks import codist as images  # noqa: E402
 from benchmarks.rounds import count  # noqa: E402
 import hetfl  # noqa: E402
 from hetfl import checks, engine, population  # noqa: E402
-from hetfl.batches import plan_distillation  # noqa: E402
+from hetfl.plans import plan_distillation  # noqa: E402
 from hetfl.run import logs  # noqa: E402
 from hetfl.run import trials as trials_lib  # noqa: E402
 

@@ -46,10 +46,10 @@ if str(ROOT) not in sys.path:  # As a script, not with -m.
 from benchmarks import language  # noqa: E402
 import hetfl  # noqa: E402
 from hetfl import core, engine, population  # noqa: E402
-from hetfl.batches import plan_clients  # noqa: E402
 from hetfl.clients import on_host  # noqa: E402
 from hetfl.data import codist_text, disk  # noqa: E402
 from hetfl.models import next_word  # noqa: E402
+from hetfl.plans import plan_clients  # noqa: E402
 from hetfl.run import logs, training  # noqa: E402
 
 FEATURES, CLASSES, PER_ROUND = 64, 10, 20

@@ -20,11 +20,12 @@ from settings import Given, shown, UsageError
 
 import hetfl
 from hetfl import core, optimizers, privacy
-from hetfl.batches import in_order, number_of_steps
+from hetfl.batches import in_order
 from hetfl.data import files
 from hetfl.engine.packing import enough_lanes
 from hetfl.evaluate import accuracies
 from hetfl.models import next_word
+from hetfl.plans import number_of_steps
 from hetfl.run import charts, logs, report, training
 
 # Optax's optimizers with the papers' constants, called with the rate.

@@ -31,16 +31,12 @@ import hetfl
 from hetfl import augment, core, evaluate
 from hetfl.algorithms import fedmrl
 from hetfl.algorithms.features import headed, logits_only
-from hetfl.batches import (
-  leave_out,
-  number_of_steps,
-  plan_clients,
-  plan_distillation,
-)
+from hetfl.batches import leave_out
 from hetfl.clients import rows_of_group
 from hetfl.data import compared_images, files, partition
 from hetfl.models import families, large
 from hetfl.optimizers import fedavg_server, momentum_sgd
+from hetfl.plans import number_of_steps, plan_clients, plan_distillation
 from hetfl.run import charts, logs, report, training
 
 _RECIPES = {"digits": "digits8", "mnist": "mnist28"}  # Of CIFAR: pad32.

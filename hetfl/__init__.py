@@ -5,7 +5,7 @@ from hetfl.algorithms.fedavg import fedavg, Pool
 from hetfl.algorithms.fedmd import fedmd, plan_fedmd
 from hetfl.algorithms.fit import fit, plan_fit
 from hetfl.algorithms.fml import fml, local_model, meme_model
-from hetfl.batches import Batches, localize, Plan, plan_round, stack_plans
+from hetfl.batches import Batches, localize, Plan, stack_plans
 from hetfl.clients import Client
 from hetfl.core import (
   Algorithm,
@@ -20,6 +20,7 @@ from hetfl.distill import Distiller
 from hetfl.engine import default_engine, Inline, Threads
 from hetfl.evaluate import ClientEvaluator, Evaluator
 from hetfl.local import Learner, Participant
+from hetfl.plans import plan_round
 from hetfl.population import ClientPopulation, put_banks, Subset
 
 __version__ = "0.1.0"

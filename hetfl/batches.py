@@ -1,32 +1,21 @@
 """Who trains on what in a round, in which order.
 
 A `Plan` describes a round: its number and named `Batches`, small arrays that
-say who trains on which examples of which bank. It is a pure function of (seed,
-round), so a run can be repeated, resumed and compared with another one client
-by client.
+say who trains on which examples of which bank; `hetfl.plans` makes it.
 
 Letters used throughout: K clients, S steps, B batch size.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 import inspect
-from typing import Any, get_args, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core
-from hetfl.population import (
-  AnyBank,
-  check_kind,
-  ClientPopulation,
-  positions_in,
-  Subset,
-)
-from hetfl.streams import generator, generators, Stream
-
-Tail = Literal["wrap", "short", "repeat"]
+from hetfl.population import AnyBank, check_kind, ClientPopulation, Subset
 
 
 class Batches(NamedTuple):
@@ -58,91 +47,6 @@ class Plan(NamedTuple):
 
   round: np.integer
   batches: dict[str, Batches]
-
-
-def number_of_steps(
-  sizes: np.ndarray | int,
-  *,
-  batch_size: int,
-  epochs: int = 1,
-  max_steps: int | None = None,
-  tail: Tail = "wrap",
-) -> np.ndarray | int:
-  """The steps of clients that hold so many examples; see `order`.
-
-  Raises:
-    ValueError: there is no such tail.
-
-  >>> number_of_steps(5, batch_size=2, epochs=2)
-  5
-  >>> number_of_steps(5, batch_size=2, epochs=2, tail="short")
-  6
-  """
-  if tail not in (tails := get_args(Tail)):
-    raise ValueError(f"tail={tail!r}: choose one of {', '.join(tails)}")
-  if tail == "wrap":
-    steps = -(-sizes * epochs // batch_size)
-  else:
-    steps = epochs * -(-sizes // batch_size)
-  return steps if max_steps is None else np.minimum(steps, max_steps)
-
-
-def order(
-  positions: np.ndarray,
-  rng: np.random.Generator,
-  *,
-  batch_size: int,
-  epochs: int = 1,
-  max_steps: int | None = None,
-  tail: Tail = "wrap",
-) -> np.ndarray:
-  """Orders examples into batches, reshuffled in each pass over them.
-
-  Args:
-    positions: `int[n]`, the examples.
-    rng: NumPy's generator.
-    batch_size: B.
-    epochs: E, passes over the examples.
-    max_steps: a limit to the steps; `None` for none.
-    tail: what fills a pass's last batch if B does not divide n. "wrap": the
-      next pass begins there, so that there are `ceil(n E / B)` full batches, as
-      FedJAX makes them. "short": nothing; a pass has `ceil(n / B)` batches, and
-      who holds fewer than B takes a full gradient, as in McMahan et al.
-      "repeat": the pass's first examples, for models with batch statistics,
-      which would count empty places.
-
-  Returns:
-    `int32[S, B]`.
-
-  Reference: FedJAX's `ClientDataset.shuffle_repeat_batch`; McMahan et al. 2017,
-  algorithm 1.
-
-  >>> def tail(name):
-  ...   rng = np.random.default_rng(0)
-  ...   return order(np.arange(3), rng, batch_size=2, tail=name).tolist()
-  >>> tail("short"), tail("repeat")
-  ([[2, 0], [1, -1]], [[2, 0], [1, 2]])
-  """
-  steps = int(
-    number_of_steps(
-      len(positions),
-      batch_size=batch_size,
-      epochs=epochs,
-      max_steps=max_steps,
-      tail=tail,
-    )
-  )
-  missing = 0 if tail == "wrap" else -len(positions) % batch_size
-  passes = []
-  for _ in range(-(-steps * batch_size // (len(positions) + missing))):
-    shuffled = rng.permutation(positions)
-    if missing and tail == "short":
-      shuffled = np.pad(shuffled, (0, missing), constant_values=-1)
-    elif missing:
-      shuffled = np.resize(shuffled, len(shuffled) + missing)
-    passes.append(shuffled)
-  flat = np.concatenate(passes)[: steps * batch_size]
-  return flat.reshape(steps, batch_size).astype(np.int32)
 
 
 def rows_of(
@@ -206,133 +110,6 @@ def in_order(
   )
 
 
-def plan_clients(
-  clients: ClientPopulation | Subset,
-  *,
-  seed: int,
-  round: int,
-  pool: int = 0,
-  phase: int = 0,
-  clients_per_round: int | None = None,
-  batch_size: int,
-  epochs: int = 1,
-  max_steps: int | None = None,
-  tail: Tail = "wrap",
-  uniform_weights: bool = False,
-  poisson: bool = False,
-  dropout_rate: float = 0.0,
-  late_clients: int = 0,
-  late_round: int = 1,
-) -> Batches:
-  """Samples a round's clients and orders their examples.
-
-  Clients are drawn uniformly without replacement, or each on its own. A
-  client's order of examples does not depend on the other clients. Those that
-  drop out, or join later, keep their rows, without steps and weight: they send
-  nothing and do not change.
-
-  Args:
-    clients: the clients; or the examples of a single one.
-    seed: the run's seed.
-    round: the number of the round, from 1.
-    pool: the number of the pool or party; they draw independently.
-    phase: distinguishes the phases of a run, which train one after another.
-    clients_per_round: how many clients train; `None` for all, in their order.
-    batch_size: B.
-    epochs: see `order`.
-    max_steps: see `order`.
-    tail: see `order`.
-    uniform_weights: weight clients equally, not by their number of examples.
-    poisson: each client takes part or not by a draw of its own, so that
-      `clients_per_round` do on average, as `hetfl.privacy` takes for granted;
-      rows of others fill up, so that rounds share compiled programs.
-    dropout_rate: the probability with which a client drops out of a round.
-    late_clients: how many clients, the last ones, join later.
-    late_round: the first round of these.
-
-  Returns:
-    The batches; the same for the same arguments.
-
-  Raises:
-    ValueError: there are fewer clients than a round needs, or no examples, or a
-      number is not at least 1.
-
-  >>> bank = {'y': np.arange(6)}
-  >>> clients = ClientPopulation.from_lists(bank, [[0, 1, 2], [3, 4, 5]])
-  >>> batches = plan_clients(
-  ...     clients, seed=0, round=1, clients_per_round=1, batch_size=2)
-  >>> batches.steps, batches.weight
-  (array([2], dtype=int32), array([3.], dtype=float32))
-  >>> for round in (1, 2):  # The second of two clients joins in round 2.
-  ...   batches = plan_clients(
-  ...       clients, seed=0, round=round, batch_size=2, late_clients=1,
-  ...       late_round=2)
-  ...   print(batches.steps, batches.weight)
-  [2 0] [3. 0.]
-  [2 2] [3. 3.]
-  >>> batches = plan_clients(
-  ...     clients, seed=0, round=1, clients_per_round=1, batch_size=2,
-  ...     poisson=True)
-  >>> batches.steps  # One on average.
-  array([2, 0], dtype=int32)
-  """
-  checks.counts(
-    round=round,
-    batch_size=batch_size,
-    epochs=epochs,
-    late_round=late_round,
-    **checks.given(max_steps=max_steps, clients_per_round=clients_per_round),
-  )
-  checks.seed(seed)
-  checks.between(0, 1, dropout_rate=dropout_rate)
-  if isinstance(clients, Subset):
-    clients = ClientPopulation.from_lists(clients.bank, [clients.index])
-  check_kind(clients, f"pool {pool}", ClientPopulation)
-  checks.between(0, len(clients), late_clients=late_clients)
-  if late_clients:
-    checks.counts(late_clients=late_clients)
-  number = clients_per_round or len(clients)
-  if not 1 <= number <= len(clients):
-    raise ValueError(
-      f"clients_per_round={clients_per_round}: pool {pool} has {len(clients)}"
-      " clients"
-    )
-  chosen, absent = np.arange(len(clients)), np.array([], int)
-  if clients_per_round is not None:
-    rng = generator(Stream.CLIENTS, seed, phase, round, pool)
-    if poisson:
-      draws = rng.random(len(clients))
-      absent = np.flatnonzero(draws >= number / len(clients))
-      # Hardly ever are more drawn than twice as many and sixteen.
-      rows = max(len(clients) - len(absent), min(2 * number + 16, len(clients)))
-      chosen = np.argsort(draws)[:rows]
-    else:
-      chosen = rng.choice(len(clients), number, replace=False)
-  orders, weights = [], []
-  of_client = generators(Stream.ORDER, seed, phase, round, pool)
-  for k in chosen.tolist():
-    held = clients.positions(k)  # int[n_k], in `clients.bank`
-    weights.append(1.0 if uniform_weights else len(held))
-    orders.append(
-      order(
-        held,
-        of_client(k),
-        batch_size=batch_size,
-        epochs=epochs,
-        max_steps=max_steps,
-        tail=tail,
-      )
-    )
-  batches = leave_out(rows_of(orders, chosen, weights), absent)
-  if late_clients and round < late_round:
-    batches = leave_out(batches, chosen[chosen >= len(clients) - late_clients])
-  if dropout_rate:
-    draw = generators(Stream.DROPOUT, seed, phase, round, pool)
-    dropped = [k for k in chosen.tolist() if draw(k).random() < dropout_rate]
-    batches = leave_out(batches, dropped)
-  return batches
-
-
 def leave_out(
   batches: Batches, absent: Collection[int] | np.ndarray
 ) -> Batches:
@@ -365,136 +142,71 @@ def leave_out(
   )
 
 
-def plan_distillation(
-  examples: Subset, *, seed: int, round: int, steps: int, batch_size: int
-) -> Batches:
-  """Orders a round's distillation batches: shuffled passes over the examples.
+def of_round(plan: Any, name: str, rows: int | None = None) -> Batches:
+  """The named batches of a round's plan.
 
   Args:
-    examples: the distillation set.
-    seed: the run's seed.
-    round: the number of the round, from 1.
-    steps: S, distillation steps.
-    batch_size: B; may exceed the number of examples.
+    plan: the plan.
+    name: the name.
+    rows: how many rows there must be; `None` for any number.
 
   Returns:
-    One row of S steps.
+    The batches.
 
   Raises:
-    ValueError: there are no examples, a drawn one is not in the bank, or a
-      number is not at least 1.
-
-  >>> examples = Subset({'y': np.zeros(9)}, np.array([2, 5, 7]))
-  >>> batches = plan_distillation(
-  ...     examples, seed=0, round=1, steps=3, batch_size=2)
-  >>> sorted(batches.index.ravel().tolist())
-  [2, 2, 5, 5, 7, 7]
+    ValueError: the plan has none of that name, or another number of rows.
   """
-  checks.counts(round=round, steps=steps, batch_size=batch_size)
-  checks.seed(seed)
-  check_kind(examples, "examples", Subset)
-  if not len(examples.index):
-    raise ValueError("examples: there are none to distil on")
-  rng = generator(Stream.DISTILL, seed, round)
-  positions, number = examples.index, steps * batch_size
-  if len(positions) > 50 * number:
-    # Shuffling millions of examples for a few takes longer than a round.
-    positions = positions[rng.choice(len(positions), number, replace=False)]
-  positions = np.asarray(positions)
-  epochs = -(-number // len(positions))
-  index = order(
-    positions, rng, batch_size=batch_size, epochs=epochs, max_steps=steps
-  )
-  drawn = positions_in(examples.bank, index.ravel(), "examples.index")
-  return in_order(drawn, batch_size)
-
-
-def plan_round(
-  clients: Mapping[str, ClientPopulation | Subset],
-  distill: Subset | None = None,
-  *,
-  seed: int,
-  round: int,
-  clients_per_round: int | Sequence[int] | None = None,
-  batch_size: int | Sequence[int],
-  distill_steps: int = 1,
-  distill_batch_size: int = 128,
-  **options: Any,
-) -> Plan:
-  """Plans a round.
-
-  Args:
-    clients: the clients by the name of their bank: each pool's for FedAvg and
-      codistillation, by the pools' names; all clients for `hetfl.fml`; each
-      participant's examples for `hetfl.fit`, by their names.
-    distill: the distillation set; `None` where none is needed.
-    seed: see `plan_clients`.
-    round: the number of the round, from 1.
-    clients_per_round: see `plan_clients`; one number, or one for each pool.
-    batch_size: see `plan_clients`; one number, or one for each pool.
-    distill_steps: see `plan_distillation`.
-    distill_batch_size: see `plan_distillation`.
-    **options: `epochs`, `max_steps`, `tail`, `uniform_weights`, `poisson`,
-      `phase`, `dropout_rate`, `late_clients`, `late_round`: see `plan_clients`.
-
-  Returns:
-    The plan, a pure function of its arguments: batches by the names of
-    `clients`, and `distill`.
-
-  Raises:
-    ValueError: as `plan_clients` and `plan_distillation`.
-
-  >>> bank = {'y': np.arange(6)}
-  >>> clients = ClientPopulation.from_lists(bank, [[0, 1, 2], [3, 4, 5]])
-  >>> plan = plan_round(
-  ...     {'small': clients, 'large': clients}, clients.examples(), seed=0,
-  ...     round=1, clients_per_round=2, batch_size=2, distill_batch_size=4)
-  >>> {name: batches.steps.tolist() for name, batches in plan.batches.items()}
-  {'small': [2, 2], 'large': [2, 2], 'distill': [1]}
-  """
-  if not isinstance(clients, Mapping) or isinstance(clients, Subset):
+  held = getattr(plan, "batches", {})
+  if name not in held:
     raise ValueError(
-      "clients: give populations by name, such as {'train': clients}, not a"
-      f" {type(clients).__name__}"
+      f"plan: has no batches {name!r}, only {sorted(held)}; give a Plan, as"
+      " plan_round makes it"
     )
+  if rows not in (None, len(held[name].steps)):
+    raise ValueError(
+      f"plan: batches {name!r} have {len(held[name].steps)} rows, but there are"
+      f" {rows}"
+    )
+  return held[name]
 
-  def of_pools(name, number):
-    if not np.ndim(number):
-      return [number] * len(clients)
-    if len(number) != len(clients):
-      raise ValueError(f"{name}={number}: give one or {len(clients)} values")
-    return list(number)
 
-  each = zip(
-    clients.items(),
-    of_pools("clients_per_round", clients_per_round),
-    of_pools("batch_size", batch_size),
-  )
-  batches = {
-    name: plan_clients(
-      held,
-      seed=seed,
-      round=round,
-      pool=pool,
-      clients_per_round=number,
-      batch_size=size,
-      **options,
+def row_of(
+  plan: Any, name: str, client: int = 0, *, rows: int = 1, stats: Any = ()
+) -> Batches:
+  """A client's row of the named batches: the only one, or its own of several.
+
+  Args:
+    plan: the plan.
+    name: the name.
+    client: the client's number.
+    rows: how many rows there must be.
+    stats: the statistics of the model that trains on it.
+
+  Returns:
+    The row, without the axis K.
+
+  Raises:
+    ValueError: as `of_round` and `check_full`.
+  """
+  batches, own = of_round(plan, name, rows), client if rows > 1 else 0
+  check_full(name, batches, stats)
+  row = jax.tree.map(lambda a: a[own], batches)
+  return row._replace(client=np.int32(client))
+
+
+def check_full(owner: str, batches: Batches, stats: Any) -> None:
+  """Raises a `ValueError` if a model's batch statistics would see empty places.
+
+  Of traced plans nothing is known; there `local.training` makes the loss NaN.
+  """
+  if not isinstance(batches.index, np.ndarray) or not jax.tree.leaves(stats):
+    return
+  empty = batches.index < 0
+  if (empty.any(axis=-1) & ~empty.all(axis=-1)).any():
+    raise ValueError(
+      f"{owner}: the plan has batches that are not full, whose empty places"
+      " would enter the batch statistics: plan with tail='repeat' or 'wrap'"
     )
-    for pool, ((name, held), number, size) in enumerate(each)
-  }
-  if distill is not None:
-    if "distill" in batches:
-      raise ValueError(
-        "clients: 'distill' is the name of the distillation data"
-      )
-    batches["distill"] = plan_distillation(
-      distill,
-      seed=seed,
-      round=round,
-      steps=distill_steps,
-      batch_size=distill_batch_size,
-    )
-  return Plan(np.int32(round), batches)
 
 
 def gather(bank: core.Batch, index: jax.Array | np.ndarray) -> core.Batch:
@@ -609,6 +321,7 @@ def localize(
       bank; FedMD's "digest" has none, as it counts within the round's public
       examples.
 
+  >>> from hetfl import plan_round
   >>> clients = ClientPopulation.from_lists({'y': np.arange(9)}, [[4, 8], [2]])
   >>> plan = plan_round(
   ...     {'a': clients}, seed=0, round=1, clients_per_round=1, batch_size=2)
@@ -659,6 +372,7 @@ def stack_plans(plans: Sequence[Any]) -> Any:
     A plan whose arrays have a new first axis R; rows are filled up to the
     longest round's length.
 
+  >>> from hetfl import plan_round
   >>> clients = ClientPopulation.from_lists({'y': np.arange(9)}, [[4, 8], [2]])
   >>> plans = [plan_round({'a': clients}, seed=0, round=t, batch_size=2)
   ...          for t in (1, 2)]

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, local
-from hetfl.batches import Batches, Plan
+from hetfl.batches import Batches, check_full, of_round, Plan
 from hetfl.engine import Engine, Inline, jit
-from hetfl.engine.work import is_key
+from hetfl.engine.work import is_key, row
 from hetfl.local import Participant
 
 PyTree = Any
@@ -106,17 +106,6 @@ def group_clients(
   return tuple(map(tuple, groups.values()))
 
 
-def check_clients(batches: Batches, name: str, number: int) -> None:
-  """Raises a `ValueError` if batches are of other clients than there are."""
-  host = isinstance(batches.client, np.ndarray)
-  # Of a traced plan only the number of its rows is known.
-  last = batches.client.max() if host else len(batches.client) - 1
-  if last >= number:
-    raise ValueError(
-      f"plan: batches {name!r} are of client {last}, but there are {number}"
-    )
-
-
 def rows_of_group(
   batches: Batches, in_bank: np.ndarray, group: Sequence[int] | np.ndarray
 ) -> tuple[jax.Array, Batches]:
@@ -145,12 +134,12 @@ def rows_of_group(
   taken = taken[xp.argsort(chosen)]
   chosen = xp.sort(chosen).astype(np.int32)
   takes_part = turn[taken] == 0
-  row = xp.where(takes_part, taken, 0)
+  rows = xp.where(takes_part, taken, 0)
   return chosen, Batches(
-    batches.index[row],
-    xp.where(takes_part, batches.steps[row], 0),
+    batches.index[rows],
+    xp.where(takes_part, batches.steps[rows], 0),
     xp.asarray(group)[chosen].astype(np.int32),
-    xp.where(takes_part, batches.weight[row], 0.0).astype(np.float32),
+    xp.where(takes_part, batches.weight[rows], 0.0).astype(np.float32),
   )
 
 
@@ -273,13 +262,13 @@ class Roster:
       )
     turns = []
     for i, (group, client) in enumerate(zip(kept, self.first)):
-      batches = local.of_round(plan, client.bank)
+      batches = of_round(plan, client.bank)
       models = jax.tree.leaves(
         (group.learner.variables, group.extra, shared),
         is_leaf=lambda x: isinstance(x, core.Variables),
       )
       stats = [getattr(model, "stats", ()) for model in models]
-      local.check_full(client.label, batches, stats)
+      check_full(client.label, batches, stats)
       rows, batches = self.rows(plan, i)
       bank = checks.bank(data, client.bank)
       turns.append(Turn(rows, take_rows(group, rows), bank, batches))
@@ -288,8 +277,14 @@ class Roster:
   def rows(self, plan: Plan, i: int) -> tuple[jax.Array, Batches]:
     """The rows of group `i` in a plan; see `rows_of_group`."""
     bank = self.first[i].bank
-    batches = local.of_round(plan, bank)
-    check_clients(batches, bank, self._sizes[bank])
+    batches, number = of_round(plan, bank), self._sizes[bank]
+    host = isinstance(batches.client, np.ndarray)
+    # Of a traced plan only the number of its rows is known.
+    last = batches.client.max() if host else len(batches.client) - 1
+    if last >= number:
+      raise ValueError(
+        f"plan: batches {bank!r} are of client {last}, but there are {number}"
+      )
     return rows_of_group(batches, self._in_bank, self._arrays[i])
 
 
@@ -337,18 +332,21 @@ def on_host(
   array([0. , 0. , 0.5, 0. , 0. ], dtype=float32)
   """
   roster, at_once = Roster(clients), 1 << 10
+  sizes = list(map(len, roster.groups))
   step = (engine or Inline()).compile(algorithm.step)
 
-  def new(path, like, number):
+  def new(path, like):
+    group = path[0].idx
+    name = f"{group}{jax.tree_util.keystr(path[1:])}"
     if is_key(like):
       raise ValueError(
-        f"on_host: clients keep typed random keys ({path}), which NumPy cannot"
+        f"on_host: clients keep typed random keys ({name}), which NumPy cannot"
         " hold: use jax.random.PRNGKey there"
       )
-    shape = (number, *like.shape[1:])
+    shape = (sizes[group], *like.shape[1:])
     if folder is None:
       return np.zeros(shape, like.dtype)
-    name = "".join(c if c.isalnum() else "_" for c in path).strip("_")
+    name = "".join(c if c.isalnum() else "_" for c in name).strip("_")
     with open(pathlib.Path(folder) / f"{name}.npy", "xb") as file:
       pass
     return np.lib.format.open_memmap(
@@ -358,7 +356,7 @@ def on_host(
   def init(key, *args):
     _check_untraced(key)
     make = jit(lambda *args, rows: algorithm.init(*args, rows=rows))
-    sizes, state = list(map(len, roster.groups)), None
+    state = None
     for first in range(0, max(sizes), at_once):
       rows = [
         np.minimum(np.arange(first, first + min(at_once, n)), n - 1)
@@ -366,15 +364,8 @@ def on_host(
       ]
       part = make(key, *args, rows=rows)
       if state is None:  # The server starts with the first clients.
-        state = part.replace(
-          clients=tuple(
-            jax.tree_util.tree_map_with_path(
-              lambda p, a, i=i, n=n: new(f"{i}{jax.tree_util.keystr(p)}", a, n),
-              group,
-            )
-            for i, (group, n) in enumerate(zip(part.clients, sizes))
-          )
-        )
+        kept = jax.tree_util.tree_map_with_path(new, part.clients)
+        state = part.replace(clients=kept)
       put(state.clients, rows, part.clients)
     return state
 
@@ -386,10 +377,7 @@ def on_host(
     _check_untraced(state.key)
     kept = state.clients
     rows = [roster.rows(plan, i)[0] for i in range(len(kept))]
-    there = tuple(
-      jax.tree.map(lambda a, i=own: a[i], group)
-      for group, own in zip(kept, rows)
-    )
+    there = tuple(map(row, kept, rows))
     state, metrics = step(state.replace(clients=there), plan, data)
     put(kept, rows, state.clients)
     return state.replace(clients=kept), metrics

@@ -275,33 +275,36 @@ def check_schedule(
 
 
 def scheduled(
-  name: str, value: Any, state: State, round: jax.Array, *, high: float = 1
-) -> jax.Array:
-  """A hyper-parameter's value in a round: the state's, or a schedule's.
+  hyper: Mapping[str, tuple[Any, float]], state: State, round: jax.Array
+) -> dict[str, jax.Array]:
+  """Hyper-parameters' values in a round: the state's, or their schedules'.
 
   Args:
-    name: its name.
-    value: what the algorithm was built with; a schedule if it is callable.
+    hyper: by name what the algorithm was built with, a schedule if it is
+      callable, and the greatest value that a schedule may give; the least is 0.
     state: the state, which holds the values that are not schedules.
     round: the number of the round.
-    high: the greatest allowed value of a schedule; the least is 0.
 
   Returns:
-    The value, `float32[]`. NaN if a schedule is out of its range: that shows in
-    a run's results, where training would continue in the wrong direction.
+    `float32[]` by name. NaN if a schedule is out of its range: that shows in a
+    run's results, where training would continue in the wrong direction.
 
-  >>> alpha = lambda t: 1 - 0.4 * t
-  >>> [float(scheduled('alpha', alpha, None, t)) for t in (1, 2, 3)]
+  >>> alpha = {'alpha': (lambda t: 1 - 0.4 * t, 1)}
+  >>> [float(scheduled(alpha, None, t)['alpha']) for t in (1, 2, 3)]
   [0.6..., 0.2..., nan]
-  >>> float(scheduled('alpha', lambda t: 1.000001, None, 1))
+  >>> float(scheduled({'alpha': (lambda t: 1.000001, 1)}, None, 1)['alpha'])
   1.0
   """
-  if not callable(value):
-    return state.hyper[name]
-  value = jnp.asarray(value(round), jnp.float32)
-  inside = jnp.clip(value, 0, high)
-  # A schedule that ends at a bound may be beyond it by rounding.
-  return jnp.where(jnp.abs(value - inside) < 1e-5, inside, jnp.nan)
+
+  def now(name, value, high):
+    if not callable(value):
+      return state.hyper[name]
+    value = jnp.asarray(value(round), jnp.float32)
+    inside = jnp.clip(value, 0, high)
+    # A schedule that ends at a bound may be beyond it by rounding.
+    return jnp.where(jnp.abs(value - inside) < 1e-5, inside, jnp.nan)
+
+  return {name: now(name, *pair) for name, pair in hyper.items()}
 
 
 def wide(x: jax.Array) -> jax.Array:

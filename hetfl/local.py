@@ -17,6 +17,7 @@ import optax
 from hetfl import checks, core
 from hetfl.batches import Batches, gather, prepare
 from hetfl.engine import Shard, Task, Work
+from hetfl.optimizers import descend
 
 PyTree = Any
 # (variables, batch, key, context) -> (losses, stats, measured): losses of shape
@@ -75,6 +76,15 @@ class Participant:
     """What error messages call it."""
     kind = type(self).__name__.lower()
     return f"{kind} {self.name!r}" if self.name else f"a {kind}"
+
+  def outputs(
+    self,
+    variables: core.Variables,
+    batch: core.Batch,
+    key: jax.Array | None = None,
+  ) -> tuple[PyTree, PyTree]:
+    """Its model's outputs and new statistics; see `outputs_of`."""
+    return outputs_of(self.label, self.model, variables, batch, key)
 
 
 One = TypeVar("One", bound=Participant)
@@ -149,12 +159,11 @@ class Learner(NamedTuple):
 
 def supervised(participant: Participant) -> Objective:
   """The objective of learning from labels, `mean_b loss(f(x_b; w), y_b)`."""
-  model, loss = participant.model, participant.loss
 
   def objective(variables, batch, key, context):
     del context
-    outputs, stats = outputs_of(participant.label, model, variables, batch, key)
-    return losses_of(loss, outputs, batch), stats, {}
+    outputs, stats = participant.outputs(variables, batch, key)
+    return losses_of(participant.loss, outputs, batch), stats, {}
 
   return objective
 
@@ -280,42 +289,11 @@ def gradient(
     value, sums = jax.tree.map(lambda a: jnp.sum(a, axis=0), of_parts)
     if shard and devices > 1:
       value, sums, grads, stats = shard.sum((value, sums, grads, stats))
-      stats = jax.tree.map(
-        lambda total: core.as_type(total / devices, total.dtype), stats
-      )
+      mean = lambda total: core.as_type(total / devices, total.dtype)
+      stats = jax.tree.map(mean, stats)
     grads = optax.tree.cast_like(grads, variables.params)
   means = {name: core.Mean(s, count) for name, s in sums.items()}
   return value, grads, stats, means
-
-
-def descend(
-  optimizer: optax.GradientTransformation,
-  params: PyTree,
-  opt_state: PyTree,
-  grads: PyTree,
-  **extra: Any,
-) -> tuple[PyTree, PyTree]:
-  """One step of an optimizer.
-
-  Args:
-    optimizer: an optax optimizer.
-    params: the parameters.
-    opt_state: the optimizer's state.
-    grads: the gradient, shaped as the parameters.
-    **extra: extra arguments, such as the loss as `value`, for optimizers that
-      take them; others do not get them.
-
-  Returns:
-    The parameters and the optimizer's state after the step.
-
-  >>> sgd = optax.sgd(0.5)
-  >>> descend(sgd, jnp.array(3.), sgd.init(0.), jnp.array(2.), value=9.)[0]
-  Array(2., dtype=float32)
-  """
-  optimizer = optax.with_extra_args_support(optimizer)
-  with jax.numpy_dtype_promotion("standard"):  # Optax raises to whole powers.
-    updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
-    return optax.apply_updates(params, updates), opt_state
 
 
 def step_on(
@@ -569,73 +547,6 @@ def values_of(state: core.State, k: int, *names: str) -> dict[str, jax.Array]:
   names = ("learning_rate", "l2", *names)
   held = {name: x for name, x in state.hyper.items() if name in names}
   return {name: x[k] if jnp.ndim(x) else x for name, x in held.items()}
-
-
-def check_full(owner: str, batches: Batches, stats: PyTree) -> None:
-  """Raises a `ValueError` if a model's batch statistics would see empty places.
-
-  Of traced plans nothing is known; there `training` makes the loss NaN.
-  """
-  if not isinstance(batches.index, np.ndarray) or not jax.tree.leaves(stats):
-    return
-  empty = batches.index < 0
-  if (empty.any(axis=-1) & ~empty.all(axis=-1)).any():
-    raise ValueError(
-      f"{owner}: the plan has batches that are not full, whose empty places"
-      " would enter the batch statistics: plan with tail='repeat' or 'wrap'"
-    )
-
-
-def of_round(plan: Any, name: str, rows: int | None = None) -> Batches:
-  """The named batches of a round's plan.
-
-  Args:
-    plan: the plan.
-    name: the name.
-    rows: how many rows there must be; `None` for any number.
-
-  Returns:
-    The batches.
-
-  Raises:
-    ValueError: the plan has none of that name, or another number of rows.
-  """
-  held = getattr(plan, "batches", {})
-  if name not in held:
-    raise ValueError(
-      f"plan: has no batches {name!r}, only {sorted(held)}; give a Plan, as"
-      " plan_round makes it"
-    )
-  if rows not in (None, len(held[name].steps)):
-    raise ValueError(
-      f"plan: batches {name!r} have {len(held[name].steps)} rows, but there are"
-      f" {rows}"
-    )
-  return held[name]
-
-
-def row_of(
-  plan: Any, name: str, client: int = 0, *, rows: int = 1, stats: PyTree = ()
-) -> Batches:
-  """A client's row of the named batches: the only one, or its own of several.
-
-  Args:
-    plan: the plan.
-    name: the name.
-    client: the client's number.
-    rows: how many rows there must be.
-    stats: the statistics of the model that trains on it.
-
-  Returns:
-    The row, without the axis K.
-
-  Raises:
-    ValueError: as `of_round` and `check_full`.
-  """
-  batches, own = of_round(plan, name, rows), client if rows > 1 else 0
-  check_full(name, batches, stats)
-  row = jax.tree.map(lambda a: a[own], batches)
-  return row._replace(client=np.int32(client))
 
 
 def work(

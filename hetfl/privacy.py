@@ -70,9 +70,8 @@ class PrivateMean:
     # The square root has no slope at zero, where absent clients are.
     norm = jnp.sqrt(jnp.maximum(square, 1e-30))
     scale = jnp.minimum(1, self.clip_norm / norm)
-    return jax.tree.map(
-      lambda d: jnp.where(jnp.isfinite(square), scale * d, 0), delta
-    )
+    clipped = lambda d: jnp.where(jnp.isfinite(square), scale * d, 0)
+    return jax.tree.map(clipped, delta)
 
   def of_sum(self, key: jax.Array, total: PyTree) -> PyTree:
     """The mean, from the sum of what the clients send.
@@ -86,9 +85,8 @@ class PrivateMean:
     """
     std = self.noise_multiplier * self.clip_norm
     noise = optax.tree.random_like(key, total)
-    return jax.tree.map(
-      lambda s, n: (s + std * n) / self.clients_per_round, total, noise
-    )
+    mean = lambda s, n: (s + std * n) / self.clients_per_round
+    return jax.tree.map(mean, total, noise)
 
 
 def epsilon(

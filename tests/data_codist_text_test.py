@@ -4,7 +4,7 @@ import chex
 import numpy as np
 import pytest
 
-from hetfl import batches, population
+from hetfl import localize, plans, population
 from hetfl.data import codist_text, DataError, text
 from hetfl.engine import packing
 from tests import data_text_test as files
@@ -275,10 +275,10 @@ def test_banks_on_disk_are_those_in_memory(tmp_path, monkeypatch):
     for of in (usual, data):
       sets = dict(a=of.pools[0], b=of.pools[1], distill=of.distill)
       few = dict(clients_per_round=3, batch_size=2, distill_batch_size=4)
-      plan = batches.plan_round(
+      plan = plans.plan_round(
         {n: sets[n] for n in "ab"}, of.distill, seed=0, round=round, **few
       )
-      cut.append(batches.localize(plan, sets))
+      cut.append(localize(plan, sets))
     chex.assert_trees_all_equal(*cut)
   # Cut, changed, without its end, or of another source.
   tokens, index = folder / "train.tokens.bin", folder / "index.json"
@@ -387,7 +387,7 @@ def wasted(pool, lanes, rounds=200, **kwargs):
   """Steps that lanes side by side wait for the longest, per useful step."""
   idle = useful = 0
   for t in range(1, rounds + 1):
-    steps = batches.plan_clients(pool, seed=0, round=t, **kwargs).steps
+    steps = plans.plan_clients(pool, seed=0, round=t, **kwargs).steps
     packed = packing.longest_first(steps.tolist(), lanes)
     longest = max(steps[lane].sum() for lane in packed)
     useful += steps.sum()

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from hetfl import engine, localize, plan_round, population
-from hetfl.batches import gather, plan_clients, plan_distillation
+from hetfl.batches import gather
 from hetfl.engine import packing
+from hetfl.plans import plan_clients, plan_distillation
 from tests import federation
 
 CLIENTS = 342_477  # Stack Overflow's

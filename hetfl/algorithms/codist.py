@@ -28,7 +28,7 @@ from hetfl.algorithms.fedavg import (
   round_keys,
   step_servers,
 )
-from hetfl.batches import Plan
+from hetfl.batches import of_round, Plan, row_of
 from hetfl.distill import Distiller
 from hetfl.engine import Engine, Inline, Work
 
@@ -62,9 +62,8 @@ def merge_gradients(
   scale = jnp.where(
     norm > 0, optax.tree.norm(g) / jnp.where(norm > 0, norm, 1), 0
   )
-  return jax.tree.map(
-    lambda g, d: alpha * g + (1 - alpha) * (scale * d), g, delta
-  )
+  merged = lambda g, d: alpha * g + (1 - alpha) * (scale * d)
+  return jax.tree.map(merged, g, delta)
 
 
 @jax.jit
@@ -109,7 +108,7 @@ class _Exchange:
     Returns:
       P works, whose results are `(Variables, loss)`.
     """
-    batches = local.of_round(plan, "distill", 1)
+    batches = of_round(plan, "distill", 1)
     bank = checks.bank(data, "distill")
     when = due.astype(np.int32)
     *_, key = round_keys(state.key, plan.round, len(teachers))
@@ -128,17 +127,10 @@ class _Exchange:
     }
     # Differs from the batches' keys.
     student_key = jax.random.fold_in(key, np.uint32(2**31))
+    rows = [row_of(plan, "distill", i) for i in range(len(teachers))]
     return [
-      local.work(
-        student,
-        context,
-        student_key,
-        bank,
-        (),
-        local.row_of(plan, "distill", i),
-        when=when,
-      )
-      for i, student in enumerate(self._students)
+      local.work(student, context, student_key, bank, (), row, when=when)
+      for student, row in zip(self._students, rows)
     ]
 
 
@@ -341,7 +333,7 @@ def merged_codist(
   def step(state, plan, data):
     # Of the servers' and students' rates.
     decay = linear_decay(plan.round, rounds)
-    a = core.scheduled("alpha", alpha, state, plan.round)
+    a = core.scheduled({"alpha": (alpha, 1)}, state, plan.round)["alpha"]
     if every > 1:
       a = jnp.where(plan.round % every == 0, a, 1.0)
     thetas = state.server

@@ -81,9 +81,7 @@ def ditto(
       keys = {"own": key, "shared": jax.random.fold_in(key, np.uint32(2**31))}
       losses, stats = {}, {}
       for name, part in parted(variables).items():
-        outputs, stats[name] = local.outputs_of(
-          client.label, client.model, part, batch, keys[name]
-        )
+        outputs, stats[name] = client.outputs(part, batch, keys[name])
         losses[name] = local.losses_of(client.loss, outputs, batch)
       near = proximal_term(
         variables.params["own"], context["server"].params, mu=context["weight"]

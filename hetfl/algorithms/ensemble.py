@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl import checks, core, local
+from hetfl import checks, core
 from hetfl.algorithms.fedavg import (
   client_losses,
   client_works,
@@ -22,7 +22,7 @@ from hetfl.algorithms.fedavg import (
   step_servers,
 )
 from hetfl.algorithms.public import known
-from hetfl.batches import Plan
+from hetfl.batches import of_round, Plan
 from hetfl.clients import weighted_mean
 from hetfl.distill import Distiller
 from hetfl.engine import batch_size_or_default, Engine, Inline, Task, Work
@@ -117,10 +117,10 @@ class Ensemble:
       The state after the step, and what learning from the clients takes.
     """
     *_, key = round_keys(state.key, plan.round, len(self.pools))
-    index = local.of_round(plan, "distill", 1).index[0]
+    index = of_round(plan, "distill", 1).index[0]
     bank = checks.bank(data, "distill")
     sent = self.engine.run(*client_works(self.pools, state, plan, data))
-    weights = [local.of_round(plan, pool.name).weight for pool in self.pools]
+    weights = [of_round(plan, pool.name).weight for pool in self.pools]
     works = [
       Work(
         teacher,

@@ -98,12 +98,8 @@ def fd(
   def objective(client):
     def losses(variables, batch, key, context):
       stats, sums = variables.stats["model"], variables.stats["sums"]
-      outputs, stats = local.outputs_of(
-        client.label,
-        client.model,
-        variables._replace(stats=stats),
-        batch,
-        key,
+      outputs, stats = client.outputs(
+        variables._replace(stats=stats), batch, key
       )
       loss = local.losses_of(client.loss, outputs, batch)
       targets = targets_of(context["server"], context["own"].extra)
@@ -170,11 +166,9 @@ def targets_of(server: ClassMeans, own: ClassMeans) -> jax.Array:
   >>> targets_of(ClassMeans(both, 3), ClassMeans(one, 2)).tolist()
   [[0.5, 0.5], [0.0, 1.0]]
   """
-  others = jax.tree.map(
-    lambda a, b: a - jnp.where(own.turn == server.turn, b, 0),
-    server.means,
-    own.means,
-  )
+  counted = own.turn == server.turn
+  without = lambda a, b: a - jnp.where(counted, b, 0)
+  others = jax.tree.map(without, server.means, own.means)
   # Rounding leaves nothing below 0, which has no logarithm.
   total = jnp.maximum(others.total, 0)
   return total / jnp.maximum(others.count, 1)[:, None]

@@ -48,19 +48,16 @@ def headed(body: core.Model, head: core.Model) -> core.Model:
   >>> outputs.features.tolist(), outputs.logits.tolist()
   ([[2.0]], [[6.0]])
   """
-  parts = {"body": body, "head": head}
 
   def init(key):
-    keys = dict(zip(parts, jax.random.split(key)))
-    return joined({name: m.start(keys[name]) for name, m in parts.items()})
+    body_key, head_key = jax.random.split(key)
+    return joined({"body": body.start(body_key), "head": head.start(head_key)})
 
   def apply(variables, x, key, train):
     of = parted(variables)
-    keys = dict.fromkeys(parts)
-    if key is not None:
-      keys = dict(zip(parts, jax.random.split(key)))
-    features, body_stats = body.outputs(of["body"], x, keys["body"], train)
-    logits, head_stats = head.outputs(of["head"], features, keys["head"], train)
+    keys = (None, None) if key is None else jax.random.split(key)
+    features, body_stats = body.outputs(of["body"], x, keys[0], train)
+    logits, head_stats = head.outputs(of["head"], features, keys[1], train)
     stats = {"body": body_stats, "head": head_stats}
     return Features(features, logits), stats
 

@@ -17,10 +17,10 @@ import numpy as np
 import optax
 
 from hetfl import checks, core, local
-from hetfl.batches import Plan
+from hetfl.batches import check_full, of_round, Plan
 from hetfl.clients import weighted_mean
 from hetfl.engine import Engine, Inline, Task, Work
-from hetfl.optimizers import fedadam_server
+from hetfl.optimizers import descend, fedadam_server
 from hetfl.privacy import PrivateMean
 
 PyTree = Any
@@ -180,7 +180,7 @@ class Pool(local.Participant):
     @jax.jit
     def step(server, gradient, stats, weight, rate):
       # Sums are float32 at least; the model and its optimizer keep their types.
-      params, opt_state = local.descend(
+      params, opt_state = descend(
         self.server_optimizer(rate),
         server.params,
         server.opt_state,
@@ -333,8 +333,8 @@ def client_works(
   keys = round_keys(state.key, plan.round, len(pools))
   works = []
   for i, (pool, server, key) in enumerate(zip(pools, state.server, keys)):
-    batches = local.of_round(plan, pool.name)
-    local.check_full(pool.label, batches, server.stats)
+    batches = of_round(plan, pool.name)
+    check_full(pool.label, batches, server.stats)
     context = {"server": server.variables}
     # And the clients' learning rate.
     context |= local.values_of(state, i, "prox_mu")
@@ -453,10 +453,7 @@ def client_losses(sent: Sequence[ClientUpdates]) -> list[core.Mean]:
 
 
 def fedavg(
-  pools: Sequence[Pool],
-  *,
-  rounds: int | None,
-  engine: Engine | None = None,
+  pools: Sequence[Pool], *, rounds: int | None, engine: Engine | None = None
 ) -> core.Algorithm:
   """Federated averaging in each of P pools, without exchange.
 

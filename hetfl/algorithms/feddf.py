@@ -13,6 +13,7 @@ import numpy as np
 from hetfl import checks, core, distill, local
 from hetfl.algorithms.ensemble import Ensemble
 from hetfl.algorithms.fedavg import init_pools, Pool
+from hetfl.batches import of_round, row_of
 from hetfl.distill import Distiller
 from hetfl.engine import Engine
 
@@ -105,7 +106,7 @@ def feddf(
     averaged = ensemble.average(state, plan, data, total=True)
     state, key = averaged.state, averaged.batch_key
     mean = _mean_of(averaged.said, averaged.heard)
-    batches = local.of_round(plan, "distill", 1)
+    batches = of_round(plan, "distill", 1)
     bank = checks.bank(data, "distill")
     looks = [
       distiller.look(view, new.variables, key, bank, batches, np.int32(1))
@@ -123,17 +124,10 @@ def feddf(
         "views": [own[i], mean],
       }
 
-    rows = [local.row_of(plan, "distill", i) for i in range(len(pools))]
+    rows = [row_of(plan, "distill", i) for i in range(len(pools))]
+    student_key, when = averaged.student_key, averaged.anyone
     works = [
-      local.work(
-        student,
-        context(i),
-        averaged.student_key,
-        bank,
-        (),
-        rows[i],
-        when=averaged.anyone,
-      )
+      local.work(student, context(i), student_key, bank, (), rows[i], when=when)
       for i, student in enumerate(students)
     ]
     distilled, losses = zip(*engine.run(*works))

@@ -13,6 +13,7 @@ import optax
 from hetfl import checks, core, distill, local
 from hetfl.algorithms.ensemble import Ensemble
 from hetfl.algorithms.fedavg import init_pools, Pool
+from hetfl.batches import row_of
 from hetfl.clients import weighted_mean
 from hetfl.distill import Distiller
 from hetfl.engine import Engine
@@ -107,9 +108,7 @@ def fedet(
     return {**batch, **{n: context[n][s] for n in ("labels", "others")}}
 
   def towards(variables, batch, key, context):
-    logits, stats = local.outputs_of(
-      server.label, server.model, variables, batch, key
-    )
+    logits, stats = server.outputs(variables, batch, key)
     distill.same_classes(batch["others"], logits)
     loss = core.cross_entropy(logits, {"y": batch["labels"]})
     kl = distill.kl_divergence(batch["others"], logits)
@@ -157,7 +156,7 @@ def fedet(
     context = local.values_of(state, len(pools), "diversity")
     context["learning_rate"] *= averaged.decay
     context |= dict(batch_key=averaged.batch_key, labels=labels, others=others)
-    row = local.row_of(plan, "distill", len(pools), stats=learner.stats)
+    row = row_of(plan, "distill", len(pools), stats=learner.stats)
     bank, key = checks.bank(data, "distill"), averaged.student_key
     work = local.work(student, context, key, bank, learner, row, when=when)
     ((learner, loss),) = ensemble.engine.run(work)

@@ -100,16 +100,11 @@ def fedkd(
     def losses(variables, batch, key, context):
       del context
       of = parted(variables)
-      own, own_stats = local.outputs_of(
-        client.label, client.model, of["own"], batch, key
-      )
+      own, own_stats = client.outputs(of["own"], batch, key)
+      # 2**31 differs from everything that a model folds in.
+      key = jax.random.fold_in(key, np.uint32(2**31))
       shared, shared_stats = local.outputs_of(
-        f"{client.label}: mentee",
-        mentee,
-        of["shared"],
-        batch,
-        # 2**31 differs from everything that a model folds in.
-        jax.random.fold_in(key, np.uint32(2**31)),
+        f"{client.label}: mentee", mentee, of["shared"], batch, key
       )
       stats = {"own": own_stats, "shared": shared_stats}
       own_loss = local.losses_of(client.loss, own, batch)

@@ -21,8 +21,9 @@ import numpy as np
 from hetfl import checks, core, distill, local, population
 from hetfl.algorithms.fit import plan_party
 from hetfl.algorithms.public import Parties, Translator
-from hetfl.batches import in_order, Plan, plan_clients
+from hetfl.batches import in_order, Plan
 from hetfl.engine import Engine
+from hetfl.plans import plan_clients
 from hetfl.population import ClientPopulation, Subset
 from hetfl.streams import generator, Stream
 

@@ -156,17 +156,13 @@ def fedmrl(
       return client.loss(outputs.logits, batch), inner
 
     def losses(variables, batch, key, context):
-      outputs, stats = local.outputs_of(
-        client.label, client.model, variables, batch, key
-      )
+      outputs, stats = client.outputs(variables, batch, key)
       own, inner = local.losses_of(both, outputs, batch)
       return own + context["weight"] * inner, stats, {}
 
     return losses
 
   method = Method(
-    objective=objective,
-    hyper={"weight": (weight, np.inf)},
-    **sharing("shared"),
+    objective=objective, hyper={"weight": (weight, np.inf)}, **sharing("shared")
   )
   return personal(clients, method, **options)

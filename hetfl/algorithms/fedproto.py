@@ -11,12 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hetfl import core, local
-from hetfl.algorithms.features import (
-  class_sums,
-  classes_of,
-  Features,
-  no_sums,
-)
+from hetfl.algorithms.features import class_sums, classes_of, Features, no_sums
 from hetfl.algorithms.personal import Method, personal
 from hetfl.clients import Client
 
@@ -104,15 +99,12 @@ def fedproto(
 
 
 def pulled(
-  client: Client,
-  prototypes: Callable[[Any], core.Mean] = lambda server: server,
+  client: Client, prototypes: Callable[[Any], core.Mean] = lambda server: server
 ) -> local.Objective:
   """A client's objective, with the distance to the server's prototypes."""
 
   def losses(variables, batch, key, context):
-    outputs, stats = local.outputs_of(
-      client.label, client.model, variables, batch, key
-    )
+    outputs, stats = client.outputs(variables, batch, key)
     means, known = prototypes_of(prototypes(context["server"]))
     found = getattr(outputs, "features", None)
     if found is None or found.shape[-1] != means.shape[-1]:

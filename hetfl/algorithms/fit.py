@@ -16,8 +16,9 @@ import numpy as np
 import optax
 
 from hetfl import checks, core, evaluate, local
-from hetfl.batches import Batches, in_order, Plan, plan_clients
+from hetfl.batches import Batches, in_order, Plan, row_of
 from hetfl.engine import batch_size_or_default, Engine, Inline, Work
+from hetfl.plans import plan_clients
 from hetfl.population import check_kind, positions_in, Subset
 
 
@@ -131,23 +132,18 @@ def fit(
     works = []
     for k, (party, task) in enumerate(zip(parties, train)):
       learner = state.clients[k].learner
+      context = local.values_of(state, k)  # The learning rate.
+      bank = checks.bank(data, party.name)
+      row = row_of(plan, party.name, k, stats=learner.stats)
       works.append(
-        local.work(
-          task,
-          local.values_of(state, k),  # The learning rate.
-          key,
-          checks.bank(data, party.name),
-          learner,
-          local.row_of(plan, party.name, k, stats=learner.stats),
-          when=active[k],
-        )
+        local.work(task, context, key, bank, learner, row, when=active[k])
       )
     learners, losses = zip(*engine.run(*works))
     accuracy = [party.accuracy for party in state.clients]
     stops = "stopping" in plan.batches
     if stops:
       bank = checks.bank(data, "stopping")
-      index = local.row_of(plan, "stopping").index[0]
+      index = row_of(plan, "stopping").index[0]
       (index,), (steps,), *_ = in_order(index, eval_batch_size)
       measured = engine.run(
         *(
@@ -215,16 +211,9 @@ def plan_fit(
   [[1], [2]]
   """
   checks.counts(batch_size=batch_size)
+  draw = dict(seed=seed, phase=phase, round=round)
   batches = {
-    name: plan_party(
-      held,
-      name,
-      seed=seed,
-      phase=phase,
-      round=round,
-      pool=k,
-      batch_size=batch_size,
-    )
+    name: plan_party(held, name, batch_size=batch_size, pool=k, **draw)
     for k, (name, held) in enumerate(examples.items())
   }
   if stopping is not None:

@@ -373,11 +373,8 @@ def fml(
   def step(state, plan, data):
     # The key of FedAvg's only pool.
     key = jax.random.fold_in(jax.random.fold_in(state.key, plan.round), 0)
-    # Values are in `state.hyper`; schedules are of the round.
-    context = {"server": state.server} | {
-      name: core.scheduled(name, x, state, plan.round, high=high)
-      for name, (x, high) in hyper.items()
-    }
+    context = {"server": state.server}
+    context |= core.scheduled(hyper, state, plan.round)
     turns = roster.turns(state.clients, plan, data, state.server)
     works = [
       local.work(update, context, key, turn.bank, turn.kept, turn.batches)

@@ -86,9 +86,7 @@ def heterofl(
 
   def objective(client):
     def losses(variables, batch, key, context):
-      logits, stats = local.outputs_of(
-        client.label, client.model, variables, batch, key
-      )
+      logits, stats = client.outputs(variables, batch, key)
       has = context["own"].extra
       if logits.shape[-1:] != has.shape:
         raise ValueError(
@@ -116,9 +114,8 @@ def heterofl(
 
   def end(context, kept, learner, batches):
     del batches
-    held = jax.tree.map(
-      lambda a: jnp.ones_like(core.wide(a)), learner.variables
-    )
+    ones = lambda a: jnp.ones_like(core.wide(a))
+    held = jax.tree.map(ones, learner.variables)
     if output is not None:
       has = lambda a: jnp.broadcast_to(kept.extra.astype(a.dtype), a.shape)
       part = jax.tree.map(has, held.params[output])

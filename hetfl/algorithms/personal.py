@@ -19,7 +19,7 @@ import optax
 from hetfl import checks, core, local
 from hetfl.batches import gather, prepare
 from hetfl.clients import Client, Group, put_rows, Roster, weighted_mean
-from hetfl.engine import Engine, Inline, Task, Work
+from hetfl.engine import Engine, Inline, Task
 from hetfl.model import joined, parted
 from hetfl.optimizers import by_name
 
@@ -158,11 +158,8 @@ def personal(
 
   def step(state, plan, data):
     key = jax.random.fold_in(state.key, plan.round)
-    # Values are in `state.hyper`; schedules are of the round.
-    context = {"server": state.server} | {
-      name: core.scheduled(name, x, state, plan.round, high=high)
-      for name, (x, high) in hyper.items()
-    }
+    context = {"server": state.server}
+    context |= core.scheduled(hyper, state, plan.round)
     trained = () if method.shared is None else state.server
     turns = roster.turns(state.clients, plan, data, trained)
     works = [
@@ -171,20 +168,14 @@ def personal(
     ]
     kept, messages, means = zip(*engine.run(*works))
     if method.survey is not None:
+      models = [group.learner.variables for group in kept]
       works = [
-        Work(
-          survey,
-          (key, turn.bank),
-          (group.learner.variables, turn.batches),
-          turn.batches.steps,
-        )
-        for survey, turn, group in zip(surveys, turns, kept)
+        local.work(survey, (), key, turn.bank, model, turn.batches)
+        for survey, turn, model in zip(surveys, turns, models)
       ]
       messages = engine.run(*works)
-    clients = tuple(
-      put_rows(group, turn.rows, new)
-      for group, turn, new in zip(state.clients, turns, kept)
-    )
+    rows = [turn.rows for turn in turns]
+    clients = tuple(map(put_rows, state.clients, rows, kept))
     server = state.server
     if method.aggregate is not None:
       server = aggregate(
@@ -313,11 +304,7 @@ def _update(client, method, optimizer) -> Task:
     penalty=client.penalty and penalty,
   )
   return local.training(
-    step,
-    begin,
-    end,
-    transform=client.transform,
-    measured=method.measured,
+    step, begin, end, transform=client.transform, measured=method.measured
   )
 
 
@@ -332,13 +319,14 @@ def own_and_shared(
 def _survey(client, method) -> Task:
   """The sums of `survey` over a client's batches."""
 
-  def one(key, bank, row, s):
+  def one(context, key, bank, row, s):
+    del context
     variables, batches = row
     # The transform draws what it drew in training: `local.training`.
     step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
     batch_key, _ = jax.random.split(step_key)
     batch = prepare(client.transform, gather(bank, batches.index[s]), batch_key)
-    outputs, _ = local.outputs_of(client.label, client.model, variables, batch)
+    outputs, _ = client.outputs(variables, batch)
     return method.survey(outputs, batch)  # Empty places have mask 0.
 
   return Task.sums(one)

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from hetfl import checks, core, local
-from hetfl.batches import gather, in_order, Plan, prepare
+from hetfl.batches import gather, in_order, of_round, Plan, prepare, row_of
 from hetfl.clients import group_clients
 from hetfl.engine import batch_size_or_default, Engine, Inline, Task, Work
 
@@ -169,7 +169,7 @@ class Parties:
       `float32[P]`, ones and zeros; 0 where a score is NaN or infinite, but for
       minus infinity, the logit of a class that is left out.
     """
-    steps = local.of_round(plan, "digest", len(self.parties)).steps
+    steps = of_round(plan, "digest", len(self.parties)).steps
     return jnp.asarray(steps > 0, jnp.float32) * known(scores)
 
   def distribute(
@@ -209,11 +209,11 @@ class Parties:
       The state, and each student's mean loss over its steps.
     """
     number = len(self.parties)
-    rows = [local.row_of(plan, "digest", k, rows=number) for k in range(number)]
+    rows = [row_of(plan, "digest", k, rows=number) for k in range(number)]
     learners = _learners(state, "digest")
     if len(self.students) > number:  # The server has the first one's batches.
       learners.append(state.server)
-      steps = local.of_round(plan, "digest").steps.max()
+      steps = of_round(plan, "digest").steps.max()
       client = np.asarray(number, np.int32)
       rows.append(rows[0]._replace(steps=steps, client=client))
     new, losses = self._train("digest", state, plan, shown, learners, rows)
@@ -240,7 +240,7 @@ class Parties:
     """
     banks = [checks.bank(data, party.name) for party in self.parties]
     rows = [
-      local.row_of(plan, party.name, k, stats=kept.stats)
+      row_of(plan, party.name, k, stats=kept.stats)
       for k, (party, kept) in enumerate(zip(self.parties, state.clients))
     ]
     learners = _learners(state, "revisit")
@@ -276,7 +276,7 @@ def known(scores: Sequence[jax.Array]) -> jax.Array:
 
 
 def _subset(plan):
-  return local.row_of(plan, "public").index[0]
+  return row_of(plan, "public").index[0]
 
 
 def _learners(state, phase):
@@ -317,7 +317,7 @@ def _scores_task(party, translator, transform) -> Task:
 
   def scores(context, variables, bank, index):
     batch = prepare(transform, gather(bank, index))
-    logits, _ = local.outputs_of(party.label, party.model, variables, batch)
+    logits, _ = party.outputs(variables, batch)
     checks.array(party.label, logits)
     return translator.scores(logits, context["temperature"])
 
@@ -334,9 +334,7 @@ def _digest_task(party, translator, transform) -> Task:
     return {**batch, "consensus": shown["consensus"]}
 
   def towards(variables, batch, key, context):
-    logits, stats = local.outputs_of(
-      party.label, party.model, variables, batch, key
-    )
+    logits, stats = party.outputs(variables, batch, key)
     target = batch["consensus"]
     losses = translator.loss(logits, target, context["temperature"])
     return losses, stats, {}

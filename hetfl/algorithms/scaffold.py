@@ -111,34 +111,25 @@ def scaffold(
     length = rate * core.as_type(batches.steps, rate.dtype)
     moved = length > 0  # Else there is no mean gradient.
     divisor = jnp.where(moved, length, 1)
-    control = jax.tree.map(
-      lambda own, c, w, w_k: (
-        own - c + (core.wide(w) - core.wide(w_k)) / divisor
-      ),
-      kept.extra,
-      context["server"].control,
-      context["server"].model.params,
-      learner.params,
-    )
-    control = optax.tree.where(moved, control, kept.extra)
-    sent = learner.variables, optax.tree.sub(control, kept.extra)
+    (model, c), own = context["server"], kept.extra
+
+    def option_ii(own, c, w, w_k):
+      return own - c + (core.wide(w) - core.wide(w_k)) / divisor
+
+    control = jax.tree.map(option_ii, own, c, model.params, learner.params)
+    control = optax.tree.where(moved, control, own)
+    sent = learner.variables, optax.tree.sub(control, own)
     return kept.replace(learner=learner, extra=control), sent
 
   def aggregate(context, sent, key):
     del key
     (models, changes), (model, control) = sent.value, context["server"]
     mean = weighted_mean(models, sent.weight)
-    params = jax.tree.map(
-      lambda w, x: core.wide(w) + context["server_lr"] * (x - core.wide(w)),
-      model.params,
-      mean.params,
-    )
-    return Controlled(
-      mean._replace(params=params),
-      jax.tree.map(
-        lambda c, d: c + jnp.sum(d, axis=0) / len(clients), control, changes
-      ),
-    )
+    step = lambda w, x: core.wide(w) + context["server_lr"] * (x - core.wide(w))
+    params = jax.tree.map(step, model.params, mean.params)
+    add = lambda c, d: c + jnp.sum(d, axis=0) / len(clients)
+    control = jax.tree.map(add, control, changes)
+    return Controlled(mean._replace(params=params), control)
 
   method = Method(
     objective=objective,

@@ -13,12 +13,7 @@ from hetfl.data import partition as partition_lib
 from hetfl.data import vision
 from hetfl.data.errors import one_of, reading
 from hetfl.data.npz import check_npz, load_npz
-from hetfl.population import (
-  ClientPopulation,
-  positions_in,
-  stratified,
-  Subset,
-)
+from hetfl.population import ClientPopulation, positions_in, stratified, Subset
 from hetfl.streams import Stream
 
 PARTITIONS = ("dirichlet", "pathological", "iid", "file")
@@ -129,21 +124,16 @@ def load_compared_images(
     draw = [Stream.EXAMPLES, seed]
     drawn = np.sort(stratified(bank["y"], size=examples, seed=draw))
     bank = {name: array[drawn] for name, array in bank.items()}
-  y = bank["y"]
+  y, draws = bank["y"], dict(num_clients=num_clients, seed=seed)
   if partition == "iid":
-    parts = partition_lib.iid(len(y), num_clients=num_clients, seed=seed)
+    parts = partition_lib.iid(len(y), **draws)
   elif partition == "dirichlet":
-    parts = partition_lib.dirichlet(
-      y, num_clients=num_clients, seed=seed, alpha=partition_alpha
-    )
+    parts = partition_lib.dirichlet(y, alpha=partition_alpha, **draws)
   elif partition == "file":
     parts = _of_file(partition_file, bank, num_clients)
   else:
     (parts,) = partition_lib.shards(
-      y,
-      num_clients=num_clients,
-      shards_per_client=shards_per_client,
-      seed=seed,
+      y, shards_per_client=shards_per_client, **draws
     )
   shares = [(0.25, Stream.OWN_TEST)]
   shares += [(validation, Stream.OWN_VALIDATION)] * bool(validation)

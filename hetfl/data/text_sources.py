@@ -395,15 +395,11 @@ def stackoverflow(
           words = [word[: text.MAX_WORD] for word in words]
           yield fedjax_source.decoded(name), kind, words
 
-  source = str(path)
+  where = str(path)
   if skip_clients:
-    source += f", of users besides the {skip_clients} of the pools"
+    where += f", of users besides the {skip_clients} of the pools"
   corpus = text.collect(
-    sentences(),
-    max_words=max_words,
-    skipped=skipped,
-    source=source,
-    spill=spill,
+    sentences(), max_words=max_words, skipped=skipped, source=where, spill=spill
   )
   return dataclasses.replace(corpus, clients_read=clients_read)
 

@@ -52,10 +52,7 @@ class Inline:
   """
 
   def __init__(
-    self,
-    mesh: jax.sharding.Mesh | None = None,
-    *,
-    at_once: int | None = None,
+    self, mesh: jax.sharding.Mesh | None = None, *, at_once: int | None = None
   ):
     checks.counts(**checks.given(at_once=at_once))
     if mesh is not None:
@@ -148,16 +145,11 @@ class Inline:
       part = work._replace(
         shared=shared, rows=row(rows, mine), steps=steps[mine], total=False
       )
+      found = self._run(part)
       if not work.total:
-        return shard.gather(self._run(part))
-      if padded == num_rows(work):
-        return shard.sum(self._run(part._replace(total=True)))
-      return shard.sum(
-        jax.tree.map(
-          lambda a: jnp.sum(jnp.where(_like(count, a), a, 0), axis=0),
-          self._run(part),
-        )
-      )
+        return shard.gather(found)
+      total = lambda a: jnp.sum(jnp.where(_like(count, a), a, 0), axis=0)
+      return shard.sum(jax.tree.map(total, found))
 
     results = self._on_devices(equally, *shared)
     return results if work.total else row(results, np.s_[:rows])

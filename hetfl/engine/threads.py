@@ -21,15 +21,7 @@ import numpy as np
 from hetfl import checks
 from hetfl.engine.compilation import jit
 from hetfl.engine.packing import longest_first
-from hetfl.engine.work import (
-  add,
-  num_rows,
-  PyTree,
-  row,
-  stack,
-  Task,
-  Work,
-)
+from hetfl.engine.work import add, num_rows, PyTree, row, stack, Task, Work
 
 
 class Threads:

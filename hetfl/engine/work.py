@@ -224,9 +224,8 @@ def zeros_of(fn: Callable, *args) -> PyTree:
   >>> zeros_of(lambda x: 2 * x, jnp.ones(2))
   Array([0., 0.], dtype=float32)
   """
-  return jax.tree.map(
-    lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(fn, *args)
-  )
+  zeros = lambda a: jnp.zeros(a.shape, a.dtype)
+  return jax.tree.map(zeros, jax.eval_shape(fn, *args))
 
 
 def stack(*trees: PyTree) -> PyTree:

@@ -22,6 +22,8 @@ import zlib
 from absl import logging
 import tqdm
 
+from hetfl import checks
+
 # Up to so many clients or parties are shown one by one in tables and curves.
 FEW = 10
 # The same on the line of an evaluation.
@@ -32,17 +34,12 @@ class ConfigMismatch(ValueError):  # noqa: N818 (reads well in except)
   """The folder belongs to something other than this run."""
 
 
-@contextlib.contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+def writing(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager:
   """Adds to errors, such as of a full disk, which file it was, and a remedy."""
-  try:
-    yield
-  except Exception as error:
-    error.add_note(
-      f"while writing {path}; free some space, or lift the quota, and repeat"
-      " the command: it goes on from the last checkpoint"
-    )
-    raise
+  return checks.noted(
+    f"while writing {path}; free some space, or lift the quota, and repeat the"
+    " command: it goes on from the last checkpoint"
+  )
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:

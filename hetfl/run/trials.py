@@ -21,6 +21,7 @@ import optax
 
 from hetfl import core
 from hetfl.engine import bank_format, jit
+from hetfl.engine.work import row
 
 PyTree = Any
 Values = dict[str, float]
@@ -344,18 +345,14 @@ class Vmapped(Runner):
 
   def take(self, states, trials):
     """See `Runner`."""
-    index = np.asarray(trials)
-    return jax.tree.map(lambda a: a[index], states)
+    return row(states, np.asarray(trials))
 
   def _sums(self, states, which):
     number = len(jax.tree.leaves(states)[0])
     states, _ = self._padded(states, number)
     data = self._eval_data[which]
     sums = jax.device_get([self._evaluate(state, data) for state in states])
-    return [
-      [jax.tree.map(lambda a, i=i: a[i], of_seed) for of_seed in sums]
-      for i in range(number)
-    ]
+    return [[row(of_seed, i) for of_seed in sums] for i in range(number)]
 
   def _guarded(self, state, done, plan, data):
     """A step that keeps the last finite state of a diverged trial.
