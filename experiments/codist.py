@@ -210,7 +210,7 @@ class Codist(shared.Rounds):
   client_epochs: int = count(1)
   client_lr: tuple[float, ...] = setting(
     0.05,
-    {f"{_CIFAR}, periodic": 0.02, "text": 0.3},
+    {"text": 0.3},
     each=POOLS,
     low=1e-6,
     search=_RATE,
