@@ -312,7 +312,8 @@ def on_host(
     method's `server` sees the first 1,024 clients of a kind.
 
   Raises:
-    FileExistsError: the folder holds such files.
+    FileExistsError: the folder holds such files; a run that is resumed needs a
+      new one, too, which it fills from its checkpoint.
     ValueError: `init` or `step` is traced; clients keep typed random keys.
 
   >>> from hetfl import ClientPopulation, plan_round
