@@ -130,7 +130,9 @@ def leave_out(
   >>> left.steps.tolist(), left.weight.tolist()
   ([2, 0], [5.0, 0.0])
   """
-  numbers = np.asarray([*absent])  # NumPy takes a set for one object.
+  if not isinstance(absent, np.ndarray):
+    absent = [*absent]  # NumPy takes a set for one object.
+  numbers = np.asarray(absent)
   if len(numbers) and numbers.dtype.kind not in "iu":
     raise ValueError(
       f"absent: numbers must be integers, not {numbers.dtype}; give"

@@ -133,9 +133,10 @@ class Parties:
     clients = tuple(
       learner._replace(
         opt_state={
-          "digest": local.Learner.start(
-            learner.variables, party.optimizer
-          ).opt_state,
+          # As the other, of `Learner.start`, which has checked the optimizer.
+          "digest": core.unshared(
+            party.optimizer(0.0).init(learner.params), learner.variables
+          ),
           "revisit": learner.opt_state,
         }
       )
