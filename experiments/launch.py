@@ -427,16 +427,18 @@ def side_by_side(
     only_holds(place, "|".join(cls.declared()[flag].choices), flag.upper())
   folders = [open_folder(s, path, lengthens=lengthens(s)) for s, path in runs]
   results, rows = {}, {}
-  for (s, path), folder in zip(runs, folders):
+  for (s, _), folder in zip(runs, folders):
     experiment = algorithm = None  # Or two would be alive at once.
     experiment, algorithm = prepared(s)
     name, result = getattr(s, flag), train(experiment, algorithm, s, folder)
     results.setdefault(name, []).append(result)
     rows.setdefault(name, []).append(logs.read_rows(folder.metrics))
-    latest = {name: of_seeds[-1:] for name, of_seeds in rows.items()}
-    draw({name: latest[name]}, s, path, experiment)
-    if several and name == names[-1]:
-      draw(latest, s, places[s.seed], experiment)
+    finished = {
+      n: of_seeds[-1:]
+      for n, of_seeds in rows.items()
+      if len(of_seeds) == len(rows[name])
+    }
+    draw(finished, s, places[s.seed], experiment)
   if "seeds" in given.values:
     draw(rows, s, workdir, experiment)
     report.write_summary(workdir, results, list(places))
