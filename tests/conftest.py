@@ -1,6 +1,7 @@
 """Eight CPU devices, so that meshes can be tested anywhere, and experiments."""
 
 import functools
+import gc
 import os
 
 import jax
@@ -24,6 +25,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_configure(config):
   """Programs compiled by one process, or run, serve the next."""
+  # Tracing makes many objects, and looking through all of JAX's takes longer.
+  gc.freeze()
+  gc.set_threshold(20_000, 20, 20)
   if not hasattr(config, "cache"):  # With `-p no:cacheprovider`.
     return
   programs = config.cache.mkdir("programs")

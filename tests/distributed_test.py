@@ -116,18 +116,10 @@ def after_round_2(one_device, folder):
 
 
 @pytest.mark.slow
-def test_eight_devices(environment, one_device, tmp_path):
-  # Eight devices for four lanes, and the eight examples of a batch.
-  task = dict(algorithms=["merged"], devices=8, dispatch=2)
-  finish(worker(environment, **task, folder=str(tmp_path)))
-  assert_same(tmp_path, one_device, ["merged"])
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_with_other_devices(environment, one_device, tmp_path):
-  # Three share neither the lanes nor the batches equally.
+  # Eight devices for four lanes, and the eight examples of a batch.
   folder = after_round_2(one_device, tmp_path)
-  task = dict(algorithms=["merged"], devices=3)
+  task = dict(algorithms=["merged"], devices=8, dispatch=2)
   finish(worker(environment, **task, folder=str(folder)))
   assert_same(folder, one_device, ["merged"])
 

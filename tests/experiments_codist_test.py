@@ -467,11 +467,8 @@ def test_the_guide_to_new_methods_runs():
   assert names["metrics"]["loss"].value < 0.3  # SCAFFOLD's; log 10 at first.
 
 
-def test_reproduce_puts_our_numbers_beside_the_published(environment, tmp_path):
-  command = [sys.executable, str(ROOT / "experiments/reproduce.py")]
-  run = lambda *args: subprocess.run(
-    [*command, *args], env=environment, cwd=ROOT, capture_output=True, text=True
-  )
+def test_reproduce_puts_our_numbers_beside_the_published(experiment, tmp_path):
+  run = experiment("reproduce")
   assert "table1_cifar_4700_merged_in" in run("--list").stdout
   wrong = run("--table=codist_table1_cifar", "--only=4701")
   assert "no cell '4701'" in error_of(wrong)

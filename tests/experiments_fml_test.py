@@ -192,7 +192,7 @@ def test_two_data_sets_share_a_part(fml, tmp_path):
   assert done.returncode == 0, done.stderr
   result, rows = outcome(tmp_path / "run")
   assert result["global"]["test_accuracy"] is None
-  assert result["global"]["parameters"] == 60 + 880 
+  assert result["global"]["parameters"] == 60 + 880
   assert [c["parameters"] for c in result["clients"]] == [3466, 3466]
   for k in range(2):
     assert rows[0][f"client{k}/validation_accuracy"] > 0.5

@@ -8,6 +8,7 @@ status, null before it ends. The argument is the number of seconds after which a
 run is killed.
 """
 
+import gc
 import json
 import os
 import pathlib
@@ -56,4 +57,6 @@ if __name__ == "__main__":
   import fml_run  # noqa: F401
   import tune_run  # noqa: F401
 
+  gc.freeze()  # What is imported is not looked through again.
+  gc.set_threshold(20_000, 20, 20)
   main(int(sys.argv[1]))
