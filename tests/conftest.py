@@ -40,6 +40,7 @@ def forgotten_programs():
   """No process holds the programs of all modules, which are gigabytes."""
   yield
   jax.clear_caches()
+  gc.collect()
 
 
 @pytest.fixture(scope="session")
