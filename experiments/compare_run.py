@@ -511,14 +511,11 @@ def draw(
   names = [kind.model.rpartition(":")[2] for kind in experiment.of_client]
   names = [f"{k}: {name}" for k, name in enumerate(names)]
   charts.clients(last, folder / "clients.png", names=names, title=title)
-  path = folder / "partition.png"
-  if len(runs) > 1 and path.exists():
-    return  # All methods have the same.
   counts = experiment.images.class_counts
   skew = partition.skew(counts)
   title += f"\ntotal variation {skew['total_variation']:.2f}"
   title += f", {skew['effective_clients']:.1f} effective clients"
-  charts.holdings(counts, path, names=names, title=title)
+  charts.holdings(counts, folder / "partition.png", names=names, title=title)
 
 
 def table(

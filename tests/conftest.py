@@ -21,13 +21,13 @@ if not os.environ.get("HETFL_TRAIN"):  # Flag files' networks are large.
 jax.config.update("jax_num_cpu_devices", 8)
 # An array that broadcasts by accident is an error.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tracing makes many objects, and looking through all of JAX's takes longer.
+gc.freeze()
+gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_configure(config):
   """Programs compiled by one process, or run, serve the next."""
-  # Tracing makes many objects, and looking through all of JAX's takes longer.
-  gc.freeze()
-  gc.set_threshold(20_000, 20, 20)
   if not hasattr(config, "cache"):  # With `-p no:cacheprovider`.
     return
   programs = config.cache.mkdir("programs")
