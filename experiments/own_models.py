@@ -14,12 +14,13 @@ import sys
 import traceback
 import types
 
+from absl import logging
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from settings import UsageError
 
-from hetfl import core
+from hetfl import checks, core
 from hetfl.models.language import TokenLogits
 
 
@@ -95,7 +96,7 @@ def load(
   kind = "logits" if of == "classes" else "outputs"
   inputs = "tokens" if is_text else "images"
   with _in_a_line(f"{shown}, given {inputs} of shape {example.shape}", name):
-    outputs = model.trial(name, example, logits=of == "classes")
+    outputs = _trial(model, name, example, logits=of == "classes")
   found = jax.tree.map(jnp.shape, outputs)
   wanted, needs = (1, size), f"{size} {of} need {kind} of shape (1, {size})"
   if is_text:
@@ -113,6 +114,37 @@ def load(
       f"{shown}: given one {one}, the model's output is {found}, but {needs}"
     )
   return model
+
+
+def _trial(model, name, example, logits):
+  """A new model's outputs, which are looked at for common mistakes.
+
+  Logits that sum to 1 are warned of: the losses take a softmax of their own. No
+  more than that, since such a model learns nevertheless, and it is a guess.
+  """
+  key = jax.random.key(0)
+
+  @jax.jit
+  def run():
+    # Different inputs, of which whole numbers are 0.
+    x = jax.random.uniform(key, example.shape).astype(example.dtype)
+    variables = model.start(key, name)
+    if logits and not jax.tree.leaves(variables.params):
+      raise ValueError(f"{name}: has no parameters, so it learns nothing")
+    return model.predict(variables, x)
+
+  outputs = run()
+  for leaf in jax.tree.leaves(outputs):
+    checks.array(name, leaf)
+  several = getattr(outputs, "ndim", 0) and outputs.shape[-1] > 1
+  if logits and several and jnp.all(outputs >= 0):
+    if jnp.allclose(outputs.sum(axis=-1), 1, atol=0.01):
+      logging.warning(
+        "%s: its outputs sum to 1, as after a softmax. The losses take"
+        " logits: leave the softmax out.",
+        name,
+      )
+  return outputs
 
 
 def model(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core
-from hetfl.population import AnyBank, check_kind, ClientPopulation, Subset
+from hetfl.population import check_kind, ClientPopulation, Subset
 
 
 class Batches(NamedTuple):
@@ -132,12 +132,7 @@ def leave_out(
   """
   if not isinstance(absent, np.ndarray):
     absent = [*absent]  # NumPy takes a set for one object.
-  numbers = np.asarray(absent)
-  if len(numbers) and numbers.dtype.kind not in "iu":
-    raise ValueError(
-      f"absent: numbers must be integers, not {numbers.dtype}; give"
-      " np.flatnonzero of a mask"
-    )
+  numbers = checks.integers("absent: numbers", absent)
   there = ~np.isin(batches.client, numbers)
   return batches._replace(
     steps=batches.steps * there, weight=batches.weight * there
@@ -337,30 +332,24 @@ def localize(
     raise ValueError(
       f"sets: has no {min(missing)!r}, of which the plan has batches"
     )
-  together: dict[int, tuple[AnyBank, list[np.ndarray]]] = {}
-  for name, batches in plan.batches.items():
+  sharing: dict[int, list[str]] = {}  # Names, by their bank.
+  for name in plan.batches:
     if not isinstance(sets[name], ClientPopulation):
       check_kind(sets[name], f"sets[{name!r}]", Subset)
-    bank = sets[name].bank
-    index = batches.index[batches.index >= 0]
-    together.setdefault(id(bank), (bank, []))[1].append(index)
-  positions, cut = {}, {}
-  for key, (bank, indices) in together.items():
-    there = np.unique(np.concatenate(indices))
+    sharing.setdefault(id(sets[name].bank), []).append(name)
+  small, data = dict(plan.batches), {}
+  for names in sharing.values():
+    index = [plan.batches[name].index for name in names]
+    there = np.unique(np.concatenate([i[i >= 0] for i in index]))
     if not len(there):  # Nothing of it is needed, but no bank may be empty.
       there = np.zeros(1, np.int32)
-    positions[key] = there
     length = max(8, 1 << (len(there) - 1).bit_length())
     rows = np.pad(there, (0, length - len(there)), constant_values=there[0])
-    cut[key] = {name: array[rows] for name, array in bank.items()}
-
-  def moved(batches, bank):
-    new = np.searchsorted(positions[id(bank)], batches.index)
-    new = np.where(batches.index >= 0, new, -1).astype(np.int32)
-    return batches._replace(index=new)
-
-  small = {name: moved(b, sets[name].bank) for name, b in plan.batches.items()}
-  data = {name: cut[id(sets[name].bank)] for name in plan.batches}
+    cut = {key: array[rows] for key, array in sets[names[0]].bank.items()}
+    for name, old in zip(names, index):
+      new = np.where(old >= 0, np.searchsorted(there, old), -1)
+      small[name] = small[name]._replace(index=new.astype(np.int32))
+      data[name] = cut
   return plan._replace(batches=small), data
 
 

@@ -24,21 +24,57 @@ def counts(**numbers: int) -> None:
     ...
   ValueError: batch_size=0: must be a whole number, at least 1
   """
-  for name, value in numbers.items():
-    _whole(name, value, 1)
+  whole(1, np.inf, **numbers)
 
 
 def seed(seed: int) -> None:
   """Raises a `ValueError` unless a seed is a whole number of at least zero."""
-  _whole("seed", seed, 0)
+  whole(0, np.inf, seed=seed)
 
 
-def _whole(name, value, least):
-  whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-  if not whole or value < least:
+def whole(low: int, high: float, **numbers: int) -> None:
+  """As `counts`, of numbers between `low` and `high`, or infinity for none.
+
+  >>> whole(0, 5, late_clients=7)
+  Traceback (most recent call last):
+    ...
+  ValueError: late_clients=7: must be a whole number, at least 0 and at most 5
+  """
+  for name, value in numbers.items():
+    number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not number or not low <= value <= high:
+      most = "" if np.isinf(high) else f" and at most {high}"
+      raise ValueError(
+        f"{name}={value!r}: must be a whole number, at least {low}{most}"
+      )
+
+
+def integers(what: str, given: Any) -> np.ndarray:
+  """Numbers, such as positions or clients', as an array; it may be empty.
+
+  Args:
+    what: what they are, for error messages.
+    given: the numbers.
+
+  Returns:
+    `int[n]`; of another type if there are none.
+
+  Raises:
+    ValueError: they are no integers, but a mask, for instance.
+
+  >>> integers('absent', [True, False])
+  Traceback (most recent call last):
+    ...
+  ValueError: absent must be integers, not bool [2]: give int[n], such as \
+np.flatnonzero of a mask
+  """
+  array = np.asarray(given)
+  if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
     raise ValueError(
-      f"{name}={value!r}: must be a whole number, at least {least}"
+      f"{what} must be integers, not {array.dtype} {list(array.shape)}: give"
+      " int[n], such as np.flatnonzero of a mask"
     )
+  return array
 
 
 def given(**values: Any) -> dict[str, Any]:

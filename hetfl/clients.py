@@ -163,8 +163,7 @@ def weighted_mean(trees: PyTree, weights: jax.Array) -> PyTree:
   >>> weighted_mean(jnp.array([[1., 5.], [4., 2.]]), jnp.array([2., 1.]))
   Array([2., 4.], dtype=float32)
   """
-  highest = jax.lax.Precision.HIGHEST
-  total = lambda x: jnp.tensordot(weights, x, 1, precision=highest)
+  total = lambda x: jnp.tensordot(weights, x, 1, precision="highest")
   return jax.tree.map(lambda x: total(x) / jnp.sum(weights), trees)
 
 

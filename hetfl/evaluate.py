@@ -1,7 +1,6 @@
 """Accuracy and loss of a model on a set of examples."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-import functools
 from typing import Any
 
 import jax
@@ -241,7 +240,7 @@ class Evaluator:
       Work(
         task,
         (v, banks[name]),
-        batches[name].index,
+        (None, batches[name].index),
         batches[name].steps,
         total=True,
       )
@@ -301,14 +300,8 @@ class ClientEvaluator:
     self._engine = engine or Inline()
     self._clients = clients
     self._parts = _alike(clients.sizes, batch_size_or_default(batch_size))
-    self._tasks = {
-      False: measure_task(model, transform, measure),
-      True: measure_task(model, transform, measure, own=True),
-    }
-    self._compiled = {
-      own: self._engine.compile(functools.partial(self._evaluate, own))
-      for own in (False, True)
-    }
+    self._task = measure_task(model, transform, measure)
+    self._compiled = self._engine.compile(self._evaluate)
 
   def __call__(
     self, variables: core.Variables, *, own: bool = False
@@ -340,10 +333,10 @@ class ClientEvaluator:
       index = np.where(place < of, held.members[index], -1)
       index = index.reshape(-1, length, size).astype(np.int32)
       steps = (-(-of[:, 0] // size)).astype(np.int32)
-      given = variables
-      if own and len(chosen) < len(held):
-        given = jax.tree.map(lambda a, rows=chosen: a[rows], variables)
-      sums = self._compiled[own](given, held.bank, index, steps)
+      shared, each = (None, variables) if own else (variables, None)
+      if len(chosen) < len(held):
+        each = jax.tree.map(lambda a, rows=chosen: a[rows], each)
+      sums = self._compiled(shared, each, held.bank, index, steps)
       for name, (total, count) in jax.device_get(sums).items():
         with np.errstate(invalid="ignore"):
           mean = np.asarray(total, np.float64) / np.asarray(count)
@@ -351,13 +344,10 @@ class ClientEvaluator:
         results.setdefault(name, np.zeros(shape))[chosen] = mean
     return results
 
-  def _evaluate(self, own, variables, bank, index, steps):
-    shared, rows = (variables, bank), index
-    if own:
-      shared, rows = (None, bank), (variables, index)
-    work = Work(self._tasks[own], shared, rows, steps)
+  def _evaluate(self, shared, each, bank, index, steps):
     # As many clients at once as suit the device.
     at_once = max(1, batch_size_or_default(None) // index.shape[-1])
+    work = Work(self._task, (shared, bank), (each, index), steps)
     return self._engine.run(work._replace(at_once=at_once))[0]
 
 
@@ -408,8 +398,6 @@ def measure_task(
   model: core.Model,
   transform: core.Preparation | None = None,
   measure: Measure = classification,
-  *,
-  own: bool = False,
 ) -> Task:
   """Sums a measure over the batches of a row.
 
@@ -417,16 +405,17 @@ def measure_task(
     model: the model.
     transform: applied to each batch as stored in the bank.
     measure: `(outputs, batch) -> sums over the batch`, by name.
-    own: whether each row has a model of its own.
 
   Returns:
-    The task. Shared are `(variables, bank)`, a row is `index: int32[S, B]`,
-    positions in the bank, -1 for none; or, if it has a model of its own,
-    `(None, bank)` and `(variables, index)`. The results are the sums.
+    The task. Shared are `(variables, bank)`, a row is `(None, index)`, where
+    `index: int32[S, B]` are positions in the bank, -1 for none; or, if each row
+    has a model of its own, `(None, bank)` and `(variables, index)`. The results
+    are the sums.
   """
 
-  def of_batch(variables, bank, row, s):
-    variables, index = row if own else (variables, row)
+  def of_batch(shared, bank, row, s):
+    own, index = row
+    variables = shared if own is None else own
     batch = prepare(transform, gather(bank, index[s]))
     outputs, _ = local.outputs_of("an evaluation", model, variables, batch)
     sums = measure(outputs, batch)

@@ -6,7 +6,6 @@ import functools
 import inspect
 from typing import Any, NamedTuple
 
-from absl import logging
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -190,53 +189,6 @@ Variables(params, stats); without mutable collections, stats are {}
       ValueError: as `outputs`.
     """
     return self.outputs(variables, x, None, False)[0]
-
-  def trial(self, owner: str, example: PyTree, logits: bool = True) -> PyTree:
-    """A new model's outputs, which are looked at for common mistakes.
-
-    Args:
-      owner: the model's owner, or its name, for messages.
-      example: inputs; only their shapes and types matter.
-      logits: whether the outputs are to be logits, or else features. Those that
-        sum to 1 are warned of: the losses take a softmax of their own. No more
-        than that, since such a model learns nevertheless, and it is a guess.
-
-    Returns:
-      The outputs.
-
-    Raises:
-      ValueError: as `start` and `outputs`; or the outputs are no floating
-        numbers or, if they are logits, the model has no parameters.
-
-    >>> model = Model.from_flax(nn.Dense(3), jnp.zeros((1, 2)))
-    >>> model.trial('the net', jnp.zeros((1, 2))).shape
-    (1, 3)
-    """
-    key = jax.random.key(0)
-
-    @jax.jit
-    def run():
-      # Different inputs, of which whole numbers are 0.
-      x = jax.tree.map(
-        lambda a: jax.random.uniform(key, a.shape).astype(a.dtype), example
-      )
-      variables = self.start(key, owner)
-      if logits and not jax.tree.leaves(variables.params):
-        raise ValueError(f"{owner}: has no parameters, so it learns nothing")
-      return self.predict(variables, x)
-
-    outputs = run()
-    for leaf in jax.tree.leaves(outputs):
-      checks.array(owner, leaf)
-    several = getattr(outputs, "ndim", 0) and outputs.shape[-1] > 1
-    if logits and several and jnp.all(outputs >= 0):
-      if jnp.allclose(outputs.sum(axis=-1), 1, atol=0.01):
-        logging.warning(
-          "%s: its outputs sum to 1, as after a softmax. The losses take"
-          " logits: leave the softmax out.",
-          owner,
-        )
-    return outputs
 
   @classmethod
   def from_flax(cls, module: nn.Module, example: PyTree) -> "Model":

@@ -186,26 +186,29 @@ def plan_clients(
   if isinstance(clients, Subset):
     clients = ClientPopulation.from_lists(clients.bank, [clients.index])
   check_kind(clients, f"pool {pool}", ClientPopulation)
-  checks.between(0, len(clients), late_clients=late_clients)
-  if late_clients:
-    checks.counts(late_clients=late_clients)
+  checks.whole(0, len(clients), late_clients=late_clients)
   number = clients_per_round or len(clients)
   if not 1 <= number <= len(clients):
     raise ValueError(
       f"clients_per_round={clients_per_round}: pool {pool} has {len(clients)}"
       " clients"
     )
-  chosen, absent = np.arange(len(clients)), np.array([], int)
+  chosen, absent = np.arange(len(clients)), []
   if clients_per_round is not None:
     rng = generator(Stream.CLIENTS, seed, phase, round, pool)
     if poisson:
       draws = rng.random(len(clients))
-      absent = np.flatnonzero(draws >= number / len(clients))
+      absent = np.flatnonzero(draws >= number / len(clients)).tolist()
       # Hardly ever are more drawn than twice as many and sixteen.
       rows = max(len(clients) - len(absent), min(2 * number + 16, len(clients)))
       chosen = np.argsort(draws)[:rows]
     else:
       chosen = rng.choice(len(clients), number, replace=False)
+  if round < late_round:
+    absent += range(len(clients) - late_clients, len(clients))
+  if dropout_rate:
+    draw = generators(Stream.DROPOUT, seed, phase, round, pool)
+    absent += [k for k in chosen.tolist() if draw(k).random() < dropout_rate]
   orders, weights = [], []
   how: dict[str, Any] = dict(epochs=epochs, max_steps=max_steps, tail=tail)
   of_client = generators(Stream.ORDER, seed, phase, round, pool)
@@ -213,14 +216,7 @@ def plan_clients(
     held = clients.positions(k)  # int[n_k], in `clients.bank`
     weights.append(1.0 if uniform_weights else len(held))
     orders.append(order(held, of_client(k), batch_size=batch_size, **how))
-  batches = leave_out(rows_of(orders, chosen, weights), absent)
-  if late_clients and round < late_round:
-    batches = leave_out(batches, chosen[chosen >= len(clients) - late_clients])
-  if dropout_rate:
-    draw = generators(Stream.DROPOUT, seed, phase, round, pool)
-    dropped = [k for k in chosen.tolist() if draw(k).random() < dropout_rate]
-    batches = leave_out(batches, dropped)
-  return batches
+  return leave_out(rows_of(orders, chosen, weights), absent)
 
 
 def plan_distillation(

@@ -100,16 +100,11 @@ def positions_in(bank: AnyBank, positions: Any, name: str) -> np.ndarray:
   >>> positions_in({'x': np.zeros(3)}, [True, False, True], 'index')
   Traceback (most recent call last):
     ...
-  ValueError: index: positions must be integers, int[n], not bool [3]; give \
-np.flatnonzero of a mask
+  ValueError: index: positions must be integers, not bool [3]: give int[n], \
+such as np.flatnonzero of a mask
   """
-  array, n = np.asarray(positions), checks.num_examples(bank)
-  if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
-    hint = "; give np.flatnonzero of a mask" if array.dtype == bool else ""
-    raise ValueError(
-      f"{name}: positions must be integers, int[n], not {array.dtype}"
-      f" {list(array.shape)}{hint}"
-    )
+  array = checks.integers(f"{name}: positions", positions)
+  n = checks.num_examples(bank)
   outside = array[(array < 0) | (array >= n)]
   if len(outside):
     raise ValueError(
@@ -343,13 +338,7 @@ class ClientPopulation:
     >>> population.take([2, 0]).ids
     ('2', '0')
     """
-    chosen = np.asarray(clients)
-    if chosen.size and chosen.dtype.kind not in "iu":
-      raise ValueError(
-        f"clients: numbers must be integers, not {chosen.dtype}; give"
-        " np.flatnonzero of a mask"
-      )
-    chosen = chosen.astype(np.int64)
+    chosen = checks.integers("clients: numbers", clients).astype(np.int64)
     for k in chosen[(chosen < 0) | (chosen >= len(self))]:
       self.positions(k)  # Raises.
     sizes = self.sizes[chosen]

@@ -9,7 +9,7 @@ pools, L and H; here there may be any number, and the teacher of one is the mean
 of the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -71,67 +71,60 @@ def _finite(learners):
   return core.all_finite([learner.variables for learner in learners])
 
 
-class _Exchange:
-  """The works of one codistillation between P pools."""
+def _exchange(
+  pools: tuple[Pool, ...], distiller: Distiller, engine: Engine
+) -> Callable[..., list[Work]]:
+  """Codistillation between P pools.
 
-  def __init__(
-    self, pools: tuple[Pool, ...], distiller: Distiller, engine: Engine
-  ):
-    if not isinstance(distiller, Distiller):
-      raise ValueError(f"distiller={distiller!r}: give a Distiller")
-    models = [pool.model for pool in pools]
-    self._distiller, self._engine = distiller, engine
-    self._views = [distiller.view(model) for model in models]
-    self._students = [distiller.student(models, i) for i in range(len(pools))]
+  The function that it returns runs the teachers, and returns the works that
+  distil to students. Each work's result is `(Variables, loss)` of a student
+  after its steps on the teachers' targets.
+  """
+  if not isinstance(distiller, Distiller):
+    raise ValueError(f"distiller={distiller!r}: give a Distiller")
+  models = [pool.model for pool in pools]
+  views_of = [distiller.view(model) for model in models]
+  students = [distiller.student(models, i) for i in range(len(pools))]
 
   def distillations(
-    self,
-    teachers: Sequence[local.Learner],
     state: core.State,
     plan: Plan,
     data: dict[str, core.Batch],
     decay: jax.Array,
     due: jax.Array | np.bool_,
   ) -> list[Work]:
-    """Runs the teachers now, and returns the works that distil to students.
-
-    Each work's result is a student after its steps on the teachers' targets.
+    """The works.
 
     Args:
-      teachers: P models as they are; students start as copies of them.
-      state: holds the exchange's hyper-parameters.
+      state: the pools' state, from whose models teachers and students start;
+        it holds the exchange's hyper-parameters.
       plan: the round's plan.
       data: holds the distillation bank.
       decay: the linear decay over the rounds, from 1 to 0.
       due: whether this round distils; if not, students stay as they are.
-
-    Returns:
-      P works, whose results are `(Variables, loss)`.
     """
     batches = of_round(plan, "distill", 1)
     bank = checks.bank(data, "distill")
     when = due.astype(np.int32)
-    *_, key = round_keys(state.key, plan.round, len(teachers))
-    variables = [teacher.variables for teacher in teachers]
-    views = self._engine.run(
+    *_, key = round_keys(state.key, plan.round, len(pools))
+    teachers = [learner.variables for learner in state.server]
+    views = engine.run(
       *(
-        self._distiller.look(view, of, key, bank, batches, when)
-        for view, of in zip(self._views, variables)
+        distiller.look(view, of, key, bank, batches, when)
+        for view, of in zip(views_of, teachers)
       )
     )
-    context = state.hyper | {
-      "decay": decay,
-      "key": key,
-      "teachers": variables,
-      "views": views,
-    }
+    seen = {"decay": decay, "key": key, "teachers": teachers, "views": views}
+    context = state.hyper | seen
     # Differs from the batches' keys.
     student_key = jax.random.fold_in(key, np.uint32(2**31))
-    rows = [row_of(plan, "distill", i) for i in range(len(teachers))]
+    rows = [row_of(plan, "distill", i) for i in range(len(pools))]
     return [
       local.work(student, context, student_key, bank, (), row, when=when)
-      for student, row in zip(self._students, rows)
+      for student, row in zip(students, rows)
     ]
+
+  return distillations
 
 
 def periodic_codist(
@@ -201,7 +194,7 @@ def periodic_codist(
   """
   pools = core.unique_names("pools", pools, Pool, at_least=2)
   engine = engine or Inline()
-  exchange = _Exchange(pools, distiller, engine)
+  distillations = _exchange(pools, distiller, engine)
   pools = distiller.of_classes(pools)  # Only their losses change.
   replaced = [_replacement(pool) for pool in pools]
   checks.counts(period=period, **checks.given(rounds=rounds))
@@ -220,7 +213,7 @@ def periodic_codist(
     # Line 4.
     due = plan.round % period == 0
     # Lines 5 to 7: teachers and students start as copies of the models.
-    works = exchange.distillations(state.server, state, plan, data, decay, due)
+    works = distillations(state, plan, data, decay, due)
     students, losses = zip(*engine.run(*works))
     # Line 8: replace the models by the students; reset the server's moments.
     learnt = due & _finite(state.server)
@@ -319,7 +312,7 @@ def merged_codist(
   """
   pools = core.unique_names("pools", pools, Pool, at_least=2)
   engine = engine or Inline()
-  exchange = _Exchange(pools, distiller, engine)
+  distillations = _exchange(pools, distiller, engine)
   pools = distiller.of_classes(pools)  # Only their losses change.
   checks.counts(every=every, **checks.given(rounds=rounds))
   core.check_schedule("alpha", alpha, 1, rounds or 1, high=1)
@@ -341,7 +334,7 @@ def merged_codist(
     # Line 3: aggregate client gradients, in parallel with the distillation.
     train = client_works(pools, state, plan, data)
     # Lines 4 to 6: teachers and students start as copies of the models.
-    distil = exchange.distillations(thetas, state, plan, data, decay, a < 1)
+    distil = distillations(state, plan, data, decay, a < 1)
     results = engine.run(*distil, *train)
     students, losses = zip(*results[: len(pools)])
     sent = results[len(pools) :]

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from hetfl import core, local
 from hetfl.algorithms.fedavg import proximal_term
@@ -96,22 +95,10 @@ def ditto(
     hyper={"weight": (weight, jnp.inf)},
     server=lambda key, kept: one_model(clients).start(key),
     shared=lambda context: context["server"],
+    alike=True,  # All v_k begin as w.
     aggregate=mean_sent,
     measured=("own_loss", "shared_loss"),
   )
   algorithm = personal(clients, method, **options)
   one_model(clients)
-
-  def init(key, rows=None):
-    state = algorithm.init(key, rows)
-
-    def from_server(group):
-      own = clients[group.clients[0]].optimizer
-      optimizer = own or options.get("optimizer", optax.sgd)
-      start = local.Learner.start(state.server, optimizer)
-      each = lambda a, kept: jnp.broadcast_to(a, kept.shape)
-      return group.replace(learner=jax.tree.map(each, start, group.learner))
-
-    return state.replace(clients=tuple(map(from_server, state.clients)))
-
-  return algorithm._replace(init=init)
+  return algorithm

@@ -141,7 +141,7 @@ def fd(
     server=lambda key, kept: never(),
     begin=begin,
     end=end,
-    extra=lambda variables: never(),
+    extra=lambda variables, client: never(),
     aggregate=aggregate,
     measured=("loss", "kl"),
   )

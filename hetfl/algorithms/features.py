@@ -110,8 +110,7 @@ def class_sums(
   labels, known = classes_of(batch, num_classes)
   of_class = jax.nn.one_hot(labels, num_classes) * batch["mask"][:, None]
   of_class *= known[:, None]
-  highest = jax.lax.Precision.HIGHEST
-  total = jnp.matmul(of_class.T, core.wide(values), precision=highest)
+  total = jnp.matmul(of_class.T, core.wide(values), precision="highest")
   return core.Mean(total, jnp.sum(of_class, axis=0))
 
 

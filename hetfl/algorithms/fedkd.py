@@ -182,8 +182,7 @@ def compressed(update: PyTree, energy: float | jax.Array) -> PyTree:
     rest = jnp.cumsum(squares[::-1])[::-1]
     # Masked, not cut: shapes do not depend on the number of vectors.
     values = jnp.where(rest >= (1 - energy) * rest[0], values, 0)
-    highest = jax.lax.Precision.HIGHEST
-    product = jnp.matmul(left * values[None], right, precision=highest)
+    product = jnp.matmul(left * values[None], right, precision="highest")
     return product.reshape(a.shape)
 
   return jax.tree.map(leaf, update)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetfl import checks, core, distill, local, population
-from hetfl.algorithms.fit import plan_party
+from hetfl.algorithms.fit import plan_parties
 from hetfl.algorithms.public import Parties, Translator
 from hetfl.batches import in_order, Plan
 from hetfl.engine import Engine
@@ -354,14 +354,11 @@ def plan_fedmd(
       **options,
     ),
   }
-  for k, (name, held) in enumerate(private.items()):
-    batches[name] = plan_party(
-      held,
-      name,
-      phase=Stream.REVISIT,
-      pool=k,
-      batch_size=revisit_batch_size,
-      epochs=revisit_epochs,
-      **options,
-    )
+  batches |= plan_parties(
+    private,
+    phase=Stream.REVISIT,
+    batch_size=revisit_batch_size,
+    epochs=revisit_epochs,
+    **options,
+  )
   return Plan(np.int32(round), batches)

@@ -18,7 +18,7 @@ import optax
 from hetfl import checks, core, evaluate, local
 from hetfl.batches import Batches, in_order, Plan, row_of
 from hetfl.engine import batch_size_or_default, Engine, Inline, Work
-from hetfl.plans import plan_clients
+from hetfl.plans import plan_round
 from hetfl.population import check_kind, positions_in, Subset
 
 
@@ -147,7 +147,7 @@ def fit(
       (index,), (steps,), *_ = in_order(index, eval_batch_size)
       measured = engine.run(
         *(
-          Work(task, (learner.variables, bank), index, on * steps)
+          Work(task, (learner.variables, bank), (None, index), on * steps)
           for task, learner, on in zip(measure, learners, active)
         )
       )
@@ -211,11 +211,9 @@ def plan_fit(
   [[1], [2]]
   """
   checks.counts(batch_size=batch_size)
-  draw = dict(seed=seed, phase=phase, round=round)
-  batches = {
-    name: plan_party(held, name, batch_size=batch_size, pool=k, **draw)
-    for k, (name, held) in enumerate(examples.items())
-  }
+  batches = plan_parties(
+    examples, batch_size=batch_size, seed=seed, phase=phase, round=round
+  )
   if stopping is not None:
     check_kind(stopping, "stopping", Subset)
     if "stopping" in batches:
@@ -225,25 +223,26 @@ def plan_fit(
   return Plan(np.int32(round), batches)
 
 
-def plan_party(
-  held: Subset, name: str, *, batch_size: int, **options: Any
-) -> Batches:
-  """A party's batches in full: the tail is "repeat", B at most what it holds.
+def plan_parties(
+  examples: Mapping[str, Subset], *, batch_size: int, **options: Any
+) -> dict[str, Batches]:
+  """Parties' batches in full: the tail is "repeat", B at most what one holds.
 
   Args:
-    held: its examples.
-    name: its name, for error messages.
+    examples: the parties' examples by their names.
     batch_size: B; all examples of a party that has fewer.
-    **options: see `plan_clients`.
+    **options: see `plan_round`.
 
   Returns:
-    The batches, one row.
+    The batches by the parties' names, one row each.
 
   Raises:
-    ValueError: it has no examples, or as `plan_clients`.
+    ValueError: one has no examples, or as `plan_round`.
   """
-  check_kind(held, name, Subset)
-  if not len(held.index):
-    raise ValueError(f"{name}: it has no examples")
-  size = min(batch_size, len(held.index))
-  return plan_clients(held, batch_size=size, tail="repeat", **options)
+  for name, held in examples.items():
+    check_kind(held, name, Subset)
+    if not len(held.index):
+      raise ValueError(f"{name}: it has no examples")
+  sizes = [min(batch_size, len(held.index)) for held in examples.values()]
+  plan = plan_round(examples, batch_size=sizes, tail="repeat", **options)
+  return plan.batches

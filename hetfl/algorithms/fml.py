@@ -9,24 +9,25 @@ Reference: Shen et al. 2020, "Federated Mutual Learning", algorithm 1.
 """
 
 from collections.abc import Callable, Sequence
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from hetfl import checks, core, distill, local
-from hetfl.clients import Client, Group, put_rows, Roster, weighted_mean
-from hetfl.engine import Engine, Inline, Task
+from hetfl.algorithms.personal import Method, own_and_shared, round_step
+from hetfl.clients import Client, Group, Roster, weighted_mean
+from hetfl.engine import Engine, Inline
 from hetfl.model import joined, parted
 from hetfl.models.spliced import fork, splice
-from hetfl.optimizers import by_name, momentum_sgd
+from hetfl.optimizers import momentum_sgd
 
 PyTree = Any
-_PARTNERS = {"local": "meme", "meme": "local"}
-_WEIGHTS = {"local": "alpha", "meme": "beta"}
+# What the paper calls a client's `own` and its `shared` model.
+_NAMES = {"own": "local", "shared": "meme"}
+_PARTNERS = {"own": "shared", "shared": "own"}
+_WEIGHTS = {"own": "alpha", "shared": "beta"}
 
 
 def local_model(state: core.State, client: int) -> core.Variables:
@@ -49,18 +50,6 @@ def _kept(state, client) -> Group:
     f"client={client}: there is no such client; or the state holds several"
     " trials: use jax.vmap(lambda state: local_model(state, client))(states)"
   )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _merge(merge, last, memes, weights):
-  """Line 7: the new global model; the last one if nobody takes part."""
-  each = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *memes)
-  one = jax.tree.map(lambda a: a[0], each)
-  weights = jnp.concatenate(weights)
-  merged = merge(each, weights)
-  checks.alike("merge", merged, one)
-  anyone = jnp.sum(weights) > 0
-  return optax.tree.where(anyone, core.as_types(merged, last), last)
 
 
 def mutual_loss(
@@ -109,45 +98,67 @@ def mutual_loss(
   return weight * labels_loss + (1 - weight) * kl, kl
 
 
-def _objective(client, models, divergence) -> local.Objective:
+def _objective(client, global_model, divergence) -> local.Objective:
   """Equation 5's losses, added up: each partner is held fixed.
 
   The gradient of the sum then holds each model's own; of a partner that does
   not learn now, the context holds the variables as `fixed`.
   """
+  meme = splice(global_model, **client.parts)
+  models = {"own": client.model, "shared": meme}
+  if divergence is None:
+    client = local.of_classes(
+      client, "fml compares softmaxes", "give fml(divergence=)"
+    )
+    divergence = distill.pair_divergence
 
   def objective(variables, batch, key, context):
     learns = parted(variables)
-    # The meme's draws are those of a FedAvg client's model; 2**31 differs from
-    # everything that `splice` folds in.
-    keys = {"local": jax.random.fold_in(key, np.uint32(2**31)), "meme": key}
+    # The meme's draws are those of a FedAvg client's model.
+    keys = {"own": _own_key(key), "shared": key}
     logits, stats = {}, {}
     for name, model in models.items():
       own = learns[name] if name in learns else context["fixed"]
       logits[name], stats[name] = local.outputs_of(
-        f"{client.label}: {name}", model, own, batch, keys[name]
+        f"{client.label}: {_NAMES[name]}", model, own, batch, keys[name]
       )
     total, measured = 0.0, {}
     for name in learns:
-      losses = local.losses_of(client.loss, logits[name], batch)
-      kl = jnp.zeros_like(batch["mask"])
-      if len(models) > 1:
-        with checks.noted(
-          "if the global model outputs features, give the client an adaptor"
-        ):
-          losses, kl = mutual_loss(
-            logits[name],
-            logits[_PARTNERS[name]],
-            losses,
-            weight=context[_WEIGHTS[name]],
-            temperature=context["temperature"],
-            divergence=divergence,
-          )
-      total += losses
-      measured |= {f"{name}_loss": losses, f"{name}_kl": kl}
+      loss = local.losses_of(client.loss, logits[name], batch)
+      with checks.noted(
+        "if the global model outputs features, give the client an adaptor"
+      ):
+        loss, kl = mutual_loss(
+          logits[name],
+          logits[_PARTNERS[name]],
+          loss,
+          weight=context[_WEIGHTS[name]],
+          temperature=context["temperature"],
+          divergence=divergence,
+        )
+      total += loss
+      called = _NAMES[name]
+      measured |= {f"{called}_loss": loss, f"{called}_kl": kl}
     return total, {name: stats[name] for name in learns}, measured
 
   return objective
+
+
+def _alone(client) -> local.Objective:
+  """Learning from labels, with the draws of a client that has a meme."""
+  supervised = local.supervised(client)
+
+  def objective(variables, batch, key, context):
+    loss, stats, _ = supervised(variables, batch, _own_key(key), context)
+    kl = jnp.zeros_like(batch["mask"])
+    return loss, stats, {"local_loss": loss, "local_kl": kl}
+
+  return objective
+
+
+def _own_key(key):
+  # 2**31 differs from everything that `splice` folds in.
+  return jax.random.fold_in(key, np.uint32(2**31))
 
 
 def _in_turn(step):
@@ -157,7 +168,7 @@ def _in_turn(step):
     parts, states = parted(learner.variables), dict(learner.opt_state)
     metrics = {}
     for name in tuple(parts):
-      fixed = parts.get(_PARTNERS[name])
+      fixed = parts[_PARTNERS[name]]
       one = local.Learner(joined({name: parts[name]}), {name: states[name]})
       one, means = step(one, batch, key, {**context, "fixed": fixed})
       parts |= parted(one.variables)
@@ -168,62 +179,32 @@ def _in_turn(step):
   return turns
 
 
-def _client_update(
-  client, global_model, optimizer, sequential, divergence
-) -> Task:
-  """ClientUpdate of algorithm 1; without a global model, learning alone."""
-  models = {"local": client.model}
-  if global_model is not None:
-    models["meme"] = splice(global_model, **client.parts)
-    if divergence is None:
-      client = local.of_classes(
-        client, "fml compares softmaxes", "give fml(divergence=)"
-      )
-      divergence = distill.pair_divergence
+def _mutual(global_model, divergence, merge) -> Method:
+  """Algorithm 1, as clients and server take part in it."""
 
-  def optimizers(context):
-    rate = context["learning_rate"]
-    own = rate if client.learning_rate is None else client.learning_rate
-    return by_name(
-      {"local": (client.optimizer or optimizer)(own), "meme": optimizer(rate)}
-    )
+  def fork_meme(context):  # Line 3.
+    return fork(context["server"], **context["own"].extra)
 
-  def begin(context, kept):
-    variables = {"local": kept.learner.variables}
-    states = {"local": kept.learner.opt_state}
-    if global_model is not None:  # Line 3: fork; its parts, a new optimizer.
-      variables["meme"] = fork(context["server"], **kept.extra)
-      meme = {"meme": variables["meme"].params}
-      states |= optimizers(context).init(meme)
-    return local.Learner(joined(variables), states)
-
-  def end(context, kept, learner, metrics, batches, key):
-    del context, batches, key
-    models, states = parted(learner.variables), learner.opt_state
-    meme = models.get("meme")
-    if kept.extra and meme is not None:  # Only the trunk is sent.
+  def end(context, kept, learner, batches):
+    del context, batches
+    own, meme = own_and_shared(learner)
+    if kept.extra:  # Only the trunk is sent.
       parts = parted(meme)
       meme, kept = parts.pop("trunk"), kept.replace(extra=parts)
-    own = local.Learner(models["local"], states["local"])
-    return kept.replace(learner=own), meme, metrics
+    return kept.replace(learner=own), meme
 
-  def penalty(params, context):  # 0 in turns while the meme steps alone.
-    del context
-    own = (client.penalty(w) for name, w in params.items() if name == "local")
-    return client.l2 * sum(own, 0.0)
+  def aggregate(context, sent, key):  # Line 7.
+    del key
+    merged = merge(sent.value, sent.weight)
+    checks.alike("merge", merged, context["server"])
+    return merged
 
-  step = local.step_on(
-    _objective(client, models, divergence),
-    optimizers,
-    microbatch=client.microbatch,
-    penalty=client.penalty and penalty,
-  )
-  return local.training(  # Lines 4 and 5.
-    _in_turn(step) if sequential else step,
-    begin,
-    end,
-    transform=client.transform,
-    measured=tuple(f"{name}_{x}" for name in models for x in ("loss", "kl")),
+  return Method(
+    objective=lambda client: _objective(client, global_model, divergence),
+    shared=fork_meme,
+    end=end,
+    aggregate=aggregate,
+    measured=("local_loss", "local_kl", "meme_loss", "meme_kl"),
   )
 
 
@@ -325,19 +306,18 @@ def fml(
   if from_global and all(c.model != global_model for c in clients):
     raise ValueError("from_global=True: no client's model equals global_model")
   hyper = {"learning_rate": (learning_rate, np.inf)}
+  method = Method(objective=_alone, measured=("local_loss", "local_kl"))
   if global_model is not None:
     core.Model.check("global_model", global_model)
     hyper |= {"alpha": (alpha, 1), "beta": (beta, 1)}
     hyper |= {"temperature": (temperature, np.inf)}
-  for name, (value, high) in hyper.items():
-    low = 1e-6 if name == "temperature" else 0  # T is a divisor.
-    core.check_schedule(name, value, 1, low=low, high=high)
-  checks.optimizers(optimizer=optimizer)
-  engine = engine or Inline()
-  updates = [
-    _client_update(client, global_model, optimizer, sequential, divergence)
-    for client in roster.first  # Of each group of like clients.
-  ]
+    # It is a divisor.
+    core.check_schedule("temperature", temperature, 1, low=1e-6, high=np.inf)
+    method = _mutual(global_model, divergence, merge)
+  turns = _in_turn if sequential and method.shared is not None else None
+  one_round = round_step(
+    roster, method, hyper, optimizer, engine or Inline(), turns=turns
+  )
 
   def init(key, server=None, rows=None):  # Line 2; of ClientUpdate, too.
     init_key, run_key = jax.random.split(key)
@@ -348,47 +328,29 @@ def fml(
     elif server is not None:
       raise ValueError("server: there is no global_model for its variables")
 
-    def start_all(model, group, part=0):
-      numbers = 1 + part * len(clients) + group
-      start = lambda k: model.start(jax.random.fold_in(init_key, k))
-      return jax.vmap(start)(numbers)
+    def start(client, group):
+      def one(k):
+        def new(model, i=0):
+          number = 1 + i * len(clients) + k
+          return model.start(jax.random.fold_in(init_key, number))
 
-    def group_state(client, group):
-      variables = start_all(client.model, group)
-      if from_global and client.model == global_model:
-        alike = lambda a: jnp.broadcast_to(a, (len(group), *a.shape))
-        variables = jax.tree.map(alike, server)
-      own = client.optimizer or optimizer
-      start = jax.vmap(lambda variables: local.Learner.start(variables, own))
-      parts = {
-        name: start_all(part, group, i)
-        for i, (name, part) in enumerate(client.parts.items(), 1)
-      }
-      return start(variables), parts
+        from_server = from_global and client.model == global_model
+        variables = server if from_server else new(client.model)
+        own = local.Learner.start(variables, client.optimizer or optimizer)
+        parts = client.parts.items()
+        return own, {
+          name: new(part, i) for i, (name, part) in enumerate(parts, 1)
+        }
+
+      return jax.vmap(one)(group)
 
     values = {name: x for name, (x, _) in hyper.items() if not callable(x)}
-    kept = roster.start(group_state, rows)
+    kept = roster.start(start, rows)
     return core.State(run_key, core.hyper(**values), server, kept)
 
   def step(state, plan, data):
     # The key of FedAvg's only pool.
     key = jax.random.fold_in(jax.random.fold_in(state.key, plan.round), 0)
-    context = {"server": state.server}
-    context |= core.scheduled(hyper, state, plan.round)
-    turns = roster.turns(state.clients, plan, data, state.server)
-    works = [
-      local.work(update, context, key, turn.bank, turn.kept, turn.batches)
-      for update, turn in zip(updates, turns)
-    ]
-    new, memes, means = zip(*engine.run(*works))  # Lines 4 to 6.
-    rows = [turn.rows for turn in turns]
-    kept = tuple(map(put_rows, state.clients, rows, new))
-    server = state.server
-    if global_model is not None:  # Line 7.
-      weights = [turn.batches.weight for turn in turns]
-      server = _merge(merge, server, memes, weights)
-    total = lambda *of_groups: sum(map(jnp.sum, of_groups))
-    metrics = jax.tree.map(total, *means)
-    return state.replace(server=server, clients=kept), metrics
+    return one_round(state, plan, data, key)
 
   return core.Algorithm(init, step)

@@ -98,6 +98,9 @@ def heterofl(
 
     return losses if classes is not None else local.supervised(client)
 
+  def extra(variables, client):
+    return () if classes is None else jnp.asarray(classes)[client]
+
   def server(key, kept):
     whole = global_model.start(key, "global_model")
     if output is not None and output not in whole.params:
@@ -127,8 +130,7 @@ def heterofl(
 
   def aggregate(context, sent, key):
     del key
-    highest = jax.lax.Precision.HIGHEST
-    total = lambda x: jnp.tensordot(sent.weight, x, 1, precision=highest)
+    total = lambda x: jnp.tensordot(sent.weight, x, 1, precision="highest")
 
     def mean(last, x, held):
       weight = total(held)
@@ -143,6 +145,7 @@ def heterofl(
     server=server,
     begin=begin,
     end=end,
+    extra=extra,
     aggregate=aggregate,
   )
   algorithm = personal(clients, method, **options)
@@ -156,16 +159,7 @@ def heterofl(
       f"classes: of shape {classes.shape}: give bool[K, C] of {len(clients)}"
       " clients"
     )
-
-  def init(key, rows=None):
-    state = algorithm.init(key, rows)
-    groups = []
-    for i, group in enumerate(state.clients):
-      has = jnp.asarray(classes[np.array(group.clients)])
-      groups.append(group.replace(extra=has if rows is None else has[rows[i]]))
-    return state.replace(clients=tuple(groups))
-
-  return algorithm._replace(init=init)
+  return algorithm
 
 
 def leading(whole: PyTree, own: PyTree) -> PyTree:

@@ -44,8 +44,7 @@ def coefficients_loss(
   [0.131, 1.131]
   """
   known = jnp.maximum(scores, _LEAST)
-  highest = jax.lax.Precision.HIGHEST
-  mixed = jnp.einsum("kj,jnc->knc", coefficients, known, precision=highest)
+  mixed = jnp.einsum("kj,jnc->knc", coefficients, known, precision="highest")
   divergence = mixed * (jnp.log(mixed) - jnp.log(known))
   distance = jnp.sum(jnp.square(coefficients - 1 / len(coefficients)))
   return jnp.sum(divergence) / scores.shape[1] + penalty * distance

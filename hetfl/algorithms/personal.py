@@ -57,14 +57,17 @@ class Method(NamedTuple):
     begin: `(context, kept) -> learner`, what a client starts the round from; by
       default its own learner. `Variables` are trained by a new optimizer.
     shared: `context -> variables`, of another model that a client trains in the
-      round, by a new optimizer. The objective's variables are then those of
-      `own` and `shared`, `joined`, and so is the learner that `end` gets; see
-      `own_and_shared`.
+      round, by a new optimizer; the context holds `own`, too. The objective's
+      variables are then those of `own` and `shared`, `joined`, and so is the
+      learner that `end` gets; see `own_and_shared`.
     end: `(context, kept, learner, batches) -> (kept, message)`, by default the
       new learner and no message, or the shared model's variables.
     survey: `(outputs, batch) -> sums`; in place of the message a client sends
       their sum over its batches, by its trained model in inference mode.
-    extra: `variables -> pytree`, what else a client keeps at first.
+    extra: `(variables, client) -> pytree`, what else a client of that number
+      keeps at first.
+    alike: whether all clients begin with the same model, `start(key)` of the
+      key that `server` gets; by default each has a key of its own.
     aggregate: `(context, sent, key) -> server`, from `Sent`; cast to the types
       of the server's last.
     measured: names of the metrics, `loss` and what the objective measures.
@@ -77,7 +80,8 @@ class Method(NamedTuple):
   shared: Callable[[Mapping[str, Any]], core.Variables] | None = None
   end: Callable[..., tuple[Group, PyTree]] | None = None
   survey: Callable[[PyTree, core.Batch], PyTree] | None = None
-  extra: Callable[[core.Variables], PyTree] = lambda variables: ()
+  extra: Callable[..., PyTree] = lambda variables, client: ()
+  alike: bool = False
   aggregate: Callable[..., PyTree] | None = None
   measured: tuple[str, ...] = ("loss",)
 
@@ -132,20 +136,17 @@ def personal(
   engine, method = engine or Inline(), method or Method()
   hyper = {"learning_rate": (learning_rate, np.inf), **method.hyper}
   _check(method)
-  for name, (value, high) in hyper.items():
-    core.check_schedule(name, value, 1, high=high)
-  checks.optimizers(optimizer=optimizer)
-  updates = [_update(client, method, optimizer) for client in roster.first]
-  surveys = [_survey(client, method) for client in roster.first]
+  one_round = round_step(roster, method, hyper, optimizer, engine)
 
   def init(key, rows=None):
     init_key, server_key, run_key = jax.random.split(key, 3)
 
     def start(client, group):
       def one(k):
-        variables = client.model.start(jax.random.fold_in(init_key, k))
+        own_key = jax.random.fold_in(init_key, k)
+        variables = client.model.start(server_key if method.alike else own_key)
         own = client.optimizer or optimizer
-        extra = core.unshared(method.extra(variables), variables)
+        extra = core.unshared(method.extra(variables, k), variables)
         return local.Learner.start(variables, own), extra
 
       return jax.vmap(one)(group)
@@ -158,6 +159,45 @@ def personal(
 
   def step(state, plan, data):
     key = jax.random.fold_in(state.key, plan.round)
+    return one_round(state, plan, data, key)
+
+  return core.Algorithm(init, step)
+
+
+def round_step(
+  roster: Roster,
+  method: Method,
+  hyper: Mapping[str, tuple[Any, float]],
+  optimizer: core.Optimizer,
+  engine: Engine,
+  *,
+  turns: Callable[[Callable], Callable] | None = None,
+) -> Callable[..., tuple[core.State, core.Metrics]]:
+  """The step of `personal`, of which the round's key is an argument.
+
+  Args:
+    roster: the clients.
+    method: what they do.
+    hyper: all hyper-parameters, as `core.scheduled` takes them.
+    optimizer: of clients without one of their own.
+    engine: where the work runs.
+    turns: makes a step of both models in turn of one of both at once.
+
+  Returns:
+    `(state, plan, data, key) -> (state, metrics)`.
+
+  Raises:
+    ValueError: as `personal`.
+  """
+  for name, (value, high) in hyper.items():
+    core.check_schedule(name, value, 1, high=high)
+  checks.optimizers(optimizer=optimizer)
+  updates = [
+    _update(client, method, optimizer, turns) for client in roster.first
+  ]
+  surveys = [_survey(client, method) for client in roster.first]
+
+  def step(state, plan, data, key):
     context = {"server": state.server}
     context |= core.scheduled(hyper, state, plan.round)
     trained = () if method.shared is None else state.server
@@ -199,7 +239,7 @@ def personal(
     checks.alike("aggregate", new, last)
     return optax.tree.where(anyone, core.as_types(new, last), last)
 
-  return core.Algorithm(init, step)
+  return step
 
 
 _ARGUMENTS = {
@@ -209,7 +249,7 @@ _ARGUMENTS = {
   "shared": ("context",),
   "end": ("context", "kept", "learner", "batches"),
   "survey": ("outputs", "batch"),
-  "extra": ("variables",),
+  "extra": ("variables", "client"),
   "aggregate": ("context", "sent", "key"),
 }
 
@@ -234,7 +274,7 @@ def _check(method: Method) -> None:
     )
 
 
-def _update(client, method, optimizer) -> Task:
+def _update(client, method, optimizer, turns) -> Task:
   """A client's training, and what it sends."""
 
   def own_optimizer(context):
@@ -263,7 +303,7 @@ def _update(client, method, optimizer) -> Task:
       learner = learner._replace(variables=variables)
     if method.shared is None:
       return learner
-    shared = method.shared(context)
+    shared = method.shared({**context, "own": kept})
     states = optimizer_of(context).init({"shared": shared.params})
     return local.Learner(
       joined({"own": learner.variables, "shared": shared}),
@@ -291,8 +331,9 @@ def _update(client, method, optimizer) -> Task:
 
   def penalty(params, context):  # Its own model's.
     del context
-    own = params if method.shared is None else params["own"]
-    return client.l2 * client.penalty(own)
+    own = params if method.shared is None else params.get("own")
+    # 0 in turns while the shared model steps alone.
+    return 0.0 if own is None else client.l2 * client.penalty(own)
 
   objective = method.objective(client)
   arguments = "variables", "batch", "key", "context"
@@ -304,7 +345,11 @@ def _update(client, method, optimizer) -> Task:
     penalty=client.penalty and penalty,
   )
   return local.training(
-    step, begin, end, transform=client.transform, measured=method.measured
+    turns(step) if turns else step,
+    begin,
+    end,
+    transform=client.transform,
+    measured=method.measured,
   )
 
 

@@ -95,8 +95,10 @@ class Parties:
       return local.own_training(student)
 
     self._scores = tasks(lambda student: _scores_task(student, *how))
-    self._digest = tasks(lambda student: _digest_task(student, *how))
-    self._revisit = tasks(revisit)
+    self._phases = {
+      "digest": tasks(lambda student: _digest_task(student, *how)),
+      "revisit": tasks(revisit),
+    }
 
   def init(
     self,
@@ -154,7 +156,7 @@ class Parties:
     lots = in_order(subset, self._batch_size).index[0]
     public, steps = checks.bank(data, "public"), np.ones(len(lots), int)
     works = [
-      Work(task, (self._context(state, k), kept.variables, public), lots, steps)
+      Work(task, (_context(state, k), kept.variables, public), lots, steps)
       for k, (task, kept) in enumerate(zip(self._scores, state.clients))
     ]
     return _without_lots(self._engine.run(*works), len(subset))
@@ -211,20 +213,11 @@ class Parties:
     """
     number = len(self.parties)
     rows = [row_of(plan, "digest", k, rows=number) for k in range(number)]
-    learners = _learners(state, "digest")
     if len(self.students) > number:  # The server has the first one's batches.
-      learners.append(state.server)
       steps = of_round(plan, "digest").steps.max()
       client = np.asarray(number, np.int32)
       rows.append(rows[0]._replace(steps=steps, client=client))
-    new, losses = self._train("digest", state, plan, shown, learners, rows)
-    if heard is not None:
-      anyone = jnp.any(heard > 0)
-      new = optax.tree.where(anyone, new, tuple(learners))
-      nothing = optax.tree.zeros_like(losses)
-      losses = optax.tree.where(anyone, losses, nothing)
-    server = new[-1] if len(new) > number else state.server
-    return _kept(state, "digest", new[:number]).replace(server=server), losses
+    return self._train("digest", state, plan, shown, rows, heard)
 
   def revisit(
     self, state: core.State, plan: Plan, data: dict[str, core.Batch]
@@ -244,25 +237,32 @@ class Parties:
       row_of(plan, party.name, k, stats=kept.stats)
       for k, (party, kept) in enumerate(zip(self.parties, state.clients))
     ]
-    learners = _learners(state, "revisit")
-    new, losses = self._train("revisit", state, plan, banks, learners, rows)
-    return _kept(state, "revisit", new), losses
+    return self._train("revisit", state, plan, banks, rows)
 
-  def _train(self, phase, state, plan, banks, learners, rows):
-    """Runs a phase; returns the learners and their losses."""
+  def _train(self, phase, state, plan, banks, rows, heard=None):
+    """Runs a phase of those who have rows; returns the state and the losses."""
     key = jax.random.fold_in(state.key, plan.round)
-    key = jax.random.split(key)[("digest", "revisit").index(phase)]
-    tasks = {"digest": self._digest, "revisit": self._revisit}[phase]
+    key = jax.random.split(key)[[*self._phases].index(phase)]
+    learners = [
+      kept._replace(opt_state=kept.opt_state[phase]) for kept in state.clients
+    ]
+    learners = (*learners, state.server)[: len(rows)]
+    each = zip(self._phases[phase], banks, learners, rows)
     works = [
-      local.work(task, self._context(state, k), key, *own)
-      for k, (task, *own) in enumerate(zip(tasks, banks, learners, rows))
+      local.work(task, _context(state, k), key, *own)
+      for k, (task, *own) in enumerate(each)
     ]
     new, losses = zip(*self._engine.run(*works))
-    return new, list(losses)
-
-  def _context(self, state, k):
-    # And the party's learning rate.
-    return local.values_of(state, k, "temperature")
+    if heard is not None:
+      anyone, nothing = jnp.any(heard > 0), optax.tree.zeros_like(losses)
+      old = learners, nothing
+      new, losses = optax.tree.where(anyone, (new, losses), old)
+    clients = tuple(
+      learner._replace(opt_state={**kept.opt_state, phase: learner.opt_state})
+      for kept, learner in zip(state.clients, new)
+    )
+    server = new[-1] if len(new) > len(clients) else state.server
+    return state.replace(clients=clients, server=server), list(losses)
 
 
 @jax.jit
@@ -280,21 +280,9 @@ def _subset(plan):
   return row_of(plan, "public").index[0]
 
 
-def _learners(state, phase):
-  """The parties' models, each with its optimizer of a phase."""
-  return [
-    kept._replace(opt_state=kept.opt_state[phase]) for kept in state.clients
-  ]
-
-
-def _kept(state, phase, learners):
-  """The state with the parties' new models and optimizers of a phase."""
-  return state.replace(
-    clients=tuple(
-      new._replace(opt_state={**kept.opt_state, phase: new.opt_state})
-      for kept, new in zip(state.clients, learners)
-    )
-  )
+def _context(state, k):
+  # And the party's learning rate.
+  return local.values_of(state, k, "temperature")
 
 
 @functools.partial(jax.jit, static_argnums=1)

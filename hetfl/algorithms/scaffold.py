@@ -137,7 +137,7 @@ def scaffold(
     server=server,
     begin=begin,
     end=end,
-    extra=lambda variables: core.sums_like(variables.params),
+    extra=lambda variables, client: core.sums_like(variables.params),
     aggregate=aggregate,
   )
   algorithm = personal(clients, method, optimizer=optax.sgd, **options)

@@ -96,7 +96,7 @@ class Threads:
     """Cuts a work into programs that can run at once."""
     steps, rows = np.asarray(work.steps), num_rows(work)
     if rows is None:
-      args = (work.shared, work.rows, steps.astype(np.int32))
+      args = (steps.astype(np.int32), *work.shared, work.rows)
       return [_Part(_program(work.task, "whole"), args, int(steps))]
     shares = longest_first(steps.tolist(), self.num_threads)
     longest = max(int(steps[share].sum()) for share in shares)
@@ -179,7 +179,7 @@ class _Part:
     return pool.submit(self._program, *self._args, size=self._size)
 
 
-class _Turns:
+class _Turns(_Part):
   """One row of a work, run in pieces.
 
   The next piece goes to the end of the queue, so that all rows end at about the
@@ -187,13 +187,10 @@ class _Turns:
   """
 
   def __init__(self, work: Work, size: int, num_pieces: int):
-    self._work, self._size = work, size
+    args = (*work.shared, work.rows)
+    super().__init__(_program(work.task, "advance"), args, size)
+    self._task = work.task
     self._cuts = np.linspace(0, size, num_pieces + 1).astype(np.int32)
-
-  def seconds(self) -> float:
-    """How long it may take; infinite if the program never ran."""
-    advance = _program(self._work.task, "advance")
-    return advance.seconds * max(self._size, 1)
 
   def start(self, pool: futures.Executor) -> futures.Future:
     result: futures.Future[PyTree] = futures.Future()
@@ -203,34 +200,36 @@ class _Turns:
   def _piece(self, pool, result, i, carry):
     if result.cancelled():  # Another part failed.
       return
-    task, shared, one = self._work[:3]
+    task, args = self._task, self._args
     try:
       if i == 0:
-        carry = _program(task, "begin")(shared, one)
+        carry = _program(task, "begin")(*args)
       first, last = self._cuts[i], self._cuts[i + 1]
       if last > first:
-        advance = _program(task, "advance")
-        carry = advance(shared, one, carry, first, last, size=int(last - first))
+        carry = self._program(first, last, args, carry, size=int(last - first))
       if i + 2 < len(self._cuts):
         pool.submit(self._piece, pool, result, i + 1, carry)
       else:
-        result.set_result(_program(task, "end")(shared, one, carry))
+        result.set_result(_program(task, "end")(*args, carry))
     except BaseException as error:
       result.set_exception(error)
 
 
 def _program(task: Task, name: str) -> _Program:
-  """A program of a task, which keeps it."""
+  """A program of a task, which keeps it: a method of it, "rows" or "total"."""
   if name not in task.programs:
-    do = _FUNCTIONS[name]
-    program = lambda *args: do(task, *args)  # JAX keeps `functools.partial`s.
+    if name in ("rows", "total"):
+      do = functools.partial(_rows, task, name == "total")
+    else:
+      do = getattr(task, name)
+    program = lambda *args: do(*args)  # JAX keeps `functools.partial`s.
     program.__name__ = name  # Profiles show it.
     task.programs.setdefault(name, _Program(program))
   return task.programs[name]
 
 
 def _rows(task, total, shared, rows, steps, ids, count):
-  """Runs some rows one after another."""
+  """Runs some rows one after another; returns a list, or the sum."""
   one = lambda i: task.whole(steps[ids[i]], *shared, row(rows, ids[i]))
   if len(ids) == 1:
     return one(0) if total else stack(one(0))
@@ -240,19 +239,6 @@ def _rows(task, total, shared, rows, steps, ids, count):
   put = lambda i, out: jax.tree.map(lambda a, b: a.at[i].set(b), out, one(i))
   zeros = jax.tree.map(lambda a: jnp.stack([a] * len(ids)), zeros)
   return jax.lax.fori_loop(0, count, put, zeros)
-
-
-# What a task's programs do; `rows` and `total` return a list or the sum.
-_FUNCTIONS: dict[str, Callable] = {
-  "whole": lambda task, of, one, steps: task.whole(steps, *of, one),
-  "begin": lambda task, of, one: task.begin(*of, one),
-  "advance": lambda task, of, one, carry, first, last: task.advance(
-    first, last, (*of, one), carry
-  ),
-  "end": lambda task, of, one, carry: task.end(*of, one, carry),
-  "rows": lambda task, *args: _rows(task, False, *args),
-  "total": lambda task, *args: _rows(task, True, *args),
-}
 
 
 def _join(work: Work, parts: list, results: list[PyTree]) -> PyTree:

@@ -64,7 +64,7 @@ def adaptive_mean(x: jax.Array, num_features: int) -> jax.Array:
   at, window = np.arange(n)[:, None], np.arange(m)[None]
   inside = (window * n // m <= at) & (at < -((window + 1) * -n // m))
   weights = (inside / inside.sum(0, keepdims=True)).astype(x.dtype)
-  return jnp.matmul(x, weights, precision=jax.lax.Precision.HIGHEST)
+  return jnp.matmul(x, weights, precision="highest")
 
 
 class Unit(nn.Module):
