@@ -49,7 +49,6 @@ setuptools.setup(
     "msgpack>=1",
     "numpy>=2",
     "optax>=0.2.8",
-    "orbax-checkpoint>=0.11.20",  # earlier ones do not either
     "pytest>=8",
     "scipy>=1.12",
     "tensorboardX>=2.6",

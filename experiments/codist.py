@@ -28,6 +28,7 @@ CONVOLUTIONS = ("first", "second", "third")
 _CIFAR = "cifar10 cifar100"
 _STUDENTS = "periodic merged"
 _RATE = "log:1e-4:0.1"
+rates = functools.partial(setting, each=POOLS, low=1e-6, search=_RATE)
 of_students = functools.partial(setting, each=POOLS, only=_STUDENTS)
 rate_of_dropout = functools.partial(
   setting, only="images", each=POOLS, low=0, high=0.99
@@ -208,14 +209,8 @@ class Codist(shared.Rounds):
   )
   client_batch_size: int = count(20, {"digits": 5, "stackexchange pydoc": 10})
   client_epochs: int = count(1)
-  client_lr: tuple[float, ...] = setting(
-    0.05,
-    {"text": 0.3},
-    each=POOLS,
-    low=1e-6,
-    search=_RATE,
-    search_each=False,
-    argument="learning_rate",
+  client_lr: tuple[float, ...] = rates(
+    0.05, {"text": 0.3}, search_each=False, argument="learning_rate"
   )
   client_momentum: float = share(0.0)
   prox_mu: float = setting(0.0, low=0)
@@ -224,13 +219,7 @@ class Codist(shared.Rounds):
   epsilon: float | None = setting(low=1e-3)
   delta: float | None = setting(only="epsilon", low=1e-12, high=0.5)
   server_optimizer: Literal["adam", "yogi", "momentum", "sgd"] = setting("adam")
-  server_lr: tuple[float, ...] = setting(
-    (0.005, 0.002),
-    {"digits text": 0.01},
-    each=POOLS,
-    low=1e-6,
-    search=_RATE,
-  )
+  server_lr: tuple[float, ...] = rates((0.005, 0.002), {"digits text": 0.01})
   distill_lr: tuple[float, ...] = of_students(
     1e-3, {f"{_CIFAR}, merged": 5e-3}, low=0, search=_RATE
   )

@@ -61,9 +61,7 @@ def _images(s: Codist) -> Task:
     raise UsageError("--bank=disk: is for text; for images use --bank=round")
   load = codist_images.load_codist_images
   data = load(**s.arguments(load))
-  recipe = augment.RECIPES.get(s.recipe) or augment.fitted(
-    s.recipe, data.pools[0].bank["x"]
-  )
+  recipe = augment.recipe_of(s.recipe, data.pools[0].bank["x"])
   size, (*sides, channels) = recipe.size, data.image_shape
   if size > min(sides) or size < 4 or len(recipe.mean) != channels:
     raise UsageError(

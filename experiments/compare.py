@@ -116,13 +116,9 @@ class Compare(shared.Rounds):
     ],
     ...,
   ] = setting(("local", "pooled", "fml", "fedproto"))
-  dataset: Literal["digits", "mnist", "cifar10", "cifar100", "npz"] = setting(
-    "digits"
-  )
+  dataset: shared.Images = setting("digits")
   examples: int | None = count()
-  public_dataset: (
-    Literal["digits", "mnist", "cifar10", "cifar100", "npz"] | None
-  ) = setting(
+  public_dataset: shared.Images | None = setting(
     None,
     {"cifar10": "cifar100", "cifar100": "cifar10"},
     only=f"{_PUBLIC} set_aside",

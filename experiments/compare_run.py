@@ -39,7 +39,8 @@ from hetfl.optimizers import fedavg_server, momentum_sgd
 from hetfl.plans import number_of_steps, plan_clients, plan_distillation
 from hetfl.run import charts, logs, report, training
 
-_RECIPES = {"digits": "digits8", "mnist": "mnist28"}  # Of CIFAR: pad32.
+# Of CIFAR: pad32.
+_RECIPES = {"digits": "digits8", "mnist": "mnist28", "npz": "plain"}
 
 SETTINGS = Compare
 
@@ -115,10 +116,9 @@ class Experiment:
     self.engine = launch.engine_of(s)
     self.num_classes = self.images.num_classes
     (self.bank,) = hetfl.put_banks(self.images.train)
-    if s.dataset == "npz":
-      recipe = augment.fitted("plain", self.images.train.bank["x"])
-    else:
-      recipe = augment.RECIPES[_RECIPES.get(s.dataset, "pad32")]
+    recipe = augment.recipe_of(
+      _RECIPES.get(s.dataset, "pad32"), self.images.train.bank["x"]
+    )
     self.transform = recipe.evaluate
     shape = (*[recipe.size] * 2, shape[-1])
 

@@ -89,9 +89,7 @@ class Fml(shared.Rounds):
   algorithm: tuple[Literal["fedavg", "fedprox", "fml", "independent"], ...] = (
     setting(ALGORITHMS)
   )
-  dataset: tuple[
-    Literal["digits", "mnist", "cifar10", "cifar100", "npz"], ...
-  ] = setting("digits", argument="datasets")
+  dataset: tuple[shared.Images, ...] = setting("digits", argument="datasets")
   partition: Literal[
     "iid", "noniid1", "noniid2", "noniid3", "dirichlet", "file"
   ] = setting("iid", {"digits": "noniid3", "several_datasets": "iid"})

@@ -3,10 +3,11 @@
 `s.learning_rate` is the flag `--learning_rate`, and so on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 import functools
 import pathlib
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -30,7 +31,8 @@ from hetfl.run import charts, logs, report, training
 from hetfl.streams import generator, Stream
 
 _TRUNKS = ("lenet5_conv", "cnn1_conv", "cnn2_conv")
-_RECIPES = {"digits": "digits8", "mnist": "mnist28"}  # Of CIFAR: pad32.
+# Of CIFAR: pad32.
+_RECIPES = {"digits": "digits8", "mnist": "mnist28", "npz": "crop"}
 # In these a client ends with its own model, in others with the global one.
 _PERSONAL = ("fml", "independent")
 
@@ -78,11 +80,9 @@ class Experiment:
         f" cannot share --global_model={s.global_model}; use one of"
         f" {', '.join(_TRUNKS)}"
       )
-    if s.dataset[0] == "npz":
-      bank = self.data.clients[0].train.bank
-      recipe = augment.fitted("crop", bank["x"])
-    else:
-      recipe = augment.RECIPES[_RECIPES.get(s.dataset[0], "pad32")]
+    recipe = augment.recipe_of(
+      _RECIPES.get(s.dataset[0], "pad32"), self.data.clients[0].train.bank["x"]
+    )
     shape = (*[recipe.size] * 2, self.data.image_shape[-1])
     example = jnp.zeros((1, *shape))
 
@@ -100,10 +100,9 @@ class Experiment:
 
     @functools.cache
     def adaptor(num_classes):
+      shared = self.global_model
       features = jax.eval_shape(
-        lambda key: self.global_model.apply(
-          self.global_model.init(key), example, None, False
-        )[0],
+        lambda key: shared.predict(shared.start(key), example),
         jax.random.key(0),
       )
       return core.Model.from_flax(
@@ -128,14 +127,18 @@ class Experiment:
       )
       for name, h in zip(s.client_models, held)
     ]
-    sets = {f"client{k}": h.validation for k, h in enumerate(held)}
+    # A set's name is how its metrics' names in the rows begin.
+    self.kinds = ["validation", *["heldout"] * bool(s.heldout_examples)]
+    own_sets = [
+      {f"client{k}/{kind}": getattr(h, kind) for kind in self.kinds}
+      for k, h in enumerate(held)
+    ]
+    sets = {name: own[name] for own in own_sets for name in own}
     if not trunk:  # All clients share one data set.
-      sets["test"] = next(iter(self.data.test.values()))
-    if s.heldout_examples:
-      sets |= {f"client{k}_heldout": h.heldout for k, h in enumerate(held)}
-      if not trunk:
+      sets["global/test"] = next(iter(self.data.test.values()))
+      if s.heldout_examples:
         everywhere = np.concatenate([h.heldout.index for h in held])
-        sets["heldout"] = hetfl.Subset(held[0].heldout.bank, everywhere)
+        sets["global/heldout"] = hetfl.Subset(held[0].heldout.bank, everywhere)
     self.populations = {}
     for dataset in classes:
       own = [h.train for h in held if h.dataset == dataset]
@@ -154,16 +157,12 @@ class Experiment:
       engine=self.engine,
       batch_size=s.eval_batch_size,
     )
-    names = [
-      {f"client{k}", f"client{k}_heldout"} & sets.keys()
-      for k in range(len(held))
-    ]
     self.local_evaluator = evaluator(
-      [c.model for c in self.clients], only=names
+      [c.model for c in self.clients], only=own_sets
     )
     if trunk:  # The complete meme model of each client.
       memes = [splice(self.global_model, c.adaptor) for c in self.clients]
-      self.meme_evaluator = evaluator(memes, only=names)
+      self.meme_evaluator = evaluator(memes, only=own_sets)
     else:
       self.global_evaluator = evaluator([self.global_model])
 
@@ -264,33 +263,21 @@ class Experiment:
     model (the paper's Figure 4).
     """
     row, clients = {}, range(len(self.clients))
-    kinds = {"validation": ""}
-    kinds |= {"heldout": "_heldout"} if s.heldout_examples else {}
-
-    def add(k, values, prefix):
-      for kind, suffix in kinds.items():
-        for name in ("accuracy", "loss"):
-          value = values[f"client{k}{suffix}_{name}"]
-          row[f"client{k}/{prefix}{kind}_{name}"] = value
-
     if s.algorithm in _PERSONAL:
       models = [hetfl.local_model(state, k) for k in clients]
-      for k, values in zip(clients, self.local_evaluator(models)):
-        add(k, values, "")
+      for values in self.local_evaluator(models):
+        row |= values
     if s.algorithm != "independent":
       if self.clients[0].adaptor is None:
-        (values,) = self.global_evaluator([self.server(s, state)])
-        for name, value in values.items():
-          if name.startswith(("test_", "heldout_")):
-            row[f"global/{name}"] = value
-        every = [values] * len(clients)
+        found = self.global_evaluator([self.server(s, state)])
       else:
-        every = self.meme_evaluator(
-          [hetfl.meme_model(state, k) for k in clients]
-        )
-      for k, values in zip(clients, every):
-        add(k, values, "global_" if s.algorithm == "fml" else "")
-    for kind in kinds:
+        memes = [hetfl.meme_model(state, k) for k in clients]
+        found = self.meme_evaluator(memes)
+      start = "global_" if s.algorithm == "fml" else ""
+      for values in found:
+        for name, value in values.items():
+          row[re.sub(r"^(client\d+/)", rf"\1{start}", name)] = value
+    for kind in self.kinds:
       row[f"clients/{kind}_accuracy"] = float(
         np.mean([row[f"client{k}/{kind}_accuracy"] for k in clients])
       )
@@ -313,12 +300,12 @@ class Experiment:
       )
     clients = range(len(self.clients))
     data = {"heldout": {}, "test": {}}
-    for which, suffix in (("heldout", "_heldout"), ("test", "")):
+    for which, kind in (("heldout", "heldout"), ("test", "validation")):
       if s.algorithm in _PERSONAL:
-        sets = (f"client{k}{suffix}" for k in clients)
+        sets = (f"client{k}/{kind}" for k in clients)
         data[which]["clients"] = self.local_evaluator.data(*sets)
       if s.algorithm != "independent" and self.clients[0].adaptor is None:
-        data[which]["global"] = self.global_evaluator.data(which)
+        data[which]["global"] = self.global_evaluator.data(f"global/{which}")
 
     def evaluate(state, data):
       means = {}
@@ -386,32 +373,6 @@ def _named(s: Fml, of_datasets: dict) -> dict:
   return dict(zip(["global"], of_datasets.values()))
 
 
-def curve_rows(models: Sequence[str], rows: Sequence[dict]) -> list[dict]:
-  """Rows with only the metric of each model that is drawn.
-
-  Args:
-    models: the clients' models.
-    rows: rows of metrics, as `logs.read_rows` reads them.
-
-  Returns:
-    Rows of `round`, `global/accuracy` and `clientN/accuracy`; of more than
-    ten clients only their mean, `clients/accuracy`.
-
-  >>> row = {"round": 1, "client0/validation_accuracy": 0.5}
-  >>> curve_rows(["mlp"], [row])
-  [{'round': 1, 'client0/accuracy': 0.5}]
-  """
-  clients = [f"client{k}" for k in range(len(models))]
-  names = {"global/test_accuracy": "global/accuracy"} | {
-    f"{client}/validation_accuracy": f"{client}/accuracy"
-    for client in (clients if len(models) <= logs.FEW else ["clients"])
-  }
-  return [
-    {"round": row["round"]} | {names[n]: row[n] for n in names if n in row}
-    for row in rows
-  ]
-
-
 def draw(
   runs: dict[str, list[list[dict]]],
   s: Fml,
@@ -423,29 +384,27 @@ def draw(
   Next to other algorithms, independent training also has a dashed line: each
   client's best accuracy (the paper's Figure 5).
   """
-  drawn = {
-    name: [curve_rows(s.client_models, rows) for rows in seeds]
-    for name, seeds in runs.items()
-  }
+  titles = {"global": "global model, on test images"}
+  if len(s.client_models) > logs.FEW:
+    titles["clients"] = "clients' images (mean)"
+  else:
+    for k, model in enumerate(s.client_models):
+      titles[f"client{k}"] = f"client {k}'s images (its own model: {model})"
   best = {}
-  if len(runs) > 1:
-    seeds = drawn.get("independent", ())
-    for name in {name for rows in seeds for row in rows for name in row}:
-      bests = [max(row.get(name) or 0.0 for row in rows) for rows in seeds]
-      if name != "round":
-        best[name.removesuffix("/accuracy")] = {"independent": np.mean(bests)}
+  seeds = runs.get("independent", ())
+  for pool in titles if len(runs) > 1 else ():
+    name = f"{pool}/validation_accuracy"
+    bests = [max(row.get(name) or 0.0 for row in rows) for rows in seeds]
+    if any(bests):
+      best[pool] = {"independent": np.mean(bests)}
   whose = ", ".join(
     f"{name} with {'their own' if name in _PERSONAL else 'the global'} model"
     for name in runs
   )
-  titles = {"global": "global model, on test images"}
-  titles["clients"] = "clients' images (mean)"
-  for k, model in enumerate(s.client_models):
-    titles[f"client{k}"] = f"client {k}'s images (its own model: {model})"
   charts.curves(
-    drawn,
+    runs,
     folder / "curves.png",
-    metric="accuracy",
+    metric=("test_accuracy", "validation_accuracy"),
     ylabel="Test or validation accuracy (%)",
     published=best,
     dashed="best",

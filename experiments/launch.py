@@ -42,9 +42,6 @@ def run(
   verbose = given.values.get("verbosity", 0) > 0
   logging.set_verbosity(logging.DEBUG if verbose else logging.INFO)
   std_logging.getLogger("jax").setLevel(std_logging.WARNING)
-  # Orbax logs dozens of lines for each checkpoint.
-  ours = lambda r: r.levelno > std_logging.INFO or "orbax" not in r.pathname
-  logging.get_absl_logger().addFilter(ours)
   try:
     s = cls.resolve(given.values, ())
     if s.cpu_devices:

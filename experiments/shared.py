@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from settings import count, setting, Settings, Words
 
+Images = Literal["digits", "mnist", "cifar10", "cifar100", "npz"]
 MAX_SEED = 2**32 - 1  # JAX keys use the lowest 32 bits of a seed.
 
 

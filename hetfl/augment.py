@@ -303,6 +303,11 @@ RECIPES = {
 FITTED = ("crop", "crop_flip", "plain")
 
 
+def recipe_of(name: str, x: np.ndarray) -> Recipe:
+  """One of `RECIPES`, or a recipe `fitted` to the training images `x`."""
+  return RECIPES.get(name) or fitted(name, x)
+
+
 def fitted(name: str, x: np.ndarray) -> Recipe:
   """A recipe of a data set's own size and statistics.
 

@@ -154,17 +154,12 @@ class Evaluator:
   ):
     batch_size = batch_size_or_default(batch_size)
     self._engine = engine or Inline()
+    banks, batches = {}, {}
     for name, subset in sets.items():
       population.check_kind(subset, name, population.Subset)
-    banks = {name: subset.bank for name, subset in sets.items()}
-    batches = {
-      name: in_order(
-        population.positions_in(subset.bank, subset.index, name),
-        batch_size,
-        self._engine.num_pieces,
-      )
-      for name, subset in sets.items()
-    }
+      index = population.positions_in(subset.bank, subset.index, name)
+      banks[name] = subset.bank
+      batches[name] = in_order(index, batch_size, self._engine.num_pieces)
     self._data = banks, batches
     for i, model in enumerate(models):
       core.Model.check(f"models[{i}]", model)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import re
 
 import jax
 import numpy as np
@@ -34,7 +35,7 @@ def compare(experiment):
 def by_numpy(folder, client, own, row=(), **options):
   """Labels of an MLP's test images, and predictions by prototype and head."""
   _, arrays = last_arrays(folder)
-  arrays = {name.partition("_")[2]: a for name, a in arrays.items()}
+  arrays = {re.sub(r"\W+", "_", p).strip("_"): a for p, a in arrays.items()}
   layer = lambda name: (
     arrays[f"{own}_variables_params_{name}_{part}"][row]
     for part in ("kernel", "bias")

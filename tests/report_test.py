@@ -55,7 +55,7 @@ def test_clients_are_named_and_their_means_are_in_the_legend(figures):
       "1: cnn",
     ]
   ax = clients.axes[0]
-  assert texts(ax.get_legend()) == ["local (75.0)", "fedproto by head (37.5)"]
+  assert texts(*clients.legends) == ["local (75.0)", "fedproto by head (37.5)"]
   assert [line.get_ydata().tolist() for line in ax.lines] == [
     [50.0, 100.0],
     [25.0, 50.0],

@@ -24,7 +24,6 @@ import sys
 import sysconfig
 import tokenize
 import types
-from typing import Any, IO
 from xml.etree import ElementTree
 
 from hetfl import checks
@@ -34,6 +33,7 @@ from hetfl.data.errors import reading
 QUESTION, ANSWER = 0, 1
 # A client's id, a domain and the words of a sentence.
 _Sentences = Iterator[tuple[str, int, list[str]]]
+_MAX_LINE = 1 << 24  # Characters, or bytes, of a document, at most.
 _MAX_HTML = 100_000  # Characters; Stack Overflow's own limit is 30,000.
 # Parts of the standard library that are data, demonstrations or programs.
 _NOT_PROSE = {
@@ -170,37 +170,18 @@ def _is_number(value: str) -> bool:
   return value.isascii() and value.isdigit() and len(value) < 19  # 64 bits.
 
 
-def _rows(
-  path: pathlib.Path, skipped: Counter[str]
-) -> Iterator[dict[str, str]]:
-  """Attributes of the `row` elements; none of them is kept."""
-  dumps = "https://archive.org/details/stackexchange"
-  with (
-    reading(path, f"want Posts.xml of a dump of {dumps}"),
-    open(path, "rb") as stream,
-  ):
-    parts = filter(None, _cleaned(stream, skipped))
-    source: Any = types.SimpleNamespace(read=lambda size: next(parts, b""))
-    events = ElementTree.iterparse(source, ("start", "end"))
-    _, root = next(events)
-    for event, element in events:
-      if event == "end" and element.tag == "row":
-        yield element.attrib
-      if event == "end":
-        root.clear()
-
-
 # Line ends are by far the most references in a dump, and fine.
 _REFERENCE = re.compile(rb"&#(?!x[AD];)(?:x([0-9a-fA-F]{1,8})|(\d{1,8}));")
-_MAX_REFERENCE = len("&#x12345678;")
 _XML = (
   *((9, 10, 13), range(32, 0xD800)),
   *(range(0xE000, 0xFFFE), range(1 << 16, 17 << 16)),
 )
 
 
-def _cleaned(stream: IO[bytes], skipped: Counter[str]) -> Iterator[bytes]:
-  """The parts of a file, without references to what is no character in XML."""
+def _rows(
+  path: pathlib.Path, skipped: Counter[str]
+) -> Iterator[dict[str, str]]:
+  """Attributes of the `row` elements; none of them is kept."""
 
   def kept(found):
     number = int(found[1], 16) if found[1] else int(found[2])
@@ -209,15 +190,24 @@ def _cleaned(stream: IO[bytes], skipped: Counter[str]) -> Iterator[bytes]:
     skipped["characters that XML cannot have"] += 1
     return b""
 
-  rest, parts = b"", iter(functools.partial(stream.read, 1 << 16), b"")
-  for part in parts:
-    part = rest + part
-    # A reference may go on in the next part.
-    cut = part.rfind(b"&", 1 - _MAX_REFERENCE)
-    cut = len(part) if cut < 0 else cut
-    yield _REFERENCE.sub(kept, part[:cut])
-    rest = part[cut:]
-  yield _REFERENCE.sub(kept, rest)
+  rows: list[dict[str, str]] = []
+
+  def start(tag, attributes):
+    if tag == "row":
+      rows.append(attributes)
+
+  parser = ElementTree.XMLParser(target=types.SimpleNamespace(start=start))
+  dumps = "https://archive.org/details/stackexchange"
+  with (
+    reading(path, f"want Posts.xml of a dump of {dumps}"),
+    open(path, "rb") as stream,
+  ):
+    # In pieces, since a damaged file may be one endless line.
+    for line in iter(functools.partial(stream.readline, _MAX_LINE), b""):
+      parser.feed(_REFERENCE.sub(kept, line))
+      yield from rows
+      rows.clear()
+    parser.close()
 
 
 # A tag ends at the next angle bracket, so that a scan is linear in any text
@@ -414,7 +404,6 @@ def _typed(examples) -> tuple[list[int], list[bytes]]:
 
 
 _C4_PATH = "want a C4 shard (*.json.gz), a text file or a folder of such"
-_MAX_LINE = 1 << 24  # Characters of a document, at most.
 
 
 def c4_mod(

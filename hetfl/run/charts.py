@@ -9,6 +9,7 @@ import itertools
 import os
 from typing import Any
 
+from cycler import cycler
 import matplotlib
 from matplotlib import colors, figure, ticker
 import numpy as np
@@ -25,7 +26,7 @@ def curves(
   runs: Mapping[str, Sequence[Rows]],
   path: str | os.PathLike[str],
   *,
-  metric: str = "test_accuracy",
+  metric: str | Sequence[str] = "test_accuracy",
   ylabel: str = "Test accuracy (%)",
   xlabel: str = "Round",
   published: Mapping[str, Mapping[str, float]] | None = None,
@@ -42,55 +43,58 @@ def curves(
   Args:
     runs: label -> the rows of each seed.
     path: the PNG; replaced atomically.
-    metric: what to draw for each pool: `'pool/metric'` of the rows.
+    metric: what to draw for each pool: `'pool/metric'` of the rows; or several,
+      of which a pool has one.
     ylabel: label of the metric's axis.
     xlabel: label of the axis of the rows' `'round'`.
     published: pool -> label -> a value, in the unit of the rows, drawn as a
       horizontal dashed line. A label of `runs` gives the line its colour.
     dashed: what these values are, for the legend.
     title: above the panels.
-    titles: pool -> the title of its panel; by default `'POOL model'`.
+    titles: pool -> the title of its panel, of the pools to draw in their order;
+      by default all, as `'POOL model'`.
     sharey: whether the panels have one vertical axis.
 
   Raises:
     ValueError: no row has the metric.
   """
   every = [row for seeds in runs.values() for rows in seeds for row in rows]
-  ends = "/" + metric
-  names = dict.fromkeys(n for row in every for n in row if n.endswith(ends))
+  metrics = (metric,) if isinstance(metric, str) else metric
+  parts = (name.rpartition("/") for row in every for name in row)
+  name_of = {pool: f"{pool}/{of}" for pool, _, of in parts if of in metrics}
+  names = [name_of[pool] for pool in titles or name_of if pool in name_of]
   if not names:
     raise ValueError(f"metric={metric!r}: no row of {list(runs)} has it")
   columns = min(len(names), 3)
   lines = -(-len(names) // columns)
   # Long names, as of folders, do not make the panels narrow.
   letters = max(map(len, runs)) + (len(dashed) if published else 0)
+  width = (4.8 + 0.06 * letters) * columns
   height = max(3.8, 0.7 + 0.17 * len(runs))  # Of panels, and their legends.
-  fig = _figure((4.8 + 0.06 * letters) * columns, 0.2 + height * lines)
-  grid = fig.subplots(lines, columns, sharey=sharey, squeeze=False)
+  shape = dict(nrows=lines, ncols=columns, sharey=sharey, squeeze=False)
+  fig, grid = _figure(width, 0.2 + height * lines, **shape)
   for ax in grid.flat[len(names) :]:
     ax.remove()
-  of_label = {label: _COLORS[i % len(_COLORS)] for i, label in enumerate(runs)}
-  styles = [style for style in ("-", "--", ":") for _ in _COLORS]
-  style_of = dict(zip(runs, itertools.cycle(styles)))
+  looks = cycler(ls=["-", "--", ":"]) * cycler(color=_COLORS)
+  look_of = dict(zip(runs, itertools.cycle(looks)))
   for name, ax in zip(names, grid.flat):
-    pool = name.removesuffix(ends)
+    pool = name.rpartition("/")[0]
     last = []
     for label, seeds in runs.items():
       x, y, deviation = _mean_line(seeds, name)
       if not x.size:
         continue
       last.append(f"{label} {y[-1]:.1f}")
-      color = of_label[label]
+      look = look_of[label]
       if len(seeds) > 1:
         last[-1] += f" ± {deviation[-1]:.1f}"
         band = y - deviation, y + deviation
-        ax.fill_between(x, *band, color=color, alpha=0.2, lw=0)
+        ax.fill_between(x, *band, color=look["color"], alpha=0.2, lw=0)
       # A single point draws no line.
       marker = "o" if len(x) <= 12 else None
-      style = dict(color=color, ls=style_of[label], marker=marker)
-      ax.plot(x, y, lw=1.8, markersize=3.5, **style)
+      ax.plot(x, y, lw=1.8, marker=marker, markersize=3.5, **look)
     for label, value in (published or {}).get(pool, {}).items():
-      color = of_label.get(label, "0.35")
+      color = look_of.get(label, {"color": "0.35"})["color"]
       ax.axhline(100 * value, color=color, linestyle="--", lw=1.2)
       last.append(f"{label}, {dashed} {100 * value:.1f}")
     ax.set_title((titles or {}).get(pool, f"{pool} model"), fontsize=11)
@@ -117,22 +121,20 @@ def dependence(
     axis: the hyper-parameter's name; its axis is logarithmic.
     title: above the figure.
   """
-  fig = _figure(7.6, 4.2)
-  ax = fig.subplots()
+  fig, ax = _figure(7.6, 4.2)
   for color, (label, pairs) in zip(itertools.cycle(_COLORS), points.items()):
     style: dict[str, Any] = dict(color=color, label=label)
     for x, y in pairs:
       if x is None:
         ax.axhline(100 * y, linestyle=":", lw=1.4, **style)
     line = sorted((x, 100 * y) for x, y in pairs if x is not None)
-    if line:
-      ax.plot(*zip(*line), marker="o", markersize=4, lw=1.8, **style)
+    ax.plot(*zip(*line), marker="o", markersize=4, lw=1.8, **style)
   _dress(ax, axis, "Test accuracy (%)")
   ax.set_xscale("log")
   ticks = sorted({x for of in points.values() for x, _ in of if x is not None})
   ax.set_xticks(ticks, [f"{x:,}" for x in ticks])
   ax.minorticks_off()
-  fig.legend(loc="outside right center", **_LEGEND)
+  fig.legend(loc="outside right upper", **_LEGEND)
   _save(fig, path, title)
 
 
@@ -158,8 +160,7 @@ def collaboration(
 
   Reference: Li & Wang 2019, figure 2.
   """
-  fig = _figure(8.6, 4.8)
-  ax = fig.subplots()
+  fig, ax = _figure(8.6, 4.8)
   last = max(row["round"] for rows in seeds for row in rows)
   margin = max(0.12 * last, 0.5)
   ten = itertools.cycle(matplotlib.color_sequences["tab10"])
@@ -173,7 +174,7 @@ def collaboration(
   ax.set_xlim(-margin, last + margin)
   xlabel = "Round (dashed: transfer learning alone; dash-dotted: pooled data)"
   _dress(ax, xlabel, "Test accuracy (%)")
-  fig.legend(loc="outside right center", **_LEGEND)
+  fig.legend(loc="outside right upper", **_LEGEND)
   _save(fig, path, title)
 
 
@@ -200,8 +201,7 @@ def parallel_coordinates(
     title: above the axes.
   """
   columns = [*axes.items(), (label, [s and 100 * s for s in scores])]
-  fig = _figure(1.5 + 1.25 * len(columns), 4.6)
-  ax = fig.subplots()
+  fig, ax = _figure(1.5 + 1.25 * len(columns), 4.6)
   places = []
   for x, (name, values) in enumerate(columns):
     known = [v for v in values if v is not None and (v or name not in log)]
@@ -246,8 +246,7 @@ def clients(
     names: K clients' names.
     title: above the panel.
   """
-  fig = _figure(max(6.4, 2.4 + 0.3 * len(names)), 4.4)
-  ax = fig.subplots()
+  fig, ax = _figure(max(6.4, 2.4 + 0.3 * len(names)), 4.4)
   markers = itertools.cycle("os^Dv")  # Not as many as colours.
   for color, mark, label in zip(itertools.cycle(_COLORS), markers, accuracies):
     values = 100 * np.array(accuracies[label], float)
@@ -256,8 +255,7 @@ def clients(
     ax.plot(range(len(names)), values, markersize=6, label=text, **style)
   _dress(ax, "Client (mean over clients in parentheses)", "Test accuracy (%)")
   _name_clients(ax, names)
-  beside = dict(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
-  ax.legend(**beside, **_LEGEND)
+  fig.legend(loc="outside right upper", **_LEGEND)
   _save(fig, path, title)
 
 
@@ -278,8 +276,7 @@ def holdings(
   """
   number, classes = counts.shape
   height = 1.8 + 0.3 * min(classes, 30)
-  fig = _figure(max(6.4, 2.4 + 0.3 * number), height)
-  ax = fig.subplots()
+  fig, ax = _figure(max(6.4, 2.4 + 0.3 * number), height)
   norm = colors.PowerNorm(0.5, 0, counts.max())
   image = ax.imshow(counts.T, cmap="Blues", norm=norm, aspect="auto")
   if classes <= 30 and number <= 60:
@@ -303,9 +300,10 @@ def _name_clients(ax, names: Sequence[str]) -> None:
   ax.tick_params(axis="x", labelsize=7.5)
 
 
-def _figure(width: float, height: float) -> figure.Figure:
-  """A figure of the given size in inches; needs no display."""
-  return figure.Figure(figsize=(width, height), layout="constrained", dpi=150)
+def _figure(width: float, height: float, **grid: Any) -> tuple[Any, Any]:
+  """A figure of a size in inches, and its panels; needs no display."""
+  fig = figure.Figure((width, height), layout="constrained", dpi=150)
+  return fig, fig.subplots(**grid)
 
 
 def _dress(ax, xlabel: str, ylabel: str) -> None:

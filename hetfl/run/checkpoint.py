@@ -1,14 +1,14 @@
 """Checkpoints that are verified when read; damaged ones are not used.
 
 A checkpoint is a folder named after its round, `000150/`, with the leaves of
-the state as Orbax wrote them (`state/`) and a `manifest.json`: the caller's
-`extra`, the path, dtype and shape of each leaf, the SHA-256 digests of Orbax's
-files and, in its first line, its own. It is written under a temporary name and
+the state by path (`state.npz`) and a `manifest.json`: the caller's `extra`, the
+path, dtype and shape of each leaf, the SHA-256 digests of the other files and,
+in its first line, its own. It is written under a temporary name and
 then renamed, so a folder with the plain name is complete; the digests show
 whether it still holds what was written.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import errno
 import hashlib
 import json
@@ -18,13 +18,11 @@ import pathlib
 import re
 import shutil
 from typing import Any
-import warnings
 
 from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from hetfl.engine.work import is_key, key_data
 from hetfl.run import logs
@@ -87,15 +85,13 @@ class Checkpoints:
     final = self.path(round)
     part = final.with_name(final.name + _PART)
     part.mkdir(parents=True)
-    specs = _specs(state)
-    leaves = zip(_names(specs).values(), jax.tree.leaves(to_host(state)))
-    stored = {name: array for name, array in leaves if array.size}
-    with logs.writing(final), _orbax() as orbax:
-      orbax.save(part / "state", args=ocp.args.StandardSave(stored))
+    specs, arrays = _specs(state), jax.tree.leaves(to_host(state))
+    with logs.writing(final):
+      np.savez(part / "state.npz", **dict(zip(_kinds(specs), arrays)))
     manifest = {
       "extra": dict(extra),
-      "finite": all(map(_all_finite, stored.values())),
-      "leaves": [{"spec": spec} for spec in specs],
+      "finite": all(map(_all_finite, arrays)),
+      "specs": specs,
       "files": _digests(part),
     }
     logs.write_bytes(part / "manifest.json", _signed(json.dumps(manifest)))
@@ -142,30 +138,16 @@ class Checkpoints:
     if found is None:
       return None
     round, manifest = found
-    path = self.path(round)
-    specs = [leaf["spec"] for leaf in manifest["leaves"]]
-    there, here = (
-      {name: f"{dtype}{shape}" for name, dtype, shape, *_ in each}
-      for each in (specs, _specs(like))
-    )
+    there, here = _kinds(manifest["specs"]), _kinds(_specs(like))
     if there != here:
-      has, wants = (
-        dict(sorted(a.items() - b.items())[:5])
-        for a, b in ((there, here), (here, there))
-      )
+      few = lambda a, b: dict(sorted(a.items() - b.items())[:5])
       raise ValueError(
-        f"checkpoint {path} is of another kind of state: it has {has}, not"
-        f" {wants}. Use another folder, or the model and flags of this one."
+        f"checkpoint {self.path(round)} is of another kind of state: it has"
+        f" {few(there, here)}, not {few(here, there)}. Use another folder, or"
+        " the model and flags of this one."
       )
-    leaves, treedef = jax.tree.flatten(to_host(like))
-    names = [*map(_names(specs).get, here)]
-    stored = {n: array for n, array in zip(names, leaves) if array.size}
-    with _orbax() as orbax:
-      args = ocp.args.StandardRestore(stored)
-      stored |= orbax.restore(path / "state", args=args)
-    leaves = [stored.get(n, array) for n, array in zip(names, leaves)]
-    state = from_host(jax.tree.unflatten(treedef, leaves), like)
-    return round, state, manifest["extra"]
+    arrays = self._restored(round, here, to_host(like))
+    return round, from_host(arrays, like), manifest["extra"]
 
   def part(self, where: str, like: PyTree) -> PyTree:
     """A part of the newest state that is not damaged, such as a model.
@@ -192,25 +174,23 @@ class Checkpoints:
     if found is None:
       raise ValueError(f"{self.folder}: holds no checkpoint")
     round, manifest = found
-    specs = [leaf["spec"] for leaf in manifest["leaves"]]
-    there = {path: [dtype, shape] for path, dtype, shape in specs}
-    wanted = {
-      where + path: [dtype, shape] for path, dtype, shape in _specs(like)
-    }
-    if unlike := {p: has for p, has in wanted.items() if there.get(p) != has}:
-      near = {p: has for p, has in there.items() if p.startswith(where)}
+    there = _kinds(manifest["specs"])
+    wanted = {where + path: kind for path, kind in _kinds(_specs(like)).items()}
+    if unlike := wanted.items() - there.items():
+      near = [(p, has) for p, has in there.items() if p.startswith(where)]
       raise ValueError(
-        f"where={where!r}: {self.path(round)} has {dict([*near.items()][:5])}"
-        f" there, not {dict([*unlike.items()][:5])}"
+        f"where={where!r}: {self.path(round)} has {dict(near[:5])} there, not"
+        f" {dict(sorted(unlike)[:5])}"
       )
-    with _orbax() as orbax, warnings.catch_warnings():
-      warnings.simplefilter("ignore")  # The devices of the run are not wanted.
-      stored = orbax.restore(self.path(round) / "state")
-    names = map(_names(specs).get, wanted)
+    return jax.tree.map(jnp.asarray, self._restored(round, wanted, like))
+
+  def _restored(self, round: int, paths: Iterable[str], like: PyTree) -> PyTree:
+    """The arrays of these paths, in the structure of `like`."""
     leaves, treedef = jax.tree.flatten(like)
-    empty = lambda leaf: np.zeros(leaf.shape, leaf.dtype)
-    given = [stored.get(n, empty(leaf)) for n, leaf in zip(names, leaves)]
-    return jax.tree.map(jnp.asarray, jax.tree.unflatten(treedef, given))
+    with np.load(self.path(round) / "state.npz") as stored:
+      # NumPy's files have bytes in place of bfloat16 and the like.
+      arrays = [stored[p].view(leaf.dtype) for p, leaf in zip(paths, leaves)]
+    return jax.tree.unflatten(treedef, arrays)
 
   def _newest(self, before: float = math.inf) -> tuple[int, dict] | None:
     """The round and manifest of the newest checkpoint that is not damaged."""
@@ -267,12 +247,9 @@ def _specs(state: PyTree) -> list[list]:
   ]
 
 
-def _names(specs: list[list]) -> dict[str, str]:
-  """The leaves' names for Orbax, which are parts of files' paths, by path."""
-  return {
-    path: f"{i:04d}" + re.sub(r"\W+", "_", path).rstrip("_")
-    for i, (path, *_) in enumerate(specs)
-  }
+def _kinds(specs: list[list]) -> dict[str, str]:
+  """The dtype and shape of each leaf, by path."""
+  return {path: f"{dtype}{shape}" for path, dtype, shape in specs}
 
 
 def _signed(text: str) -> bytes:
@@ -296,25 +273,9 @@ def _verified(folder: pathlib.Path) -> dict[str, Any]:
   if content != _signed(text).decode():
     raise ValueError("its manifest is not what was written")
   manifest = json.loads(text)
-  # Orbax must not parse damaged bytes: a parser may then do anything.
+  # NumPy must not parse damaged bytes: a parser may then do anything.
   found = _digests(folder)
   for file, digest in manifest["files"].items():
     if found.get(file) != digest:
       raise ValueError(f"{file} is not what was written")
   return manifest
-
-
-def _orbax() -> ocp.Checkpointer:
-  """Orbax's synchronous checkpointer: a save is done when it returns.
-
-  It is set up for this process alone, since it only gets NumPy arrays;
-  otherwise it would wait for the processes that do not write.
-  """
-  process = jax.process_index()
-  alone = ocp.options.MultiprocessingOptions(
-    primary_host=process,
-    active_processes={process},
-    barrier_sync_key_prefix=f"process{process}",
-  )
-  handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
-  return ocp.Checkpointer(handler, multiprocessing_options=alone)
