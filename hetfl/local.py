@@ -40,7 +40,8 @@ class Participant:
     optimizer: `learning rate -> optax optimizer`.
     microbatch: the most examples that pass through the model at once; a batch
       is cut into equal parts. `None` for all. Changes only speed and memory,
-      except for dropout and batch normalisation, which act on the parts.
+      except for dropout, batch normalisation and FedKD's denominators, which
+      are of the parts.
     penalty: a function from parameters to a scalar that is added to every loss,
       such as a head's `sum(w^2)`; `None` for none.
     l2: the penalty's weight.

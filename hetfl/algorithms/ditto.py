@@ -52,6 +52,7 @@ def ditto(
     ValueError: as `personal`; clients have several models.
 
   Reference: Li et al. 2021, algorithm 1, with as many steps of v_k as of w_k.
+  The mean is weighted as the plan is; the released code's weights are equal.
 
   Two clients have the same image, the first as class 0, the second as class 1:
   w stays 0. The label moves the first client's own model to (1/2, -1/2); in the

@@ -57,7 +57,8 @@ def feddf(
 
   Reference: Lin et al. 2020. Departures: the plan says how many
   steps are taken, without a validation set; the rate is constant in a round,
-  where the paper's falls by a cosine. Clients of weight 0, or that say
+  where the paper's falls by a cosine. The released code averages clients
+  equally, and clips gradients at a norm of 5. Clients of weight 0, or that say
   NaN as they have diverged, do not teach.
 
   The clients do not learn, and say (0, 0) and (log 3, 0), on average

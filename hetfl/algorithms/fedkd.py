@@ -67,7 +67,8 @@ def fedkd(
   released code, or a microbatch's. Departures: no loss of hidden states, whose
   layers would have to correspond; partner and denominator are held fixed, where
   the code differentiates through them; divergences are sums over classes (the
-  code's are also divided by their number); the mean is weighted as the plan is.
+  code's are also divided by their number); the mean is weighted as the plan is;
+  the mentee's optimizer is new in each round, the code's persists.
 
   Mentor and mentee both predict (1/2, 1/2) for the only image, of class 0: they
   learn from the label alone.

@@ -51,7 +51,8 @@ def fedproto(
   Reference: Tan et al. 2022, algorithm 1. Departures: the mean of squares over
   features is that of the released code. That gathers prototypes while a client
   trains, in the last epoch; here they are of the trained model, on the round's
-  batches. The average is over examples, where the code weighs clients equally.
+  batches. The average is over examples, where the code weighs clients equally;
+  a client's optimizer persists, the code's is new in each round.
 
   The client's features are 1 for its only image, of class 0, which has no
   prototype yet: it sends 1 (its logits do not depend on its features).

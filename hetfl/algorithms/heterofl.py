@@ -63,7 +63,8 @@ def heterofl(
   normalised, `x = x / r if train else x`; and pooling over positions before the
   first dense layer, since leading entries of a flattened image are those of
   other positions and channels in a narrower one. Departure: batch statistics
-  are averaged as parameters are; the code gathers them after training.
+  are averaged as parameters are; the code gathers them after training, and
+  clips gradients at a norm of 1.
 
   The global model has three channels; the clients have one, and two at twice
   the rate. For the image, of class 0, both move up by half their rate.

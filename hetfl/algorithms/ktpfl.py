@@ -158,8 +158,9 @@ def ktpfl(
   coefficients are fitted before, not after, the parties learn from them. Rows
   are projected to distributions, where the code takes a softmax of 5 c; the
   loss is the paper's KL, not the code's squared error, with equal weights of
-  the parties; the rate is constant. The parties' KL is a sum over classes, the
-  code's their mean. Both optimizers of a party persist.
+  the parties, whose penalties add up (the code's are a mean); the rate is
+  constant. The parties' KL is a sum over classes, the code's their mean. Both
+  optimizers of a party persist.
 
   Party b says (3/4, 1/4), a says (1/2, 1/2) and starts to learn their mean. At
   (a, b) = (1/2, 1/2) its loss has the slopes `sum_c p_jc log(m_c / p_ac) + 1`,

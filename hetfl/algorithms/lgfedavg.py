@@ -35,8 +35,10 @@ def lgfedavg(clients: Sequence[Client], **options: Any) -> core.Algorithm:
   Raises:
     ValueError: as `personal`; heads have unlike shapes.
 
-  Reference: Liang et al. 2020, algorithm 1. Departures: body and head are
-  trained by one optimizer, whose state a client keeps, as it keeps the body.
+  Reference: Liang et al. 2020, algorithm 1. Departures from the released code:
+  a client keeps its optimizer's state; the mean is weighted as the plan is,
+  there equal; there, models start from one that FedAvg has trained, and are
+  evaluated with the new head.
 
   Both clients have image 1 of their own class; bodies are 1, and heads begin at
   (0, 0). Steps of 1 on p - y, of 1/2 each, go opposite ways: the mean is 0.
