@@ -259,11 +259,12 @@ def _signed(text: str) -> bytes:
 
 def _digests(folder: pathlib.Path) -> dict[str, str]:
   """SHA-256 of each file below a folder (hexadecimal), by relative path."""
-  return {
-    str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-    for path in folder.rglob("*")
-    if path.is_file()
-  }
+  found = {}
+  for path in filter(pathlib.Path.is_file, folder.rglob("*")):
+    with path.open("rb") as file:  # It may be larger than the memory.
+      digest = hashlib.file_digest(file, "sha256")
+    found[str(path.relative_to(folder))] = digest.hexdigest()
+  return found
 
 
 def _verified(folder: pathlib.Path) -> dict[str, Any]:
@@ -273,6 +274,8 @@ def _verified(folder: pathlib.Path) -> dict[str, Any]:
   if content != _signed(text).decode():
     raise ValueError("its manifest is not what was written")
   manifest = json.loads(text)
+  if "specs" not in manifest:
+    raise ValueError("an earlier version has written it")
   # NumPy must not parse damaged bytes: a parser may then do anything.
   found = _digests(folder)
   for file, digest in manifest["files"].items():
