@@ -22,9 +22,11 @@ def main() -> None:
   if not folder.is_dir():
     folder = here / "experiments"  # Of a checkout.
   if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
-    sys.exit(
-      f"usage: hetfl {{{','.join(COMMANDS)}}} [FLAGS]; --help lists them"
-    )
+    usage = f"usage: hetfl {{{','.join(COMMANDS)}}} [FLAGS]; --help lists them"
+    if sys.argv[1:] in (["-h"], ["--help"]):
+      print(usage)
+      return
+    sys.exit(usage)
   script = str(folder / f"{sys.argv.pop(1)}.py")
   sys.argv[0] = script
   sys.path.insert(0, str(folder))  # Where a script's own imports are.

@@ -163,9 +163,11 @@ class Experiment:
     """Builds one of the three algorithms."""
     if s.exchange_every > s.rounds:
       logging.warning(
-        "--algorithm=%s: with --rounds=%d and an exchange every %d rounds the"
-        " pools never exchange anything, which is FedAvg.",
-        *(s.algorithm, s.rounds, s.exchange_every),
+        "--algorithm=%s: with --rounds=%d and --%s=%d the pools never exchange"
+        " anything, which is FedAvg.",
+        *(s.algorithm, s.rounds),
+        "merge_every" if s.algorithm == "merged" else "codist_period",
+        s.exchange_every,
       )
     engine = launch.engine_of(s, self.lanes(s))
     built = self._algorithm(s, dict(rounds=s.rounds, engine=engine))

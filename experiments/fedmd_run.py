@@ -84,7 +84,9 @@ def make_parties(
   parties = []
   for k, (name, model) in enumerate(named):
     size = "x".join(map(str, image_shape[:2]))
-    with checks.noted(f"party{k}'s ({name}) does not fit images of {size}"):
+    with checks.noted(
+      f"party{k}'s ({name}) does not fit images of {size}; give other --models"
+    ):
       variables = jax.eval_shape(model.init, jax.random.key(0))
     decays = models.has_head(variables.params)
     parties.append(

@@ -190,7 +190,7 @@ class Reproduce(settings.Settings):
 
   table: str | None = setting()
   list: bool = setting(False)
-  only: tuple[str, ...] = setting(())
+  only: tuple[str, ...] | None = setting()
   workdir: str | None = setting()
   seeds: tuple[int, ...] = setting((), low=0)
   data_dir: str | None = setting()
@@ -221,6 +221,10 @@ class Cells:
     settings.check_seeds(args.seeds)
     seeds = [f"--seeds={settings.shown(args.seeds)}"]
     self.seeds = seeds if args.seeds else []
+    try:
+      self.search_flags = shlex.split(args.search_flags)
+    except ValueError as error:
+      raise UsageError(f"--search_flags={args.search_flags}: {error}") from None
 
   def tuning(self, cell: tables.Cell) -> list[str]:
     """The command that tunes a cell."""
@@ -231,7 +235,7 @@ class Cells:
       f"--experiment={self.table.command}",
       f"--trials={self.args.search}",
       f"--workdir={self.folder / 'search' / cell.name}",
-      *shlex.split(self.args.search_flags),
+      *self.search_flags,
       "--",
       f"--flagfile={tables.FLAG_FILES / cell.name}.flags",
       *self.extra,
@@ -428,10 +432,10 @@ def run(args: Reproduce, extra: Sequence[str]) -> None:
   if args.table not in known:
     raise UsageError(f"--table={args.table}: choose from {', '.join(known)}")
   table = known[args.table]
-  for part in args.only:
+  parts = args.only or ("",)
+  for part in parts:
     if not any(part in cell.name for cell in table.cells):
       raise UsageError(f"--only={part}: no cell {part!r}; see --list")
-  parts = args.only or ("",)
   chosen = [c for c in table.cells if any(part in c.name for part in parts)]
   for flag in extra:
     if flag.lstrip("-").startswith(("workdir", "flagfile", "seed")):

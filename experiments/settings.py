@@ -360,8 +360,11 @@ def parse(
     # Some editors begin a file by a byte-order mark.
     lines = [a.removeprefix("\ufeff") for a in lines if a[:2] != "\ufeff#"]
     rest = known(["", *lines], known_only=known_only)[1:]
+  except flags.IllegalFlagValueError as error:  # Texts never are.
+    flag = str(error).partition(":")[0].removeprefix("flag ")
+    raise UsageError(f"{flag}: give true or false") from None
   except flags.Error as error:
-    raise UsageError(str(error)) from None
+    raise UsageError(str(error).removeprefix("ERROR:: ")) from None
   if rest and not known_only and not more:
     raise UsageError(f"unexpected argument {rest[0]!r}; flags begin with --")
   names, files = set(), []

@@ -79,6 +79,11 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
       result = json.loads((place / "result.json").read_bytes())
     except FileNotFoundError:  # It is not finished.
       result = {}
+    except ValueError as error:
+      raise ValueError(
+        f"{place / 'result.json'} is damaged ({error}); repeat the run's"
+        " command, which makes it again"
+      ) from None
     courses, pools = series(rows, metric), result.get("pools")
     runs.append(
       Run(

@@ -10,7 +10,7 @@ from typing import Any
 from absl import logging
 import jax
 import launch
-from settings import Given, Settings, shown, UsageError
+from settings import check_seeds, Given, Settings, shown, UsageError
 from tune import Search
 
 import hetfl
@@ -155,8 +155,8 @@ def place(state: Any, s: Settings, values: Mapping[str, Any]) -> Any:
     except ValueError as error:
       raise UsageError(
         f"--space: --{name} cannot be searched: with these flags the state of"
-        f" --algorithm={s.algorithm} does not contain it; add {name}=fixed to"
-        " --space"
+        f" --algorithm={s.algorithm} does not contain it; have {name}=fixed in"
+        " --space, or leave it out"
       ) from error
   return state
 
@@ -239,6 +239,7 @@ def main(given: Given) -> None:
   s, space, off, vmap = settle(given, search, command)
   launch.warn_of_idle(given, [s])
   (algorithm,), seeds = s.algorithm, s.seeds or (s.seed,)
+  check_seeds(seeds)
   s = dataclasses.replace(s, algorithm=algorithm)
   dataset = shown(s.dataset).replace(",", "-")
   workdir = launch.workdir_of(
@@ -378,18 +379,18 @@ def check_alike(
   why = "" if there else "it is no folder of a search"
   if there and not (path / "result.json").exists():
     why = "it has not ended"
+  # Without --seeds, --seed is the trials' seed too, and so must be the same.
+  own = {"joined", *(["seed"] if config["seeds"] else [])}
+  unlike = logs.differences(there, logs.to_json(config), ignoring=own)
+  if not why and unlike:
+    raise UsageError(
+      f"--join={path}: belongs to a different search: {'; '.join(unlike)}"
+    )
   for name in files:
     if not why and (path / name).read_bytes() != files[name]:
       why = f"its {name} is of other data"
   if why:
     raise UsageError(f"--join={path}: not a search that can be joined: {why}")
-  # Without --seeds, --seed is the trials' seed too, and so must be the same.
-  own = {"joined", *(["seed"] if config["seeds"] else [])}
-  unlike = logs.differences(there, logs.to_json(config), ignoring=own)
-  if unlike:
-    raise UsageError(
-      f"--join={path}: belongs to a different search: {'; '.join(unlike)}"
-    )
 
 
 def write_best(

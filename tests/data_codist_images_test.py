@@ -67,7 +67,7 @@ def test_partition_alpha_sets_the_skew(dataset, full_size):
 @pytest.mark.parametrize(
   "kwargs, message",
   [
-    (dict(high_capacity_clients=43), "high_capacity_clients=43.*0 and 42"),
+    (dict(high_capacity_clients=43), "high_capacity_clients=43.*at most 42"),
     (dict(high_capacity_clients=0), "high_capacity_clients=0.*least 1"),
     (dict(distill_data="cifar10"), "distill_data=cifar10: .*in_domain"),
     (dict(distill_examples=0), "distill_examples=0"),

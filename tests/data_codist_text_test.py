@@ -153,7 +153,7 @@ def test_distillation_data(dump, tmp_path):
     (dict(pools="three"), "pools=three"),
     (dict(distill_data="cifar10"), "distill_data=cifar10.*in_domain, c4"),
     (dict(distill_data="c4"), "distill_data=c4: give c4_path=PATH"),
-    (dict(high_capacity_clients=99), "high_capacity_clients=99.*0 and 36"),
+    (dict(high_capacity_clients=99), "high_capacity_clients=99.*at most 36"),
     (
       dict(high_capacity_clients=3, pools="domain"),
       "high_capacity_clients=3: pools by domain have none",

@@ -49,7 +49,7 @@ def test_equal_classes_are_disjoint_and_exact():
   for part in parts:
     assert np.bincount(labels[part]).tolist() == [3] * 6
   with pytest.raises(
-    ValueError, match="examples_per_class=3: 60 are wanted .* 50"
+    ValueError, match="examples_per_class=3: .* want 60 of .* 50"
   ):
     fedmd_images.equal_classes(
       labels, num_clients=20, examples_per_class=3, seed=0
@@ -109,7 +109,7 @@ def test_what_is_out_of_range_is_refused():
   for settings_, message in [
     (dict(environment="mnist"), "environment=mnist: choose from digits"),
     (dict(num_parties=0), "num_parties=0"),
-    (dict(examples_per_class=99), "examples_per_class=99: 990 are wanted"),
+    (dict(examples_per_class=99), "examples_per_class=99: 10 parties want 990"),
     (dict(examples_per_class=0), "examples_per_class=0: must be a whole"),
     (dict(heldout_examples=871), "heldout_examples=871: .* 0 and 870"),
     (dict(public_examples=900), "public_examples=900: .* 1 and 871"),
@@ -156,7 +156,7 @@ def test_own_images(tmp_path):
   assert sizes[1] == sum(sizes) // 5 > 0
 
   # By the file's own labels, not by the models' outputs.
-  with pytest.raises(ValueError, match="300 are wanted of class 0, which has"):
+  with pytest.raises(ValueError, match="100 parties want 300 of class 0,"):
     load(num_parties=100)
 
   # Seven clients, of which five are drawn; each has every seventh image.

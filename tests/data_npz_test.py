@@ -147,14 +147,14 @@ def test_codistillation_with_the_files_clients(save):
       small.positions(k), np.arange(int(name), 240, 12)
     )
   for kwargs, message in (
-    (dict(num_clients=9), "num_clients=9: there are 12"),
+    (dict(num_clients=9), "num_clients=9: npz has 12"),
     (
       dict(partition_alpha=1.0),
       "partition_alpha=1.0: the file of npz says which",
     ),
     (
       dict(high_capacity_clients=9),
-      "high_capacity_clients=9: .* between 0 and 8",
+      "high_capacity_clients=9: .* at most 8",
     ),
     (dict(npz=None), "npz=None: dataset=npz needs your file"),
     (
@@ -166,7 +166,7 @@ def test_codistillation_with_the_files_clients(save):
       codist_images.load_codist_images("npz", **{"npz": path} | kwargs)
   with pytest.raises(ValueError, match="npz=.*: dataset=digits does not read"):
     codist_images.load_codist_images("digits", npz=path)
-  with pytest.raises(ValueError, match="num_clients=9: there are 60"):
+  with pytest.raises(ValueError, match="num_clients=9: digits has 60"):
     codist_images.load_codist_images("digits", num_clients=9)
 
 

@@ -75,7 +75,7 @@ def test_few_rounds_with_the_default_period_exchange_nothing(codist, tmp_path):
   few = ("--algorithm=periodic", "--rounds=2", *SMALL)
   done = codist(*few, f"--workdir={tmp_path}")
   assert done.returncode == 0, done.stderr
-  said = "an exchange every 10 rounds the pools never exchange anything"
+  said = "--codist_period=10 the pools never exchange anything"
   assert said in done.stderr
   result, rows = outcome(tmp_path)
   assert result["exchanges"] == 0 and "small/distill_loss" not in rows[0]

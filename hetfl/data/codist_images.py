@@ -162,7 +162,10 @@ def load_codist_images(
     images = load(dataset)
   task = _TASKS.get(dataset) or _own_task(images, num_clients)
   if num_clients not in (None, task.num_clients):
-    raise ValueError(f"num_clients={num_clients}: there are {task.num_clients}")
+    raise ValueError(
+      f"num_clients={num_clients}: {dataset} has {task.num_clients} clients;"
+      " leave it out"
+    )
   if high_capacity_clients is not None:
     task = task._replace(high_capacity_clients=high_capacity_clients)
   split = partition.codist_split(**task._asdict(), seed=partition_seed)

@@ -257,8 +257,8 @@ def _drawn(
   members = rng.permutation(np.flatnonzero(of_class)).astype(np.int32)
   if len(members) < each * parties:
     raise ValueError(
-      f"examples_per_class={each}: {each * parties} are wanted of class"
-      f" {label}, which has {len(members)}"
+      f"examples_per_class={each}: {parties} parties want {each * parties} of"
+      f" class {label}, which has {len(members)}"
     )
   return members[: each * parties]
 

@@ -428,7 +428,7 @@ def codist_split(
   most = num_clients - 1 - distill_clients  # One is left for the pool.
   checks.between(0, most, heldout_clients=heldout_clients)
   most = num_clients - distill_clients - heldout_clients
-  checks.between(0, most, high_capacity_clients=high_capacity_clients)
+  checks.whole(1, most, high_capacity_clients=high_capacity_clients)
   order = generator(Stream.POOLS, seed).permutation(num_clients)
   heldout, distill, pool = np.split(
     order, [heldout_clients, heldout_clients + distill_clients]

@@ -209,6 +209,11 @@ class Checkpoints:
       logging.warning(
         f"Checkpoints in {self.folder}: {', '.join(damaged)}; using {use}."
       )
+    if found and "specs" not in found[1]:
+      raise ValueError(
+        f"{self.path(found[0])} is of an earlier version of hetfl; use another"
+        " folder, or the version that began this one"
+      )
     return found
 
 
@@ -274,8 +279,6 @@ def _verified(folder: pathlib.Path) -> dict[str, Any]:
   if content != _signed(text).decode():
     raise ValueError("its manifest is not what was written")
   manifest = json.loads(text)
-  if "specs" not in manifest:
-    raise ValueError("an earlier version has written it")
   # NumPy must not parse damaged bytes: a parser may then do anything.
   found = _digests(folder)
   for file, digest in manifest["files"].items():

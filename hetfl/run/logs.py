@@ -265,7 +265,12 @@ class RunFolder:
         f" Use another {named}."
       )
     if not stored:
-      self.path.mkdir(parents=True, exist_ok=True)
+      try:
+        self.path.mkdir(parents=True, exist_ok=True)
+      except OSError as error:
+        raise ConfigMismatch(
+          f"{named}={workdir}: cannot be made ({error}); use another {named}"
+        ) from error
       self._write_config()
       return
     assumed = {n: d for n, d in (defaults or {}).items() if n in config}
