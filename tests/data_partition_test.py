@@ -257,5 +257,5 @@ def test_codist_split_is_the_papers():
     500, seed=1, high_capacity_clients=47, **kwargs
   )
   assert set(other.pool) != set(splits[0].pool)
-  with pytest.raises(ValueError, match="high_capacity_clients=316.*at most 315"):
+  with pytest.raises(ValueError, match="clients=316.*at most 315"):
     partition.codist_split(500, seed=0, high_capacity_clients=316, **kwargs)
