@@ -172,8 +172,13 @@ def row_of(
     else "",
   )
   seeds = sorted(set.intersection(*map(set, found)))
-  if not seeds:
-    return row
+  if not seeds:  # What there is, of one side, is shown.
+    means = [[*map(statistics.fmean, of.values())] for of in found]
+    cells = ["–" if not each else report.cell(each) for each in means]
+    return row._replace(
+      ours=", ".join(cells) if any(found) else "",
+      runs=", ".join(f"[{c}]({n})" for n, (_, c) in links.items()),
+    )
   reached = published[0] if sides == 1 else 0.0
   leads = [
     sum(s * v for s, v in zip(signs, values)) - reached
