@@ -314,9 +314,9 @@ def fml(
     # It is a divisor.
     core.check_schedule("temperature", temperature, 1, low=1e-6, high=np.inf)
     method = _mutual(global_model, divergence, merge)
-  turns = _in_turn if sequential and method.shared is not None else None
+  in_turn = _in_turn if sequential and global_model is not None else None
   one_round = round_step(
-    roster, method, hyper, optimizer, engine or Inline(), turns=turns
+    roster, method, hyper, optimizer, engine or Inline(), in_turn=in_turn
   )
 
   def init(key, server=None, rows=None):  # Line 2; of ClientUpdate, too.

@@ -171,7 +171,7 @@ def round_step(
   optimizer: core.Optimizer,
   engine: Engine,
   *,
-  turns: Callable[[Callable], Callable] | None = None,
+  in_turn: Callable[[Callable], Callable] | None = None,
 ) -> Callable[..., tuple[core.State, core.Metrics]]:
   """The step of `personal`, of which the round's key is an argument.
 
@@ -181,7 +181,7 @@ def round_step(
     hyper: all hyper-parameters, as `core.scheduled` takes them.
     optimizer: of clients without one of their own.
     engine: where the work runs.
-    turns: makes a step of both models in turn of one of both at once.
+    in_turn: makes a step of both models in turn of one of both at once.
 
   Returns:
     `(state, plan, data, key) -> (state, metrics)`.
@@ -193,7 +193,7 @@ def round_step(
     core.check_schedule(name, value, 1, high=high)
   checks.optimizers(optimizer=optimizer)
   updates = [
-    _update(client, method, optimizer, turns) for client in roster.first
+    _update(client, method, optimizer, in_turn) for client in roster.first
   ]
   surveys = [_survey(client, method) for client in roster.first]
 
@@ -274,7 +274,7 @@ def _check(method: Method) -> None:
     )
 
 
-def _update(client, method, optimizer, turns) -> Task:
+def _update(client, method, optimizer, in_turn) -> Task:
   """A client's training, and what it sends."""
 
   def own_optimizer(context):
@@ -345,7 +345,7 @@ def _update(client, method, optimizer, turns) -> Task:
     penalty=client.penalty and penalty,
   )
   return local.training(
-    turns(step) if turns else step,
+    in_turn(step) if in_turn else step,
     begin,
     end,
     transform=client.transform,
