@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import os
 import pathlib
 import re
@@ -82,6 +83,19 @@ def test_restores_bit_for_bit(tmp_path, warnings):
   assert bits(restored) == bits(state)
   assert restored["small/x"].params["w"].devices() == {jax.devices()[0]}
   assert not warnings
+
+
+def test_a_checkpoint_of_an_earlier_version_is_said_to_be_one(tmp_path):
+  state, checkpoints = {"w": jnp.ones(3)}, checkpoint.Checkpoints(tmp_path)
+  checkpoints.save(7, state, {})
+  manifest = tmp_path / "000007/manifest.json"
+  text = manifest.read_text().partition("\n")[2].strip()
+  text = text.replace('"specs"', '"leaves"')  # As it was called.
+  digest = hashlib.sha256(text.encode()).hexdigest()
+  manifest.write_text(f"{digest}\n{text}\n")
+  for read in (checkpoints.latest, lambda like: checkpoints.part("", like)):
+    with pytest.raises(ValueError, match="000007 is of an earlier version of"):
+      read(like=state)
 
 
 def test_restored_state_can_be_donated(tmp_path):

@@ -294,7 +294,13 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     ((f"--seed={2**32}",), f"{2**32} must lie between 0 and {2**32 - 1}"),
     ((f"--rounds={2**31}",), f"--rounds={2**31}: {2**31} must be below 2^31"),
     (("--cpu_devices=2000",), "--cpu_devices=2000: 2000 must lie between 1"),
-    (("--flagfile=/nowhere",), "/nowhere"),
+    (("--flagfile=/nowhere",), "error: Unable to open flagfile: "),
+    (("--tensorboard=maybe",), "error: --tensorboard=maybe: give true or fal"),
+    (
+      ("--workdir=/proc/self/run",),
+      "--workdir=/proc/self/run/fedavg: cannot b",
+    ),
+    (("--num_clients=7",), "--num_clients=7: digits has 60 clients; leave"),
     (("stray",), "unexpected argument 'stray'"),
     (
       ("--distributed_coordinator=auto", "--distributed_processes=2"),
@@ -472,6 +478,11 @@ def test_reproduce_puts_our_numbers_beside_the_published(experiment, tmp_path):
   assert "table1_cifar_4700_merged_in" in run("--list").stdout
   wrong = run("--table=codist_table1_cifar", "--only=4701")
   assert "no cell '4701'" in error_of(wrong)
+  wrong = run("--table=codist_table1_cifar", "--only=")
+  assert "--only=: give a value, or leave it out" in error_of(wrong)
+  quote = ("--search=4", "--search_flags=--block='2")
+  wrong = run("--table=codist_table1_cifar", *quote)
+  assert "--search_flags=--block='2: No closing quotation" in error_of(wrong)
   wrong = run("--table=codist_table1_cifar", "--", "--workdir=/elsewhere")
   assert "give --workdir and --seeds before" in error_of(wrong)
   # A cell on digits instead, 2 of its rounds; another one joins it.

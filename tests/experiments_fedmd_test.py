@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import signal
 
 import numpy as np
@@ -75,8 +76,12 @@ def test_a_run_says_what_became_of_each_party(undisturbed):
 
 @pytest.mark.slow
 def test_sigkill_before_the_rounds_and_in_them(undisturbed, fedmd, tmp_path):
-  killed = tmp_path / "killed"
-  run = (*TINY, f"--workdir={killed}")
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  shutil.copytree(undisturbed[0], whole)
+  longer = (*TINY[:-1], "--rounds=16")  # Four are over before the signal.
+  done = fedmd(*longer, f"--workdir={whole}")
+  assert done.returncode == 0, done.stderr
+  run = (*longer, f"--workdir={killed}")
   draw = random.Random(0)
   seen = set()
   for folder in ("transfer", "."):
@@ -88,7 +93,7 @@ def test_sigkill_before_the_rounds_and_in_them(undisturbed, fedmd, tmp_path):
   done = fedmd(*run)
   assert done.returncode == 0, done.stderr
   for folder in (".", *PHASES):
-    ours, theirs = killed / folder, undisturbed[0] / folder
+    ours, theirs = killed / folder, whole / folder
     assert outcome(ours) == outcome(theirs)
     assert last_state(ours) == last_state(theirs)
   # The same command with other data of one phase.
@@ -236,7 +241,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--consensus_weights=1,1,1,1,-1",), "-1 must be at least 0"),
     (("--num_parties=2", "--weak_parties=3"), "--weak_parties=3: must lie"),
     (("--public_subset=9999",), "--public_subset=9999: exceeds the 771"),
-    (("--examples_per_class=99",), "examples_per_class=99: 495 are wanted"),
+    (("--examples_per_class=99",), "examples_per_class=99: 5 parties want 495"),
     (
       ("--heldout_examples=5000",),
       "--heldout_examples=5000: must lie between 0 and 870",

@@ -38,7 +38,7 @@ def test_a_run_survives_damage_to_any_file(tmp_path, whole):
         assert outcome(place) == outcome(whole), (kind, name)
   # Nobody else knows whose run it was; rows before the last must be JSON.
   assert refused <= {"config.json", "metrics.jsonl"}
-  assert len(files) > 10 and len(seen) == 3
+  assert len(files) > 8 and len(seen) == 3
 
 
 @pytest.mark.parametrize("name", ["result.json", "metrics.jsonl"])
@@ -64,7 +64,7 @@ def test_another_number_is_noticed(tmp_path, whole, name):
 def test_a_disk_that_is_full_at_any_write(tmp_path, whole):
   inside.writes(DISK)
   failed = 0
-  for n in range(1, 1000, 7):  # All of them pass, and take a minute.
+  for n in range(1, 1000, 5):  # All of them pass, and take a minute.
     place = tmp_path / str(n)
     DISK.update(folder=str(place), first=n, last=1000, do="ENOSPC", seen=0)
     try:

@@ -187,6 +187,7 @@ def test_parties_and_clients_count_in_the_mean(summarize, tmp_path):
       "--published=a/b=...: there are run/global",
     ),
     (("{}/run", "--over=megabytes"), "for the chart; give --out=DIR too"),
+    (("{}/torn",), "torn/result.json is damaged (Expecting"),
     (
       ("{}/run", "--metric=accuracy", "--over=megabytes", "--out={}/out"),
       "--over=megabytes: no result.json says what run, global, sends",
@@ -197,6 +198,8 @@ def test_what_cannot_be_compared_is_one_line(
   summarize, tmp_path, args, message
 ):
   write(tmp_path / "run", [0.5])
+  write(tmp_path / "torn", [0.5])
+  (tmp_path / "torn/result.json").write_text("{")
   done = summarize(*(arg.format(tmp_path) for arg in args))
   assert done.returncode != 0
   assert message in error_of(done)
