@@ -252,6 +252,8 @@ def test_one_model_and_one_rate():
     scaffold([Client(MLP), Client(WIDE, "b")])
   with pytest.raises(ValueError, match="'b': has a learning rate or an optim"):
     scaffold([Client(MLP), Client(MLP, "b", learning_rate=0.1)])
+  with pytest.raises(ValueError, match="optimizer: .* plain SGD; leave it out"):
+    scaffold([Client(MLP)], learning_rate=0.1, optimizer=optax.adam)
 
 
 # --- Ditto --------------------------------------------------------------------

@@ -61,8 +61,8 @@ def scaffold(
     of models is weighted as the plan is; the paper's weights are equal.
 
   Raises:
-    ValueError: as `personal`; clients have several models, or learning rates or
-      optimizers of their own.
+    ValueError: as `personal`; there is an optimizer, or clients have several
+      models, or learning rates or optimizers of their own.
 
   Reference: Karimireddy et al. 2020, algorithm 1, option II. Departure: batch
   statistics, which have no controls, are the clients' weighted mean.
@@ -140,6 +140,10 @@ def scaffold(
     extra=lambda variables, client: core.sums_like(variables.params),
     aggregate=aggregate,
   )
+  if "optimizer" in options:
+    raise ValueError(
+      "optimizer: controls are mean gradients of plain SGD; leave it out"
+    )
   algorithm = personal(clients, method, optimizer=optax.sgd, **options)
   one_model(clients)
   for client in clients:
