@@ -27,6 +27,8 @@ POOLS = ("small", "large")
 CONVOLUTIONS = ("first", "second", "third")
 _CIFAR = "cifar10 cifar100"
 _STUDENTS = "periodic merged"
+# What says after how many rounds an algorithm's pools exchange something.
+EXCHANGES = {"periodic": "codist_period", "merged": "merge_every"}
 _RATE = "log:1e-4:0.1"
 rates = functools.partial(setting, each=POOLS, low=1e-6, search=_RATE)
 of_students = functools.partial(setting, each=POOLS, only=_STUDENTS)
@@ -283,8 +285,8 @@ class Codist(shared.Rounds):
   @property
   def exchange_every(self) -> int:
     """Rounds from one exchange between the pools to the next; 0: none."""
-    every = {"periodic": self.codist_period, "merged": self.merge_every}
-    return every.get(self.algorithm, 0)
+    flag = EXCHANGES.get(self.algorithm)
+    return getattr(self, flag) if flag else 0
 
 
 def main(argv: Sequence[str]) -> None:

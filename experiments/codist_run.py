@@ -9,7 +9,7 @@ import pathlib
 from typing import Any
 
 from absl import logging
-from codist import Codist, POOLS, TEXTS
+from codist import Codist, EXCHANGES, POOLS, TEXTS
 from codist_tasks import task_of
 import jax
 import launch
@@ -165,9 +165,7 @@ class Experiment:
       logging.warning(
         "--algorithm=%s: with --rounds=%d and --%s=%d the pools never exchange"
         " anything, which is FedAvg.",
-        *(s.algorithm, s.rounds),
-        "merge_every" if s.algorithm == "merged" else "codist_period",
-        s.exchange_every,
+        *(s.algorithm, s.rounds, EXCHANGES[s.algorithm], s.exchange_every),
       )
     engine = launch.engine_of(s, self.lanes(s))
     built = self._algorithm(s, dict(rounds=s.rounds, engine=engine))

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 import pathlib
-import re
 from typing import Any
 
 import flax.linen as nn
@@ -276,7 +275,9 @@ class Experiment:
       start = "global_" if s.algorithm == "fml" else ""
       for values in found:
         for name, value in values.items():
-          row[re.sub(r"^(client\d+/)", rf"\1{start}", name)] = value
+          if name.startswith("client"):
+            name = name.replace("/", f"/{start}")
+          row[name] = value
     for kind in self.kinds:
       row[f"clients/{kind}_accuracy"] = float(
         np.mean([row[f"client{k}/{kind}_accuracy"] for k in clients])

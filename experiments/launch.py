@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from absl import flags, logging
 import jax
-from settings import check_seeds, Given, in_words, Settings, shown, UsageError
+from settings import Given, in_words, Settings, shown, UsageError
 
 from hetfl import core
 from hetfl import engine as engine_lib
@@ -325,15 +325,14 @@ def seed_folders(
   """The folder of each seed's runs: `workdir` itself without `--seeds`.
 
   Raises:
-    UsageError: `workdir` holds anything but folders of seeds, two seeds are the
-      same, or both --seed and --seeds are given.
+    UsageError: `workdir` holds anything but folders of seeds, or both --seed
+      and --seeds are given.
   """
   seeds, seed = given.values.get("seeds"), given.values.get("seed", 0)
   if not seeds:
     return {seed: workdir}
   if "seed" in given.typed:
     raise UsageError(f"--seed={seed}: give it or --seeds, not both")
-  check_seeds(seeds)
   only_holds(workdir, r"seed\d+|summary\.json", "seedN, or seedN/ALGORITHM")
   return {seed: workdir / f"seed{seed}" for seed in seeds}
 

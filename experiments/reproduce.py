@@ -192,7 +192,7 @@ class Reproduce(settings.Settings):
   list: bool = setting(False)
   only: tuple[str, ...] | None = setting()
   workdir: str | None = setting()
-  seeds: tuple[int, ...] = setting((), low=0)
+  seeds: tuple[int, ...] = setting((), low=0, distinct=True)
   data_dir: str | None = setting()
   download: bool = setting(False)
   search: int | None = count()
@@ -218,7 +218,6 @@ class Cells:
     self.folder = pathlib.Path(args.workdir or f"runs/{args.table}")
     self.places = [f"--data_dir={args.data_dir}"] if args.data_dir else []
     self.places += ["--download"] if args.download else []
-    settings.check_seeds(args.seeds)
     seeds = [f"--seeds={settings.shown(args.seeds)}"]
     self.seeds = seeds if args.seeds else []
     try:

@@ -48,6 +48,7 @@ class Setting:
     high: the greatest.
     each: names of what can have a value each; one value is for all of them.
     most: the greatest number of values.
+    distinct: whether no value may come twice.
     search: the range in a search.
     search_each: whether a search has a value for each of `each`, if there are.
     argument: the library's name, as an argument and in `state.hyper`, if it is
@@ -68,6 +69,7 @@ class Setting:
   high: float = math.inf
   each: tuple[str, ...] = ()
   most: int | None = None
+  distinct: bool = False
   search: str = ""
   search_each: bool = True
   argument: str = ""
@@ -125,6 +127,8 @@ class Setting:
         f"{shown}: give one value, or {len(self.each)}, for"
         f" {' and '.join(self.each)}"
       )
+    if self.distinct and len({*values}) < len(values):
+      raise UsageError(f"{shown}: give different numbers")
     if self.most and not 1 <= len(values) <= self.most:
       raise UsageError(f"{shown}: give one value, or FIRST,LAST")
     return self.whole(values)
@@ -288,12 +292,6 @@ def in_words(condition: str) -> str:
   'merged or periodic with cifar'
   """
   return " with ".join(" or ".join(p.split()) for p in condition.split(", "))
-
-
-def check_seeds(seeds: Sequence[int]) -> None:
-  """Raises a `UsageError` if --seeds has a number twice."""
-  if len(set(seeds)) < len(seeds):
-    raise UsageError(f"--seeds={shown(seeds)}: give different numbers")
 
 
 def shown(value: Any) -> str:

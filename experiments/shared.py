@@ -87,7 +87,9 @@ class Run(Settings):
   rounds: int = count()
   seed: int = setting(0, low=0, high=MAX_SEED)
   partition_seed: int = setting(0, low=0)
-  seeds: tuple[int, ...] | None = setting(kind="place", low=0, high=MAX_SEED)
+  seeds: tuple[int, ...] | None = setting(
+    kind="place", low=0, high=MAX_SEED, distinct=True
+  )
   eval_every: int = count()
   checkpoint_every: int | None = count(kind="speed")
   tensorboard: bool = setting(True, kind="machine")

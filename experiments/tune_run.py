@@ -10,7 +10,7 @@ from typing import Any
 from absl import logging
 import jax
 import launch
-from settings import check_seeds, Given, Settings, shown, UsageError
+from settings import Given, Settings, shown, UsageError
 from tune import Search
 
 import hetfl
@@ -239,7 +239,6 @@ def main(given: Given) -> None:
   s, space, off, vmap = settle(given, search, command)
   launch.warn_of_idle(given, [s])
   (algorithm,), seeds = s.algorithm, s.seeds or (s.seed,)
-  check_seeds(seeds)
   s = dataclasses.replace(s, algorithm=algorithm)
   dataset = shown(s.dataset).replace(",", "-")
   workdir = launch.workdir_of(

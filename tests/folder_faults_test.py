@@ -38,6 +38,10 @@ def test_a_run_survives_damage_to_any_file(tmp_path, whole):
         assert outcome(place) == outcome(whole), (kind, name)
   # Nobody else knows whose run it was; rows before the last must be JSON.
   assert refused <= {"config.json", "metrics.jsonl"}
+  assert {p.name for p in files} >= {
+    *("config.json", "config.flags", "result.json", "metrics.jsonl"),
+    *("manifest.json", "state.npz"),
+  }
   assert len(files) > 8 and len(seen) == 3
 
 

@@ -134,7 +134,7 @@ def dependence(
   ticks = sorted({x for of in points.values() for x, _ in of if x is not None})
   ax.set_xticks(ticks, [f"{x:,}" for x in ticks])
   ax.minorticks_off()
-  fig.legend(loc="outside right upper", **_LEGEND)
+  fig.legend(loc="outside right center", **_LEGEND)
   _save(fig, path, title)
 
 
@@ -174,7 +174,7 @@ def collaboration(
   ax.set_xlim(-margin, last + margin)
   xlabel = "Round (dashed: transfer learning alone; dash-dotted: pooled data)"
   _dress(ax, xlabel, "Test accuracy (%)")
-  fig.legend(loc="outside right upper", **_LEGEND)
+  fig.legend(loc="outside right center", **_LEGEND)
   _save(fig, path, title)
 
 
