@@ -47,7 +47,7 @@ from benchmarks.rounds import count
 import hetfl
 from hetfl import core
 from hetfl.algorithms import fd, fedproto, lgfedavg, personal
-from hetfl.algorithms.features import headed, logits_only, with_parts
+from hetfl.algorithms.features import headed, logits_only, scored, with_parts
 from hetfl.batches import Plan, rows_of
 from hetfl.data.compared_images import ComparedImages, load_compared_images
 from hetfl.models import vision
@@ -252,7 +252,7 @@ class Ours:
       learner = group.learner._replace(variables=own)
       groups.append(group.replace(learner=learner))
       evaluator = hetfl.ClientEvaluator(
-        _scored(of_client[group.clients[0]], method.scores),
+        scored(of_client[group.clients[0]], method.scores),
         images.test.take(group.clients),
         transform=scaled,
         engine=options["engine"],
@@ -310,15 +310,6 @@ class Ours:
           gap += float(np.sum((a[row] - b) ** 2))
           way += float(np.sum((c - b) ** 2))
     return (gap / way) ** 0.5 if way else gap
-
-
-def _scored(model, scores):
-  """A model of variables and, as their `stats`, of what the server sent."""
-
-  def apply(both, x, key, train):
-    return scores(model.predict(both.params, x), both.stats), both.stats
-
-  return core.Model(model.init, apply)
 
 
 def compare(name: str, images: ComparedImages, args) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Experiment:
     self.engine = launch.engine_of(s)
     self.task = task_of(s)
     self.data, self.models = self.task.data, self.task.models
-    self._pools, self._banks = {}, {}
+    self._pools = {}
     # Whose examples a plan's batches are.
     self.sets = dict(zip(POOLS, self.data.pools))
     self.sets["distill"] = self.data.distill
@@ -74,16 +74,11 @@ class Experiment:
     sets = {"test": self.data.test, "heldout": self.data.heldout}
     if s.bank != "device":
       sets = {name: subset.alone() for name, subset in sets.items()}
-      banks = hetfl.put_banks(*sets.values())
-    else:
-      banks = hetfl.put_banks(*sets.values(), *self.sets.values())
-      self._banks = dict(zip(self.sets, banks[len(sets) :]))
+    there = launch.put(sets | self.sets if s.bank == "device" else sets)
+    self._banks = {n: there[n].bank for n in self.sets if n in there}
     self.evaluator = hetfl.Evaluator(
       self.models,
-      {
-        name: hetfl.Subset(bank, subset.index)
-        for bank, (name, subset) in zip(banks, sets.items())
-      },
+      {name: there[name] for name in sets},
       engine=self.engine,
       batch_size=s.eval_batch_size,
       **self.task.evaluator,

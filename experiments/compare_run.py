@@ -9,11 +9,11 @@ import functools
 import pathlib
 from typing import Any
 
+from absl import logging
 from compare import Compare, PUBLIC
 from compare_methods import (
   by_head,
   Kind,
-  Method,
   METHODS,
   WITH_GLOBAL,
   WITH_ONE_MODEL,
@@ -30,7 +30,7 @@ import summarize
 import hetfl
 from hetfl import augment, core, evaluate
 from hetfl.algorithms import fedmrl
-from hetfl.algorithms.features import headed, logits_only
+from hetfl.algorithms.features import headed, logits_only, scored
 from hetfl.batches import leave_out
 from hetfl.clients import rows_of_group
 from hetfl.data import compared_images, files, partition
@@ -114,6 +114,10 @@ class Experiment:
       load_public, **s.arguments(load_public, image_shape=shape)
     )
     self.engine = launch.engine_of(s)
+    slow = sorted(large.NETWORKS.keys() & {*names, s.global_model})
+    if slow and "cpu" in s.words:
+      text = "--models: on a CPU %s take minutes to compile."
+      logging.info(text, ", ".join(slow))
     self.num_classes = self.images.num_classes
     (self.bank,) = hetfl.put_banks(self.images.train)
     recipe = augment.recipe_of(
@@ -159,9 +163,8 @@ class Experiment:
     self.nested = functools.cache(nested)
     self._evaluators: dict[Any, hetfl.ClientEvaluator] = {}
     # Large models take seconds to trace, and all data is read for a record.
-    self.shapes, self._record = map(
-      functools.cache, (self._shapes_of, self._record_of)
-    )
+    self.shapes = functools.cache(core.Model.shapes)
+    self._record = functools.cache(self._record_of)
     clients = range(s.num_clients)
     self.of_client = [Kind(names[k % len(names)]) for k in clients]
     self.kinds = list(dict.fromkeys(self.of_client))
@@ -183,10 +186,6 @@ class Experiment:
     for k, kind in enumerate(self.kinds_of(s)):
       held[kind] = (*held.get(kind, ()), k)
     return held
-
-  def _shapes_of(self, model: core.Model) -> hetfl.Variables:
-    """The shapes of a model's variables."""
-    return jax.eval_shape(model.init, jax.random.key(0))
 
   def num_bytes(self, kind: Kind) -> int:
     """The bytes of an architecture's variables."""
@@ -352,7 +351,7 @@ class Experiment:
     if key not in self._evaluators:
       held = getattr(self.images, which).take(members)
       self._evaluators[key] = hetfl.ClientEvaluator(
-        _scored(method, model),
+        scored(model, lambda *of: dict(zip(method.ways, method.scores(*of)))),
         dataclasses.replace(held, bank=self.bank),
         transform=self.transform,
         measure=functools.partial(_measure, which),
@@ -396,17 +395,6 @@ class Experiment:
       "all": everyone,
       "clients": clients,
     }
-
-
-def _scored(method: Method, model: core.Model) -> core.Model:
-  """A model of variables and, as their `stats`, of what the server sent."""
-
-  def apply(variables, x, key, train):
-    outputs = model.predict(variables.params, x)
-    outputs = method.scores(outputs, variables.stats)
-    return dict(zip(method.ways, outputs)), variables.stats
-
-  return core.Model(model.init, apply)
 
 
 def _measure(which, scores, batch):

@@ -87,7 +87,7 @@ def make_parties(
     with checks.noted(
       f"party{k}'s ({name}) does not fit images of {size}; give other --models"
     ):
-      variables = jax.eval_shape(model.init, jax.random.key(0))
+      variables = model.shapes()
     decays = models.has_head(variables.params)
     parties.append(
       hetfl.Participant(
@@ -121,23 +121,18 @@ class Experiment:
     self.names = [party.name for party in self.parties]
     self.held = dict(zip(self.names, data.private.subsets()))
     self.private = data.private.examples()
-    public_sets = (data.public, data.public_test, data.public_stopping)
-    private_sets = (self.private, data.private_test, data.private_stopping)
-    given = [x for x in (*public_sets, *private_sets) if x is not None]
-    banks = iter(hetfl.put_banks(*given))
     self.banks, self.stopping = {}, {}
     self.evaluators, self.fits = {}, {}
-    for of, sets in (("public", public_sets), ("private", private_sets)):
-      train, test, stopping = (
-        x and hetfl.Subset(next(banks), x.index) for x in sets
-      )
-      self.banks[of] = train.bank
-      self.stopping[of] = {"heldout": stopping, "test": test, "none": None}[
-        s.stopping_set
-      ]
+    for of, train, test, heldout in (
+      ("public", data.public, data.public_test, data.public_stopping),
+      ("private", self.private, data.private_test, data.private_stopping),
+    ):
+      sets = launch.put(checks.given(train=train, test=test, heldout=heldout))
+      self.banks[of] = sets["train"].bank
+      self.stopping[of] = sets.get(s.stopping_set)  # None of "none".
       self.evaluators[of] = hetfl.Evaluator(
         [party.model for party in self.parties],
-        {"test": test},
+        {"test": sets["test"]},
         transform=self.transforms[of],
         engine=self.engine,
         batch_size=s.eval_batch_size,

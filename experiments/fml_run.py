@@ -100,10 +100,7 @@ class Experiment:
     @functools.cache
     def adaptor(num_classes):
       shared = self.global_model
-      features = jax.eval_shape(
-        lambda key: shared.predict(shared.start(key), example),
-        jax.random.key(0),
-      )
+      features = jax.eval_shape(shared.predict, shared.shapes(), example)
       return core.Model.from_flax(
         nn.Dense(num_classes, kernel_init=nets.torch_init),
         jnp.zeros(features.shape),
@@ -144,14 +141,11 @@ class Experiment:
       self.populations[dataset] = hetfl.ClientPopulation.from_lists(
         own[0].bank, [subset.index for subset in own]
       )
-    banks = hetfl.put_banks(*self.populations.values(), *sets.values())
-    self.banks = dict(zip(self.populations, banks))
+    there = launch.put(self.populations | sets)
+    self.banks = {name: there[name].bank for name in self.populations}
     evaluator = functools.partial(
       hetfl.Evaluator,
-      sets={
-        name: hetfl.Subset(bank, subset.index)
-        for (name, subset), bank in zip(sets.items(), banks[len(classes) :])
-      },
+      sets={name: there[name] for name in sets},
       transform=recipe.evaluate,
       engine=self.engine,
       batch_size=s.eval_batch_size,
@@ -331,8 +325,7 @@ class Experiment:
     measured = functools.partial(report.last_and_best, evaluation, rows)
 
     alone, personal = s.algorithm == "independent", s.algorithm in _PERSONAL
-    init = lambda model: jax.eval_shape(model.init, jax.random.key(0))
-    shared = init(self.global_model)
+    shared = self.global_model.shapes()
     sent = 0 if alone else training.num_bytes(shared)
     clients = []
     for k, (client, held) in enumerate(zip(self.clients, self.data.clients)):
@@ -340,7 +333,7 @@ class Experiment:
       clients.append(
         {
           "model": s.client_models[k] if personal else s.global_model,
-          "parameters": core.num_parameters(init(own).params),
+          "parameters": core.num_parameters(own.shapes().params),
           "dataset": held.dataset,
           "examples": len(held.train.index),
           "validation_examples": len(held.validation.index),

@@ -20,6 +20,7 @@ from absl import flags, logging
 import jax
 from settings import Given, in_words, Settings, shown, UsageError
 
+import hetfl
 from hetfl import core
 from hetfl import engine as engine_lib
 from hetfl.run import logs, report, training
@@ -214,6 +215,23 @@ def _engine(devices: int | None, number: int | None) -> engine_lib.Engine:
 def forget_engines() -> None:
   """Drops the engines, and with them all programs that they compiled."""
   _engine.cache_clear()
+
+
+def put(sets: Mapping[str, Any]) -> dict[str, Any]:
+  """The same sets, with their banks on the device, shared ones only once.
+
+  Args:
+    sets: subsets and populations by name.
+
+  Returns:
+    The sets.
+  """
+  found, banks = {}, hetfl.put_banks(*sets.values())
+  for (name, held), bank in zip(sets.items(), banks):
+    is_subset = isinstance(held, hetfl.Subset)
+    replace = hetfl.Subset._replace if is_subset else dataclasses.replace
+    found[name] = replace(held, bank=bank)
+  return found
 
 
 def linear(values: Sequence[float], rounds: int):

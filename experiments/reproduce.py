@@ -29,7 +29,6 @@ from collections.abc import Collection, Mapping, Sequence
 import csv
 import dataclasses
 import io
-import json
 import pathlib
 import re
 import shlex
@@ -37,7 +36,6 @@ import signal
 import statistics
 import subprocess
 import sys
-from typing import Any
 
 import settings
 from settings import count, setting, UsageError
@@ -144,7 +142,7 @@ def draw(
 
   points, of_trials, tops = {}, {}, set()
   for cell in table.cells:
-    tuned = _read(folder / "search" / cell.name / "result.json") or {}
+    tuned = logs.read_json(folder / "search" / cell.name / "result.json") or {}
     x = cell.flags.get(table.axis)
     for name, path in table.numbers.items():
       label = f"{cell.flags['algorithm']}, {name}"
@@ -390,8 +388,8 @@ def read_result(folder: pathlib.Path) -> dict | None:
     --patience, one that has fewer rounds than it may have is.
   """
   if (folder / "config.json").exists():  # One run; folders in it are phases.
-    result = _read(folder / "result.json")
-    config = _read(folder / "config.json")["config"]
+    result = logs.read_json(folder / "result.json")
+    config = logs.read_json(folder / "config.json")["config"]
     if not result or config.get("patience"):
       return result
     return result if result["rounds"] == config["rounds"] else None
@@ -406,17 +404,6 @@ def read_result(folder: pathlib.Path) -> dict | None:
   rounds = max(result["rounds"] for result in results.values())
   seconds = sum(result["seconds"] for result in results.values())
   return {**results, "rounds": rounds, "seconds": seconds}
-
-
-def _read(path: pathlib.Path) -> Any:
-  """A file of JSON; `None` if there is none."""
-  try:
-    return json.loads(path.read_bytes()) if path.exists() else None
-  except ValueError as error:
-    raise UsageError(
-      f"{path} is damaged ({error}); repeat the command without --tabulate,"
-      " which makes it again"
-    ) from None
 
 
 def run(args: Reproduce, extra: Sequence[str]) -> None:
@@ -475,7 +462,7 @@ def main(argv: Sequence[str]) -> None:
   try:
     given = settings.parse(argv[:split], Reproduce)
     run(Reproduce.resolve(given.values, ()), argv[split + 1 :])
-  except UsageError as error:
+  except ValueError as error:
     sys.exit(f"error: {error}")
 
 

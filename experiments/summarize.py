@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 import csv
 import dataclasses
 import io
-import json
 import pathlib
 import re
 import sys
@@ -75,15 +74,7 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
   for place, of in zip(places, parts):
     rows = logs.read_rows(place / "metrics.jsonl")
     names |= {name.rpartition("/")[2] for row in rows for name in row}
-    try:
-      result = json.loads((place / "result.json").read_bytes())
-    except FileNotFoundError:  # It is not finished.
-      result = {}
-    except ValueError as error:
-      raise ValueError(
-        f"{place / 'result.json'} is damaged ({error}); repeat the run's"
-        " command, which makes it again"
-      ) from None
+    result = logs.read_json(place / "result.json") or {}  # Not finished.
     courses, pools = series(rows, metric), result.get("pools")
     runs.append(
       Run(
@@ -364,8 +355,7 @@ def run(given: settings.Given) -> None:
   print(table(lines, target))
   if not s.out:
     return
-  out = pathlib.Path(s.out)
-  out.mkdir(parents=True, exist_ok=True)
+  out = logs.make_folder(s.out, "--out")
   text = io.StringIO()
   writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
   writer.writeheader()

@@ -1,6 +1,6 @@
 """Checks of values that users give; errors name them and say what to do."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 import contextlib
 import inspect
 from typing import Any
@@ -47,6 +47,26 @@ def whole(low: int, high: float, **numbers: int) -> None:
       raise ValueError(
         f"{name}={value!r}: must be a whole number, at least {low}{most}"
       )
+
+
+def one_of(choices: Collection[str], **values: str) -> None:
+  """Checks arguments that are one of some names.
+
+  Args:
+    choices: the names.
+    **values: the arguments.
+
+  Raises:
+    ValueError: naming the first that is none of them.
+
+  >>> one_of(('iid', 'file'), partition='ii')
+  Traceback (most recent call last):
+    ...
+  ValueError: partition=ii: choose from iid, file
+  """
+  for name, value in values.items():
+    if value not in choices:
+      raise ValueError(f"{name}={value}: choose from {', '.join(choices)}")
 
 
 def integers(what: str, given: Any) -> np.ndarray:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 import dataclasses
 import os
-import pathlib
+import tempfile
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -303,7 +303,8 @@ def on_host(
     algorithm: one whose clients keep models, such as `fml`.
     clients: its clients.
     engine: its engine, by default `Inline()`.
-    folder: where to keep the rows on disk, in new files; `None` for in memory.
+    folder: where to keep the rows on disk, in files without a name, which end
+      with the process; `None` for in memory.
 
   Returns:
     The algorithm; its state's `clients` hold NumPy arrays, which a step changes
@@ -311,8 +312,6 @@ def on_host(
     method's `server` sees the first 1,024 clients of a kind.
 
   Raises:
-    FileExistsError: the folder holds such files; a run that is resumed needs a
-      new one, too, which it fills from its checkpoint.
     ValueError: `init` or `step` is traced; clients keep typed random keys.
 
   >>> from hetfl import ClientPopulation, plan_round
@@ -346,12 +345,8 @@ def on_host(
     shape = (sizes[group], *like.shape[1:])
     if folder is None:
       return np.zeros(shape, like.dtype)
-    name = "".join(c if c.isalnum() else "_" for c in name).strip("_")
-    with open(pathlib.Path(folder) / f"{name}.npy", "xb") as file:
-      pass
-    return np.lib.format.open_memmap(
-      file.name, "w+", dtype=like.dtype, shape=shape
-    )
+    file = tempfile.TemporaryFile(dir=folder)
+    return np.memmap(file, like.dtype, "w+", shape=shape)
 
   def init(key, *args):
     _check_untraced(key)

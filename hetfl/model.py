@@ -88,6 +88,15 @@ and Model.from_nnx make one of a Flax module
     arguments = ("variables", "x", "key", "train")
     checks.takes(f"{owner}: apply", given.apply, *arguments)
 
+  def shapes(self) -> Variables:
+    """The shapes and types of its variables, which are not computed.
+
+    >>> dense = Model.from_flax(nn.Dense(3), jnp.zeros((1, 2)))
+    >>> dense.shapes().params['kernel']
+    ShapeDtypeStruct(shape=(2, 3), dtype=float32)
+    """
+    return jax.eval_shape(self.init, jax.random.key(0))
+
   def start(
     self, key: jax.Array, owner: str = "a model", given: Variables | None = None
   ) -> Variables:

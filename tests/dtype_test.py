@@ -193,7 +193,7 @@ def test_commands_models_compute_in_bfloat16(monkeypatch, tmp_path, command):
   experiment = module.Experiment(module.SETTINGS.resolve(given.values, words))
   models, x = COMMANDS[command]
   for model in models(experiment):
-    variables = jax.eval_shape(model.init, jax.random.key(0))
+    variables = model.shapes()
     types = products(jax.make_jaxpr(model.predict)(variables, x).jaxpr)
     assert any("bfloat16" in t[:2] for t in types)
 

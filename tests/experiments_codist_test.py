@@ -191,7 +191,7 @@ def test_a_model_is_read_out_of_a_finished_run(finished):
   """As docs/commands.md has it."""
   model = hetfl.Model.from_flax(small_models.small(10), jnp.zeros((1, 8, 8, 1)))
   checkpoints = Checkpoints(finished[0] / "checkpoints")
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  shapes = model.shapes()
   variables = checkpoints.part(".server[0].variables", like=shapes)
   evaluate = hetfl.Evaluator(
     [model],

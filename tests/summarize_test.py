@@ -189,6 +189,10 @@ def test_parties_and_clients_count_in_the_mean(summarize, tmp_path):
     (("{}/run", "--over=megabytes"), "for the chart; give --out=DIR too"),
     (("{}/torn",), "torn/result.json is damaged (Expecting"),
     (
+      ("{}/run", "--metric=accuracy", "--out={}/torn/result.json"),
+      "torn/result.json: cannot be made ([Errno 17] File exists",
+    ),
+    (
       ("{}/run", "--metric=accuracy", "--over=megabytes", "--out={}/out"),
       "--over=megabytes: no result.json says what run, global, sends",
     ),

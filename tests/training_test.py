@@ -526,7 +526,7 @@ def test_final_state_wants_a_finished_run(tmp_path):
 def test_bytes_that_are_sent_count_statistics():
   module = nn.Sequential([nn.Dense(3), nn.BatchNorm(use_running_average=True)])
   model = core.Model.from_flax(module, jnp.zeros((1, 2)))
-  variables = jax.eval_shape(model.init, jax.random.key(0))
+  variables = model.shapes()
   # By hand: 2 x 3 weights and 3 biases, 3 scales and 3 shifts; then 3 means and
   # 3 variances, of 4 bytes each.
   assert core.num_parameters(variables.params) == 15

@@ -4,7 +4,7 @@ Methods that share features, prototypes or heads need to know where a model's
 body ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -70,6 +70,28 @@ def logits_only(model: core.Model) -> core.Model:
   def apply(variables, x, key, train):
     outputs, stats = model.outputs(variables, x, key, train)
     return outputs.logits, stats
+
+  return core.Model(model.init, apply)
+
+
+def scored(model: core.Model, scores: Callable[[Any, Any], Any]) -> core.Model:
+  """A model by which clients classify with what the server sent, to evaluate.
+
+  Args:
+    model: the client's model, of outputs such as `Features`.
+    scores: `(outputs, what the server sent) -> class scores`.
+
+  Returns:
+    A model whose variables are the client's and, as `stats`, what was sent.
+
+  >>> double = core.Model(None, lambda v, x, key, train: (2 * x, v.stats))
+  >>> minus = scored(double, lambda outputs, sent: outputs - sent)
+  >>> minus.predict(core.Variables(core.Variables({}, {}), 1), 3)
+  5
+  """
+
+  def apply(both, x, key, train):
+    return scores(model.predict(both.params, x), both.stats), both.stats
 
   return core.Model(model.init, apply)
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from hetfl import checks
 from hetfl.data import fedjax_source, files, partition, vision
-from hetfl.data.errors import one_of
 from hetfl.data.npz import check_npz, load_npz
 from hetfl.population import ClientPopulation, Subset
 from hetfl.streams import Stream
@@ -141,8 +140,9 @@ def load_codist_images(
     `distill_examples` as in Figure 4.
   """
   # Arguments are checked first, before minutes of reading.
-  one_of(DATASETS, dataset=dataset)
-  one_of(("in_domain", *_OTHERS.get(dataset, ())), distill_data=distill_data)
+  checks.one_of(DATASETS, dataset=dataset)
+  known = "in_domain", *_OTHERS.get(dataset, ())
+  checks.one_of(known, distill_data=distill_data)
   check_npz(npz, [dataset])
   optional = checks.given(
     distill_examples=distill_examples,

@@ -19,7 +19,7 @@ import numpy as np
 
 from hetfl import checks
 from hetfl.data import disk, files, partition, text, text_sources
-from hetfl.data.errors import DataError, one_of
+from hetfl.data.errors import DataError
 from hetfl.population import ClientPopulation, Subset
 from hetfl.streams import generator, Stream
 
@@ -150,10 +150,10 @@ def load_codist_text(
   settings = locals().copy()  # All that the arrays depend on.
   for name in ("data_dir", "seed", "on_disk"):
     settings.pop(name)
-  one_of(DATASETS, dataset=dataset)
-  one_of(text.KINDS, vocabulary=vocabulary)
-  one_of(("capacity", "domain"), pools=pools)
-  one_of(("in_domain", "c4"), distill_data=distill_data)
+  checks.one_of(DATASETS, dataset=dataset)
+  checks.one_of(text.KINDS, vocabulary=vocabulary)
+  checks.one_of(("capacity", "domain"), pools=pools)
+  checks.one_of(("in_domain", "c4"), distill_data=distill_data)
   if distill_data == "c4" and c4_path is None:
     raise ValueError("distill_data=c4: give c4_path=PATH, where C4 is")
   if pools == "domain" and high_capacity_clients is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from hetfl import checks
 from hetfl.data import partition as partition_lib
 from hetfl.data import vision
-from hetfl.data.errors import one_of, reading
+from hetfl.data.errors import reading
 from hetfl.data.npz import check_npz, load_npz
 from hetfl.population import ClientPopulation, positions_in, stratified, Subset
 from hetfl.streams import Stream
@@ -98,7 +98,7 @@ def load_compared_images(
   >>> images.train.sizes, images.test.sizes
   (array([675, 674]), array([224, 224]))
   """
-  one_of(PARTITIONS, partition=partition)
+  checks.one_of(PARTITIONS, partition=partition)
   check_npz(npz, [dataset])
   checks.between(0, 0.9, validation=validation)
   checks.counts(**checks.given(examples=examples))
@@ -212,7 +212,7 @@ def load_public_images(
   ...     'digits', public_examples=9, image_shape=(8, 8, 1)).bank['x'].shape
   (9, 8, 8, 1)
   """
-  one_of(vision.DATASETS, public_dataset=public_dataset)
+  checks.one_of(vision.DATASETS, public_dataset=public_dataset)
   x = vision.load(public_dataset, data_dir, download).train["x"]
   if x.shape[1:] != image_shape:
     raise ValueError(

@@ -1,6 +1,6 @@
 """Errors of data, each kind worded once."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 import contextlib
 import os
 
@@ -39,23 +39,3 @@ file): make it again
   except Exception as error:  # Each library raises many kinds of its own.
     said = " ".join(str(error).split()) or type(error).__name__
     raise DataError(f"{path}: cannot be read ({said}): {remedy}") from error
-
-
-def one_of(choices: Collection[str], **values: str) -> None:
-  """Checks arguments that are one of some names.
-
-  Args:
-    choices: the names.
-    **values: the arguments.
-
-  Raises:
-    ValueError: naming the first that is none of them.
-
-  >>> one_of(('iid', 'file'), partition='ii')
-  Traceback (most recent call last):
-    ...
-  ValueError: partition=ii: choose from iid, file
-  """
-  for name, value in values.items():
-    if value not in choices:
-      raise ValueError(f"{name}={value}: choose from {', '.join(choices)}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from hetfl import checks
 from hetfl.data import letters, vision
-from hetfl.data.errors import DataError, one_of
+from hetfl.data.errors import DataError
 from hetfl.data.npz import check_npz, load_npz
 from hetfl.population import Bank, ClientPopulation, stratified, Subset
 from hetfl.streams import generator, Stream
@@ -136,8 +136,8 @@ def load_fedmd_images(
   >>> images.num_classes, images.private.sizes.tolist(), images.image_shape
   (10, [12, 12, 12, 12, 12], (16, 16, 1))
   """
-  one_of(ENVIRONMENTS, environment=environment)
-  one_of(SUPERCLASSES, superclasses=superclasses)
+  checks.one_of(ENVIRONMENTS, environment=environment)
+  checks.one_of(SUPERCLASSES, superclasses=superclasses)
   checks.counts(num_parties=num_parties)
   for argument, path in (("npz", npz), ("public_npz", public_npz)):
     check_npz(path, [environment], of="environment", argument=argument)

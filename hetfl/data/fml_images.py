@@ -14,7 +14,6 @@ import numpy as np
 from hetfl import checks
 from hetfl.data import partition as partition_lib
 from hetfl.data import vision
-from hetfl.data.errors import one_of
 from hetfl.data.npz import check_npz, load_npz
 from hetfl.population import ClientPopulation, Subset
 from hetfl.streams import generator, Stream
@@ -132,8 +131,8 @@ def load_fml_images(
     here the parts are kept, as in the paper's text.
   """
   for dataset in datasets:
-    one_of(DATASETS, datasets=dataset)
-  one_of(PARTITIONS, partition=partition)
+    checks.one_of(DATASETS, datasets=dataset)
+  checks.one_of(PARTITIONS, partition=partition)
   check_npz(npz, datasets)
   checks.between(0, 1, bad_label_share=bad_label_share)
   checks.counts(num_clients=num_clients)

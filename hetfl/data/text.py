@@ -21,7 +21,7 @@ import re
 import numpy as np
 
 from hetfl import checks
-from hetfl.data.errors import DataError, one_of, reading
+from hetfl.data.errors import DataError, reading
 from hetfl.models.next_word import BOS, EOS, PAD
 
 MAX_WORD = 64  # Characters; longer ones are cut.
@@ -472,7 +472,7 @@ def first_sentences(
   >>> list(first_sentences(["It isn't so. It is.", '']))
   [['it', "isn't", 'so', '.']]
   """
-  one_of(("rules", "nltk"), tokenizer=tokenizer)
+  checks.one_of(("rules", "nltk"), tokenizer=tokenizer)
   split, tokenize = sentences, _WORD.findall
   if tokenizer == "nltk":
     import nltk

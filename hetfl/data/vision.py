@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hetfl import checks
 from hetfl.data import files
-from hetfl.data.errors import DataError, one_of, reading
+from hetfl.data.errors import DataError, reading
 from hetfl.population import AnyBank, Bank
 
 # The digits come without official test images: these 20% are our choice.
@@ -197,7 +198,7 @@ def load(
   Reference: LeCun, Cortes and Burges 1998; http://yann.lecun.com/exdb/mnist.
     Krizhevsky 2009; https://www.cs.toronto.edu/~kriz/cifar.html.
   """
-  one_of(DATASETS, dataset=name)
+  checks.one_of(DATASETS, dataset=name)
   if name == "digits":
     return load_digits()
   return _load(_OFFICIAL[name], data_dir, download)

@@ -256,8 +256,7 @@ def party_models(
   >>> [name for name, _ in models[:2] + models[8:]]
   ['cnn(16,32)', 'cnn(16,16,24)', 'mlp(16)', 'mlp(16)']
   """
-  if table not in TABLES:
-    raise ValueError(f"table={table}: choose from {', '.join(TABLES)}")
+  checks.one_of(TABLES, table=table)
   checks.counts(num_parties=num_parties)
   checks.positive(width=width)
   checks.between(0, num_parties, weak_parties=weak_parties)

@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 
+from hetfl import checks
 from hetfl.models import kernels, layers, vision
 
 # PyTorch's default weights: uniform in [-1, 1] / sqrt(fan_in).
@@ -65,8 +66,7 @@ def net(
   >>> net('cnn1', 10, (32, 32, 3)).dense
   (120,)
   """
-  if name not in _NETS:
-    raise ValueError(f"model {name!r}: choose from {', '.join(_NETS)}")
+  checks.one_of(_NETS, name=name)
   if name == "mlp" and num_classes is None:
     raise ValueError("model 'mlp' has no convolutions to share")
   small = min(image_shape[:2]) < 28

@@ -54,6 +54,29 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     sync(path.parent)
 
 
+def make_folder(path: str | os.PathLike[str], named: str) -> pathlib.Path:
+  """Makes a folder if it is not there.
+
+  Args:
+    path: the folder.
+    named: the argument or flag that gives it, for error messages.
+
+  Returns:
+    The folder.
+
+  Raises:
+    ConfigMismatch: it cannot be made.
+  """
+  path = pathlib.Path(path)
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise ConfigMismatch(
+      f"{named}={path}: cannot be made ({error}); use another {named}"
+    ) from error
+  return path
+
+
 def sync(path: str | os.PathLike[str]) -> None:
   """Flushes a file's content, or the names in a folder, to disk."""
   descriptor = os.open(path, os.O_RDONLY)
@@ -94,6 +117,29 @@ def to_json(value: Any) -> Any:
     f"{value!r}: a {type(value).__name__} has no form in JSON; of an array give"
     " the list, array.tolist()"
   )
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+  """Reads a file of JSON; `None` if it is missing.
+
+  Args:
+    path: the file.
+
+  Returns:
+    The value.
+
+  Raises:
+    ValueError: it is damaged.
+  """
+  try:
+    return json.loads(pathlib.Path(path).read_bytes())
+  except (FileNotFoundError, NotADirectoryError):
+    return None
+  except ValueError as error:
+    raise ValueError(
+      f"{path} is damaged ({error}); repeat the command that wrote it, which"
+      " makes it again"
+    ) from None
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -265,12 +311,7 @@ class RunFolder:
         f" Use another {named}."
       )
     if not stored:
-      try:
-        self.path.mkdir(parents=True, exist_ok=True)
-      except OSError as error:
-        raise ConfigMismatch(
-          f"{named}={workdir}: cannot be made ({error}); use another {named}"
-        ) from error
+      make_folder(workdir, named)
       self._write_config()
       return
     assumed = {n: d for n, d in (defaults or {}).items() if n in config}

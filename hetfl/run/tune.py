@@ -175,8 +175,7 @@ def search(
     ValueError: a number is out of its range.
   """
   checks.counts(trials=trials, block=block, checkpoint_every=checkpoint_every)
-  folder = pathlib.Path(folder).absolute()
-  folder.mkdir(parents=True, exist_ok=True)
+  folder = logs.make_folder(folder, "folder").absolute()
   rows = logs.read_rows(folder / "trials.jsonl")
   with training.stop_signals() as caught:
     while len(rows) < trials:
