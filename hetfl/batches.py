@@ -363,6 +363,9 @@ def stack_plans(plans: Sequence[Any]) -> Any:
     A plan whose arrays have a new first axis R; rows are filled up to the
     longest round's length.
 
+  Raises:
+    ValueError: rounds differ in the number of clients or in the batch size.
+
   >>> from hetfl import plan_round
   >>> clients = ClientPopulation.from_lists({'y': np.arange(9)}, [[4, 8], [2]])
   >>> plans = [plan_round({'a': clients}, seed=0, round=t, batch_size=2)
@@ -374,7 +377,14 @@ def stack_plans(plans: Sequence[Any]) -> Any:
   def stacked(*of_rounds):
     if not isinstance(of_rounds[0], Batches):
       return np.stack(of_rounds)
-    longest = max(batches.index.shape[1] for batches in of_rounds)
+    numbers, lengths, sizes = zip(*(b.index.shape for b in of_rounds))
+    if len({*numbers}) > 1 or len({*sizes}) > 1:
+      raise ValueError(
+        f"plans: of {sorted({*numbers})} clients with batches of"
+        f" {sorted({*sizes})}; give all rounds the same clients_per_round and"
+        " batch_size"
+      )
+    longest = max(lengths)
 
     def filled(batches):
       missing = longest - batches.index.shape[1]

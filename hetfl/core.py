@@ -91,10 +91,10 @@ class Algorithm(NamedTuple):
     step: `(state, plan, data) -> (state, metrics)`, one round. Pure, and
       traceable by `jax.jit`, `jax.vmap` and `jax.lax.scan`, unless the
       algorithm's engine says otherwise. The plan sets the lengths of its loops,
-      so it is differentiable by `jax.jvp`; for pools and `fedmd`, on one
-      device, also by `jax.grad` if the plan is closed over, not an argument of
-      the traced function. The losses of tokens are not differentiable by
-      `jax.jvp`.
+      so it is differentiable by `jax.jvp`; for `fedavg`, `periodic_codist` and
+      `fedmd`, on one device, also by `jax.grad` if the plan is closed over, not
+      an argument of the traced function. The losses of tokens are not
+      differentiable by `jax.jvp`.
     on_host: whether both move what clients keep to and from the host, and are
       not to be traced; see `hetfl.clients.on_host`.
   """

@@ -313,8 +313,13 @@ class ClientEvaluator:
       there is nothing to measure.
 
     Raises:
-      ValueError: there is not a model for each client.
+      ValueError: these are no variables, or not a model for each client.
     """
+    if not (hasattr(variables, "params") and hasattr(variables, "stats")):
+      raise ValueError(
+        "variables: give Variables(params, stats), as Model.start and states"
+        f" hold them, not {type(variables).__name__}"
+      )
     held, results = self._clients, dict[str, np.ndarray]()
     shapes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(variables)}
     if own and shapes - {(len(held),)}:

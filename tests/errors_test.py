@@ -34,6 +34,7 @@ from hetfl import (
   Pool,
   privacy,
   put_banks,
+  stack_plans,
   Subset,
   with_hyper,
 )
@@ -500,6 +501,12 @@ WRONG = {
   "only=['test']: give a sequence": lambda: evaluator(only=["test"]),
   "test: give a Subset": lambda: evaluator(sets={"test": BANK}),
   "variables: give a sequence of 1": lambda: evaluator()([]),
+  "variables: give Variables(params, stats)": lambda: ClientEvaluator(
+    MLP, from_lists([0])
+  )(MLP.start(KEY).params),
+  "plans: of [1, 2] clients with batches of [2]": lambda: stack_plans(
+    [plan_of("a", from_lists(*of)) for of in ([[0]], [[0], [1]])]
+  ),
   "a measure must return a dict of Means": lambda: evaluator(
     measure=lambda logits, batch: {"mean": jnp.mean(logits)}
   )([MLP.start(KEY)]),
@@ -703,6 +710,15 @@ def test_float16_gradients_keep_their_length():
   g = jnp.array([1e-4], jnp.float16)
   merged = codist.merge_gradients(g, g, alpha=0.0)
   np.testing.assert_allclose(merged, g.astype(jnp.float32), rtol=1e-6)
+
+
+def test_a_gradient_of_zero_has_derivatives():
+  """Where there is nothing to merge, of either kind."""
+  zero, g = jnp.zeros(2), jnp.array([3.0, 4.0])
+  length = lambda *args: jnp.sum(codist.merge_gradients(*args, alpha=0.5))
+  for given in ((g, zero), (zero, g)):
+    found = jax.grad(length, (0, 1))(*given)
+    np.testing.assert_allclose(found, [[0.5, 0.5], [0, 0]])
 
 
 def test_microbatches_of_half_precision_add_up_in_float32():

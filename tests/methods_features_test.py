@@ -345,6 +345,13 @@ def test_fedmrl_is_the_oracle():
 NUMBERS = dict(head=HEAD, num_classes=CLASSES, num_features=WIDTH)
 
 
+@pytest.mark.parametrize("number", [1, CLASSES + 1])
+def test_fedgen_has_the_classes_of_the_head(number):
+  algorithm = fedgen(CLIENTS, **{**NUMBERS, "num_classes": number})
+  with pytest.raises(ValueError, match=f"num_classes={number}: the head's are"):
+    run(algorithm, rounds=1)
+
+
 def test_without_generated_features_fedgen_is_lgfedavg():
   expected, _ = run(lgfedavg(CLIENTS, learning_rate=RATE), rounds=3)
   for weight, same in ((0.0, True), (1.0, False)):

@@ -58,10 +58,10 @@ def merge_gradients(
   """
   # In float16 the squares of small numbers vanish.
   g, delta = jax.tree.map(core.wide, (g, delta))
-  norm = optax.tree.norm(delta)
-  scale = jnp.where(
-    norm > 0, optax.tree.norm(g) / jnp.where(norm > 0, norm, 1), 0
-  )
+  squares = [optax.tree.norm(tree, squared=True) for tree in (g, delta)]
+  # The square root has no slope at zero.
+  norm_g, norm = (jnp.sqrt(jnp.where(x > 0, x, 1)) for x in squares)
+  scale = jnp.where((squares[0] > 0) & (squares[1] > 0), norm_g / norm, 0)
   merged = lambda g, d: alpha * g + (1 - alpha) * (scale * d)
   return jax.tree.map(merged, g, delta)
 

@@ -150,6 +150,8 @@ def fedgen(
   core.Model.check("head", head)
   checks.counts(
     num_classes=num_classes,
+    num_features=num_features,
+    hidden=hidden,
     server_steps=server_steps,
     server_batch_size=server_batch_size,
     noise=noise,
@@ -175,6 +177,10 @@ def fedgen(
       drawn = drawn_by(key, len(batch["mask"]))
       features = generator.predict(server.generator.variables, drawn["x"])
       logits = head.predict(parted(variables)["head"], features)
+      if logits.shape[-1] != num_classes:
+        raise ValueError(
+          f"num_classes={num_classes}: the head's are {logits.shape[-1]}"
+        )
       generated = jnp.mean(core.cross_entropy(logits, drawn))
       weight = context["weight"] * server.trained
       return own + weight * generated, stats, measured
@@ -194,7 +200,8 @@ def fedgen(
 
     def one(learner, key):
       batch = drawn_by(key, server_batch_size)
-      return step(learner, batch, key, context)[0], None
+      new, _ = step(learner, batch, key, context)
+      return core.as_types(new, learner), None
 
     keys = jax.random.split(key, server_steps)
     learner, _ = jax.lax.scan(one, context["server"].generator, keys)

@@ -176,7 +176,13 @@ def compressed(update: PyTree, energy: float | jax.Array) -> PyTree:
     if a.ndim < 2:
       return core.wide(a)
     matrix = core.wide(a).reshape(-1, a.shape[-1])
-    left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+    # Vectors of zeros, as absent clients send, have no derivative.
+    there, columns = jnp.any(matrix != 0), matrix.shape[1]
+    other = jnp.eye(*matrix.shape, dtype=matrix.dtype)
+    other *= jnp.arange(1, 1 + columns, dtype=matrix.dtype)[None]
+    left, values, right = jnp.linalg.svd(
+      jnp.where(there, matrix, other), full_matrices=False
+    )
     squares = jnp.square(values)
     # What would be lost without a vector and those after it, of which even the
     # least counts: from the end, as small terms vanish in the sum of all.
@@ -184,6 +190,6 @@ def compressed(update: PyTree, energy: float | jax.Array) -> PyTree:
     # Masked, not cut: shapes do not depend on the number of vectors.
     values = jnp.where(rest >= (1 - energy) * rest[0], values, 0)
     product = jnp.matmul(left * values[None], right, precision="highest")
-    return product.reshape(a.shape)
+    return jnp.where(there, product, matrix).reshape(a.shape)
 
   return jax.tree.map(leaf, update)

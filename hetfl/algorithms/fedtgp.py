@@ -100,7 +100,10 @@ def fedtgp(
   [1.0, 0.0]
   """
   checks.counts(
-    server_epochs=server_epochs, server_batch_size=server_batch_size
+    num_classes=num_classes,
+    num_features=num_features,
+    server_epochs=server_epochs,
+    server_batch_size=server_batch_size,
   )
   dense = lambda: nn.Dense(num_features)
   normal = nn.initializers.normal(1.0)

@@ -319,7 +319,7 @@ def fml(
     roster, method, hyper, optimizer, engine or Inline(), in_turn=in_turn
   )
 
-  def init(key, server=None, rows=None):  # Line 2; of ClientUpdate, too.
+  def init(key, server=None, *, rows=None):  # Line 2; of ClientUpdate, too.
     init_key, run_key = jax.random.split(key)
     if global_model is not None:
       # The key that FedAvg gives its only pool.

@@ -138,7 +138,7 @@ def personal(
   _check(method)
   one_round = round_step(roster, method, hyper, optimizer, engine)
 
-  def init(key, rows=None):
+  def init(key, *, rows=None):
     init_key, server_key, run_key = jax.random.split(key, 3)
 
     def start(client, group):
