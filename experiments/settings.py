@@ -19,7 +19,6 @@ import math
 import os
 import sys
 import textwrap
-import types
 import typing
 from typing import Any, NamedTuple
 
@@ -203,10 +202,7 @@ class Settings:
       if "setting" not in field.metadata:
         continue
       hint, many = hints[field.name], False
-      if typing.get_origin(hint) in (
-        types.UnionType,
-        typing.Union,
-      ):  # And None.
+      if type(None) in typing.get_args(hint):  # X | None.
         hint = typing.get_args(hint)[0]
       if typing.get_origin(hint) is tuple:
         hint, many = typing.get_args(hint)[0], True

@@ -500,6 +500,19 @@ def fixed(tree: PyTree) -> PyTree:
 fixed.defvjp(lambda tree: (tree, None), lambda _, cotangents: (None,))
 
 
+def fixed_unless(when: jax.Array, tree: PyTree) -> PyTree:
+  """A tree, as a constant where `when` is false: its derivatives are 0.
+
+  Of what is 0 where there is nothing to learn from, such as an empty batch's
+  gradient, and goes into a function that is not differentiable there.
+
+  >>> norm = lambda x, when: jnp.sqrt(fixed_unless(when, x))
+  >>> [float(jax.grad(norm)(x, x > 0)) for x in (4., 0.)]
+  [0.25, 0.0]
+  """
+  return optax.tree.where(when, tree, jax.lax.stop_gradient(tree))
+
+
 def strong(tree: PyTree) -> PyTree:
   """Removes weak types, which a checkpoint does not keep.
 

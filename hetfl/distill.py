@@ -463,14 +463,20 @@ class Distiller:
       The task of a row of distillation batches. Shared are `(context, key,
       bank)`; the context holds the hyper-parameters, `decay`, the exchange's
       `key`, and for each pool, including the student's, its `Variables` at the
-      start (`teachers`) and its views. The result is the student's `Variables`
-      and the mean KL to its target.
+      start (`teachers`) and its views; and, in place of the other pools, the
+      views that another teacher has `said`. The result is the student's
+      `Variables` and the mean KL to its target.
     """
-    others = [j for j in range(len(models)) if j != index]
+
+    def others(context):
+      """The teachers' pools and views; another teacher is as its own pool."""
+      if "said" in context:
+        return [(index, context["said"])]
+      return [(j, v) for j, v in enumerate(context["views"]) if j != index]
 
     def mix(context):
       return dict(
-        temperatures=[context["temperature"][j] for j in others],
+        temperatures=[context["temperature"][j] for j, _ in others(context)],
         regularization=context["regularization"][index],
         label_weight=self.label_weight,
       )
@@ -478,16 +484,16 @@ class Distiller:
     def make_batch(context, key, bank, positions, s):
       del key  # Teachers and students see the same batch.
       batch = self.batch(context["key"], bank, positions, step=s)
-      views = [jax.tree.map(lambda a: a[s], v) for v in context["views"]]
+      views = context["views"][index], *(v for _, v in others(context))
+      own, *teachers = views = jax.tree.map(lambda a: a[s], views)
       if self.divergence is not None:
         return {**batch, "views": views}
       labels = None
       if self.label_weight:
-        labels = label_target(core.wide(views[index]), batch)
+        labels = label_target(core.wide(own), batch)
         if self.mixup_beta is not None:
           labels = mixup(labels, batch["mixup"])
-      teachers = [views[j] for j in others]
-      target = codist_target(teachers, views[index], labels, **mix(context))
+      target = codist_target(teachers, own, labels, **mix(context))
       return {**batch, "target": target}
 
     def objective(variables, batch, key, context):
@@ -500,9 +506,10 @@ class Distiller:
       if self.divergence is None:
         kl = kl_divergence(batch["target"], outputs)
         return of_examples(kl, weights.ndim), stats, {}
+      pools = index, *(j for j, _ in others(context))
       own, *teachers = (
-        _seen(models[j], context["teachers"][j], batch["x"], batch["views"][j])
-        for j in (index, *others)
+        _seen(models[j], context["teachers"][j], batch["x"], view)
+        for j, view in zip(pools, batch["views"])
       )
       total = self.divergence(
         outputs, teachers, own, batch, weights, **mix(context)

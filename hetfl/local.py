@@ -293,6 +293,8 @@ def gradient(
       mean = lambda total: core.as_type(total / devices, total.dtype)
       stats = jax.tree.map(mean, stats)
     grads = optax.tree.cast_like(grads, variables.params)
+  # Optimizers that clip are not differentiable at 0, an empty batch's.
+  grads = core.fixed_unless(count > 0, grads)
   means = {name: core.Mean(s, count) for name, s in sums.items()}
   return value, grads, stats, means
 

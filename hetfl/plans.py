@@ -27,7 +27,17 @@ def number_of_steps(
   max_steps: int | None = None,
   tail: Tail = "wrap",
 ) -> np.ndarray | int:
-  """The steps of clients that hold so many examples; see `order`.
+  """The steps of clients that hold so many examples.
+
+  Args:
+    sizes: n, how many examples, of one client or of each.
+    batch_size: B.
+    epochs: E, passes over the examples.
+    max_steps: a limit to the steps; `None` for none.
+    tail: see `order`.
+
+  Returns:
+    S, likewise.
 
   Raises:
     ValueError: there is no such tail.
@@ -50,9 +60,8 @@ def order(
   positions: np.ndarray,
   rng: np.random.Generator,
   *,
+  steps: int,
   batch_size: int,
-  epochs: int = 1,
-  max_steps: int | None = None,
   tail: Tail = "wrap",
 ) -> np.ndarray:
   """Orders examples into batches, reshuffled in each pass over them.
@@ -60,15 +69,14 @@ def order(
   Args:
     positions: `int[n]`, the examples.
     rng: NumPy's generator.
+    steps: S, of as many passes as they take.
     batch_size: B.
-    epochs: E, passes over the examples.
-    max_steps: a limit to the steps; `None` for none.
     tail: what fills a pass's last batch if B does not divide n. "wrap": the
-      next pass begins there, so that there are `ceil(n E / B)` full batches, as
-      FedJAX makes them. "short": nothing; a pass has `ceil(n / B)` batches, and
-      who holds fewer than B takes a full gradient, as in McMahan et al.
-      "repeat": the pass's first examples, for models with batch statistics,
-      which would count empty places.
+      next pass begins there, so that E passes have `ceil(n E / B)` full
+      batches, as FedJAX makes them. "short": nothing; a pass has `ceil(n / B)`
+      batches, and who holds fewer than B takes a full gradient, as in McMahan
+      et al. "repeat": the pass's first examples, for models with batch
+      statistics, which would count empty places.
 
   Returns:
     `int32[S, B]`.
@@ -78,19 +86,11 @@ def order(
 
   >>> def tail(name):
   ...   rng = np.random.default_rng(0)
-  ...   return order(np.arange(3), rng, batch_size=2, tail=name).tolist()
+  ...   batches = order(np.arange(3), rng, steps=2, batch_size=2, tail=name)
+  ...   return batches.tolist()
   >>> tail("short"), tail("repeat")
   ([[2, 0], [1, -1]], [[2, 0], [1, 2]])
   """
-  steps = int(
-    number_of_steps(
-      len(positions),
-      batch_size=batch_size,
-      epochs=epochs,
-      max_steps=max_steps,
-      tail=tail,
-    )
-  )
   missing = 0 if tail == "wrap" else -len(positions) % batch_size
   passes = []
   for _ in range(-(-steps * batch_size // (len(positions) + missing))):
@@ -137,8 +137,8 @@ def plan_clients(
     phase: distinguishes the phases of a run, which train one after another.
     clients_per_round: how many clients train; `None` for all, in their order.
     batch_size: B.
-    epochs: see `order`.
-    max_steps: see `order`.
+    epochs: see `number_of_steps`.
+    max_steps: see `number_of_steps`.
     tail: see `order`.
     uniform_weights: weight clients equally, not by their number of examples.
     poisson: each client takes part or not by a draw of its own, so that
@@ -209,13 +209,15 @@ def plan_clients(
   if dropout_rate:
     draw = generators(Stream.DROPOUT, seed, phase, round, pool)
     absent += [k for k in chosen.tolist() if draw(k).random() < dropout_rate]
-  orders, weights = [], []
-  how: dict[str, Any] = dict(epochs=epochs, max_steps=max_steps, tail=tail)
+  sizes = clients.sizes[chosen]
+  how: dict[str, Any] = dict(batch_size=batch_size, tail=tail)
+  steps = number_of_steps(sizes, epochs=epochs, max_steps=max_steps, **how)
   of_client = generators(Stream.ORDER, seed, phase, round, pool)
-  for k in chosen.tolist():
-    held = clients.positions(k)  # int[n_k], in `clients.bank`
-    weights.append(1.0 if uniform_weights else len(held))
-    orders.append(order(held, of_client(k), batch_size=batch_size, **how))
+  orders = [
+    order(clients.positions(k), of_client(k), steps=s, **how)
+    for k, s in zip(chosen.tolist(), np.asarray(steps).tolist())
+  ]
+  weights = np.ones(len(sizes)) if uniform_weights else sizes
   return leave_out(rows_of(orders, chosen, weights), absent)
 
 
@@ -255,10 +257,7 @@ def plan_distillation(
     # Shuffling millions of examples for a few takes longer than a round.
     positions = positions[rng.choice(len(positions), number, replace=False)]
   positions = np.asarray(positions)
-  epochs = -(-number // len(positions))
-  index = order(
-    positions, rng, batch_size=batch_size, epochs=epochs, max_steps=steps
-  )
+  index = order(positions, rng, steps=steps, batch_size=batch_size)
   drawn = positions_in(examples.bank, index.ravel(), "examples.index")
   return in_order(drawn, batch_size)
 

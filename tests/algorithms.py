@@ -142,16 +142,11 @@ MUTUAL = [
 ]
 
 
-def mutual_plan(round):
+def mutual_plan(round, held=POPULATION, **settings):
   # Batches of four leave a last one that is not full.
+  defaults = dict(batch_size=4, epochs=2, tail="short", uniform_weights=True)
   return hetfl.plan_round(
-    {"train": POPULATION},
-    seed=0,
-    round=round,
-    batch_size=4,
-    epochs=2,
-    tail="short",
-    uniform_weights=True,
+    {"train": held}, seed=0, round=round, **{**defaults, **settings}
   )
 
 

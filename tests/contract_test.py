@@ -31,6 +31,7 @@ from tests.algorithms import (
   run,
   unlike,
 )
+from tests.federation import jitted
 
 ROUNDS = 4
 # The same numbers in another order of addition, in float32.
@@ -38,10 +39,6 @@ TOLERANCE = dict(rtol=2e-4, atol=5e-6)
 assert_close = functools.partial(chex.assert_trees_all_close, **TOLERANCE)
 assert_equal = chex.assert_trees_all_equal
 _STATS = ("mean", "var")  # Of Flax's batch normalisation.
-
-
-def jitted(algorithm):
-  return algorithm._replace(step=jax.jit(algorithm.step))
 
 
 def build(name, runner=None):
@@ -446,8 +443,10 @@ def test_programs_are_freed_with_the_algorithm(name, monkeypatch):
   state = jax.jit(inline.init)(jax.random.key(0))
   threaded.step(state, case.plan(1), case.data())
   jax.jit(inline.step).trace(state, case.plan(1), case.data())
-  assert any(task().programs for task in tasks)
-  del threaded, inline
+  programs = [p for task in tasks for p in task().programs.values()]
+  assert programs
+  tasks += map(weakref.ref, programs)
+  del threaded, inline, programs
   assert federation.are_freed(tasks)
 
 
@@ -596,7 +595,7 @@ def test_one_client_with_all_data_is_centralised_sgd():
     server_lr=1.0,
     learning_rate=0.1,
   )
-  algorithm = hetfl.fedavg([pool], rounds=10**9)
+  algorithm = jitted(hetfl.fedavg([pool], rounds=10**9))
   state = algorithm.init(jax.random.key(0))
   bank = jax.tree.map(jnp.asarray, dict(everything.bank))
 
@@ -723,6 +722,7 @@ def recorded(build):
   bank = federation.recorders_bank(4)
   clients = population.ClientPopulation.from_lists(bank, [np.arange(4)])
   start = state = algorithm.init(jax.random.key(0))
+  step = jax.jit(algorithm.step)
   for round in (1, 2):
     plan = hetfl.plan_round(
       {"a": clients, "b": clients},
@@ -734,9 +734,7 @@ def recorded(build):
       distill_steps=3,
       distill_batch_size=2,
     )
-    state, _ = algorithm.step(
-      state, plan, {"a": bank, "b": bank, "distill": bank}
-    )
+    state, _ = step(state, plan, {"a": bank, "b": bank, "distill": bank})
   assert (start.server[0].params != start.server[1].params).any()
   stats = [pool.stats for pool in state.server]
   return [np.array([s[name] for s in stats]) for name in ("draws", "seen")]

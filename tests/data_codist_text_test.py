@@ -4,9 +4,8 @@ import chex
 import numpy as np
 import pytest
 
-from hetfl import localize, plans, population
+from hetfl import localize, plans
 from hetfl.data import codist_text, DataError, text
-from hetfl.engine import packing
 from tests import data_text_test as files
 
 load = codist_text.load_codist_text
@@ -381,33 +380,3 @@ def test_stackoverflow_by_domain(tmp_path, monkeypatch):
   stackoverflow(tmp_path, [["question", "answer", "answer"]] * 40)
   with pytest.raises(DataError, match="of 30 users none writes mostly questio"):
     load(**files_there, **c4)
-
-
-def wasted(pool, lanes, rounds=200, **kwargs):
-  """Steps that lanes side by side wait for the longest, per useful step."""
-  idle = useful = 0
-  for t in range(1, rounds + 1):
-    steps = plans.plan_clients(pool, seed=0, round=t, **kwargs).steps
-    packed = packing.longest_first(steps.tolist(), lanes)
-    longest = max(steps[lane].sum() for lane in packed)
-    useful += steps.sum()
-    idle += longest * lanes - steps.sum()
-  return idle / useful
-
-
-def stackexchange_like(cap=100):
-  """Clients of sizes as in the real dump: median 8, the largest 2,772."""
-  rng = np.random.default_rng(0)
-  sizes = np.clip(rng.lognormal(2.1, 1.0, 3_309), 1, 2_772).astype(int)
-  sizes = np.minimum(sizes, cap)
-  bank = {"domain": np.zeros(sizes.sum(), np.int32)}
-  return population.ClientPopulation.from_lists(
-    bank, np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1])
-  )
-
-
-def test_lanes_waste_little_on_ragged_clients():
-  settings = dict(clients_per_round=20, batch_size=10)
-  assert wasted(stackexchange_like(), 4, **settings) < 0.1
-  # What a padded vmap over the clients wastes.
-  assert wasted(stackexchange_like(), 20, **settings) > 1

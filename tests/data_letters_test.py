@@ -1,16 +1,15 @@
 """Letters from each of their sources, in files written as theirs are."""
 
 import gzip
-import struct
 
-import fedjax
 import numpy as np
 import pytest
 from scipy import io
 
 from hetfl.data import DataError, letters
-from hetfl.data.fedjax_source import to_fedjax
 from hetfl.population import ClientPopulation
+from tests.data_fedjax_test import _write
+from tests.data_vision_test import _idx
 
 SIZES = {"train": 30, "test": 27}
 
@@ -79,10 +78,7 @@ def test_idx_in_a_folder_of_the_folder(tmp_path, compressed):
       "labels-idx1": (y + 1).astype(np.uint8),
     }
     for what, array in arrays.items():
-      content = struct.pack(
-        f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape
-      )
-      content += array.tobytes()
+      content = _idx(array)
       path = folder / f"emnist-letters-{split}-{what}-ubyte"
       if compressed:
         path = path.with_name(path.name + ".gz")
@@ -110,11 +106,7 @@ def test_fedjax(tmp_path):
       [np.flatnonzero(writer == w) for w in np.unique(writer)],
       [f"f{w:04d}_00" for w in np.unique(writer)],
     )
-    with fedjax.SQLiteFederatedDataBuilder(
-      str(tmp_path / f"federated_emnist_{split}.sqlite")
-    ) as builder:
-      data = to_fedjax(population)
-      builder.add_many((k, c.all_examples()) for k, c in data.clients())
+    _write(population, tmp_path / f"federated_emnist_{split}.sqlite")
   _check(letters.load_letters(tmp_path), "fedjax")
   # The idx files come first, unless writers are requested.
   (tmp_path / "emnist-letters-train-images-idx3-ubyte").write_bytes(b"")

@@ -277,7 +277,7 @@ def test_fedmd_on_own_images(experiment, save, tmp_path):
   run = (
     "--environment=npz",
     f"--public_npz={path}",
-    "--models=small",
+    f"--models={ROOT}/tests/small_models.py:small",
     "--num_parties=2",
     *(f"--{phase}_epochs=1" for phase in ("public", "transfer", "pooled")),
     "--heldout_examples=20",
@@ -293,6 +293,6 @@ def test_fedmd_on_own_images(experiment, save, tmp_path):
   assert "npz" not in (tmp_path / "run/config.flags").read_text().replace(
     "--environment=npz", ""
   )
-  three = run[:3] + ("--num_parties=4",) + run[4:]
-  small = experiment("fedmd")(*three, f"--npz={path}")
+  four = ("--models=small", "--num_parties=4", f"--npz={path}")
+  small = experiment("fedmd")(*run, *four)
   assert "party3's (cnn(8,12,16)) does not fit images of 8x8" in error_of(small)

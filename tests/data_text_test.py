@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from hetfl.data import DataError, text, text_sources
+from tests.runs import needs_real_data, REAL
 
-REAL = os.environ.get("HETFL_DATA_DIR")
 APPENDIX_G = """aren ' t can ' t couldn ' t didn ' t doesn ' t don ' t hadn ' t
 hasn ' t haven ' t he ' d he ' ll he ' s i ' d it ' s i ' ll i ' m i ' ve
 isn ' t let ' s mightn ' t mustn ' t shan ' t she ' d she ' ll she ' s
@@ -506,7 +506,7 @@ def test_pydoc_is_the_standard_librarys_prose():
   assert domains == {0, 1}
 
 
-@pytest.mark.skipif(not REAL, reason="HETFL_DATA_DIR is unset")
+@needs_real_data
 def test_a_real_dump():
   path = os.path.join(REAL, "stackexchange")
   if not os.path.exists(path):

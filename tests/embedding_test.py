@@ -147,6 +147,37 @@ def test_gradients_of_clients_of_unlike_sizes_with_a_clipped_optimizer():
   np.testing.assert_allclose(jax.grad(norm)(rate)[0], forward, rtol=1e-4)
 
 
+def test_clients_without_examples_have_no_slope():
+  """Nor has what clips at zero: an optimizer, or what they send."""
+
+  def clipped(key, delta):
+    return optax.tree.scale(jnp.minimum(1, 0.3 / optax.tree.norm(delta)), delta)
+
+  clip = functools.partial(momentum_sgd, clip_norm=0.1)
+  options = dict(models=federation.DENSE, optimizer=clip)
+  pools = federation.make_pools(1, delta_transform=clipped, **options)
+  algorithm = fedavg(pools, rounds=None)
+  start, data = algorithm.init(KEY), federation.make_data(1)
+  plan = federation.make_plan(1, num_pools=1)
+  held = leave_out(plan.batches["pool0"], plan.batches["pool0"].client[:1])
+  held.index[1] = -1  # Another has steps, but nothing to learn from.
+  plan = plan._replace(batches={"pool0": held})
+
+  @jax.jit
+  def norm(scale):
+    (server,) = start.server
+    params = optax.tree.scale(scale, server.params)
+    variables = server.variables._replace(params=params)
+    state = start.replace(server=(server._replace(variables=variables),))
+    state, _ = algorithm.step(state, plan, data)
+    return optax.tree.norm(state.server[0].params)
+
+  scale = jnp.float32(0.5)
+  _, forward = jax.jvp(norm, (scale,), (jnp.ones(()),))
+  assert abs(forward) > 1e-3
+  np.testing.assert_allclose(jax.grad(norm)(scale), forward, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
   "name", ["merged", "fedmd", "fml", "fedkd", "scaffold"]
 )
@@ -210,8 +241,7 @@ def test_clients_may_change_what_they_send():
     pool_round(delta_transform=lambda key, delta: delta[0])
 
 
-@pytest.mark.parametrize("runner", [None, engine.Threads(2)])
-def test_noise_of_clients_is_their_own_wherever_they_are(runner):
+def test_noise_of_clients_is_their_own():
   """If clients send only noise, the server's delta is its weighted mean."""
 
   def noise(key, delta):
@@ -223,10 +253,10 @@ def test_noise_of_clients_is_their_own_wherever_they_are(runner):
     server_lr=1.0,
     delta_transform=noise,
   )
-  algorithm = fedavg(pools, rounds=None, engine=runner)
+  algorithm = fedavg(pools, rounds=None)
   start = algorithm.init(KEY)
   plan = federation.make_plan(1, num_pools=1)
-  state, _ = algorithm.step(start, plan, federation.make_data(1))
+  state, _ = jax.jit(algorithm.step)(start, plan, federation.make_data(1))
   before, after = (s.server[0].params for s in (start, state))
 
   batches = plan.batches["pool0"]

@@ -259,6 +259,10 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
       ("--distributed_coordinator=auto",),
       "(auto is for TPU pods, srun and mpirun)",
     ),
+    (
+      ("--distributed_coordinator=localhost:1",),
+      "error: --distributed_processes: missing; give all three of",
+    ),
     (("--learning_rat=1",), "learning_rat"),
     (("--merge_alpha=1.5",), "--merge_alpha=1.5: 1.5 must lie between 0 and 1"),
     (

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-import importlib
 import re
 
+import compare_run
 import jax
 import numpy as np
 import pytest
+import settings
 from sklearn import metrics as sklearn_metrics
 
 from hetfl.data.compared_images import load_compared_images
@@ -202,15 +203,14 @@ def test_methods_in_pools_and_on_public_images(compare, tmp_path):
   assert rows[-1]["clients/validation_accuracy"] > 0.2
 
 
-def test_networks_of_full_size_make_a_round(monkeypatch):
+def test_networks_of_full_size_make_a_round():
   """It is only traced; batches that are not full would be refused."""
-  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-  module, settings = map(importlib.import_module, ("compare_run", "settings"))
   flags = ("--models=resnet18,mlp", "--method=fedtgp", "--engine=inline")
-  values = settings.parse([*flags, "--num_clients=4"], module.SETTINGS).values
-  s = module.SETTINGS.resolve(values, module.words(values, "fedtgp"))
+  flags, cls = (*flags, "--num_clients=4"), compare_run.SETTINGS
+  values = settings.parse(flags, cls).values
+  s = cls.resolve(values, compare_run.words(values, "fedtgp"))
   s = dataclasses.replace(s, method="fedtgp")
-  experiment = module.Experiment(s)
+  experiment = compare_run.Experiment(s)
   algorithm, data = experiment.algorithm(s), experiment.device_data(s)
   state = jax.eval_shape(algorithm.init, jax.random.key(0))
   step = lambda state: algorithm.step(state, experiment.plan(s, 1), data)

@@ -1,12 +1,11 @@
 """experiments/fml.py as a user runs it."""
 
 import re
-import signal
 
 import pytest
 
 from tests import runs
-from tests.runs import error_of, everything, last_state, outcome, stop
+from tests.runs import error_of, everything, outcome
 
 ALGORITHMS = ("fedavg", "fedprox", "fml", "independent")
 # One kind of model, so that few programs are compiled.
@@ -95,36 +94,6 @@ def test_with_beta_one_fml_is_fedavg(fml, tmp_path):
 
 
 @pytest.mark.slow
-def test_stopped_and_started_again(fml, tmp_path):
-  run = (
-    *QUICK,
-    "--algorithm=fml",
-    "--alpha=0.75,0.5",
-    "--clients_per_round=4",
-    "--rounds=40",
-    "--eval_every=10",
-    "--checkpoint_every=3",
-  )
-  done = fml(*run, f"--workdir={tmp_path}/undisturbed")
-  assert done.returncode == 0, done.stderr
-  workdir = tmp_path / "stopped"
-  process = fml.start(*run, f"--workdir={workdir}")
-  assert stop(process, workdir, 0, signal.SIGTERM) == 143
-  assert not (workdir / "result.json").exists(), "too fast to be stopped"
-  done = fml(*run, f"--workdir={workdir}")
-  assert done.returncode == 0, done.stderr
-  assert outcome(workdir) == outcome(tmp_path / "undisturbed")
-  assert last_state(workdir) == last_state(tmp_path / "undisturbed")
-  # The same command with other data.
-  kept = workdir / "data.json"
-  assert kept.read_text() == (tmp_path / "undisturbed/data.json").read_text()
-  kept.write_text('{"crc32": "00000000"}\n')
-  assert "data.json is not what this run" in error_of(
-    fml(*run, f"--workdir={workdir}")
-  )
-
-
-@pytest.mark.slow
 def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
   held = tmp_path / "held"
   one = (*QUICK, "--algorithm=fedavg", "--rounds=1", f"--workdir={held}")
@@ -159,6 +128,9 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
   ]
   fml.refuse(cases, fresh=tmp_path / "fresh")
   assert everything(held) == before
+  # The same command with other data.
+  (held / "data.json").write_text('{"crc32": "00000000"}\n')
+  assert "data.json is not what this run" in error_of(fml(*one))
 
 
 @pytest.mark.slow

@@ -19,11 +19,12 @@ class Mlp(nn.Module):
   """A dense network."""
 
   width: int
+  classes: int = CLASSES
 
   @nn.compact
   def __call__(self, x):
     x = nn.relu(nn.Dense(self.width)(x.reshape(x.shape[0], -1)))
-    return nn.Dense(CLASSES)(x)
+    return nn.Dense(self.classes)(x)
 
 
 class Cnn(nn.Module):
@@ -105,6 +106,10 @@ def run(algorithm, rounds, *, state=None, first=1, data=None, **settings):
   return state, metrics
 
 
+def jitted(algorithm):
+  return algorithm._replace(step=jax.jit(algorithm.step))
+
+
 def params(state):
   """The pools' parameters."""
   return [learner.params for learner in state.server]
@@ -140,6 +145,26 @@ def line(*w):
     lambda key: core.Variables(jnp.array([w]), {}),
     lambda v, x, key, train: (x @ v.params, v.stats),
   )
+
+
+def double(tree):
+  """The same in float64, but for what is no floating number."""
+  floats = lambda a: jnp.issubdtype(a.dtype, jnp.floating)
+  cast = lambda a: jnp.asarray(a, jnp.float64) if floats(a) else a
+  return jax.tree.map(cast, tree)
+
+
+def plain(tree):
+  """The same as NumPy's float64, for an oracle."""
+  return jax.tree.map(lambda a: np.asarray(a, np.float64), tree)
+
+
+def batches_of(rows, bank):
+  """Yields a plan's clients, and the images and labels of their batches."""
+  for index, steps, client, _ in zip(*rows):
+    held = [row[row >= 0] for row in index[:steps]]
+    x = [bank["x"][row].astype(np.float64) for row in held]
+    yield int(client), [*zip(x, (bank["y"][row] for row in held))]
 
 
 def are_freed(refs):

@@ -1,6 +1,5 @@
 """FedMD against its oracle, and what it must do besides the contract."""
 
-import contextlib
 import functools
 
 import chex
@@ -20,7 +19,6 @@ from hetfl import (
   Participant,
   plan_fedmd,
   plan_fit,
-  plan_round,
   Subset,
 )
 from hetfl.algorithms.fedmd import consensus, squared_error
@@ -28,6 +26,7 @@ from hetfl.models import fedmd as models
 from hetfl.optimizers import keras_adam
 from tests import algorithms, federation
 from tests.algorithms import PARTY_CLASSES, PartyMlp
+from tests.federation import double, jitted, plain
 from tests.oracles import codist as codist_oracle
 from tests.oracles import fedmd as oracle
 from tests.oracles_test import check_gradient
@@ -128,10 +127,6 @@ def run(algorithm, rounds, *, state=None, first=1, data=None):
   return state, metrics
 
 
-def jitted(algorithm):
-  return algorithm._replace(step=jax.jit(algorithm.step))
-
-
 def params(state):
   return [learner.params for learner in state.clients]
 
@@ -140,26 +135,13 @@ def oracle_blocks(filters):
   return [tuple(block)[1:] for block in models.blocks_of(filters)]
 
 
-@contextlib.contextmanager
-def float64():
-  with jax.enable_x64(True):
-    yield lambda tree: jax.tree.map(
-      lambda a: (
-        jnp.asarray(a, jnp.float64)
-        if jnp.issubdtype(a.dtype, jnp.floating)
-        else a
-      ),
-      tree,
-    )
-
-
 def oracle_parties(parties, variables):
   """The oracle's parties, from the same parameters."""
   return [
     oracle.Party.start(
       oracle_blocks(filters),
-      jax.tree.map(lambda a: np.asarray(a, np.float64), v.params),
-      jax.tree.map(lambda a: np.asarray(a, np.float64), v.stats["batch_stats"]),
+      plain(v.params),
+      plain(v.stats["batch_stats"]),
       lr=party.learning_rate,
       l2=party.l2,
     )
@@ -195,7 +177,7 @@ def images(bank, index):
 @pytest.mark.parametrize("loss", TRANSLATIONS)
 def test_rounds_are_the_oracles(loss):
   parties = make_parties(cnn=True)
-  with float64() as double:
+  with jax.enable_x64(True):
     algorithm = build(parties, digest_loss=loss)
     state = double(algorithm.init(jax.random.key(3)))
     expected = oracle_parties(parties, [p.variables for p in state.clients])
@@ -224,7 +206,7 @@ def test_rounds_are_the_oracles(loss):
 
 def test_fit_is_the_oracles():
   parties = make_parties(cnn=True)
-  with float64() as double:
+  with jax.enable_x64(True):
     algorithm = fit(parties)
     state = double(algorithm.init(jax.random.key(3)))
     expected = oracle_parties(
@@ -509,7 +491,7 @@ def test_no_draw_is_made_twice():
   bank = federation.recorders_bank(2)
   held = dict.fromkeys("ab", Subset.whole(bank))
   data = dict.fromkeys(("public", *held), bank)
-  transfer, algorithm = fit(parties), fedmd(parties)
+  transfer, algorithm = jitted(fit(parties)), jitted(fedmd(parties))
   state = transfer.init(jax.random.key(0))
   for t in (1, 2):
     plan = plan_fit(held, seed=0, round=t, batch_size=1)
@@ -552,18 +534,6 @@ def test_plans_are_pure_and_fresh():
     (batches,) = batches_of(first, name)
     assert set(batches.ravel()) == set(held.index)
     assert len(batches) == 2 * -(-len(held.index) // 3)
-
-
-def test_short_batches_are_filled_up_with_others():
-  held = {"a": Subset.whole({"x": np.zeros(18)})}
-  plan = plan_round(
-    held, seed=0, round=1, batch_size=5, epochs=3, tail="repeat"
-  )
-  (batches,) = batches_of(plan, "a")
-  assert batches.shape == (12, 5)
-  for epoch in np.split(batches, 3):
-    assert set(epoch.ravel()) == set(range(18))
-    assert all(len(set(batch)) == 5 for batch in epoch.tolist())
 
 
 def test_no_two_epochs_have_one_order():

@@ -8,9 +8,12 @@ import functools
 import importlib
 import os
 
+import fml
 import jax
 import numpy as np
 import pytest
+import settings
+import tables
 
 from hetfl.data import codist_images, vision
 from hetfl.data.errors import DataError
@@ -30,7 +33,7 @@ NUMBERS = ("partition", "merge_weights", "high_capacity_clients", "environment")
 NUMBERS += ("bad_clients", "distill_examples", "consensus_weights")
 TRAIN = bool(os.environ.get("HETFL_TRAIN"))
 KNOWN = {}  # What rounds return, by what their programs depend on.
-TABLES = sorted(p.stem for p in (ROOT / "experiments/tables").glob("*.toml"))
+TABLES = tables.tables()
 
 
 def few(bank, classes):
@@ -92,11 +95,7 @@ def run(module, given, algorithm):
 
 
 @pytest.mark.parametrize("first", ["", "# A comment\n"])
-def test_a_flag_file_may_begin_with_a_byte_order_mark(
-  monkeypatch, tmp_path, first
-):
-  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-  settings, fml = map(importlib.import_module, ("settings", "fml"))
+def test_a_flag_file_may_begin_with_a_byte_order_mark(tmp_path, first):
   file = tmp_path / "windows.flags"
   file.write_text(f"{first}--rounds=3\n--seed=1\n", encoding="utf-8-sig")
   given = settings.parse([f"--flagfile={file}", "--seed=2"], fml.Fml)
@@ -107,10 +106,8 @@ def test_a_flag_file_may_begin_with_a_byte_order_mark(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_every_flag_file_makes_two_rounds(monkeypatch, name):
-  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-  table = importlib.import_module("tables").tables()[name]
+  table = TABLES[name]
   module = importlib.import_module(f"{table.command}_run")
-  settings = importlib.import_module("settings")
   fewer = functools.partial(load_few, vision.load)
   # FML's clients pass over all images.
   load = fewer if table.command == "fml" else vision.load

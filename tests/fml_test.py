@@ -24,7 +24,7 @@ from hetfl import (
   Subset,
 )
 from hetfl.algorithms.fml import mutual_loss
-from hetfl.clients import group_clients, on_host, weighted_mean
+from hetfl.clients import group_clients, on_host
 from hetfl.models import layers, vision
 from hetfl.optimizers import fedavg_server, momentum_sgd
 from hetfl.run import checkpoint
@@ -34,11 +34,14 @@ from tests.algorithms import (
   HEAD,
   MLP,
   model,
+  mutual_data,
+  mutual_plan,
   noisy,
   POPULATION,
   SIZES,
   WIDE,
 )
+from tests.federation import batches_of, double, jitted, plain
 from tests.oracles import codist
 from tests.oracles import fml as oracle
 
@@ -73,23 +76,11 @@ ALIKE, UNLIKE = clients_with([MLP] * 5), clients_with()
 ENCODED = clients_with(encoder=TRUNK)
 
 
-def make_plan(round, held=POPULATION, **settings):
-  # Batches of four leave a last one that is not full.
-  defaults = dict(batch_size=4, epochs=2, tail="short", uniform_weights=True)
-  return plan_round(
-    {"train": held}, seed=0, round=round, **{**defaults, **settings}
-  )
-
-
-def make_data():
-  return {"train": jax.tree.map(jnp.asarray, dict(POPULATION.bank))}
-
-
 def run(algorithm, rounds=ROUNDS, *, state=None, first=1, **settings):
   state = algorithm.init(jax.random.key(0)) if state is None else state
   for round in range(first, first + rounds):
     state, metrics = algorithm.step(
-      state, make_plan(round, **settings), make_data()
+      state, mutual_plan(round, **settings), mutual_data()
     )
   return state, metrics
 
@@ -97,7 +88,7 @@ def run(algorithm, rounds=ROUNDS, *, state=None, first=1, **settings):
 def build(clients=UNLIKE, runner=None, jit=True, **settings):
   options = dict(global_model=MLP, alpha=0.75, beta=0.25, learning_rate=0.125)
   algorithm = fml(clients, **{**options, **settings}, engine=runner)
-  return algorithm._replace(step=jax.jit(algorithm.step)) if jit else algorithm
+  return jitted(algorithm) if jit else algorithm
 
 
 # --- The paper's update -----------------------------------------------------
@@ -114,10 +105,6 @@ CASES = {
   "tempered": dict(clients=UNLIKE, temperature=2.0),
   "sequential": dict(clients=UNLIKE, sequential=True),
 }
-
-
-def plain(params):
-  return jax.tree.map(np.asarray, params)
 
 
 def own_layers(state, client):
@@ -140,10 +127,7 @@ def test_rounds_are_the_oracles(name):
   clients, weighted = case["clients"], name == "unlike"
   with jax.enable_x64(True):
     algorithm = build(**case)
-    state = algorithm.init(jax.random.key(3))
-    state = jax.tree.map(
-      lambda a: jnp.asarray(a, jnp.float64), state.replace(key=None)
-    ).replace(key=state.key)
+    state = double(algorithm.init(jax.random.key(3)))
     server = layered(state.server.params)
     theirs = []
     for k in range(len(clients)):
@@ -158,17 +142,11 @@ def test_rounds_are_the_oracles(name):
       sequential=case.get("sequential", False),
     )
     for round in range(1, ROUNDS + 1):
-      plan = make_plan(round, uniform_weights=not weighted)
-      state, metrics = algorithm.step(state, plan, make_data())
+      plan = mutual_plan(round, uniform_weights=not weighted)
+      state, metrics = algorithm.step(state, plan, mutual_data())
       held = plan.batches["train"]
-      for k, client in enumerate(theirs):
-        client.batches = [
-          (
-            POPULATION.bank["x"][i[i >= 0]].astype(np.float64),
-            POPULATION.bank["y"][i[i >= 0]],
-          )
-          for i in held.index[k, : held.steps[k]]
-        ]
+      each = batches_of(held, POPULATION.bank)
+      for client, (k, client.batches) in zip(theirs, each):
         client.weight = SIZES[k] if weighted else 1.0
       server, theirs = oracle.fml_round(server, theirs, settings)
       tolerance = dict(rtol=1e-6, atol=1e-8)
@@ -240,7 +218,7 @@ def test_with_beta_one_the_global_model_is_fedavgs():
     server_optimizer=fedavg_server,
   )
   algorithm = fedavg([pool], rounds=None)
-  expected, _ = run(algorithm._replace(step=jax.jit(algorithm.step)))
+  expected, _ = run(jitted(algorithm))
   assert_close(state.server.params, expected.server[0].params)
   # And it is not FedAvg's otherwise.
   other, _ = run(build(clients, beta=0.5))
@@ -252,8 +230,7 @@ def test_with_alpha_one_clients_learn_alone():
   clients = clients_with(transform=noisy)
   mutual, _ = run(build(clients, alpha=1.0))
   alone = fml(clients, global_model=None, learning_rate=0.125)
-  alone = alone._replace(step=jax.jit(alone.step))
-  state, metrics = run(alone)
+  state, metrics = run(jitted(alone))
   assert state.server is None
   assert set(metrics) == {"local_loss", "local_kl"}
   assert_close(mutual.clients, state.clients)
@@ -297,10 +274,10 @@ def test_no_example_reaches_another_client_in_a_round():
   state = algorithm.init(jax.random.key(0))
   uploads = []
   for poison in (0.0, 1e3):
-    data = make_data()
+    data = mutual_data()
     bad = POPULATION.positions(2)
     data["train"]["x"] = data["train"]["x"].at[bad].add(poison)
-    after, _ = algorithm.step(state, make_plan(1), data)
+    after, _ = algorithm.step(state, mutual_plan(1), data)
     uploads.append(
       {
         k: (
@@ -357,34 +334,17 @@ def test_schedules_are_functions_of_the_round():
   assert_close(state.server, expected.server, rtol=1e-6, atol=1e-8)
 
 
-def test_plans_are_epochs():
-  batches = make_plan(2, epochs=3).batches["train"]
-  few = make_plan(2, POPULATION.take([0, 1]), epochs=3).batches["train"]
-  for k, (index, steps) in enumerate(zip(batches.index, batches.steps)):
-    assert steps == 3 * -(-SIZES[k] // 4)
-    assert (index[steps:] == -1).all()
-    for epoch in np.split(index[:steps], 3):
-      np.testing.assert_array_equal(
-        np.sort(epoch[epoch >= 0]), np.sort(POPULATION.positions(k))
-      )
-    # A client's order depends on nothing but seed, round and the client.
-    if k in few.client:
-      np.testing.assert_array_equal(few.index[k], index)
-  other = make_plan(3, epochs=3).batches["train"]
-  assert (other.index != batches.index).any()
-
-
 @pytest.mark.parametrize("microbatch,parts", [(None, 1), (1, 2)])
 def test_no_draw_is_made_twice(microbatch, parts):
   """Not by the two models, in two steps of some parts, or in two rounds."""
   recorder = federation.recorder(2 * 2 * parts)
   client = Client(recorder, transform=noisy, microbatch=microbatch)
   algorithm = fml([client], global_model=recorder)
-  state = algorithm.init(jax.random.key(0))
+  state, step = algorithm.init(jax.random.key(0)), jax.jit(algorithm.step)
   bank = federation.recorders_bank(4)
   for t in (1, 2):
-    plan = make_plan(t, Subset.whole(bank), batch_size=2, epochs=1)
-    state, _ = algorithm.step(state, plan, {"train": bank})
+    plan = mutual_plan(t, Subset.whole(bank), batch_size=2, epochs=1)
+    state, _ = step(state, plan, {"train": bank})
   local, server = local_model(state, 0).stats, state.server.stats
   draws = np.array([local["draws"], server["draws"]])
   assert draws.all() and len(np.unique(draws)) == draws.size
@@ -416,12 +376,12 @@ def test_who_does_not_take_part_keeps_its_model(clients, runner):
   state = algorithm.init(jax.random.key(0))
   seen = set()
   for t in range(1, 6):
-    plan = make_plan(t, clients_per_round=2, uniform_weights=False)
-    everyone = make_plan(t, uniform_weights=False)
+    plan = mutual_plan(t, clients_per_round=2, uniform_weights=False)
+    everyone = mutual_plan(t, uniform_weights=False)
     active = set(plan.batches["train"].client.tolist())
     assert len(active) == 2
     seen |= active
-    after, metrics = algorithm.step(state, plan, make_data())
+    after, metrics = algorithm.step(state, plan, mutual_data())
     for k in range(len(clients)):
       before, now = (local_model(s, k).params for s in (state, after))
       moved = [
@@ -432,7 +392,7 @@ def test_who_does_not_take_part_keeps_its_model(clients, runner):
     held = everyone.batches["train"]
     heard = np.isin(held.client, [*active]) * held.weight
     silent = everyone._replace(batches={"train": held._replace(weight=heard)})
-    heard, _ = algorithm.step(state, silent, make_data())
+    heard, _ = algorithm.step(state, silent, mutual_data())
     assert_close(after.server, heard.server)
     for k in active:
       assert_close(local_model(after, k), local_model(heard, k))
@@ -459,12 +419,12 @@ def test_what_clients_keep_may_stay_on_the_host(runner, tmp_path):
     # A checkpoint goes on as they are, bit for bit.
     saved = checkpoint.Checkpoints(tmp_path / f"saved{bool(folder)}")
     saved.save(4, state, {})
-    plan, copy = make_plan(5), jax.tree.map(jnp.array, state)
-    then, _ = hosted.step(state, plan, make_data())
+    plan, copy = mutual_plan(5), jax.tree.map(jnp.array, state)
+    then, _ = hosted.step(state, plan, mutual_data())
     _, state, _ = saved.latest(like=jax.tree.map(lambda a: a, then))
     chex.assert_trees_all_equal(state, copy)
-    then, _ = hosted.step(state, plan, make_data())
-    usually, _ = algorithm.step(copy, plan, make_data())
+    then, _ = hosted.step(state, plan, mutual_data())
+    usually, _ = algorithm.step(copy, plan, mutual_data())
     chex.assert_trees_all_equal(then, usually)
   # A run that is resumed may have the same folder: no file has a name.
   before = jax.tree.map(np.array, then.clients)
@@ -474,9 +434,9 @@ def test_what_clients_keep_may_stay_on_the_host(runner, tmp_path):
   with pytest.raises(AssertionError):
     chex.assert_trees_all_equal(again.clients, before)
   with pytest.raises(ValueError, match="of client 5, but there are 5"):
-    strange = make_plan(1).batches["train"]._replace(client=np.arange(1, 6))
-    plan = make_plan(1)._replace(batches={"train": strange})
-    hosted.step(state, plan, make_data())
+    strange = mutual_plan(1).batches["train"]._replace(client=np.arange(1, 6))
+    plan = mutual_plan(1)._replace(batches={"train": strange})
+    hosted.step(state, plan, mutual_data())
 
 
 @pytest.mark.parametrize("runner", [None, engine.Threads(2)])
@@ -504,26 +464,6 @@ def test_clients_of_two_banks_are_numbered_in_each(runner):
   assert_close(state.server, expected.server)
   for k in range(5):
     assert_close(local_model(state, k), local_model(expected, k))
-
-
-def test_a_merge_of_ones_own():
-  """A mean over clients is the default; a median is not."""
-
-  def mean(memes, weights):
-    share = weights / weights.sum()
-    return jax.tree.map(lambda a: jnp.tensordot(share, a, 1), memes)
-
-  median = lambda memes, _: jax.tree.map(lambda a: jnp.median(a, 0), memes)
-  settings = dict(uniform_weights=False)
-  usual, ours, other = (
-    run(build(merge=merge), 1, **settings)[0].server
-    for merge in (weighted_mean, mean, median)
-  )
-  assert_close(usual, ours)
-  with pytest.raises(AssertionError):
-    assert_close(usual, other)
-  with pytest.raises(ValueError, match="merge: gives"):
-    run(build(merge=lambda memes, weights: memes), 1)
 
 
 def test_clients_may_have_rates_and_optimizers_of_their_own():

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from tests.faults import flags, folders, inside, kills
-from tests.training_test import outcome, run
+from tests.runs import outcome
+from tests.training_test import run
 
 FEW = dict(rounds=4, eval_every=2, checkpoint_every=2)
 DISK = {}  # What happens at writes.

@@ -12,7 +12,7 @@ import hetfl
 from hetfl import core, distill, engine, evaluate, population
 from hetfl.models import language, next_word
 from hetfl.models.kernels import products
-from tests.oracles import codist as codist_oracle
+from tests.federation import double, plain
 from tests.oracles import language as oracle
 
 V, T = 11, 6
@@ -43,10 +43,6 @@ def _float64():
     yield
 
 
-def double(tree):
-  return tree_map(lambda a: jnp.asarray(a, jnp.float64), tree)
-
-
 def check(ours, theirs, **tolerance):
   tolerance = tolerance or dict(rtol=1e-6, atol=1e-8)
   tree_map(
@@ -64,10 +60,6 @@ def variables_of(model, seed=0, bias=0.3):
     ),
     {},
   )
-
-
-def numpy(variables):
-  return tree_map(lambda a: np.asarray(a, np.float64), variables.params)
 
 
 def test_parameter_counts_and_initial_weights():
@@ -131,7 +123,7 @@ def test_client_step_is_the_oracles(_float64, i, chunk):
   model, bank = make_model(i, chunk), make_bank(9)
   variables = double(variables_of(model))
   logits = jax.jit(model.predict)(variables, bank["x"])
-  expected, _ = oracle.forward(numpy(variables), bank["x"])
+  expected, _ = oracle.forward(plain(variables.params), bank["x"])
   check(logits.dense(), expected)
   algorithm = hetfl.fedavg(
     [
@@ -153,8 +145,10 @@ def test_client_step_is_the_oracles(_float64, i, chunk):
   state, metrics = jax.jit(algorithm.step)(
     state, plan, {"a": tree_map(jnp.asarray, bank)}
   )
-  loss, grads = oracle.loss_and_gradient(numpy(variables), bank["x"], bank["y"])
-  stepped = tree_map(lambda w, g: w - 0.5 * g, numpy(variables), grads)
+  loss, grads = oracle.loss_and_gradient(
+    plain(variables.params), bank["x"], bank["y"]
+  )
+  stepped = tree_map(lambda w, g: w - 0.5 * g, plain(variables.params), grads)
   check(state.server[0].params, stepped)
   np.testing.assert_allclose(metrics["a/client_loss"].total, loss, rtol=1e-6)
 
@@ -214,10 +208,10 @@ def test_distillation_gradient_is_the_oracles(
   assert abs(other.total - loss.total) > 1e-4
   others = [j for j in range(num_pools) if j != 1]
   value, grads = oracle.divergence_and_gradient(
-    numpy(variables[1]),
+    plain(variables[1].params),
     bank["x"],
     bank["y"],
-    [numpy(variables[j]) for j in others],
+    [plain(variables[j].params) for j in others],
     [temperatures[j] for j in others],
     r,
     labels,
@@ -225,7 +219,7 @@ def test_distillation_gradient_is_the_oracles(
   np.testing.assert_allclose(loss.total, value, rtol=1e-6)
   check(
     student.params,
-    tree_map(lambda w, g: w - 0.5 * g, numpy(variables[1]), grads),
+    tree_map(lambda w, g: w - 0.5 * g, plain(variables[1].params), grads),
   )
 
 
@@ -410,7 +404,7 @@ def test_metrics_do_not_depend_on_batches_and_agree_with_the_oracle():
   bank = make_bank(31)
   model = make_model(1)
   variables = variables_of(model)
-  z, _ = oracle.forward(numpy(variables), bank["x"])
+  z, _ = oracle.forward(plain(variables.params), bank["x"])
   expected = oracle.accuracies(z, bank["y"])
   assert expected[0] > 0
   for chunk, size, runner in ((None, 31, None), (8, 4, engine.Threads(2))):
@@ -461,8 +455,8 @@ def test_sentences_that_are_masked_do_not_count(chunk):
 
 def test_the_oracles_gradients_by_differences():
   model, bank = make_model(1), make_bank(3)
-  params = numpy(variables_of(model))
-  teacher = numpy(variables_of(make_model(0)))
+  params = plain(variables_of(model).params)
+  teacher = plain(variables_of(make_model(0)).params)
   rng = np.random.default_rng(0)
   direction = tree_map(lambda a: rng.normal(size=a.shape), params)
   start = params
@@ -483,6 +477,3 @@ def test_the_oracles_gradients_by_differences():
       for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(direction))
     )
     np.testing.assert_allclose(along, slope, rtol=1e-6)
-  np.testing.assert_allclose(
-    codist_oracle.softmax(np.ones((1, 4))), oracle.softmax(np.ones((1, 4)))
-  )

@@ -15,8 +15,9 @@ def resident_megabytes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [False, True])
-@pytest.mark.parametrize("name", ["periodic", "merged"])
+@pytest.mark.parametrize(
+  "name,threads", [("periodic", False), ("merged", True)]
+)
 def test_memory_is_flat_over_300_rounds(name, threads):
   runner = engine.Threads(2) if threads else engine.Inline()
   args = (federation.make_pools(models=federation.DENSE), Distiller())

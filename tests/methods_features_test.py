@@ -25,6 +25,8 @@ from hetfl.algorithms.fedtgp import fedtgp
 from hetfl.algorithms.lgfedavg import lgfedavg
 from hetfl.algorithms.personal import Method, personal
 from hetfl.model import joined, parted
+from tests.federation import batches_of, double
+from tests.oracles import codist
 
 CLASSES, WIDTH, RATE = 3, 2, 0.125
 # Client 0 alone has examples of class 2, and is absent from round 2.
@@ -86,20 +88,6 @@ def run(algorithm, rounds=2, **settings):
   return state, metrics
 
 
-def batches_of(held):
-  """Each client of a plan, and the images and labels of its batches."""
-  for k, index, steps in zip(held.client, held.index, held.steps):
-    rows = [i[i >= 0] for i in index[:steps]]
-    yield k, [(POPULATION.bank["x"][i], POPULATION.bank["y"][i]) for i in rows]
-
-
-def in_float64(state):
-  double = lambda tree: jax.tree.map(lambda a: a.astype(float), tree)
-  return state.replace(
-    server=double(state.server), clients=double(state.clients)
-  )
-
-
 def models_of(state):
   """Each client's matrices, those of its head last."""
   models = [None] * len(CLIENTS)
@@ -117,9 +105,7 @@ def models_of(state):
 
 def softmax_gap(z, y):
   """d mean CE / d z."""
-  p = np.exp(z - z.max(1, keepdims=True))
-  p /= p.sum(1, keepdims=True)
-  return (p - np.eye(z.shape[1])[y]) / len(y)
+  return codist.cross_entropy(z, y)[1]
 
 
 def layers_of(model, x):
@@ -243,8 +229,7 @@ def test_rounds_are_the_oracles(name):
   given = {"epochs": 3, "margin": options.get("margin")}
   with jax.enable_x64(True):
     algorithm = make(CLIENTS, learning_rate=RATE, **options)
-    state = algorithm.init(jax.random.key(3))
-    state = in_float64(state)
+    state = double(algorithm.init(jax.random.key(3)))
     server, theirs = read(state.server), models_of(state)
     bank = {"train": jax.device_put(dict(POPULATION.bank))}
     step, prototypes = jax.jit(algorithm.step), None
@@ -254,7 +239,7 @@ def test_rounds_are_the_oracles(name):
       assert (0 in held.client) == (round == 1)
       state, _ = step(state, plan, bank)
       sent = []
-      for k, batches in batches_of(held):
+      for k, batches in batches_of(held, POPULATION.bank):
         model = theirs[k]
         if make in (lgfedavg, fedgh):
           model = [*model[:-1], server]
@@ -325,19 +310,19 @@ def test_fedmrl_is_the_oracle():
 
   with jax.enable_x64(True):
     algorithm = fedmrl(clients, learning_rate=RATE, weight=0.5)
-    state = algorithm.init(jax.random.key(3))
-    state = in_float64(state)
+    state = double(algorithm.init(jax.random.key(3)))
     server, theirs = small_of(state.server.params), models(state)
     bank = {"train": jax.device_put(dict(POPULATION.bank))}
+    step = jax.jit(algorithm.step)
     for round in (1, 2):
       plan = make_plan(round)
       held, sent = plan.batches["train"], []
-      for k, batches in batches_of(held):
+      for k, batches in batches_of(held, POPULATION.bank):
         theirs[k], small = train_nested(theirs[k], server, batches, 0.5)
         sent.append((len(LABELS[k]), small))
       total = sum(n for n, _ in sent)
       server = [sum(n * small[i] for n, small in sent) / total for i in (0, 1)]
-      state, _ = algorithm.step(state, plan, bank)
+      state, _ = step(state, plan, bank)
       assert_close(small_of(state.server.params), server, rtol=1e-9, atol=1e-9)
       assert_close(models(state), theirs, rtol=1e-9, atol=1e-9)
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from hetfl import Client, core, fedavg, local_model, plan_round, Pool
+from hetfl import Client, core, fedavg, local_model, Pool
 from hetfl.algorithms.ditto import ditto
 from hetfl.algorithms.fd import fd
 from hetfl.algorithms.fedkd import fedkd
@@ -19,8 +19,17 @@ from hetfl.algorithms.scaffold import scaffold
 from hetfl.clients import on_host
 from hetfl.models import families
 from hetfl.optimizers import fedavg_server
-from tests.algorithms import MLP, model, mutual_data, POPULATION, SIZES, WIDE
-from tests.federation import CLASSES, Cnn, Mlp
+from tests import federation
+from tests.algorithms import (
+  MLP,
+  model,
+  mutual_data,
+  mutual_plan,
+  POPULATION,
+  SIZES,
+  WIDE,
+)
+from tests.federation import CLASSES, Cnn, double, Mlp, plain
 from tests.oracles import codist
 from tests.oracles.codist import tree_map
 
@@ -37,16 +46,8 @@ assert_exact = functools.partial(
 
 def make_plan(round, number=3, **settings):
   """A round of some of the five clients."""
-  return plan_round(
-    {"train": POPULATION},
-    seed=0,
-    round=round,
-    clients_per_round=number,
-    batch_size=4,
-    epochs=2,
-    tail="short",
-    **settings,
-  )
+  settings |= dict(clients_per_round=number, uniform_weights=False)
+  return mutual_plan(round, **settings)
 
 
 def rounds_of(algorithm, start=None, rounds=ROUNDS, **settings):
@@ -64,33 +65,14 @@ def last(algorithm, *args, **settings):
   return state, metrics
 
 
-def in_float64(algorithm):
-  """Its first state."""
-  state = algorithm.init(jax.random.key(3))
-  cast = lambda a: (
-    a.astype(float) if jnp.issubdtype(a.dtype, jnp.floating) else a
-  )
-  return jax.tree.map(cast, state.replace(key=None)).replace(key=state.key)
-
-
-def plain(params):
-  return jax.tree.map(lambda a: np.asarray(a, np.float64), params)
-
-
 def models_of(state):
   return [plain(local_model(state, k).params) for k in range(5)]
 
 
 def batches_of(plan):
   """The batches of each client that takes part, by its number."""
-  held, bank = plan.batches["train"], POPULATION.bank
-  return {
-    int(k): [
-      (bank["x"][i[i >= 0]].astype(np.float64), bank["y"][i[i >= 0]])
-      for i in index[:steps]
-    ]
-    for k, index, steps in zip(held.client, held.index, held.steps)
-  }
+  held = plan.batches["train"]
+  return dict(federation.batches_of(held, POPULATION.bank))
 
 
 def descend(w, x, dz, more=None):
@@ -138,7 +120,7 @@ def fd_round(models, batches, sent, gamma):
 def test_fd_is_the_oracles(clients):
   with jax.enable_x64(True):
     algorithm = fd(clients, num_classes=CLASSES, weight=0.5, learning_rate=RATE)
-    start = in_float64(algorithm)
+    start = double(algorithm.init(jax.random.key(3)))
     models, sent, lacking = models_of(start), {}, 0
     for plan, state, _ in rounds_of(algorithm, start):
       models, sent = fd_round(models, batches_of(plan), sent, 0.5)
@@ -194,7 +176,7 @@ def scaffold_round(server, control, own, batches, server_lr):
 def test_scaffold_is_the_oracles():
   with jax.enable_x64(True):
     algorithm = scaffold(ALIKE, server_lr=0.5, learning_rate=RATE)
-    start = in_float64(algorithm)
+    start = double(algorithm.init(jax.random.key(3)))
     server = plain(start.server.model.params)
     control = tree_map(np.zeros_like, server)
     own = [control] * 5
@@ -277,7 +259,7 @@ def ditto_round(server, own, batches, weight):
 def test_ditto_is_the_oracles():
   with jax.enable_x64(True):
     algorithm = ditto(ALIKE, weight=0.5, learning_rate=RATE)
-    start = in_float64(algorithm)
+    start = double(algorithm.init(jax.random.key(3)))
     server, own = plain(start.server.params), models_of(start)
     for plan, state, _ in rounds_of(algorithm, start):
       server, own = ditto_round(server, own, batches_of(plan), 0.5)
@@ -348,7 +330,7 @@ def test_fedkd_is_the_oracles():
       energy=lambda round: 0.5 + 0.1 * round,
       learning_rate=RATE,
     )
-    start = in_float64(algorithm)
+    start = double(algorithm.init(jax.random.key(3)))
     server, mentors = plain(start.server.params), models_of(start)
     rounds = enumerate(rounds_of(algorithm, start), 1)
     for round, (plan, state, _) in rounds:
@@ -415,7 +397,7 @@ def test_heterofl_is_the_oracles(masked):
     algorithm = heterofl(
       UNLIKE, global_model=WIDEST, learning_rate=RATE, **options
     )
-    start = in_float64(algorithm)
+    start = double(algorithm.init(jax.random.key(3)))
     first = server = plain(start.server.params)
     for plan, state, _ in rounds_of(algorithm, start):
       server = heterofl_round(server, batches_of(plan), have)

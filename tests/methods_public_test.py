@@ -1,6 +1,5 @@
 """DS-FL, KT-pFL, FedDF, Fed-ET against oracles, and what else they must do."""
 
-import contextlib
 import dataclasses
 import functools
 
@@ -19,6 +18,7 @@ from hetfl.algorithms.feddf import feddf
 from hetfl.algorithms.fedet import consensus, fedet
 from hetfl.algorithms.ktpfl import ktpfl, step_coefficients
 from tests import algorithms, federation
+from tests.federation import batches_of, double, plain
 from tests.oracles import codist as oracle
 from tests.oracles.codist import softmax, tree_map
 
@@ -33,19 +33,10 @@ HELD = {
 }
 
 
-class Dense(nn.Module):
-  """Dense layers, as the oracle's."""
-
-  width: int
-
-  @nn.compact
-  def __call__(self, x):
-    x = nn.Dense(self.width)(x.reshape(len(x), -1))
-    return nn.Dense(algorithms.PARTY_CLASSES)(nn.relu(x))
-
-
 def participant(name, width, rate):
-  model = core.Model.from_flax(Dense(width), PUBLIC["x"][:1])
+  model = core.Model.from_flax(
+    federation.Mlp(width, algorithms.PARTY_CLASSES), PUBLIC["x"][:1]
+  )
   return Participant(model, name, learning_rate=rate)
 
 
@@ -76,15 +67,6 @@ def make_plan(round, absent=None):
 def make_data():
   banks = {"public": PUBLIC} | dict.fromkeys(NAMES, PRIVATE)
   return jax.device_put(banks)
-
-
-@contextlib.contextmanager
-def float64():
-  with jax.enable_x64(True):
-    double = lambda a: (
-      a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a
-    )
-    yield lambda tree: jax.tree.map(double, tree)
 
 
 # --- The oracle -----------------------------------------------------------
@@ -172,10 +154,6 @@ def ktpfl_round(models, c, plan, eta, rho, temperature, steps):
   return [revisited(w, plan, k) for k, w in enumerate(models)], c
 
 
-def as_oracles(learner):
-  return tree_map(lambda a: np.asarray(a, np.float64), learner.params)
-
-
 def check(learners, expected):
   for learner, params in zip(learners, expected, strict=True):
     assert_close(learner.params, params, rtol=1e-9, atol=1e-11)
@@ -183,10 +161,10 @@ def check(learners, expected):
 
 def test_dsfl_is_the_oracles():
   algorithm = dsfl(PARTIES, server=SERVER, eval_batch_size=5)
-  with float64() as double:
+  with jax.enable_x64(True):
     state = double(algorithm.init(jax.random.key(3)))
-    models = [as_oracles(learner) for learner in state.clients]
-    server = as_oracles(state.server)
+    models = [plain(learner.params) for learner in state.clients]
+    server = plain(state.server.params)
     step = jax.jit(algorithm.step)
     for round, weights, absent in ((1, (1, 1, 1), None), (2, (3, 0, 1), 1)):
       plan = make_plan(round, absent)
@@ -204,9 +182,9 @@ def test_dsfl_is_the_oracles():
 def test_ktpfl_is_the_oracles():
   how = dict(coefficients_lr=2.0, penalty=0.125, temperature=2.0)
   algorithm = ktpfl(PARTIES, coefficients_steps=2, eval_batch_size=5, **how)
-  with float64() as double:
+  with jax.enable_x64(True):
     state = double(algorithm.init(jax.random.key(3)))
-    models = [as_oracles(learner) for learner in state.clients]
+    models = [plain(learner.params) for learner in state.clients]
     c = np.full((3, 3), 1 / 3)
     state = state.replace(server=jnp.asarray(c))
     step = jax.jit(algorithm.step)
@@ -244,12 +222,12 @@ def averaged(models, plan, lr, server_lr=1.0):
   bank, teachers, means = federation.POPULATION.bank, [], []
   for i, params in enumerate(models):
     rows = plan.batches[f"pool{i}"]
-    present = [k for k, n in enumerate(rows.weight) if n > 0]
-    deltas = []
-    for k in present:
-      kept = [index[index >= 0] for index in rows.index[k, : rows.steps[k]]]
-      batches = [(bank["x"][index], bank["y"][index]) for index in kept]
-      deltas.append(oracle.client_update(params, batches, lr))
+    present = rows.weight > 0
+    deltas = [
+      oracle.client_update(params, batches, lr)
+      for (_, batches), there in zip(batches_of(rows, bank), present)
+      if there
+    ]
     minus = lambda w, delta: w - delta
     teachers += [tree_map(minus, params, delta) for delta in deltas]
     mean = oracle.weighted_mean(deltas, rows.weight[present])
@@ -279,9 +257,9 @@ def feddf_round(models, plan, client_lr, distill_lr):
 def test_feddf_is_the_oracles():
   distiller = hetfl.Distiller(0.01, regularization=0.0)
   algorithm = feddf(feddf_pools(), distiller, rounds=None)
-  with float64() as double:
+  with jax.enable_x64(True):
     state = double(algorithm.init(jax.random.key(3)))
-    models = [as_oracles(learner) for learner in state.server]
+    models = [plain(learner.params) for learner in state.server]
     rates = [float(state.hyper[n][0]) for n in ("learning_rate", "distill_lr")]
     step = jax.jit(algorithm.step)
     for round, absent in ((1, None), (2, 1)):
@@ -371,9 +349,9 @@ def fedet_round(models, server, plan, decay, diversity, shared):
 
 def test_fedet_is_the_oracles():
   algorithm = fedet(TEACHERS, LARGE, diversity=0.5, shared="Dense_2", rounds=4)
-  with float64() as double:
+  with jax.enable_x64(True):
     state = double(algorithm.init(jax.random.key(3)))
-    *models, server = map(as_oracles, state.server)
+    *models, server = [plain(learner.params) for learner in state.server]
     step = jax.jit(algorithm.step)
     for round, absent in ((1, None), (2, 1)):
       plan = feddf_plan(round, absent)

@@ -134,8 +134,7 @@ def test_rounds_with_nnx_models_beside_linen_ones(tmp_path):
   pools = [dataclasses.replace(first, model=make_model()), second]
   distiller = hetfl.Distiller(learning_rate=0.01)
   algorithm = hetfl.merged_codist(pools, distiller, alpha=0.5, rounds=3)
-  algorithm = algorithm._replace(step=jax.jit(algorithm.step))
-  state, metrics = federation.run(algorithm, 2)
+  state, metrics = federation.run(federation.jitted(algorithm), 2)
   assert np.isfinite(float(metrics["pool0/distill_loss"].value))
   checkpoints = checkpoint.Checkpoints(tmp_path)
   checkpoints.save(2, state, {})

@@ -1,14 +1,14 @@
 """Models of the user's own in the commands: FILE.py:FUNCTION."""
 
-import importlib
 import json
 
 import numpy as np
+import own_models
 import pytest
 
 import hetfl
 from hetfl.models import language
-from tests.runs import error_of, outcome, ROOT, write_posts
+from tests.runs import error_of, outcome, write_posts
 
 NETS = """
 import flax.linen as nn
@@ -301,14 +301,8 @@ MISTAKES = {
 }
 
 
-@pytest.fixture
-def own_models(monkeypatch):
-  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-  return importlib.import_module("own_models")
-
-
 @pytest.mark.parametrize("code", MISTAKES)
-def test_mistakes_in_the_file_are_a_line(own_models, code, tmp_path):
+def test_mistakes_in_the_file_are_a_line(code, tmp_path):
   path = tmp_path / "mistakes.py"
   path.write_text(MADE + code)
   with pytest.raises(ValueError) as error:
@@ -318,7 +312,7 @@ def test_mistakes_in_the_file_are_a_line(own_models, code, tmp_path):
   assert MISTAKES[code].format(path=path) in line
 
 
-def test_a_softmax_is_warned_of(own_models, tmp_path, caplog):
+def test_a_softmax_is_warned_of(tmp_path, caplog):
   path = tmp_path / "softmax.py"
   path.write_text(
     MADE

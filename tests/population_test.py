@@ -109,21 +109,16 @@ def test_very_many_clients_are_made_in_seconds(everyone):
 def test_clients_work_and_weights(
   sizes, batch_size, epochs, max_steps, uniform, tail
 ):
-  """A client's examples take turns."""
+  """A client's examples take turns, in an order that is its own affair."""
   clients = population.ClientPopulation.from_lists(
     {"y": np.arange(sum(sizes))},
     np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1]),
   )
-  rows = plan_clients(
-    clients,
-    seed=0,
-    round=1,
-    batch_size=batch_size,
-    epochs=epochs,
-    max_steps=max_steps,
-    uniform_weights=uniform,
-    tail=tail,
-  )
+  options = dict(batch_size=batch_size, epochs=epochs, max_steps=max_steps)
+  options |= dict(uniform_weights=uniform, tail=tail, seed=0, round=1)
+  rows = plan_clients(clients, **options)
+  first = plan_clients(clients.take([0]), **options).index[0]
+  np.testing.assert_array_equal(rows.index[0, : len(first)], first)
   assert rows.client.tolist() == list(range(len(sizes)))
   assert rows.weight.tolist() == [1 if uniform else n for n in sizes]
   for k, n in enumerate(sizes):
@@ -139,6 +134,9 @@ def test_clients_work_and_weights(
     lengths = (batches >= 0).sum(1)
     if tail != "short":
       assert (lengths == batch_size).all()
+    if tail == "repeat":  # With others.
+      apart = min(n, batch_size)
+      assert all(len(set(batch)) == apart for batch in batches.tolist())
     if tail != "repeat":
       assert seen[held].max() - seen[held].min() <= 1
     if tail != "wrap":  # Each pass begins with each example once.

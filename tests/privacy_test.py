@@ -109,26 +109,30 @@ def test_merged_codist_merges_noisy_means():
     )
 
 
-def after(algorithm, key, rounds):
-  """The parameters after some rounds, one after another."""
-  state, data = algorithm.init(key), federation.make_data(1)
-  for plan in rounds:
-    state, _ = algorithm.step(state, plan, data)
-  return federation.params(state)
-
-
 def test_engines_rounds_in_one_program_and_trials_side_by_side():
   """Noise is of the round and the run's key, wherever the clients are."""
   pools = make_pools(1)
   build = functools.partial(hetfl.fedavg, pools, rounds=None)
   plans = [make_plan(t, num_pools=1) for t in (1, 2, 3)]
   keys = jax.random.split(jax.random.key(1), 2)
-  expected = [after(build(), key, plans) for key in keys]
+
+  def after(runner, *keys):
+    """The parameters after the rounds, one after another, of each key."""
+    algorithm, data = build(engine=runner), federation.make_data(1)
+    init, step = jax.jit(algorithm.init), runner.compile(algorithm.step)
+    ends = []
+    for state in map(init, keys):
+      for plan in plans:
+        state, _ = step(state, plan, data)
+      ends.append(federation.params(state))
+    return ends
+
+  expected = after(engine.Inline(), *keys)
   assert_close = functools.partial(
     chex.assert_trees_all_close, rtol=1e-4, atol=1e-5
   )
   for runner in (engine.Threads(2), engine.Inline(federation.mesh(2))):
-    assert_close(after(build(engine=runner), keys[0], plans), expected[0])
+    assert_close(after(runner, keys[0]), expected[:1])
 
   def scanned(key):
     algorithm, data = build(), federation.make_data(1)

@@ -3,7 +3,6 @@
 import chex
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -11,6 +10,7 @@ import pytest
 import hetfl
 from hetfl import distill, local, optimizers
 from tests import federation
+from tests.federation import batches_of, double, plain
 from tests.oracles import codist as oracle
 
 # Decays of 1, 3/4 and 1/2 are exact in float32, in which rates are kept: where
@@ -30,10 +30,6 @@ def _float64():
     yield
 
 
-def double(tree):
-  return jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), tree)
-
-
 def start(algorithm, pools, server):
   """A float64 state, and the oracle's pools from the same parameters."""
   state = algorithm.init(jax.random.key(3))
@@ -49,7 +45,7 @@ def start(algorithm, pools, server):
   prox = state.hyper.get("prox_mu", np.zeros(len(pools)))
   return state, [
     oracle.Pool.start(
-      jax.tree.map(np.asarray, learner.params),
+      plain(learner.params),
       server,
       server_lr=None,
       client_lr=float(state.hyper["learning_rate"][i]),
@@ -61,13 +57,10 @@ def start(algorithm, pools, server):
 
 def clients_of(batches: hetfl.Batches):
   """The oracle's view of a plan: each client's batches and weight."""
-  bank = federation.POPULATION.bank
+  each = batches_of(batches, federation.POPULATION.bank)
   return [
-    oracle.Client(
-      [(bank["x"][i].astype(np.float64), bank["y"][i]) for i in index[:steps]],
-      float(weight),
-    )
-    for index, steps, _, weight in zip(*batches)
+    oracle.Client(of, float(weight))
+    for (_, of), weight in zip(each, batches.weight)
   ]
 
 

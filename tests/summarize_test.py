@@ -13,24 +13,28 @@ def summarize(experiment):
   return experiment("summarize")
 
 
-def write(folder, values, *, sent=None):
-  """A run's folder with evaluations of one model every ten rounds."""
+def save(folder, rows, **result):
+  """A run's folder."""
   folder.mkdir(parents=True)
-  rows = [
-    {"round": 10 * (i + 1), "seconds": 30.0 * (i + 1), "global/accuracy": value}
-    for i, value in enumerate(values)
-  ]
   text = "".join(json.dumps(row) + "\n" for row in rows)
   (folder / "metrics.jsonl").write_text(text)
-  if sent is not None:
-    result = json.dumps({"bytes_per_round": sent})
-    (folder / "result.json").write_text(result)
+  if result:
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def write(folder, values, **result):
+  """A run's folder with evaluations of one model every ten rounds."""
+  rows = [
+    {"round": 10 * t, "seconds": 30.0 * t, "global/accuracy": value}
+    for t, value in enumerate(values, 1)
+  ]
+  save(folder, rows, **result)
 
 
 def test_rounds_bytes_and_minutes_to_a_target(summarize, tmp_path):
   # Reached in round 30 and 20, that is after 300 and 200 kB, 1.5 and 1 min.
-  write(tmp_path / "w/seed0/fml", [0.25, 0.5, 0.75], sent=10_000)
-  write(tmp_path / "w/seed1/fml", [0.5, 1.0, 0.5], sent=10_000)
+  write(tmp_path / "w/seed0/fml", [0.25, 0.5, 0.75], bytes_per_round=10_000)
+  write(tmp_path / "w/seed1/fml", [0.5, 1.0, 0.5], bytes_per_round=10_000)
   # One seed does not reach it, and the other has not ended.
   write(tmp_path / "w/seed0/fedavg", [None, 0.25, 0.75])
   write(tmp_path / "w/seed1/fedavg", [0.25, 0.5, 0.25])
@@ -82,13 +86,11 @@ def test_rounds_bytes_and_minutes_to_a_target(summarize, tmp_path):
 
 def test_a_target_that_is_reached_at_the_start(summarize, tmp_path):
   for seed, rows in enumerate(([(0, 0.75)], [(0, 0.25), (4, 0.75)])):
-    folder = tmp_path / f"w/seed{seed}/fedmd"
-    folder.mkdir(parents=True)
-    text = "".join(
-      json.dumps({"round": t, "seconds": 60.0 * t, "a/accuracy": value}) + "\n"
+    rows = [
+      {"round": t, "seconds": 60.0 * t, "a/accuracy": value}
       for t, value in rows
-    )
-    (folder / "metrics.jsonl").write_text(text)
+    ]
+    save(tmp_path / f"w/seed{seed}/fedmd", rows)
   done = summarize(tmp_path / "w", "--metric=accuracy", "--target=75")
   assert done.returncode == 0, done.stderr
   # Rounds 0 and 4, minutes 0 and 4: 2 +- 4 / sqrt(2).
@@ -96,16 +98,12 @@ def test_a_target_that_is_reached_at_the_start(summarize, tmp_path):
 
 
 def test_models_with_numbers_and_parties_that_diverge(summarize, tmp_path):
-  (tmp_path / "run").mkdir()
   rows = [
     {"cnn1/test_accuracy": 0.5, "cnn2/test_accuracy": 0.75},
     {"party0/test_accuracy": 0.5, "party1/test_accuracy": 0.25},
     {"party0/test_accuracy": 1.0, "party1/test_accuracy": None},
   ]
-  text = "".join(
-    json.dumps({"round": i} | r) + "\n" for i, r in enumerate(rows)
-  )
-  (tmp_path / "run/metrics.jsonl").write_text(text)
+  save(tmp_path / "run", [{"round": i} | r for i, r in enumerate(rows)])
   done = summarize(tmp_path / "run")
   lines = [" ".join(line.split()) for line in done.stdout.splitlines()[2:]]
   assert lines == [
@@ -117,17 +115,12 @@ def test_models_with_numbers_and_parties_that_diverge(summarize, tmp_path):
 
 def test_a_pool_sends_what_its_own_clients_do(summarize, tmp_path):
   for name, known in (("new", {"bytes_per_round": 1_500_000}), ("old", {})):
-    folder = tmp_path / name
-    write(folder, [])
     rows = [
       {"round": t, "small/test_accuracy": 0.5, "large/test_accuracy": 0.25 * t}
       for t in (2, 3)
     ]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "metrics.jsonl").write_text(text)
     pools = {"small": known, "large": {n: 4 * v for n, v in known.items()}}
-    result = {"bytes_per_round": 7_500_000, "pools": pools}
-    (folder / "result.json").write_text(json.dumps(result))
+    save(tmp_path / name, rows, bytes_per_round=7_500_000, pools=pools)
   target, out = "--target=50", f"--out={tmp_path}/out"
   done = summarize(tmp_path / "new", tmp_path / "old", target)
   lines = [line.split() for line in done.stdout.splitlines()]
@@ -147,13 +140,10 @@ def test_a_pool_sends_what_its_own_clients_do(summarize, tmp_path):
 
 
 def test_parties_and_clients_count_in_the_mean(summarize, tmp_path):
-  write(tmp_path / "md", [])
+  row = {"round": 1, "party0/test_accuracy": 0.5, "party1/test_accuracy": 1.0}
+  save(tmp_path / "md", [row], bytes_per_round=3_000_000)
   # FedMD's phases have folders, and no accuracies over rounds.
-  write(tmp_path / "md/public", [], sent=None)
-  (tmp_path / "md/metrics.jsonl").write_text(
-    '{"round": 1, "party0/test_accuracy": 0.5, "party1/test_accuracy": 1.0}\n'
-  )
-  (tmp_path / "md/result.json").write_text('{"bytes_per_round": 3000000}')
+  save(tmp_path / "md/public", [])
   out = f"--out={tmp_path}/out"
   done = summarize(tmp_path / "md", "--target=70", "--over=megabytes", out)
   assert done.returncode == 0, done.stderr
@@ -161,11 +151,9 @@ def test_parties_and_clients_count_in_the_mean(summarize, tmp_path):
   assert (
     line == ["md", "mean of 2 parties"] + "1 1 75.00 75.00 1 3.0 0.0".split()
   )
-  (tmp_path / "fml").mkdir()
-  (tmp_path / "fml/metrics.jsonl").write_text(
-    '{"round": 2, "client0/validation_accuracy": 0.25,'
-    ' "clients/validation_accuracy": 0.5}\n'
-  )
+  values = {"client0": 0.25, "clients": 0.5}
+  row = {f"{name}/validation_accuracy": x for name, x in values.items()}
+  save(tmp_path / "fml", [{"round": 2} | row])
   done = summarize(tmp_path / "fml", "--metric=validation_accuracy")
   assert [s.split()[:2] for s in done.stdout.splitlines()[2:]] == [
     ["fml", "clients"]

@@ -1,6 +1,5 @@
 """The papers' tables as cells, and our numbers beside the published."""
 
-import importlib
 import json
 import os
 import pathlib
@@ -10,27 +9,21 @@ import sys
 import time
 import types
 
+import fedmd_run
+import fml_run
+import make_flags
 import matplotlib.image
 import pytest
+import reproduce
+import tables
 
 from hetfl.run import charts, logs, report
 from tests.runs import ROOT
 
 
 @pytest.fixture(scope="module")
-def modules():
-  """The modules of `experiments`, which is no package."""
-  sys.path.insert(0, str(ROOT / "experiments"))
-  try:
-    names = ("fedmd_run", "fml_run", "make_flags", "reproduce", "tables")
-    yield {name: importlib.import_module(name) for name in names}
-  finally:
-    sys.path.pop(0)
-
-
-@pytest.fixture(scope="module")
-def known(modules):
-  return modules["tables"].tables()
+def known():
+  return tables.tables()
 
 
 def cell_of(table, name):
@@ -50,9 +43,9 @@ def test_every_cell_has_a_name_of_its_own(known):
       assert cell.published.keys() <= table.numbers.keys(), cell.name
 
 
-def test_what_is_made_of_declarations_is_up_to_date(modules):
+def test_what_is_made_of_declarations_is_up_to_date():
   """Flag files, and docs/settings.md."""
-  made = modules["make_flags"].files()
+  made = make_flags.files()
   there = {*(ROOT / "experiments/flags").iterdir(), ROOT / "docs/settings.md"}
   assert {ROOT / name for name in made} == there
   for name, text in made.items():
@@ -131,10 +124,8 @@ def test_fml_is_compared_with_what_the_paper_compares_it_with(known):
     assert ("merge_weights" in cell.flags) == (not cell.name.endswith("fml"))
 
 
-def test_rows_have_published_columns_only_where_something_is_published(
-  modules, known
-):
-  rows_of, sec6 = modules["reproduce"].rows_of, known["fml_sec6"]
+def test_rows_have_published_columns_only_where_something_is_published(known):
+  rows_of, sec6 = reproduce.rows_of, known["fml_sec6"]
   cells = [cell_of(sec6, "fml_sec6_catfish")]
   clients = [{"validation_accuracy": k / 10} for k in range(5)]
   result = {"clients": clients, "global": {"test_accuracy": 0.5}}
@@ -168,10 +159,8 @@ def test_rows_have_published_columns_only_where_something_is_published(
   assert row[1:5] == ["51.00 ± 1.41", "97.44 ± 1.41", "98.44", "-1.00"]
 
 
-def test_fedmd_table_has_each_party_and_a_column_a_run(
-  modules, known, tmp_path
-):
-  reproduce, table = modules["reproduce"], known["fedmd_fig2"]
+def test_fedmd_table_has_each_party_and_a_column_a_run(known, tmp_path):
+  table = known["fedmd_fig2"]
   cell = cell_of(table, "fedmd_mnist_letters_iid")
   parties = [{"pooled_accuracy": k / 10} for k in range(10)]
   result = {"parties": parties, "rounds": 1, "seconds": 60.0}
@@ -190,9 +179,7 @@ def test_fedmd_table_has_each_party_and_a_column_a_run(
   assert lines[-1] == "| minutes | 3.0 |"
 
 
-def test_a_figure_is_drawn_against_its_axis(
-  modules, known, tmp_path, monkeypatch
-):
+def test_a_figure_is_drawn_against_its_axis(known, tmp_path, monkeypatch):
   table = known["codist_fig4"]
   drawn, titles = {}, []
 
@@ -213,12 +200,12 @@ def test_a_figure_is_drawn_against_its_axis(
     folder = tmp_path / "search" / f"fig4_cifar_{algorithm}"
     folder.mkdir(parents=True)
     logs.write_json(folder / "result.json", {"top": 25, **more})
-  modules["reproduce"].draw(tmp_path, table, results)
+  reproduce.draw(tmp_path, table, results)
   for name in ("figure", "figure_trials"):
     image = matplotlib.image.imread(tmp_path / f"{name}.png")
     assert image.shape[0] > 400
   monkeypatch.setattr(charts, "dependence", dependence)
-  modules["reproduce"].draw(tmp_path, table, results)
+  reproduce.draw(tmp_path, table, results)
   assert drawn["figure_trials.png"] == {"periodic, small": [(600, 0.7)]}
   assert titles[1].endswith("Figure 4: means of the best 25 trials")
   assert drawn["figure.png"] == {
@@ -230,8 +217,8 @@ def test_a_figure_is_drawn_against_its_axis(
   }
 
 
-def test_curves_say_whose_model_they_are_of(modules, tmp_path, monkeypatch):
-  fml_run, drawn = modules["fml_run"], {}
+def test_curves_say_whose_model_they_are_of(tmp_path, monkeypatch):
+  drawn = {}
   s = types.SimpleNamespace(
     client_models=("mlp", "cnn1"), dataset=("x",), partition="iid"
   )
@@ -262,7 +249,7 @@ def test_curves_say_whose_model_they_are_of(modules, tmp_path, monkeypatch):
   )
 
 
-def test_the_table_names_a_model_only_if_all_have_it(modules):
+def test_the_table_names_a_model_only_if_all_have_it():
   def result(*models):
     clients = [{"model": m, "validation_accuracy": 0.5} for m in models]
     best = {"test_accuracy": 0.5, "best_test_accuracy": 0.75}
@@ -315,8 +302,8 @@ def test_sigterm_is_handed_on_to_the_cell(tmp_path):
   assert (tmp_path / "saved").exists()
 
 
-def test_results_of_several_algorithms_are_read_by_name(modules, tmp_path):
-  read, names = modules["reproduce"].read_result, ("fml", "independent")
+def test_results_of_several_algorithms_are_read_by_name(tmp_path):
+  read, names = reproduce.read_result, ("fml", "independent")
   assert read(tmp_path) is None
   for name in names:
     (tmp_path / name).mkdir()
@@ -330,7 +317,7 @@ def test_results_of_several_algorithms_are_read_by_name(modules, tmp_path):
   result = read(tmp_path)
   assert (result["rounds"], result["seconds"]) == (3, 4.0)
   path = "independent.clients.0.best_validation_accuracy"
-  assert modules["tables"].lookup(result, path) == 0.5
+  assert tables.lookup(result, path) == 0.5
   # A run that is being lengthened has its old result until it ends.
   (tmp_path / "fml" / "config.json").write_text('{"config": {"rounds": 9}}')
   assert read(tmp_path) is None
@@ -348,10 +335,8 @@ def make_run(folder, **result):
   (folder / "result.json").write_text(json.dumps(result))
 
 
-def test_a_cell_is_tuned_and_run_with_the_best(
-  modules, tmp_path, monkeypatch, capsys
-):
-  reproduce, commands = modules["reproduce"], []
+def test_a_cell_is_tuned_and_run_with_the_best(tmp_path, monkeypatch, capsys):
+  commands = []
 
   def run_cell(command):
     commands.append([pathlib.Path(command[1]).name, *command[2:]])
@@ -414,10 +399,10 @@ def test_a_cell_is_tuned_and_run_with_the_best(
 
 
 def test_a_table_has_cells_that_others_finish_meanwhile(
-  modules, known, tmp_path, monkeypatch, capsys
+  known, tmp_path, monkeypatch, capsys
 ):
   """And goes on after a failure."""
-  reproduce, begun = modules["reproduce"], []
+  begun = []
   cells = [cell.name for cell in known["codist_table1_cifar"].cells][:4]
   accuracy = {"pools": {"small": {"test_accuracy": 0.5}}}
 
@@ -467,8 +452,7 @@ def test_a_table_has_cells_that_others_finish_meanwhile(
   )
 
 
-def test_cells_of_one_public_training_share_it(modules, known, tmp_path):
-  fedmd_run, reproduce = modules["fedmd_run"], modules["reproduce"]
+def test_cells_of_one_public_training_share_it(known, tmp_path):
   cells = {c.name: c for c in known["fedmd_fig2"].cells}
   cells |= {c.name: c for c in known["fedmd_weak"].cells}
 

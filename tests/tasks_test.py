@@ -41,6 +41,7 @@ from hetfl.algorithms.scaffold import scaffold
 from hetfl.models.language import TokenLogits
 from hetfl.optimizers import fedavg_server
 from tests.algorithms import CASES
+from tests.oracles.codist import softmax
 
 RATE, CLASSES = 0.25, 3
 HELD, PUBLIC = ([0, 1, 2], [3, 4]), [5, 6]
@@ -75,10 +76,6 @@ class Task(NamedTuple):
 def bank_of(y, *size):
   x = RNG.normal(size=(7, *size, 2))
   return {"x": x.astype(np.float32), "y": y}
-
-
-def softmax(z):
-  return np.exp(z) / np.exp(z).sum(axis=-1, keepdims=True)
 
 
 def total(a):

@@ -1,4 +1,3 @@
-import json
 import os
 import pathlib
 import random
@@ -23,6 +22,7 @@ from hetfl.algorithms.personal import personal
 from hetfl.clients import on_host
 from hetfl.run import checkpoint, logs, training
 from tests.algorithms import MLP, mutual_data, POPULATION
+from tests.runs import outcome
 
 ROUNDS, EVAL_EVERY = 12, 5
 PACKAGE = pathlib.Path(training.__file__).resolve().parents[1]
@@ -108,21 +108,14 @@ def run(workdir, algorithm=None, **changes):
   )
 
 
-def outcome(workdir):
-  """What two runs must agree on: everything but the seconds."""
-  rows = logs.read_rows(pathlib.Path(workdir) / "metrics.jsonl")
-  result = json.loads((pathlib.Path(workdir) / "result.json").read_text())
-  assert result["seconds"] >= rows[-1]["seconds"] > 0
-  for row in [result, *rows]:
-    del row["seconds"]
-  return result, rows
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("undisturbed")
   result = run(workdir)
-  assert result == logs.RunFolder(workdir, {"rounds": ROUNDS}).result()
+  folder = logs.RunFolder(workdir, {"rounds": ROUNDS})
+  assert result == folder.result()
+  last = logs.read_rows(folder.metrics)[-1]
+  assert result["seconds"] >= last["seconds"] > 0
   return outcome(workdir)
 
 

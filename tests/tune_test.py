@@ -1,19 +1,19 @@
 """Trials as a batch axis, and the search over them."""
 
 import dataclasses
-import importlib
 import json
 import os
 import re
 import signal
-import sys
 import time
 import typing
 
+import codist_run
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tune_run
 
 import hetfl
 from hetfl import core, distill, engine, population
@@ -648,36 +648,23 @@ def test_a_search_for_fml(experiment, tmp_path):
     assert not (tmp_path / "bad").exists()
 
 
-@pytest.fixture(scope="module")
-def script():
-  """experiments/tune_run.py as a module."""
-  sys.path.insert(0, str(runs.ROOT / "experiments"))
-  try:
-    yield importlib.import_module("tune_run")
-  finally:
-    sys.path.pop(0)
-
-
-def trial_of(script, algorithm, **given):
+def trial_of(algorithm, **given):
   """The settings of a trial of codist, and a function `space`."""
-  codist = importlib.import_module("codist_run")
   given["algorithm"] = (algorithm,)
-  s = codist.Codist.resolve(given, codist.words(given, algorithm))
+  s = codist_run.Codist.resolve(given, codist_run.words(given, algorithm))
 
   def space(*items):
-    search = script.Search.resolve({"space": items}, ())
-    return script.make_space(search, codist.Codist, s.words)
+    search = tune_run.Search.resolve({"space": items}, ())
+    return tune_run.make_space(search, codist_run.Codist, s.words)
 
   return s, space
 
 
-def test_spaces(script):
+def test_spaces():
   # Appendix F: one client rate, all else for each model; alpha for merged.
-  sizes = {
-    a: len(trial_of(script, a)[1]()) for a in ("fedavg", "periodic", "merged")
-  }
+  sizes = {a: len(trial_of(a)[1]()) for a in ("fedavg", "periodic", "merged")}
   assert sizes == {"fedavg": 3, "periodic": 11, "merged": 12}
-  s, space = trial_of(script, "fedavg")
+  s, space = trial_of("fedavg")
   rate = trials.Dimension(1e-4, 0.1, log=True)
   assert space() == dict.fromkeys(
     ["client_lr", "server_lr.small", "server_lr.large"], rate
@@ -705,30 +692,30 @@ def test_spaces(script):
     with pytest.raises(ValueError, match=message):
       space(*item.split(","))
   # One that is not given has no value to start from.
-  assert script.flag_values(s, {"clip_norm.large": 2.0}) == {
+  assert tune_run.flag_values(s, {"clip_norm.large": 2.0}) == {
     "clip_norm": [None, 2.0]
   }
-  whole = lambda *items: script.whole(space(*items), type(s))
+  whole = lambda *items: tune_run.whole(space(*items), type(s))
   assert whole() == {"client_lr", "server_lr"}
   assert whole("server_lr.small=fixed") == {"client_lr"}
 
 
-def test_a_search_starts_from_the_flags_own_values(script, caplog):
-  s, space = trial_of(script, "fedavg", server_lr=(0.3, 0.4), client_lr=0.1)
+def test_a_search_starts_from_the_flags_own_values(caplog):
+  s, space = trial_of("fedavg", server_lr=(0.3, 0.4), client_lr=0.1)
   ranges = space("prox_mu=log:1:2", "server_lr.small=fixed")
-  start = script.start_values(s, ranges)
+  start = tune_run.start_values(s, ranges)
   assert start == {"client_lr": 0.1, "server_lr.large": 0.4, "prox_mu": 0}
   # The search has one value for both models, and the flag two.
-  s, _ = trial_of(script, "fedavg", client_lr=(0.1, 0.2))
-  assert script.start_values(s, space()) is None
+  s, _ = trial_of("fedavg", client_lr=(0.1, 0.2))
+  assert tune_run.start_values(s, space()) is None
   assert "--client_lr=0.1,0.2 is not one value" in caplog.text
   assert "a range for each model" in caplog.text
 
 
-def test_values_become_flags_and_states(script):
-  s, _ = trial_of(script, "merged", client_lr=0.1, server_lr=(0.3, 0.4))
+def test_values_become_flags_and_states():
+  s, _ = trial_of("merged", client_lr=0.1, server_lr=(0.3, 0.4))
   values = {"client_lr": 0.2, "server_lr.large": 0.5, "merge_alpha": 0.25}
-  assert script.flag_values(s, values) == {
+  assert tune_run.flag_values(s, values) == {
     "client_lr": 0.2,
     "server_lr": [0.3, 0.5],
     "merge_alpha": 0.25,
@@ -739,10 +726,10 @@ def test_values_become_flags_and_states(script):
     alpha=0.5,
     rounds=1,
   ).init(jax.random.key(0))
-  placed = script.place(state, s, values)
+  placed = tune_run.place(state, s, values)
   rates = [placed.hyper[name] for name in ("learning_rate", "server_lr")]
   np.testing.assert_allclose(rates, [(0.2, 0.2), (0.3, 0.5)], rtol=1e-6)
   assert placed.hyper["alpha"] == 0.25
   for flag in ("prox_mu", "rounds"):
     with pytest.raises(ValueError, match=f"--{flag} cannot be searched"):
-      script.place(state, s, {flag: 0.1})
+      tune_run.place(state, s, {flag: 0.1})

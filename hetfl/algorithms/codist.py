@@ -71,10 +71,10 @@ def _finite(learners):
   return core.all_finite([learner.variables for learner in learners])
 
 
-def _exchange(
-  pools: tuple[Pool, ...], distiller: Distiller, engine: Engine
+def exchange(
+  pools: Sequence[Pool], distiller: Distiller, engine: Engine
 ) -> Callable[..., list[Work]]:
-  """Codistillation between P pools.
+  """Distillation to the models of P pools, such as codistillation.
 
   The function that it returns runs the teachers, and returns the works that
   distil to students. Each work's result is `(Variables, loss)` of a student
@@ -92,6 +92,7 @@ def _exchange(
     data: dict[str, core.Batch],
     decay: jax.Array,
     due: jax.Array | np.bool_,
+    said: jax.Array | None = None,
   ) -> list[Work]:
     """The works.
 
@@ -102,6 +103,8 @@ def _exchange(
       data: holds the distillation bank.
       decay: the linear decay over the rounds, from 1 to 0.
       due: whether this round distils; if not, students stay as they are.
+      said: the views of the only teacher of all students; `None` for the other
+        pools' models.
     """
     batches = of_round(plan, "distill", 1)
     bank = checks.bank(data, "distill")
@@ -115,7 +118,7 @@ def _exchange(
       )
     )
     seen = {"decay": decay, "key": key, "teachers": teachers, "views": views}
-    context = state.hyper | seen
+    context = state.hyper | seen | checks.given(said=said)
     # Differs from the batches' keys.
     student_key = jax.random.fold_in(key, np.uint32(2**31))
     rows = [row_of(plan, "distill", i) for i in range(len(pools))]
@@ -194,7 +197,7 @@ def periodic_codist(
   """
   pools = core.unique_names("pools", pools, Pool, at_least=2)
   engine = engine or Inline()
-  distillations = _exchange(pools, distiller, engine)
+  distillations = exchange(pools, distiller, engine)
   pools = distiller.of_classes(pools)  # Only their losses change.
   replaced = [_replacement(pool) for pool in pools]
   checks.counts(period=period, **checks.given(rounds=rounds))
@@ -312,7 +315,7 @@ def merged_codist(
   """
   pools = core.unique_names("pools", pools, Pool, at_least=2)
   engine = engine or Inline()
-  distillations = _exchange(pools, distiller, engine)
+  distillations = exchange(pools, distiller, engine)
   pools = distiller.of_classes(pools)  # Only their losses change.
   checks.counts(every=every, **checks.given(rounds=rounds))
   core.check_schedule("alpha", alpha, 1, rounds or 1, high=1)

@@ -41,8 +41,7 @@ class Averaged(NamedTuple):
       their number, `float32[]`.
     weights: each pool's clients' weights, `float32[K]`.
     decay: the factor of the round's learning rates.
-    batch_key: the key of the distillation batches; see `Distiller.batch`.
-    student_key: the key of those who learn from them.
+    key: the key of the distillation batches; see `Distiller.batch`.
   """
 
   state: core.State
@@ -51,8 +50,7 @@ class Averaged(NamedTuple):
   heard: Sequence[jax.Array]
   weights: Sequence[jax.Array | np.ndarray]
   decay: jax.Array
-  batch_key: jax.Array
-  student_key: jax.Array
+  key: jax.Array
 
   @property
   def anyone(self) -> jax.Array:
@@ -71,7 +69,6 @@ class Ensemble:
 
   Attributes:
     pools: the pools, of which the server sees each client's update.
-    views: the tasks of a model's logits on a batch, one for each pool.
     engine: the engine.
 
   Raises:
@@ -92,9 +89,10 @@ class Ensemble:
       dataclasses.replace(pool, aggregate=pool.aggregate or mean)
       for pool in core.unique_names("pools", pools, Pool)
     )
-    self.views = [distiller.view(pool.model) for pool in self.pools]
     self.engine = engine or Inline()
-    self._teachers = [_teacher(view) for view in self.views]
+    self._teachers = [
+      _teacher(distiller.view(pool.model)) for pool in self.pools
+    ]
     self._rounds = rounds
 
   def average(
@@ -144,9 +142,7 @@ class Ensemble:
       heard,
       weights,
       decay,
-      batch_key=key,
-      # Differs from the batches' keys.
-      student_key=jax.random.fold_in(key, np.uint32(2**31)),
+      key,
     )
 
 

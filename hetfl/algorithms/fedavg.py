@@ -107,10 +107,12 @@ class Pool(local.Participant):
       if self.delta_transform is not None:
         # No step draws with this number.
         noise_key = jax.random.fold_in(key, np.uint32(2**32 - 1))
+        trained = batches.steps > 0
+        delta = core.fixed_unless(trained, delta)
         changed = self.delta_transform(noise_key, delta)
         checks.alike(f"{self.label}: delta_transform", changed, delta)
         # Who takes no steps sends nothing, whatever is made of a delta of 0.
-        delta = optax.tree.where(batches.steps > 0, changed, delta)
+        delta = optax.tree.where(trained, changed, delta)
       weight = batches.weight
       if self.private is not None:
         delta, weight = self.private.clip(delta), jnp.sign(weight)

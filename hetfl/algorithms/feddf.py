@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import dataclasses
 
 import jax
-import numpy as np
 
 from hetfl import checks, core, distill, local
+from hetfl.algorithms.codist import exchange
 from hetfl.algorithms.ensemble import Ensemble
 from hetfl.algorithms.fedavg import init_pools, Pool
-from hetfl.batches import of_round, row_of
 from hetfl.distill import Distiller
 from hetfl.engine import Engine
 
@@ -96,8 +95,7 @@ def feddf(
   pools = distiller.of_classes(core.unique_names("pools", pools, Pool))
   ensemble = Ensemble(pools, distiller, rounds=rounds, engine=engine)
   pools, engine = ensemble.pools, ensemble.engine
-  # A student, and the ensemble as the only other.
-  students = [distiller.student([pool.model, pool.model], 0) for pool in pools]
+  distillations = exchange(pools, distiller, engine)
 
   def init(key, variables=None):
     return init_pools(pools, key, variables, distiller.hyper(len(pools)))
@@ -105,32 +103,9 @@ def feddf(
   def step(state, plan, data):
     # What each client's model says, added up by the engine.
     averaged = ensemble.average(state, plan, data, total=True)
-    state, key = averaged.state, averaged.batch_key
+    state, decay = averaged.state, averaged.decay
     mean = _mean_of(averaged.said, averaged.heard)
-    batches = of_round(plan, "distill", 1)
-    bank = checks.bank(data, "distill")
-    looks = [
-      distiller.look(view, new.variables, key, bank, batches, np.int32(1))
-      for view, new in zip(ensemble.views, state.server)
-    ]
-    own = engine.run(*looks)
-
-    def context(i):
-      of_pool = {name: x[i] for name, x in state.hyper.items()}
-      return {
-        **{name: [x, x] for name, x in of_pool.items()},
-        "decay": averaged.decay,
-        "key": key,
-        "teachers": [state.server[i].variables] * 2,
-        "views": [own[i], mean],
-      }
-
-    rows = [row_of(plan, "distill", i) for i in range(len(pools))]
-    student_key, when = averaged.student_key, averaged.anyone
-    works = [
-      local.work(student, context(i), student_key, bank, (), rows[i], when=when)
-      for i, student in enumerate(students)
-    ]
+    works = distillations(state, plan, data, decay, averaged.anyone, mean)
     distilled, losses = zip(*engine.run(*works))
     server = tuple(
       old._replace(variables=new) for old, new in zip(state.server, distilled)

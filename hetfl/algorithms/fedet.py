@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from hetfl import checks, core, distill, local
@@ -155,9 +156,11 @@ def fedet(
     labels, others = consensus(averaged.said)
     context = local.values_of(state, len(pools), "diversity")
     context["learning_rate"] *= averaged.decay
-    context |= dict(batch_key=averaged.batch_key, labels=labels, others=others)
+    context |= dict(batch_key=averaged.key, labels=labels, others=others)
     row = row_of(plan, "distill", len(pools), stats=learner.stats)
-    bank, key = checks.bank(data, "distill"), averaged.student_key
+    bank = checks.bank(data, "distill")
+    # Differs from the batches' keys.
+    key = jax.random.fold_in(averaged.key, np.uint32(2**31))
     work = local.work(student, context, key, bank, learner, row, when=when)
     ((learner, loss),) = ensemble.engine.run(work)
     of_pools = [_with(old, part(learner), heard) for old in of_pools]

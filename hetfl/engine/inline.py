@@ -13,6 +13,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from hetfl import checks
 from hetfl.engine.compilation import bank_format, jit
@@ -100,8 +101,7 @@ class Inline:
       return _side_by_side(work, at_once)
     # A loop whose length is not known could not be differentiated.
     if at_once == rows or isinstance(work.steps, np.ndarray):
-      results = _side_by_side(work, at_once)
-      return jax.tree.map(lambda a: jnp.sum(a, axis=0), results)
+      return _sum(_side_by_side(work, at_once))
     ids, number = jnp.arange(rows)[None], jnp.array([rows])
     if at_once > 1:
       steps = jnp.maximum(jnp.asarray(work.steps), 1)
@@ -148,8 +148,9 @@ class Inline:
       found = self._run(part)
       if not work.total:
         return shard.gather(found)
-      total = lambda a: jnp.sum(jnp.where(_like(count, a), a, 0), axis=0)
-      return shard.sum(jax.tree.map(total, found))
+      nothing = optax.tree.zeros_like(found)
+      found = jax.vmap(optax.tree.where)(count, found, nothing)
+      return shard.sum(_sum(found))
 
     results = self._on_devices(equally, *shared)
     return results if work.total else row(results, np.s_[:rows])
@@ -318,8 +319,7 @@ def _masked(work: Work, one: PyTree, steps: Any, most: Any) -> PyTree:
   def step(*args):
     *rest, carry, s = args
     real = jnp.minimum(s, jnp.maximum(steps - 1, 0))
-    select = lambda new, old: _select(s < steps, new, old)
-    return jax.tree.map(select, task.step(*rest, carry, real), carry)
+    return optax.tree.where(s < steps, task.take(real, rest, carry), carry)
 
   return Task(task.begin, step, task.end).whole(most, *work.shared, one)
 
@@ -334,9 +334,19 @@ def _side_by_side(work: Work, at_once: int) -> PyTree:
   known = isinstance(work.steps, np.ndarray)
   most = lambda steps: most_of(work.steps if known else steps)
   one = lambda args: _masked(work, args[0], args[1], most(args[1]))
-  if at_once == len(work.steps):
+  rows = len(work.steps)
+  if at_once == rows:
     return jax.vmap(one)(args)
-  return jax.lax.map(one, args, batch_size=None if at_once == 1 else at_once)
+  if at_once == 1:
+    return jax.lax.map(one, args)
+  # In even lots; the last row fills up. `jax.lax.map(batch_size=)` traces a
+  # smaller last lot again, and cannot join empty arrays.
+  lots = -(-rows // at_once)
+  places = np.arange(lots * -(-rows // lots))
+  taken = np.minimum(places, rows - 1).reshape(lots, -1)
+  found = jax.lax.map(jax.vmap(one), row(args, taken))
+  join = lambda a: a.reshape(len(places), *a.shape[2:])[:rows]
+  return jax.tree.map(join, found)
 
 
 def _in_lanes(work: Work, ids: Any, number: Any) -> PyTree:
@@ -365,16 +375,14 @@ def _in_lanes(work: Work, ids: Any, number: Any) -> PyTree:
       j, s, now, sums = carry
       k = ids[j]
       one = row(rows, k)
-      new = task.step(*shared, one, now, s)
-      now = jax.tree.map(lambda a, b: _select(s < steps[k], a, b), new, now)
+      new = task.take(s, (*shared, one), now)
+      now = optax.tree.where(s < steps[k], new, now)
       ends = (s == lasts[k]) & (j < number)
 
       def end(now, sums):
         ended = add(sums, task.end(*shared, one, now))
         following = task.begin(*shared, row(rows, ids[j + 1]))
-        return jax.tree.map(
-          lambda a, b: _select(ends, a, b), (following, ended), (now, sums)
-        )
+        return optax.tree.where(ends, (following, ended), (now, sums))
 
       # Lanes side by side run `end` only in steps where one ends a row.
       keep = lambda *kept: kept
@@ -386,8 +394,12 @@ def _in_lanes(work: Work, ids: Any, number: Any) -> PyTree:
     carry = (*carry, start, zeros)
     return jax.lax.fori_loop(0, length, body, carry)[-1]
 
-  results = jax.vmap(lane)(ids, number)
-  return jax.tree.map(lambda a: jnp.sum(a, axis=0), results)
+  return _sum(jax.vmap(lane)(ids, number))
+
+
+def _sum(tree: PyTree) -> PyTree:
+  """The sum over the first axis."""
+  return jax.tree.map(lambda a: jnp.sum(a, axis=0), tree)
 
 
 def most_of(steps: Any) -> Any:
@@ -420,17 +432,6 @@ def any_of(when: jax.Array) -> jax.Array:
   Array(True, dtype=bool)
   """
   return _most(when.astype(jnp.int32)) > 0
-
-
-def _select(when, new, old):
-  if is_key(new):
-    return jnp.where(when, new, old)
-  return jnp.where(when, new.astype(old.dtype), old)
-
-
-def _like(mask, array):
-  """A mask of rows with the axes of an array."""
-  return mask.reshape(-1, *[1] * (array.ndim - 1))
 
 
 def _of_type(like: jax.ShapeDtypeStruct, numbers: jax.Array) -> jax.Array:

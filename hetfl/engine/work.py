@@ -104,13 +104,16 @@ class Task:
     carry: PyTree,
   ) -> PyTree:
     """Takes the steps from `first` to before `last`."""
+    take = lambda s, carry: self.take(s, args, carry)
+    return jax.lax.fori_loop(first, last, take, carry)
+
+  def take(
+    self, s: jax.Array | int, args: tuple[PyTree, ...], carry: PyTree
+  ) -> PyTree:
+    """Takes step `s`."""
     # Some optimizers' states change their types, such as in half precision.
     like = lambda new, old: new if is_key(new) else new.astype(old.dtype)
-
-    def step(s, carry):
-      return jax.tree.map(like, self.step(*args, carry, s), carry)
-
-    return jax.lax.fori_loop(first, last, step, carry)
+    return jax.tree.map(like, self.step(*args, carry, s), carry)
 
 
 class Work(NamedTuple):

@@ -31,7 +31,8 @@ COMMANDS = {
   + ("--algorithm=fedavg,merged", "--seeds=0,1"),
   "private": ("codist", *LEAST["codist"], *_ROUNDS, "--algorithm=merged")
   + ("--clip_norm=1", "--epsilon=8", "--client_weights=uniform"),
-  "fml": ("fml", *LEAST["fml"], *_ROUNDS, "--algorithm=fml"),
+  "fml": ("fml", *LEAST["fml"], *_ROUNDS, "--algorithm=fml")
+  + ("--alpha=0.75,0.5", "--clients_per_round=4"),
   "fedmd": ("fedmd", *LEAST["fedmd"], *_ROUNDS, "--eval_every=1"),
   "compare": ("compare", *LEAST["compare"], *_ROUNDS, "--method=fml,local"),
   "tune": ("tune", *_SEARCH),

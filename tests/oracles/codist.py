@@ -52,42 +52,62 @@ def _copy(tree: Params) -> Params:
 # --- Layers ----------------------------------------------------------------
 
 
-def conv(x: np.ndarray, kernel: np.ndarray, bias: np.ndarray) -> np.ndarray:
-  """Convolution (cross-correlation), stride 1, SAME, odd kernel.
+def _padded(x: np.ndarray, kernel: np.ndarray, padding: str) -> np.ndarray:
+  """Images with a border of zeros for `SAME`, which is for odd kernels."""
+  if padding == "VALID":
+    return x
+  border = [(n // 2, n // 2) for n in kernel.shape[:2]]
+  return np.pad(x, [(0, 0), *border, (0, 0)])
+
+
+def _places(x: np.ndarray, kernel: np.ndarray, stride: int):
+  """Yields each place of a kernel, and the pixels that it is multiplied by."""
+  kh, kw = kernel.shape[:2]
+  for i, j in np.ndindex(kh, kw):
+    bottom, right = (n - k + 1 for n, k in zip(x.shape[1:3], (kh, kw)))
+    yield i, j, np.s_[:, i : i + bottom : stride, j : j + right : stride]
+
+
+def conv(
+  x: np.ndarray,
+  kernel: np.ndarray,
+  bias: np.ndarray,
+  stride: int = 1,
+  padding: str = "SAME",
+) -> np.ndarray:
+  """Convolution (cross-correlation).
 
   Args:
     x: `[N, H, W, cin]`.
     kernel: `[kh, kw, cin, cout]`.
     bias: `[cout]`.
+    stride: the same along height and width.
+    padding: `VALID`, or `SAME` for odd kernels (with stride 1).
 
   Returns:
-    `[N, H, W, cout]`.
+    `[N, H', W', cout]`.
   """
-  kh, kw = kernel.shape[:2]
-  _, h, w, _ = x.shape
-  padded = np.pad(x, [(0, 0), (kh // 2,) * 2, (kw // 2,) * 2, (0, 0)])
-  out = np.zeros((*x.shape[:3], kernel.shape[3])) + bias
-  for i in range(kh):
-    for j in range(kw):
-      out += padded[:, i : i + h, j : j + w] @ kernel[i, j]
-  return out
+  x = _padded(x, kernel, padding)
+  terms = (x[at] @ kernel[i, j] for i, j, at in _places(x, kernel, stride))
+  return bias + sum(terms)
 
 
 def conv_backward(
-  x: np.ndarray, kernel: np.ndarray, dout: np.ndarray
+  x: np.ndarray,
+  kernel: np.ndarray,
+  dout: np.ndarray,
+  stride: int = 1,
+  padding: str = "SAME",
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
   """Gradients of `conv` for its input and its parameters."""
-  kh, kw = kernel.shape[:2]
-  _, h, w, _ = x.shape
-  padded = np.pad(x, [(0, 0), (kh // 2,) * 2, (kw // 2,) * 2, (0, 0)])
-  dpadded = np.zeros_like(padded)
-  dkernel = np.zeros_like(kernel)
-  for i in range(kh):
-    for j in range(kw):
-      window = padded[:, i : i + h, j : j + w]
-      dkernel[i, j] = np.einsum("nhwc,nhwd->cd", window, dout)
-      dpadded[:, i : i + h, j : j + w] += dout @ kernel[i, j].T
-  dx = dpadded[:, kh // 2 : kh // 2 + h, kw // 2 : kw // 2 + w]
+  padded = _padded(x, kernel, padding)
+  dpadded, dkernel = np.zeros_like(padded), np.zeros_like(kernel)
+  for i, j, at in _places(padded, kernel, stride):
+    dkernel[i, j] = np.einsum("nhwc,nhwd->cd", padded[at], dout)
+    dpadded[at] += dout @ kernel[i, j].T
+  h, w = x.shape[1:3]
+  top, left = (dpadded.shape[1] - h) // 2, (dpadded.shape[2] - w) // 2
+  dx = dpadded[:, top : top + h, left : left + w]
   return dx, {"kernel": dkernel, "bias": dout.sum((0, 1, 2))}
 
 

@@ -31,41 +31,6 @@ ADAM = codist.Adam(eps=1e-7)
 # --- Layers ----------------------------------------------------------------
 
 
-def _windows(height, width, kernel, stride):
-  """Each output place and the slice of the input that it sees."""
-  for i in range((height - kernel) // stride + 1):
-    for j in range((width - kernel) // stride + 1):
-      top, left = i * stride, j * stride
-      yield i, j, np.s_[:, top : top + kernel, left : left + kernel]
-
-
-def conv(x, kernel, bias, stride, padding):
-  """Convolution; SAME for stride 1 and odd kernels only."""
-  side = kernel.shape[0]
-  if padding == "SAME":
-    x = np.pad(x, [(0, 0), (side // 2,) * 2, (side // 2,) * 2, (0, 0)])
-  n, h, w, _ = x.shape
-  out = np.zeros(
-    (n, (h - side) // stride + 1, (w - side) // stride + 1, kernel.shape[3])
-  )
-  for i, j, window in _windows(h, w, side, stride):
-    out[:, i, j] = np.einsum("nhwc,hwcd->nd", x[window], kernel) + bias
-  return out
-
-
-def conv_backward(x, kernel, dout, stride, padding):
-  """Gradients of `conv` for its input and its parameters."""
-  side = kernel.shape[0]
-  pad = side // 2 if padding == "SAME" else 0
-  x = np.pad(x, [(0, 0), (pad, pad), (pad, pad), (0, 0)])
-  dx, dkernel = np.zeros_like(x), np.zeros_like(kernel)
-  for i, j, window in _windows(*x.shape[1:3], side, stride):
-    dkernel += np.einsum("nhwc,nd->hwcd", x[window], dout[:, i, j])
-    dx[window] += np.einsum("nd,hwcd->nhwc", dout[:, i, j], kernel)
-  dx = dx[:, pad : dx.shape[1] - pad, pad : dx.shape[2] - pad]
-  return dx, {"kernel": dkernel, "bias": dout.sum((0, 1, 2))}
-
-
 def batch_norm(x, scale, bias, mean, var):
   """`scale (x - mean) / sqrt(var + eps) + bias`."""
   return scale * (x - mean) / np.sqrt(var + EPS) + bias
@@ -133,7 +98,7 @@ def forward(params, stats, blocks, x, train):
   x, new, tape = np.asarray(x, np.float64), {}, []
   for i, (_, stride, padding, pool) in enumerate(blocks):
     layer, norm = params[f"Conv_{i}"], f"BatchNorm_{i}"
-    z = conv(x, layer["kernel"], layer["bias"], stride, padding)
+    z = codist.conv(x, layer["kernel"], layer["bias"], stride, padding)
     mean, var = stats[norm]["mean"], stats[norm]["var"]
     if train:
       batch = {"mean": z.mean((0, 1, 2)), "var": z.var((0, 1, 2))}
@@ -166,7 +131,7 @@ def backward(params, blocks, tape, dlogits):
     dout = dout * (y > 0)
     norm = f"BatchNorm_{i}"
     dout, grads[norm] = batch_norm_backward(z, params[norm]["scale"], dout)
-    dout, grads[f"Conv_{i}"] = conv_backward(
+    dout, grads[f"Conv_{i}"] = codist.conv_backward(
       x, params[f"Conv_{i}"]["kernel"], dout, stride, padding
     )
   return {name: grads[name] for name in params}
