@@ -115,6 +115,8 @@ class Codist(shared.Rounds):
     clients_per_round: Clients of each pool that train in a round, one value or
       SMALL,LARGE.
     client_batch_size: Clients' batch size.
+    checkpoint_every: Rounds from one checkpoint to the next; a resumed run
+      repeats at most that many. Without a default it is --eval_every.
     client_epochs: A client's passes over its examples.
     client_lr: Clients' learning rate, one value or SMALL,LARGE.
     client_momentum: Clients' momentum.
@@ -122,9 +124,9 @@ class Codist(shared.Rounds):
     client_weights: Weights of the clients in the mean; their numbers of
       examples, or the same for all.
     clip_norm: Greatest norm of a client's update, one value or SMALL,LARGE;
-      longer ones are shortened. Clients then count alike and take part by
-      chance, --clients_per_round on average (docs/privacy.md). By default no
-      limit.
+      longer ones are shortened. Needs --client_weights=uniform; clients take
+      part by chance, --clients_per_round on average (docs/privacy.md). By
+      default no limit.
     epsilon: Differential privacy of clients, over all rounds and both models,
       by noise in the sum of the clipped updates.
     delta: The probability that --epsilon leaves out; by default N^-1.1, where N

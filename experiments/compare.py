@@ -59,8 +59,8 @@ class Compare(shared.Rounds):
       when to stop; 0 for none.
     patience: Ends a run after so many evaluations without a greater mean
       accuracy on --validation images; by default never.
-    target_accuracy: Mean test accuracy of the clients; the table then has the
-      rounds and the data sent until an evaluation first reached it.
+    target_accuracy: Mean test accuracy of the clients, a share; the table then
+      has the rounds and the data sent until an evaluation first reached it.
     num_clients: Number of clients.
     clients_per_round: Number of clients sampled in each round; by default all.
       The others keep their models unchanged.

@@ -72,6 +72,11 @@ def words(values: Mapping[str, Any], method: str) -> set[str]:
       f"--late_clients={s.late_clients} --late_round={s.late_round}: give both,"
       " the round one after the first"
     )
+  if method == "fedmrl" and s.inner_features > s.num_features:
+    raise UsageError(
+      f"--inner_features={s.inner_features}: they are the first of a client's"
+      f" --num_features={s.num_features}; give at most as many"
+    )
   several = len(families.members(s.models)) > 1
   if method in ("codist", "mergedcodist") and not several:
     raise UsageError(

@@ -8,6 +8,8 @@ The cells of the papers' tables, with their published numbers, are in
 `shared.py`. A test checks that the files are up to date.
 """
 
+import sys
+
 import codist
 import compare
 import fedmd
@@ -25,7 +27,9 @@ _HEAD = """# Settings
 
 Made by `python experiments/make_flags.py` of what `experiments/` declares.
 Words in parentheses, and after "For", say what a run is: its data set, its
-algorithm, engine and the like; `own_models` are models of your own.
+algorithm, engine and the like; `own_models` are models of your own. Of several
+defaults that fit a run, the last counts. `--flagfile=FILE` reads flags from a
+file, one on each line.
 """
 
 
@@ -56,6 +60,8 @@ def files() -> dict[str, str]:
 
 def main() -> None:
   """Writes the files."""
+  if sys.argv[1:]:
+    sys.exit(__doc__)
   for name, text in files().items():
     logs.write_bytes(tables.HERE.parent / name, text.encode())
     print(name)

@@ -163,6 +163,13 @@ class Setting:
     return f"be at least {self.low:.12g}" if math.isfinite(self.low) else ""
 
   @property
+  def limits(self) -> str:
+    """The allowed numbers, and where it has an effect, as sentences."""
+    texts = [self.range and f"Must {self.range}."]
+    texts.append(self.only and f"For {in_words(self.only)}.")
+    return " ".join(filter(None, texts))
+
+  @property
   def defaults(self) -> str:
     """The defaults, in words; empty if there is none."""
     texts = [] if self.default in (None, ()) else [shown(self.default)]
@@ -284,10 +291,11 @@ def holds(condition: str, words: Words) -> bool:
 def in_words(condition: str) -> str:
   """A condition as a text.
 
-  >>> in_words("merged periodic, cifar")
-  'merged or periodic with cifar'
+  >>> in_words("merged periodic fedavg, cifar")
+  'merged, periodic or fedavg with cifar'
   """
-  return " with ".join(" or ".join(p.split()) for p in condition.split(", "))
+  either = lambda part: " or ".join(", ".join(part.split()).rsplit(", ", 1))
+  return " with ".join(map(either, condition.split(", ")))
 
 
 def shown(value: Any) -> str:
@@ -358,7 +366,11 @@ def parse(
     flag = str(error).partition(":")[0].removeprefix("flag ")
     raise UsageError(f"{flag}: give true or false") from None
   except flags.Error as error:
-    raise UsageError(str(error).removeprefix("ERROR:: ")) from None
+    text = str(error).removeprefix("ERROR:: ")
+    flag = getattr(error, "flagname", "")
+    if not any(a.lstrip("-").partition("=")[0] == flag for a in argv):
+      text += " It is in a flag file, maybe of another command."
+    raise UsageError(text) from None
   if rest and not known_only and not more:
     raise UsageError(f"unexpected argument {rest[0]!r}; flags begin with --")
   names, files = set(), []
@@ -381,13 +393,22 @@ def parse(
 
 def help_of(*classes: type[Settings]) -> str:
   """The text of `--help`."""
-  lines = [inspect.cleandoc(sys.modules["__main__"].__doc__ or ""), "\nflags:"]
+  lines = [inspect.cleandoc(sys.modules["__main__"].__doc__ or "")]
+  lines.append("\n--flagfile=FILE reads flags from a file, one on each line.")
+  lines.append("Of several defaults that fit a run, the last counts.")
   declared = {n: s for cls in classes for n, s in cls.declared().items()}
-  for name, s in declared.items():
-    choices = f": <{'|'.join(s.choices)}>" if s.choices else ":"
-    lines.append(f"  --{'[no]' if s.type is bool else ''}{name}{choices}")
-    text = f"{s.help} {f'By default {s.defaults}.' if s.defaults else ''}"
-    lines += textwrap.wrap(f"    {text}", 78, subsequent_indent="    ")
+  # Those of the command itself come first.
+  for owner in dict.fromkeys(base for cls in classes for base in cls.__mro__):
+    own = declared.keys() & inspect.get_annotations(owner).keys()
+    if own:
+      what = (inspect.getdoc(owner) or "").partition(".")[0]
+      lines.append(f"\nflags of {what[:1].lower()}{what[1:]}:")
+    for name, s in [(n, declared.pop(n)) for n in [*declared] if n in own]:
+      choices = f": <{'|'.join(s.choices)}>" if s.choices else ":"
+      lines.append(f"  --{'[no]' if s.type is bool else ''}{name}{choices}")
+      default = s.defaults and f"By default {s.defaults}."
+      text = " ".join(filter(None, [s.help, s.limits, default]))
+      lines += textwrap.wrap(f"    {text}", 78, subsequent_indent="    ")
   return "\n".join(lines)
 
 
@@ -395,15 +416,12 @@ def table_of(cls: type[Settings], leave_out: Collection[str] = ()) -> str:
   """A table of settings for `docs/settings.md`."""
   lines = ["| flag | default | what it is |", "|---|---|---|"]
   for name, s in cls.declared().items():
-    details = {
-      "One of": ", ".join(f"`{choice}`" for choice in s.choices),
-      "Must": s.range,
-      "Searched in": s.search and f"`{s.search}`",
-      "For": s.only and in_words(s.only),
-    }
-    texts = [s.help, *(f"{k} {v}." for k, v in details.items() if v)]
+    choices = ", ".join(f"`{choice}`" for choice in s.choices)
+    texts = [s.help, choices and f"One of {choices}.", s.limits]
+    texts.append(s.search and f"Searched in `{s.search}`.")
     if name not in leave_out:
-      lines.append(f"| `--{name}` | {s.defaults} | {' '.join(texts)} |")
+      text = " ".join(filter(None, texts))
+      lines.append(f"| `--{name}` | {s.defaults} | {text} |")
   return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ MAX_SEED = 2**32 - 1  # JAX keys use the lowest 32 bits of a seed.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(Settings):
-  """A run.
+  """Any run.
 
   Attributes:
     data_dir: Folder with the official files of the data sets; by default the
@@ -41,7 +41,7 @@ class Run(Settings):
       these seeds, and its objective is the mean; --seed then seeds the search.
     eval_every: Rounds from one evaluation to the next.
     checkpoint_every: Rounds from one checkpoint to the next; a resumed run
-      repeats at most that many. By default --eval_every for codist.
+      repeats at most that many.
     tensorboard: Write TensorBoard scalars.
     stop_on_nonfinite: End a run whose loss is not finite. Otherwise it goes on,
       and those that share predictions do not hear who has diverged.

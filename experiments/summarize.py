@@ -323,7 +323,7 @@ class Summarize(settings.Settings):
   Attributes:
     metric: Another accuracy that evaluations have of each model, such as
       heldout_accuracy, or validation_accuracy of fml's clients.
-    target: Target accuracy in percent.
+    target: Target accuracy in percent, not as a share.
     over: What the curves are drawn over.
     published: RUN/MODEL=PERCENT, levels to draw dashed, in the colours of the
       runs; further ones may follow, with spaces between them.
@@ -331,7 +331,7 @@ class Summarize(settings.Settings):
   """
 
   metric: str = setting("test_accuracy")
-  target: float | None = setting()
+  target: float | None = setting(low=1, high=100)
   over: Literal["rounds", "megabytes"] = setting("rounds")
   published: tuple[str, ...] = setting(())
   out: str | None = setting()

@@ -191,7 +191,7 @@ def plan_clients(
   if not 1 <= number <= len(clients):
     raise ValueError(
       f"clients_per_round={clients_per_round}: pool {pool} has {len(clients)}"
-      " clients"
+      f" clients; give 1 to {len(clients)}"
     )
   chosen, absent = np.arange(len(clients)), []
   if clients_per_round is not None:

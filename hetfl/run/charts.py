@@ -3,7 +3,7 @@
 All take the results of several seeds, and show their mean and deviation.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 import io
 import itertools
 import os
@@ -19,6 +19,7 @@ from hetfl.run.report import as_floats, mean_and_deviation, Rows
 
 # Okabe and Ito's colours, which (nearly) everyone can tell apart, on white.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_STYLES = ("-", "--", ":", (0, (6, 1, 1, 1, 1, 1)))
 _LEGEND: dict[str, Any] = dict(fontsize=8.5, frameon=False)
 
 
@@ -75,8 +76,7 @@ def curves(
   fig, grid = _figure(width, 0.2 + height * lines, **shape)
   for ax in grid.flat[len(names) :]:
     ax.remove()
-  looks = cycler(ls=["-", "--", ":"]) * cycler(color=_COLORS)
-  look_of = dict(zip(runs, itertools.cycle(looks)))
+  look_of = _looks(sorted(runs))  # The same in other charts of them.
   for name, ax in zip(names, grid.flat):
     pool = name.rpartition("/")[0]
     last = []
@@ -160,14 +160,15 @@ def collaboration(
 
   Reference: Li & Wang 2019, figure 2.
   """
-  fig, ax = _figure(8.6, 4.8)
+  fig, ax = _figure(8.6, max(4.8, 0.7 + 0.17 * len(parties)))
   last = max(row["round"] for rows in seeds for row in rows)
   margin = max(0.12 * last, 0.5)
-  ten = itertools.cycle(matplotlib.color_sequences["tab10"])
-  for color, (party, label) in zip(ten, parties.items()):
+  looks = _looks(parties, matplotlib.color_sequences["tab10"])
+  for party, label in parties.items():
+    look = looks[party]
     x, y, _ = _mean_line(seeds, f"{party}/test_accuracy")
-    style: dict[str, Any] = dict(color=color, lw=1.4)
-    ax.plot(x, y, label=f"{label} ({y[-1]:.1f})", **style)
+    ax.plot(x, y, lw=1.4, label=f"{label} ({y[-1]:.1f})", **look)
+    style: dict[str, Any] = dict(color=look["color"], lw=1.4)
     ax.hlines(y[0], x[0] - margin, x[0], linestyle="--", **style)
     bound = 100 * as_floats(bounds[party]).mean()
     ax.hlines(bound, last, last + margin, linestyle="-.", **style)
@@ -246,7 +247,8 @@ def clients(
     names: K clients' names.
     title: above the panel.
   """
-  fig, ax = _figure(max(6.4, 2.4 + 0.3 * len(names)), 4.4)
+  height = max(4.4, 0.7 + 0.17 * len(accuracies))
+  fig, ax = _figure(max(6.4, 2.4 + 0.3 * len(names)), height)
   markers = itertools.cycle("os^Dv")  # Not as many as colours.
   for color, mark, label in zip(itertools.cycle(_COLORS), markers, accuracies):
     values = 100 * np.array(accuracies[label], float)
@@ -291,6 +293,14 @@ def holdings(
   ax.set_yticks(range(0, classes, -(-classes // 30)))
   _name_clients(ax, names)
   _save(fig, path, title)
+
+
+def _looks(
+  labels: Iterable[str], palette: Sequence[Any] = _COLORS
+) -> dict[str, dict[str, Any]]:
+  """Lines' looks; 24 are unlike."""
+  looks = cycler(ls=_STYLES) * cycler(color=palette)
+  return dict(zip(labels, itertools.cycle(looks)))
 
 
 def _name_clients(ax, names: Sequence[str]) -> None:

@@ -178,8 +178,11 @@ class Checkpoints:
     wanted = {where + path: kind for path, kind in _kinds(_specs(like)).items()}
     if unlike := wanted.items() - there.items():
       near = [(p, has) for p, has in there.items() if p.startswith(where)]
+      if not near:  # Of all that is there how it begins, as `.server[0]`.
+        begun = re.findall(r"^(?:\.\w+|\[.*?\]){1,2}", "\n".join(there), re.M)
+        near = [(path, "...") for path in dict.fromkeys(begun)]
       raise ValueError(
-        f"where={where!r}: {self.path(round)} has {dict(near[:5])} there, not"
+        f"where={where!r}: {self.path(round)} has {dict(near[:9])}, not"
         f" {dict(sorted(unlike)[:5])}"
       )
     return jax.tree.map(jnp.asarray, self._restored(round, wanted, like))
