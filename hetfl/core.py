@@ -500,6 +500,7 @@ def fixed(tree: PyTree) -> PyTree:
 fixed.defvjp(lambda tree: (tree, None), lambda _, cotangents: (None,))
 
 
+@jax.custom_jvp  # Where nothing is differentiated it costs nothing.
 def fixed_unless(when: jax.Array, tree: PyTree) -> PyTree:
   """A tree, as a constant where `when` is false: its derivatives are 0.
 
@@ -510,7 +511,14 @@ def fixed_unless(when: jax.Array, tree: PyTree) -> PyTree:
   >>> [float(jax.grad(norm)(x, x > 0)) for x in (4., 0.)]
   [0.25, 0.0]
   """
-  return optax.tree.where(when, tree, jax.lax.stop_gradient(tree))
+  del when
+  return tree
+
+
+@fixed_unless.defjvp
+def _change(primals, tangents):
+  (when, tree), (_, change) = primals, tangents
+  return tree, optax.tree.where(when, change, optax.tree.zeros_like(change))
 
 
 def strong(tree: PyTree) -> PyTree:
