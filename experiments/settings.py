@@ -367,8 +367,8 @@ def parse(
     raise UsageError(f"{flag}: give true or false") from None
   except flags.Error as error:
     text = str(error).removeprefix("ERROR:: ")
-    flag = getattr(error, "flagname", "")
-    if not any(a.lstrip("-").partition("=")[0] == flag for a in argv):
+    flag, typed = getattr(error, "flagname", None), " ".join(argv)
+    if flag and f"-{flag}" not in typed:
       text += " It is in a flag file, maybe of another command."
     raise UsageError(text) from None
   if rest and not known_only and not more:

@@ -343,7 +343,7 @@ def on_host(
         " hold: use jax.random.PRNGKey there"
       )
     shape = (sizes[group], *like.shape[1:])
-    if folder is None:
+    if folder is None or 0 in shape:  # Empty files cannot be mapped.
       return np.zeros(shape, like.dtype)
     file = tempfile.TemporaryFile(dir=folder)
     return np.memmap(file, like.dtype, "w+", shape=shape)

@@ -266,6 +266,10 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
       "error: --distributed_processes: missing; give all three of",
     ),
     (("--learning_rat=1",), "learning_rat"),
+    (
+      ("--flagfile=experiments/flags/fml_dynamic.flags",),
+      "It is in a flag file, maybe of another command.",
+    ),
     (("--merge_alpha=1.5",), "--merge_alpha=1.5: 1.5 must lie between 0 and 1"),
     (
       ("--merge_alpha=1,0.5,0",),
