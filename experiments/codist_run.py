@@ -74,11 +74,11 @@ class Experiment:
     sets = {"test": self.data.test, "heldout": self.data.heldout}
     if s.bank != "device":
       sets = {name: subset.alone() for name, subset in sets.items()}
-    there = launch.put(sets | self.sets if s.bank == "device" else sets)
-    self._banks = {n: there[n].bank for n in self.sets if n in there}
+    trained = self.sets if s.bank == "device" else {}
+    sets, self._banks = launch.put(sets, trained)
     self.evaluator = hetfl.Evaluator(
       self.models,
-      {name: there[name] for name in sets},
+      sets,
       engine=self.engine,
       batch_size=s.eval_batch_size,
       **self.task.evaluator,

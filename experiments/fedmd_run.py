@@ -127,7 +127,8 @@ class Experiment:
       ("public", data.public, data.public_test, data.public_stopping),
       ("private", self.private, data.private_test, data.private_stopping),
     ):
-      sets = launch.put(checks.given(train=train, test=test, heldout=heldout))
+      given = checks.given(train=train, test=test, heldout=heldout)
+      sets, _ = launch.put(given, {})
       self.banks[of] = sets["train"].bank
       self.stopping[of] = sets.get(s.stopping_set)  # None of "none".
       self.evaluators[of] = hetfl.Evaluator(

@@ -141,11 +141,10 @@ class Experiment:
       self.populations[dataset] = hetfl.ClientPopulation.from_lists(
         own[0].bank, [subset.index for subset in own]
       )
-    there = launch.put(self.populations | sets)
-    self.banks = {name: there[name].bank for name in self.populations}
+    sets, self.banks = launch.put(sets, self.populations)
     evaluator = functools.partial(
       hetfl.Evaluator,
-      sets={name: there[name] for name in sets},
+      sets=sets,
       transform=recipe.evaluate,
       engine=self.engine,
       batch_size=s.eval_batch_size,

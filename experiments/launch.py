@@ -217,21 +217,24 @@ def forget_engines() -> None:
   _engine.cache_clear()
 
 
-def put(sets: Mapping[str, Any]) -> dict[str, Any]:
-  """The same sets, with their banks on the device, shared ones only once.
+def put(
+  subsets: Mapping[str, hetfl.Subset], others: Mapping[str, Any]
+) -> tuple[dict[str, hetfl.Subset], dict[str, Any]]:
+  """Puts banks on the device, shared ones only once.
 
   Args:
-    sets: subsets and populations by name.
+    subsets: by name.
+    others: subsets and populations by name, whose banks are all that is used.
 
   Returns:
-    The sets.
+    The subsets there, and the others' banks.
   """
-  found, banks = {}, hetfl.put_banks(*sets.values())
-  for (name, held), bank in zip(sets.items(), banks):
-    is_subset = isinstance(held, hetfl.Subset)
-    replace = hetfl.Subset._replace if is_subset else dataclasses.replace
-    found[name] = replace(held, bank=bank)
-  return found
+  banks = hetfl.put_banks(*subsets.values(), *others.values())
+  there = {
+    name: subset._replace(bank=bank)
+    for (name, subset), bank in zip(subsets.items(), banks)
+  }
+  return there, dict(zip(others, banks[len(subsets) :]))
 
 
 def linear(values: Sequence[float], rounds: int):

@@ -354,9 +354,11 @@ def parse(
     is_bool = name in declared and declared[name].type is bool
     define = flags.DEFINE_boolean if is_bool else flags.DEFINE_string
     define(name, None, "", flag_values=known)
-  if {a.lstrip("-") for a in argv if a[:1] == "-"} & {"h", "help", "helpfull"}:
+  written = [a.lstrip("-") for a in argv if a[:1] == "-"]
+  if {"h", "help", "helpfull"}.intersection(written):
     print(help_of(*classes))
     sys.exit()
+  typed = {a.partition("=")[0] for a in written}
   try:
     lines = known.read_flags_from_files(argv, force_gnu=False)
     # Some editors begin a file by a byte-order mark.
@@ -367,17 +369,16 @@ def parse(
     raise UsageError(f"{flag}: give true or false") from None
   except flags.Error as error:
     text = str(error).removeprefix("ERROR:: ")
-    flag, typed = getattr(error, "flagname", None), " ".join(argv)
-    if flag and f"-{flag}" not in typed:
+    flag = getattr(error, "flagname", None)  # Of an unknown one.
+    if flag and flag not in typed:
       text += " It is in a flag file, maybe of another command."
     raise UsageError(text) from None
   if rest and not known_only and not more:
     raise UsageError(f"unexpected argument {rest[0]!r}; flags begin with --")
-  names, files = set(), []
+  names = {n if n in known else n.removeprefix("no") for n in typed}
+  files = []
   for argument, value in zip(argv, [*argv[1:], ""]):
     name, equals, text = argument.lstrip("-").partition("=")
-    if argument.startswith("-"):
-      names.add(name if name in known else name.removeprefix("no"))
     if argument.startswith("-") and name == "flagfile":
       files.append(text if equals else value)
   for name in sorted(old & names):
@@ -387,8 +388,8 @@ def parse(
     text = known[name].value
     if text is not None:
       values[name] = s.read(text) if isinstance(text, str) else text
-  typed = frozenset(names & declared.keys())
-  return Given(values, typed, tuple(files), tuple(rest))
+  names &= declared.keys()
+  return Given(values, frozenset(names), tuple(files), tuple(rest))
 
 
 def help_of(*classes: type[Settings]) -> str:

@@ -443,11 +443,11 @@ def test_programs_are_freed_with_the_algorithm(name, monkeypatch):
   state = jax.jit(inline.init)(jax.random.key(0))
   threaded.step(state, case.plan(1), case.data())
   jax.jit(inline.step).trace(state, case.plan(1), case.data())
-  living = [task() for task in tasks if task()]
+  living = [task for task in (ref() for ref in tasks) if task]
   programs = [p for task in living for p in task.programs.values()]
   assert programs
   tasks += map(weakref.ref, programs)
-  del threaded, inline, programs, living
+  del threaded, inline, living, programs
   assert federation.are_freed(tasks)
 
 

@@ -3,7 +3,7 @@
 All take the results of several seeds, and show their mean and deviation.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Sized
 import io
 import itertools
 import os
@@ -71,7 +71,7 @@ def curves(
   # Long names, as of folders, do not make the panels narrow.
   letters = max(map(len, runs)) + (len(dashed) if published else 0)
   width = (4.8 + 0.06 * letters) * columns
-  height = max(3.8, 0.7 + 0.17 * len(runs))  # Of panels, and their legends.
+  height = _height(3.8, runs)
   shape = dict(nrows=lines, ncols=columns, sharey=sharey, squeeze=False)
   fig, grid = _figure(width, 0.2 + height * lines, **shape)
   for ax in grid.flat[len(names) :]:
@@ -160,7 +160,7 @@ def collaboration(
 
   Reference: Li & Wang 2019, figure 2.
   """
-  fig, ax = _figure(8.6, max(4.8, 0.7 + 0.17 * len(parties)))
+  fig, ax = _figure(8.6, _height(4.8, parties))
   last = max(row["round"] for rows in seeds for row in rows)
   margin = max(0.12 * last, 0.5)
   looks = _looks(parties, matplotlib.color_sequences["tab10"])
@@ -247,8 +247,8 @@ def clients(
     names: K clients' names.
     title: above the panel.
   """
-  height = max(4.4, 0.7 + 0.17 * len(accuracies))
-  fig, ax = _figure(max(6.4, 2.4 + 0.3 * len(names)), height)
+  width = max(6.4, 2.4 + 0.3 * len(names))
+  fig, ax = _figure(width, _height(4.4, accuracies))
   markers = itertools.cycle("os^Dv")  # Not as many as colours.
   for color, mark, label in zip(itertools.cycle(_COLORS), markers, accuracies):
     values = 100 * np.array(accuracies[label], float)
@@ -298,9 +298,14 @@ def holdings(
 def _looks(
   labels: Iterable[str], palette: Sequence[Any] = _COLORS
 ) -> dict[str, dict[str, Any]]:
-  """Lines' looks; 24 are unlike."""
+  """Lines' looks, unlike for four times as many as there are colours."""
   looks = cycler(ls=_STYLES) * cycler(color=palette)
   return dict(zip(labels, itertools.cycle(looks)))
+
+
+def _height(least: float, labels: Sized) -> float:
+  """A panel's height in inches, with room for a legend beside it."""
+  return max(least, 0.7 + 0.17 * len(labels))
 
 
 def _name_clients(ax, names: Sequence[str]) -> None:
