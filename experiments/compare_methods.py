@@ -34,6 +34,7 @@ from hetfl.algorithms import (
 )
 from hetfl.algorithms.public import score_bytes
 from hetfl.model import parted
+from hetfl.models.fedgen import Generator
 from hetfl.run import training
 
 
@@ -129,7 +130,7 @@ def _prototype_bytes(e, s, kind):
 def _generator_bytes(e, s, kind):
   head, _ = _head_bytes(e, s, kind)
   inputs = jnp.zeros((1, _GENERATOR["noise"] + e.num_classes))
-  module = fedgen.Generator(_GENERATOR["hidden"], s.num_features)
+  module = Generator(_GENERATOR["hidden"], s.num_features)
   shapes = e.shapes(core.Model.from_flax(module, inputs))
   return head, head + training.num_bytes(shapes)
 

@@ -125,8 +125,9 @@ class Experiment:
       logging.info(text, ", ".join(slow))
     self.num_classes = self.images.num_classes
     (self.bank,) = hetfl.put_banks(self.images.train)
+    train = self.images.train
     recipe = augment.recipe_of(
-      _RECIPES.get(s.dataset, "pad32"), self.images.train.bank["x"]
+      _RECIPES.get(s.dataset, "pad32"), train.bank["x"][train.members]
     )
     self.transform = recipe.evaluate
     shape = (*[recipe.size] * 2, shape[-1])

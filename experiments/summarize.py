@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import csv
 import dataclasses
 import io
+import math
 import pathlib
 import re
 import sys
@@ -39,6 +40,7 @@ class Run(NamedTuple):
       seed.
     seed: the name of its seed's folder, or empty.
     courses: for each model the metric over the rounds, from `series`.
+    ended: whether it has ended, early or not.
     bytes_per_round: for each model the bytes that its clients and the server
       send each other in a round, from `result.json`; `None` if unknown.
   """
@@ -46,6 +48,7 @@ class Run(NamedTuple):
   label: str
   seed: str
   courses: Mapping[str, Sequence[tuple[int, float, float]]]
+  ended: bool
   bytes_per_round: Mapping[str, int | None]
 
 
@@ -81,6 +84,7 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
         label="/".join(of[common:]),
         seed=next(filter(_SEED.fullmatch, reversed(place.parts)), ""),
         courses=courses,
+        ended=bool(result),
         # What a pool's clients send is no cost of the other pool's model.
         bytes_per_round={
           model: (pools.get(model, {}) if pools else result).get(
@@ -253,10 +257,18 @@ def draw(
   """
   from hetfl.run import charts  # takes a second
 
+  rounds: dict[tuple[str, str], set[int]] = {}
+  for run in runs:
+    for model, course in run.courses.items():
+      rounds.setdefault((run.label, model), set()).update(t for t, *_ in course)
   by_label = {}
   for run in runs:
     rows = []
     for model, course in run.courses.items():
+      if run.ended:  # A seed that ended early stays as it is.
+        end, *_, last = course[-1]
+        more = sorted(t for t in rounds[run.label, model] if t > end)
+        course = [*course, *((t, math.nan, last) for t in more)]
       sent = run.bytes_per_round[model]
       if over == "megabytes" and sent is None:
         raise ValueError(
@@ -352,8 +364,8 @@ def run(given: settings.Given) -> None:
   lines = lines_of(runs, target)
   more = [text for text in given.rest if "=" in text]
   published = read_published([*s.published, *more], lines)
-  print(table(lines, target))
   if not s.out:
+    print(table(lines, target))
     return
   out = logs.make_folder(s.out, "--out")
   text = io.StringIO()
@@ -363,6 +375,7 @@ def run(given: settings.Given) -> None:
   logs.write_bytes(out / "summary.csv", text.getvalue().encode())
   options = dict(metric=s.metric, over=s.over, published=published)
   draw(runs, out / "summary.png", **options)
+  print(table(lines, target))  # Last: a pipe may be closed, as by `head`.
   print(f"\nAll seeds: {out / 'summary.csv'}, curves: {out / 'summary.png'}")
 
 

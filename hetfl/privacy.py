@@ -137,7 +137,7 @@ def noise_multiplier(
     delta: as for `epsilon`.
 
   Returns:
-    z, to one in a thousand.
+    z, to 0.001.
 
   Raises:
     ValueError: a value is out of its range.

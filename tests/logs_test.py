@@ -9,6 +9,7 @@ from absl import flags
 import numpy as np
 import pytest
 
+from hetfl.data import disk
 from hetfl.run import checkpoint, logs
 
 CONFIG = {"lr": 0.1, "pools": ("small", "large"), "seed": 0, "mask": True}
@@ -166,11 +167,16 @@ def test_a_full_disk_is_named(tmp_path):
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   folder, checkpoints = logs.RunFolder(tmp_path, {}), tmp_path / "checkpoints"
   large = {"w": np.random.default_rng(0).normal(size=10_000)}
-  with logs.metrics_log(folder, tensorboard=False) as write:
+  # Longer in TensorBoard's log than in the metrics' file.
+  many = {f"client{k}/loss": 0.5 for k in range(1000)}
+  fill = lambda append: append("x", large["w"])
+  with logs.metrics_log(folder) as write:
     for name, attempt in {
+      "tensorboard": lambda: write({"round": 2, **many}),
       "table": lambda: logs.write_bytes(tmp_path / "table", b"x" * 50_000),
       "metrics.jsonl": lambda: write({"round": 1, "text": "x" * 50_000}),
       "000001": lambda: checkpoint.Checkpoints(checkpoints).save(1, large, {}),
+      "bank": lambda: disk.stored(tmp_path / "bank", 1, fill),
     }.items():
       resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
       try:
@@ -181,7 +187,7 @@ def test_a_full_disk_is_named(tmp_path):
       (note,) = error.value.__notes__
       assert f"/{name}; free some space" in note
   assert not checkpoint.Checkpoints(checkpoints).rounds()
-  assert not logs.read_rows(folder.metrics)
+  assert logs.read_rows(folder.metrics) == [{"round": 2, **many}]
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"round": 4, "lo', b'{"round": 4}'])

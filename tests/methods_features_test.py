@@ -17,7 +17,7 @@ from hetfl.algorithms.features import (
   train_server,
   with_parts,
 )
-from hetfl.algorithms.fedgen import draw, fedgen, Generator
+from hetfl.algorithms.fedgen import fedgen
 from hetfl.algorithms.fedgh import fedgh
 from hetfl.algorithms.fedmrl import fedmrl, matryoshka
 from hetfl.algorithms.fedproto import fedproto, nearest
@@ -25,6 +25,7 @@ from hetfl.algorithms.fedtgp import fedtgp
 from hetfl.algorithms.lgfedavg import lgfedavg
 from hetfl.algorithms.personal import Method, personal
 from hetfl.model import joined, parted
+from hetfl.models.fedgen import draw, Generator
 from tests.federation import batches_of, double
 from tests.oracles import codist
 

@@ -84,6 +84,21 @@ def test_rounds_bytes_and_minutes_to_a_target(summarize, tmp_path):
   assert not list((tmp_path / "w").glob("*.*"))  # Nothing beside the runs.
 
 
+def test_a_seed_that_ends_early_stays_as_it_is(summarize, tmp_path):
+  def picture(name, values, **result):
+    w = tmp_path / name
+    write(w / "seed0/fml", [0.2, 0.4, 0.6, 0.8], bytes_per_round=1)
+    write(w / "seed1/fml", values, **result)
+    out = tmp_path / f"{name}_out"
+    done = summarize(w, "--metric=accuracy", f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    return (out / "summary.png").read_bytes()
+
+  whole = picture("whole", [0.2, 0.4, 0.4, 0.4], bytes_per_round=1)
+  assert picture("ended", [0.2, 0.4], bytes_per_round=1) == whole
+  assert picture("running", [0.2, 0.4]) != whole
+
+
 def test_a_target_that_is_reached_at_the_start(summarize, tmp_path):
   for seed, rows in enumerate(([(0, 0.75)], [(0, 0.25), (4, 0.75)])):
     rows = [

@@ -32,13 +32,10 @@ def fedet(
 ) -> core.Algorithm:
   """Fed-ET: P pools, one for each architecture, and a model of the server's.
 
-  Each pool's model takes a step of federated averaging. On the round's
-  unlabelled batches the server's model p learns what the clients' models agree
-  on, by `consensus`, and a little of what those say who disagree:
-
-  `-log p[y] + diversity KL(q || p)`
-
-  A client sends and receives what `fedavg`'s do; never the server's model.
+  Each pool's model takes a step of federated averaging, for which a client
+  sends and receives what `fedavg`'s do. On the round's unlabelled batches the
+  server's model p learns what the clients' models agree on, by `consensus`, and
+  a little of what those say who disagree: `-log p[y] + diversity KL(q || p)`.
 
   Args:
     pools: P pools, one or more, whose models have the same classes. With
@@ -49,26 +46,22 @@ def fedet(
     diversity: lambda.
     shared: the name of layers that all models have, in their parameters, such
       as a Flax module's `name`. The server's model begins each round with the
-      mean of the pools', and the pools end it with the server's. `None` for
-      none: then the pools are those of `fedavg`.
-    rounds: T, over which all learning rates but the clients' fall linearly to
-      0; `None` keeps them constant.
+      mean of the pools', and the pools end it with the server's.
+    rounds: T, over which servers' rates fall linearly; `None` for no fall.
     engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
 
   Returns:
-    The algorithm. Its `init` takes a key and, to continue from existing models,
-    P + 1 `Variables`, the server's last. Its `step` takes a plan and data as
-    for `feddf`. Its state's `server` holds P + 1 `Learner`s, of which the last
-    keeps its optimizer; `learning_rate` holds P + 1 rates. Its metrics are each
-    pool's `NAME/client_loss` and the server's `NAME/distill_loss`.
+    The algorithm. `init` takes a key and, to continue, P + 1 `Variables`, the
+    server's last; `step` what `feddf`'s does. The state's `server` has P + 1
+    `Learner`s, the last with its optimizer, `learning_rate` P + 1 rates.
+    Metrics: each pool's `NAME/client_loss`, the server's `NAME/distill_loss`.
 
   Raises:
     ValueError: a value is out of its range, two names are alike, or a model has
       no `shared` parameters, or has them in other shapes.
 
-  Reference: Cho et al. 2022: weighted consensus distillation with diversity
-  regularization, and representation transfer, which is here an option.
-  Departures: the mean of shared layers is weighted by the pools' examples.
+  Reference: Cho et al. 2022; representation transfer, `shared`, is an option.
+  Departure: the mean of shared layers is weighted by the pools' examples.
   Clients of weight 0, or that say NaN as they have diverged, do not teach.
 
   Clients, who do not learn, say (2, 0) and (0, 4), with variances 1 and 4: y is
@@ -113,14 +106,10 @@ def fedet(
     distill.same_classes(batch["others"], logits)
     loss = core.cross_entropy(logits, {"y": batch["labels"]})
     kl = distill.kl_divergence(batch["others"], logits)
-    loss += context["diversity"] * kl
-    return distill.of_examples(loss), stats, {}
+    return distill.of_examples(loss + context["diversity"] * kl), stats, {}
 
   student = local.own_training(server, towards, make_batch)
-
-  def part(learner):
-    """Its shared layers, by name."""
-    return {} if shared is None else {shared: learner.params[shared]}
+  shared_part = lambda x: {} if shared is None else {shared: x.params[shared]}
 
   def init(key, variables=None):
     hyper = core.hyper(diversity=diversity)
@@ -132,7 +121,7 @@ def fedet(
           f" that name, only {sorted(learner.params)}"
         )
       owner = f"shared={shared!r}, of {one.label} beside {server.label}"
-      checks.alike(owner, part(learner), part(state.server[-1]))
+      checks.alike(owner, shared_part(learner), shared_part(state.server[-1]))
     return state
 
   def step(state, plan, data):
@@ -140,30 +129,26 @@ def fedet(
     state = state.replace(server=tuple(of_pools))
     averaged = ensemble.average(state, plan, data, total=False)
     of_pools, when = averaged.state.server, averaged.anyone
-    parts = list(map(part, of_pools))
-    # A pool that has diverged is not heard.
-    fine = [core.all_finite(own) for own in parts]
+    parts = list(map(shared_part, of_pools))
+    fine = jnp.stack([core.all_finite(own) for own in parts])  # Not diverged.
     parts = [
       optax.tree.where(x, own, optax.tree.zeros_like(own))
       for x, own in zip(fine, parts)
     ]
-    sizes = jnp.stack(
-      [jnp.where(x, jnp.sum(n), 0) for x, n in zip(fine, averaged.weights)]
-    )
-    mean = weighted_mean(stack(*parts), sizes)
+    sizes = jnp.stack([jnp.sum(n) for n in averaged.weights])
+    sizes = jnp.where(fine, sizes, 0)
     heard = jnp.where(jnp.any(sizes > 0), when, 0)
-    learner = _with(learner, mean, heard)
+    learner = _with(learner, weighted_mean(stack(*parts), sizes), heard)
     labels, others = consensus(averaged.said)
     context = local.values_of(state, len(pools), "diversity")
     context["learning_rate"] *= averaged.decay
     context |= dict(batch_key=averaged.key, labels=labels, others=others)
     row = row_of(plan, "distill", len(pools), stats=learner.stats)
     bank = checks.bank(data, "distill")
-    # Differs from the batches' keys.
-    key = jax.random.fold_in(averaged.key, np.uint32(2**31))
+    key = jax.random.fold_in(averaged.key, np.uint32(2**31))  # No batch's.
     work = local.work(student, context, key, bank, learner, row, when=when)
     ((learner, loss),) = ensemble.engine.run(work)
-    of_pools = [_with(old, part(learner), heard) for old in of_pools]
+    of_pools = [_with(old, shared_part(learner), heard) for old in of_pools]
     state = state.replace(server=(*of_pools, learner))
     metrics = local.metrics_of(pools, client_loss=averaged.losses)
     return state, metrics | local.metrics_of([server], distill_loss=[loss])

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import functools
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +24,7 @@ from hetfl.algorithms.features import (
 from hetfl.algorithms.personal import mean_sent, Method, personal
 from hetfl.clients import Client, weighted_mean
 from hetfl.model import parted
+from hetfl.models.fedgen import draw, Generator, spread
 
 
 class Shared(NamedTuple):
@@ -39,25 +39,6 @@ class Shared(NamedTuple):
   head: core.Variables
   generator: local.Learner
   trained: jax.Array
-
-
-class Generator(nn.Module):
-  """From noise and a class, `float[B, E + C]`, to features `float[B, D]`.
-
-  Attributes:
-    hidden: the hidden layer's width.
-    num_features: D.
-  """
-
-  hidden: int
-  num_features: int
-
-  @nn.compact
-  def __call__(self, x, train: bool = False):
-    """Maps `float[B, E + C]` to `float[B, D]`."""
-    x = nn.Dense(self.hidden, use_bias=False)(x)  # It is normalised.
-    x = nn.relu(nn.BatchNorm(not train, momentum=0.9)(x))
-    return nn.Dense(self.num_features)(x)
 
 
 def fedgen(
@@ -91,8 +72,7 @@ def fedgen(
     head: the model from features `float[B, D]` to logits `float[B, C]`.
     num_classes: C.
     num_features: D.
-    weight: of the generated features: a value, which trials may vary, or a
-      schedule `round -> weight`.
+    weight: of the generated features: a value, or a schedule of the round.
     diversity: of the generator's spread; likewise.
     server_learning_rate: Adam's; likewise.
     server_steps: the generator's steps in a round.
@@ -117,8 +97,7 @@ def fedgen(
   all classes; clients generate as many features as their batch has examples,
   and take no softmax of generated features as a target for their own.
 
-  The client, whose features are 1 for its only image, of class 0, does not
-  learn, nor does the mean of one head.
+  The client's features are 1 for its only image; it does not learn.
 
   >>> from hetfl import ClientPopulation, plan_round
   >>> from hetfl.algorithms.features import headed
@@ -178,9 +157,8 @@ def fedgen(
       features = generator.predict(server.generator.variables, drawn["x"])
       logits = head.predict(parted(variables)["head"], features)
       if logits.shape[-1] != num_classes:
-        raise ValueError(
-          f"num_classes={num_classes}: the head's are {logits.shape[-1]}"
-        )
+        its = logits.shape[-1]
+        raise ValueError(f"num_classes={num_classes}: the head's are {its}")
       generated = jnp.mean(core.cross_entropy(logits, drawn))
       weight = context["weight"] * server.trained
       return own + weight * generated, stats, measured
@@ -220,49 +198,3 @@ def fedgen(
     aggregate=aggregate,
   )
   return personal(clients, method, **options)
-
-
-def draw(
-  key: jax.Array, number: int, *, noise: int, num_classes: int
-) -> core.Batch:
-  """A batch of the generator's inputs: noise e, and classes y, drawn evenly.
-
-  Args:
-    key: a random key.
-    number: B.
-    noise: E.
-    num_classes: C.
-
-  Returns:
-    `e: float[B, E]` in [0, 1), `y: int[B]`, both in `x: float[B, E + C]`, the
-    classes as rows of one 1, and `mask`.
-
-  >>> batch = draw(jax.random.key(0), 5, noise=1, num_classes=2)
-  >>> bool((batch['x'][:, 0] == batch['e'][:, 0]).all())
-  True
-  >>> bool((batch['x'][:, 1:].argmax(axis=1) == batch['y']).all())
-  True
-  """
-  noise_key, class_key = jax.random.split(key)
-  e = jax.random.uniform(noise_key, (number, noise))
-  y = jax.random.randint(class_key, (number,), 0, num_classes)
-  x = jnp.concatenate([e, jax.nn.one_hot(y, num_classes)], axis=-1)
-  return {"e": e, "y": y, "x": x, "mask": jnp.ones(number)}
-
-
-def spread(features: jax.Array, noise: jax.Array) -> jax.Array:
-  """`exp(-mean_ij mean_d |z_id - z_jd| mean_d (e_id - e_jd)^2)`, `float[]`.
-
-  Args:
-    features: z, `float[B, D]`.
-    noise: e, `float[B, E]`, from which they are made.
-
-  Two are 3 apart, made of noise 1 apart: of four pairs two count, exp(-3 / 2).
-
-  >>> x = spread(jnp.array([[0.], [3.]]), jnp.array([[0.], [1.]]))
-  >>> round(float(x), 4)
-  0.2231
-  """
-  of_pairs = lambda x: x[:, None] - x[None]
-  apart = jnp.mean(jnp.abs(of_pairs(features)), axis=-1)
-  return jnp.exp(-jnp.mean(apart * jnp.mean(of_pairs(noise) ** 2, axis=-1)))

@@ -60,8 +60,7 @@ def fedtgp(
     clients: K clients, whose models' outputs are `Features`; see `headed`.
     num_classes: C.
     num_features: D, the same for all clients.
-    weight: lambda, of the distance to the prototypes: a value, which trials may
-      vary, or a schedule `round -> weight`.
+    weight: lambda, of the distance to the prototypes: a value, or a schedule.
     margin: tau, the greatest margin; likewise.
     server_learning_rate: of the network's training; likewise.
     server_epochs: S, the server's passes over the mean features of a round.
@@ -112,19 +111,12 @@ def fedtgp(
   network = core.Model.from_flax(
     nn.Sequential((vectors, dense(), nn.relu, dense())), classes
   )
-
-  def start(key, kept):
-    del kept
-    none = no_sums(num_classes, num_features)
-    return Trained(none, network.start(key))
+  nothing = lambda: no_sums(num_classes, num_features)
 
   def contrast(variables, batch, key, context):
     prototypes, stats = network.outputs(variables, classes, key, True)
     losses = margin_loss(batch["x"], batch["y"], prototypes, context["margin"])
     return losses, stats, {}
-
-  def survey(outputs, batch):
-    return class_sums(outputs.features, batch, num_classes)
 
   def aggregate(context, sent, key):
     gap = largest_gap(*prototypes_of(sent.value))
@@ -147,8 +139,8 @@ def fedtgp(
       "margin": (margin, np.inf),
       "server_learning_rate": (server_learning_rate, np.inf),
     },
-    server=start,
-    survey=survey,
+    server=lambda key, kept: Trained(nothing(), network.start(key)),
+    survey=lambda outs, b: class_sums(outs.features, b, num_classes),
     aggregate=aggregate,
     measured=("loss", "distance"),
   )
@@ -171,32 +163,28 @@ def largest_gap(means: jax.Array, known: jax.Array) -> jax.Array:
   4.0
   """
   sums = jnp.sum(means * known[..., None], axis=0)
-  count = jnp.sum(known, axis=0)
-  centres = sums / jnp.maximum(count, 1)[:, None]
+  centres, known = prototypes_of(core.Mean(sums, jnp.sum(known, axis=0)))
 
   def to_nearest(j):  # One class at a time, since C^2 D may be large.
     gaps = jnp.linalg.norm(centres - centres[j][None], axis=-1)
-    others = (count > 0) & (classes != j)
+    others = (known > 0) & (classes != j)
     return jnp.min(jnp.where(others, gaps, jnp.inf))
 
-  classes = jnp.arange(len(count))
+  classes = jnp.arange(len(known))
   gaps = jax.lax.map(to_nearest, classes)
-  return jnp.max(jnp.where((count > 0) & (gaps < jnp.inf), gaps, 0))
+  return jnp.max(jnp.where((known > 0) & (gaps < jnp.inf), gaps, 0))
 
 
 def margin_loss(
   features: jax.Array, labels: jax.Array, prototypes: jax.Array, margin: Any
 ) -> jax.Array:
-  """`CE(-d_j - margin [j = y], y)`, where `d_j = ||h - T[j]||`.
+  """`CE(-d_j - margin [j = y], y)`, `d_j = ||h - T[j]||`: `float[B]`.
 
   Args:
     features: h, `float[B, D]`.
     labels: y, `int[B]`.
     prototypes: T, `float[C, D]`.
     margin: by how much farther away its own prototype counts.
-
-  Returns:
-    `float[B]`.
 
   At distance 0 of its own prototype and 1 of the other, a margin of 1 leaves
   equal chances.

@@ -17,8 +17,6 @@ from hetfl import checks, core, local
 from hetfl.algorithms.fedmd import consensus, TRANSLATORS
 from hetfl.algorithms.public import known, Parties
 
-_LEAST = 1e-30  # In place of probabilities that are 0 by rounding.
-
 
 def coefficients_loss(
   coefficients: jax.Array, scores: jax.Array, penalty: float | jax.Array
@@ -31,9 +29,7 @@ def coefficients_loss(
     penalty: rho.
 
   Returns:
-    A scalar.
-
-  Reference: Zhang et al. 2021, with equal weights of the parties.
+    `float[]`.
 
   Party 0 says (1/2, 1/2) and learns (3/4, 1/4) from 1, which learns from
   itself: `3/4 log(3/2) + 1/4 log(1/2) + rho`.
@@ -43,7 +39,7 @@ def coefficients_loss(
   >>> [round(float(coefficients_loss(c, p, rho)), 3) for rho in (0., 1.)]
   [0.131, 1.131]
   """
-  known = jnp.maximum(scores, _LEAST)
+  known = jnp.maximum(scores, 1e-30)  # Some are 0 by rounding.
   mixed = jnp.einsum("kj,jnc->knc", coefficients, known, precision="highest")
   divergence = mixed * (jnp.log(mixed) - jnp.log(known))
   distance = jnp.sum(jnp.square(coefficients - 1 / len(coefficients)))
@@ -58,9 +54,7 @@ def step_coefficients(
   penalty: float | jax.Array,
   steps: int = 1,
 ) -> jax.Array:
-  """Gradient steps `c_k <- project(c_k - eta dL / dc_k)`, of all rows at once.
-
-  Each row stays a distribution: after each step it is projected to the nearest.
+  """Gradient steps `c_k <- project(c_k - eta dL / dc_k)`, to distributions.
 
   Args:
     coefficients: c, `float[P, P]`, whose rows are distributions.
@@ -71,8 +65,6 @@ def step_coefficients(
 
   Returns:
     `float[P, P]`.
-
-  Reference: Zhang et al. 2021, the update of the coefficients.
 
   Two parties that say the same are equal: only the penalty, whose slope is
   `2 rho (c - 1/2)`, moves the coefficients.
@@ -153,14 +145,13 @@ def ktpfl(
   Raises:
     ValueError: a value is out of its range; labels are not classes.
 
-  Reference: Zhang et al. 2021. Departures: the order
-  is that of the released code, whose parties send once a round: the
-  coefficients are fitted before, not after, the parties learn from them. Rows
-  are projected to distributions, where the code takes a softmax of 5 c; the
-  loss is the paper's KL, not the code's squared error, with equal weights of
-  the parties, whose penalties add up (the code's are a mean); the rate is
-  constant. The parties' KL is a sum over classes, the code's their mean. Both
-  optimizers of a party persist.
+  Reference: Zhang et al. 2021. Departures: as in the released code, whose
+  parties send once a round, coefficients are fitted before, not after, the
+  parties learn from them. Rows are projected to distributions, where the code
+  takes a softmax of 5 c; the loss is the paper's KL, not the code's squared
+  error, with equal weights of the parties, whose penalties add up (the code's
+  are a mean); the rate is constant. The parties' KL is a sum over classes, the
+  code's their mean. Both optimizers of a party persist.
 
   Party b says (3/4, 1/4), a says (1/2, 1/2) and starts to learn their mean. At
   (a, b) = (1/2, 1/2) its loss has the slopes `sum_c p_jc log(m_c / p_ac) + 1`,
@@ -197,16 +188,13 @@ def ktpfl(
 
   def step(state, plan, data):
     scores = _without_lost(group.communicate(state, plan, data))
-    how = [state.hyper[name] for name in values]
-    coefficients = step_coefficients(
-      state.server, scores, *how, coefficients_steps
-    )
+    how = *(state.hyper[name] for name in values), coefficients_steps
+    coefficients = step_coefficients(state.server, scores, *how)
     shown = group.distribute(plan, data, *mixtures(coefficients, scores))
     state, digest_losses = group.digest(state, plan, shown)
     state, revisit_losses = group.revisit(state, plan, data)
     losses = dict(digest_loss=digest_losses, revisit_loss=revisit_losses)
-    return state.replace(server=coefficients), local.metrics_of(
-      parties, **losses
-    )
+    metrics = local.metrics_of(parties, **losses)
+    return state.replace(server=coefficients), metrics
 
   return core.Algorithm(init, step)

@@ -174,11 +174,14 @@ def _of_file(path, bank, num_clients) -> list[np.ndarray]:
   with reading(path, layout):
     held = enumerate(json.loads(pathlib.Path(path).read_text()))
     parts = [positions_in(bank, own, f"client {k}") for k, own in held]
-    for k, own in enumerate(parts):
-      if len(np.unique(own)) < len(own):
-        raise ValueError(f"client {k} has a position twice")
   if len(parts) != num_clients:
     raise ValueError(f"num_clients={num_clients}: {path} has {len(parts)}")
+  positions, times = np.unique(np.concatenate(parts), return_counts=True)
+  if np.any(times > 1):
+    raise ValueError(
+      f"partition_file={path}: position {positions[times > 1][0]} is there"
+      " twice, and would be a test image and one to train on; give it once"
+    )
   return parts
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hetfl import checks
 from hetfl.data.errors import reading
 
 Append = Callable[[str, np.ndarray], None]  # Rows to the array of a name.
@@ -101,10 +102,11 @@ def _found(folder: pathlib.Path, source: Any) -> Made | None:
 def _write(folder, source, make) -> None:
   for old in (folder / "index.json", *folder.glob("*.bin")):
     old.unlink(missing_ok=True)
+  remedy = f"while writing {folder}; free some space, and repeat the command"
   shapes: dict[str, tuple[str, list[int]]] = {}
 
   def append(name, rows):
-    with open(folder / f"{name}.bin", "ab") as file:
+    with checks.noted(remedy), open(folder / f"{name}.bin", "ab") as file:
       np.ascontiguousarray(rows).tofile(file)
     shapes[name] = rows.dtype.str, list(rows.shape[1:])
 
@@ -114,5 +116,6 @@ def _write(folder, source, make) -> None:
   # The last, and whole: without it nothing counts.
   part = folder / "index.part"
   index = {"source": source, "facts": facts, "arrays": arrays}
-  part.write_text(json.dumps(index))
-  part.replace(folder / "index.json")
+  with checks.noted(remedy):
+    part.write_text(json.dumps(index))
+    part.replace(folder / "index.json")

@@ -16,6 +16,7 @@ import pathlib
 import platform
 import re
 import sys
+import time
 from typing import Any
 import zlib
 
@@ -467,29 +468,56 @@ def metrics_log(
   rows = read_rows(folder.metrics)
   write_rows(folder.metrics, [row for row in rows if row["round"] <= after])
   with contextlib.ExitStack() as stack:
-    board = None
+    draw = None
     if tensorboard:
-      import tensorboardX  # importing it takes seconds
-
-      board = tensorboardX.SummaryWriter(
-        str(folder.path / "tensorboard"),
-        purge_step=after + 1,  # Drops what a killed process wrote.
-      )
-      stack.enter_context(board)
+      draw = stack.enter_context(_board(folder.path / "tensorboard", after))
 
     def write(row):
       with writing(folder.metrics), open(folder.metrics, "ab") as file:
         file.write(_line(row))
         file.flush()
         os.fsync(file)
-      for name, value in to_json(row).items() if board else ():
-        # TensorBoard cannot draw floats that are not finite, None.
-        if name != "round" and isinstance(value, int | float):
-          board.add_scalar(name, value, row["round"])
-      if board:
-        board.flush()
+      if draw:
+        draw(row)
 
     yield write
+
+
+@contextlib.contextmanager
+def _board(
+  folder: pathlib.Path, after: int
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+  """Opens TensorBoard's log; see `metrics_log`.
+
+  In this thread: that of a `SummaryWriter` dies when the disk is full, and the
+  queue to it then blocks for ever.
+  """
+  # Importing them takes seconds.
+  from tensorboardX.event_file_writer import EventsWriter
+  from tensorboardX.proto.event_pb2 import Event, SessionLog
+  from tensorboardX.summary import scalar
+
+  with writing(folder):
+    folder.mkdir(exist_ok=True)
+    events = EventsWriter(str(folder / "events"))
+    # Drops what a killed process wrote.
+    start = SessionLog(status=SessionLog.START)
+    events.write_event(Event(step=after + 1, session_log=start))
+
+  def write(row):
+    facts = dict(step=row["round"], wall_time=time.time())
+    with writing(folder):
+      for name, value in to_json(row).items():
+        # TensorBoard cannot draw floats that are not finite, None.
+        if name != "round" and isinstance(value, int | float):
+          events.write_event(Event(summary=scalar(name, value), **facts))
+      events.flush()
+
+  try:
+    yield write
+  finally:
+    with contextlib.suppress(OSError):  # All is written, or an error said so.
+      events.close()
 
 
 def bar(total: int, **options: Any) -> tqdm.tqdm:
