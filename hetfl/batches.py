@@ -202,7 +202,8 @@ def check_full(owner: str, batches: Batches, stats: Any) -> None:
   if (empty.any(axis=-1) & ~empty.all(axis=-1)).any():
     raise ValueError(
       f"{owner}: the plan has batches that are not full, whose empty places"
-      " would enter the batch statistics: plan with tail='repeat' or 'wrap'"
+      " would enter the batch statistics (all variables that are no parameters"
+      " count as such): plan with tail='repeat' or 'wrap'"
     )
 
 

@@ -71,9 +71,19 @@ def values(metrics: Metrics) -> dict[str, float]:
   Returns:
     Names and numbers, without empty means.
 
+  Raises:
+    ValueError: a mean is not of scalars.
+
   >>> values({'loss': Mean(jnp.array(6.), jnp.array(4.)), 'none': Mean.zero()})
   {'loss': 1.5}
   """
+  for name, (total, count) in metrics.items():
+    if np.ndim(total) or np.ndim(count):
+      raise ValueError(
+        f"{name}: its sum and count have the shapes {np.shape(total)} and"
+        f" {np.shape(count)}: sum over the batch; of classes take a"
+        " ClientEvaluator, of several trials or rounds `.value`"
+      )
   return {
     name: float(total) / float(count)
     for name, (total, count) in metrics.items()

@@ -305,7 +305,7 @@ def plan_round(
   >>> {name: batches.steps.tolist() for name, batches in plan.batches.items()}
   {'small': [2, 2], 'large': [2, 2], 'distill': [1]}
   """
-  if not isinstance(clients, Mapping) or isinstance(clients, Subset):
+  if not isinstance(clients, Mapping):
     raise ValueError(
       "clients: give populations by name, such as {'train': clients}, not a"
       f" {type(clients).__name__}"

@@ -192,6 +192,12 @@ WRONG = {
   "validation=1.5: must lie": lambda: load_compared_images(
     "digits", num_clients=2, validation=1.5
   ),
+  # Digits are 1,797.
+  "public_examples=1797: must be a whole number, at least 1 and at most 1793": (
+    lambda: load_compared_images(
+      "digits", num_clients=4, partition="iid", public_examples=1797
+    )
+  ),
   "examples=0: must be": lambda: load_compared_images(
     "digits", num_clients=2, examples=0
   ),
@@ -462,6 +468,19 @@ WRONG = {
   ),
   "Method.end: must return what is kept, and": lambda: method(
     end=lambda context, kept, learner, batches: learner
+  ),
+  "Method.end: gives {'.extra': (2,)}, expected {'.extra': ()}": lambda: method(
+    extra=lambda variables, client: jnp.zeros(()),
+    end=lambda context, kept, learner, batches: (
+      kept.replace(extra=jnp.zeros(2)),
+      (),
+    ),
+  ),
+  "Method.begin: must return a Learner or Variables, not a dict": lambda: (
+    method(begin=lambda context, kept: kept.learner.params)
+  ),
+  "loss: its sum and count have the shapes (3,) and ()": lambda: core.values(
+    {"loss": core.Mean(jnp.ones(3), jnp.ones(()))}
   ),
   "Method.begin: gives": lambda: method(
     begin=lambda context, kept: core.Variables((), ())
@@ -812,6 +831,19 @@ def test_classes_that_all_models_mask_say_nothing():
     np.testing.assert_allclose(value, scale * expected, rtol=1e-6)
     np.testing.assert_allclose(part(grad), scale * expected_grad, rtol=1e-6)
     assert grad[0, 2] == 0
+
+
+def test_what_clients_keep_keeps_its_type():
+  """Else it depends on who takes part, or changes in the middle of a scan."""
+  state, _ = method(
+    extra=lambda variables, client: jnp.zeros((), jnp.int32),
+    end=lambda context, kept, learner, batches: (
+      kept.replace(learner=learner, extra=kept.extra + 1.5),
+      (),
+    ),
+  )
+  assert state.clients[0].extra.dtype == jnp.int32
+  assert state.clients[0].extra.tolist() == [2, 2]  # 0, 1.5, 2.5.
 
 
 def test_a_module_without_parameters_is_a_model():

@@ -296,6 +296,11 @@ def _update(client, method, optimizer, in_turn) -> Task:
       if isinstance(learner, core.Variables):
         opt_state = own_optimizer(context).init(learner.params)
         learner = local.Learner(learner, opt_state)
+      if not isinstance(learner, local.Learner):
+        raise ValueError(
+          "Method.begin: must return a Learner or Variables, not a"
+          f" {type(learner).__name__}"
+        )
       checks.alike("Method.begin", learner.params, kept.learner.params)
       # Such as a head of float32 for a client of bfloat16.
       params = core.as_types(learner.params, kept.learner.params)
@@ -325,8 +330,9 @@ def _update(client, method, optimizer, in_turn) -> Task:
       new = kept.replace(learner=own)
     else:
       new, message = kept.replace(learner=learner), ()
+    checks.alike("Method.end", new, kept)
     # Those that only fill up the rows keep what they had before `begin`.
-    new = optax.tree.where(batches.steps > 0, new, kept)
+    new = optax.tree.where(batches.steps > 0, core.as_types(new, kept), kept)
     return new, message, metrics
 
   def penalty(params, context):  # Its own model's.

@@ -116,6 +116,8 @@ def load_compared_images(
     )
   seed, public = partition_seed, None
   if public_examples:
+    most = max(1, len(bank["y"]) - num_clients)  # Clients need some, too.
+    checks.whole(1, most, public_examples=public_examples)
     public = _public(bank["x"], public_examples, seed)
     bank = {n: np.delete(a, public.index, axis=0) for n, a in bank.items()}
   if examples is not None:
@@ -142,9 +144,9 @@ def load_compared_images(
     if len(own) <= len(shares):
       raise ValueError(
         f"num_clients={num_clients}: client {k} has {len(own)} of the"
-        f" {len(shares) + 1} images it needs, for training, tests and"
-        " validation; use fewer clients, a larger partition_alpha or another"
-        " partition_seed"
+        f" {len(shares) + 1} images it needs, for training, tests"
+        f"{' and validation' * bool(validation)}; use fewer clients, a larger"
+        " partition_alpha or another partition_seed"
       )
     for held, (share, stream) in zip(kept, shares):
       size = max(1, int(share * len(own)))
