@@ -33,6 +33,7 @@ from hetfl.algorithms import (
   scaffold,
 )
 from hetfl.algorithms.public import score_bytes
+from hetfl.engine.work import row
 from hetfl.model import parted
 from hetfl.models.fedgen import Generator
 from hetfl.run import training
@@ -45,7 +46,7 @@ class Kind(NamedTuple):
   width: float = 1.0
 
 
-by_head = lambda outputs, sent: (getattr(outputs, "logits", outputs),)
+by_head = lambda outputs, sent: {"": getattr(outputs, "logits", outputs)}
 
 
 class Method(NamedTuple):
@@ -60,8 +61,8 @@ class Method(NamedTuple):
     shared: `state -> models`, one for all clients of each architecture.
     model: `(experiment, kind) -> model` of a client; by default its outputs are
       logits.
-    scores: `(outputs, what the server sent) -> class scores`, by each of
-      `ways`; by default the logits.
+    scores: `(outputs, what the server sent) -> class scores` by way; by default
+      the logits.
     ways: how clients classify; the paper's way is "", others are suffixes.
     server: `state -> variables` of the --global_model, by which clients may
       classify too, "_by_server".
@@ -74,7 +75,7 @@ class Method(NamedTuple):
   of: str = "clients"
   shared: Callable[[Any], Sequence[hetfl.Variables]] | None = None
   model: Callable[[Any, Kind], core.Model] = lambda e, kind: e.model(kind)
-  scores: Callable[[Any, Any], tuple] = by_head
+  scores: Callable[[Any, Any], dict[str, jax.Array]] = by_head
   ways: Sequence[str] = ("",)
   server: Callable[[Any], hetfl.Variables] | None = None
   traffic: Callable[..., Sequence[int]] = lambda e, s, kind: (0, 0)
@@ -112,7 +113,8 @@ def _larger(e, s):
 
 def _nearest(outputs, sent):
   sent = getattr(sent, "prototypes", sent)
-  return fedproto.nearest(outputs, sent), outputs.logits
+  nearest = fedproto.nearest(outputs, sent)
+  return {"": nearest, "_by_head": outputs.logits}
 
 
 _headed = lambda e, kind: e.headed(kind)
@@ -141,8 +143,7 @@ def _small_bytes(e, s, kind):
 
 
 def _one_of_group(state):
-  first = lambda group: jax.tree.map(lambda a: a[0], group.learner.variables)
-  return list(map(first, state.clients))
+  return [row(group.learner.variables, 0) for group in state.clients]
 
 
 _GENERATOR = dict(noise=32, hidden=128)  # FedGen's.

@@ -19,7 +19,6 @@ from compare_methods import (
   WITH_ONE_MODEL,
 )
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import launch
 import numpy as np
@@ -34,6 +33,7 @@ from hetfl.algorithms.features import headed, logits_only, scored
 from hetfl.batches import leave_out
 from hetfl.clients import rows_of_group
 from hetfl.data import compared_images, files, partition
+from hetfl.engine.work import stack
 from hetfl.models import families, large
 from hetfl.optimizers import fedavg_server, momentum_sgd
 from hetfl.plans import number_of_steps, plan_clients, plan_distillation
@@ -118,7 +118,7 @@ class Experiment:
     self._load_public = functools.partial(
       load_public, **s.arguments(load_public, image_shape=shape)
     )
-    self.engine = launch.engine_of(s)
+    self.engine, self._eval_batch_size = launch.engine_of(s), s.eval_batch_size
     slow = sorted(large.NETWORKS.keys() & {*names, s.global_model})
     if slow and "cpu" in s.words:
       text = "--models: on a CPU %s take minutes to compile."
@@ -167,7 +167,8 @@ class Experiment:
     self.headed = functools.cache(lambda kind: headed(body(kind), self.head))
     self.model = functools.cache(lambda kind: logits_only(self.headed(kind)))
     self.nested = functools.cache(nested)
-    self._evaluators: dict[Any, hetfl.ClientEvaluator] = {}
+    # Methods with the same models and scores share programs.
+    self._evaluator = functools.cache(self._evaluator_of)
     # Large models take seconds to trace, and all data is read for a record.
     self.shapes = functools.cache(core.Model.shapes)
     self._record = functools.cache(self._record_of)
@@ -311,13 +312,12 @@ class Experiment:
 
     By its own model, or the one that clients of its architecture share.
     """
-    method, stacked = METHODS[s.method], lambda *leaves: jnp.stack(leaves)
-    of_kinds = self.members(s)
+    method, of_kinds = METHODS[s.method], self.members(s)
     if method.shared:
       models = method.shared(state)
     elif method.of == "parties":
       models = [
-        jax.tree.map(stacked, *(state.clients[k].variables for k in members))
+        stack(*(state.clients[k].variables for k in members))
         for members in of_kinds.values()
       ]
     else:
@@ -329,11 +329,11 @@ class Experiment:
       asked.append(("_by_server", Kind(s.global_model), everyone, model))
     for way, kind, members, variables in asked:
       sent = () if method.scores is by_head else state.server
-      each = [sent] * len(members)
-      both = hetfl.Variables(variables, jax.tree.map(stacked, *each))
+      both = hetfl.Variables(variables, stack(*[sent] * len(members)))
+      how = method.model(self, kind), method.scores, members
       measured = {}
       for which in ("test", "validation")[: 1 + bool(s.validation)]:
-        evaluator = self._evaluator(s, kind, members, which)
+        evaluator = self._evaluator(*how, which)
         measured |= evaluator(both, own=not (method.shared or way))
       for name, values in measured.items():
         if values.ndim > 1:  # Of classes; NaN for those that are not there.
@@ -347,24 +347,17 @@ class Experiment:
         row[f"clients/{what}_{name}".replace("/mean_", "/")] = value
     return row
 
-  def _evaluator(
-    self, s: Compare, kind: Kind, members: tuple[int, ...], which: str
-  ) -> hetfl.ClientEvaluator:
+  def _evaluator_of(self, model, scores, members, which):
     """Of models of one architecture, on `which` examples of clients."""
-    method = METHODS[s.method]
-    model = method.model(self, kind)
-    key = kind, members, model, method.scores, which
-    if key not in self._evaluators:
-      held = getattr(self.images, which).take(members)
-      self._evaluators[key] = hetfl.ClientEvaluator(
-        scored(model, lambda *of: dict(zip(method.ways, method.scores(*of)))),
-        dataclasses.replace(held, bank=self.bank),
-        transform=self.transform,
-        measure=functools.partial(_measure, which),
-        engine=self.engine,
-        batch_size=s.eval_batch_size,
-      )
-    return self._evaluators[key]
+    held = getattr(self.images, which).take(members)
+    return hetfl.ClientEvaluator(
+      scored(model, scores),
+      dataclasses.replace(held, bank=self.bank),
+      transform=self.transform,
+      measure=functools.partial(_measure, which),
+      engine=self.engine,
+      batch_size=self._eval_batch_size,
+    )
 
   def summarize(
     self, s: Compare, folder: logs.RunFolder, state, evaluation

@@ -87,8 +87,7 @@ def make_parties(
     with checks.noted(
       f"party{k}'s ({name}) does not fit images of {size}; give other --models"
     ):
-      variables = model.shapes()
-    decays = models.has_head(variables.params)
+      model.shapes()
     parties.append(
       hetfl.Participant(
         model,
@@ -97,7 +96,7 @@ def make_parties(
         transform=transform,
         optimizer=hetfl.optimizers.keras_adam,
         l2=s.l2,
-        penalty=models.head_penalty if decays else None,
+        penalty=models.head_penalty,
       )
     )
   return [name for name, _ in named], parties
@@ -478,7 +477,6 @@ def main(given: Given) -> None:
   for (s, _), folder in zip(runs, folders):
     if s is not first:
       experiment = None  # frees its data before the next one loads
-      launch.forget_engines()
       experiment = Experiment(s)
     results.append(experiment.run_all(folder))
   if "seeds" in given.values:

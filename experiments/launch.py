@@ -92,8 +92,8 @@ def _keep_programs(folder: str | None) -> None:
   try:
     path = pathlib.Path(folder or _programs()).expanduser()
     path.mkdir(parents=True, exist_ok=True)
-  except OSError:
-    return  # A home that cannot be written to is no reason to stop.
+  except (OSError, RuntimeError):
+    return  # A home that is not there or not writable is no reason to stop.
   jax.config.update("jax_compilation_cache_dir", str(path))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
@@ -102,12 +102,9 @@ def _programs() -> pathlib.Path:
   """The folder of programs for this kind of CPU; others may not run them.
 
   Raises:
-    OSError: there is no home folder.
+    RuntimeError: there is no home folder: no passwd entry, as in containers.
   """
-  try:
-    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-  except RuntimeError as error:  # No passwd entry, as in containers.
-    raise OSError(f"{error} Set XDG_CACHE_HOME.") from error
+  home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
   cpus = pathlib.Path("/proc/cpuinfo")
   lines = cpus.read_text().splitlines() if cpus.exists() else []
   kinds = ("model name", "flags", "Features")
@@ -212,11 +209,6 @@ def _engine(devices: int | None, number: int | None) -> engine_lib.Engine:
   return engine_lib.Inline(mesh, at_once=number and -(-number // devices))
 
 
-def forget_engines() -> None:
-  """Drops the engines, and with them all programs that they compiled."""
-  _engine.cache_clear()
-
-
 def put(
   subsets: Mapping[str, hetfl.Subset], others: Mapping[str, Any]
 ) -> tuple[dict[str, hetfl.Subset], dict[str, Any]]:
@@ -269,7 +261,6 @@ def open_folder(
   workdir: pathlib.Path,
   named: str = "--workdir",
   lengthens: bool = False,
-  **more: Any,
 ) -> logs.RunFolder:
   """Makes a run's folder, or opens it; see `logs.RunFolder`.
 
@@ -278,7 +269,6 @@ def open_folder(
     workdir: the folder.
     named: the flag that names it.
     lengthens: whether the run can be extended.
-    **more: further values that identify the run, which are no flags.
 
   Returns:
     The folder.
@@ -292,7 +282,7 @@ def open_folder(
   defaults = {n: declared.default_in(s.words) for n, declared in declared}
   return logs.RunFolder(
     workdir,
-    config | more,
+    config,
     speed,
     flags=text,
     defaults=defaults,

@@ -5,7 +5,6 @@ differ only in their seed have the same clients in the same parts.
 """
 
 import dataclasses
-import functools
 import os
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from hetfl import checks
 from hetfl.data import fedjax_source, files, partition, vision
-from hetfl.data.npz import check_npz, load_npz
+from hetfl.data.npz import check_npz, images_of
 from hetfl.population import ClientPopulation, Subset
 from hetfl.streams import Stream
 
@@ -150,16 +149,11 @@ def load_codist_images(
     num_clients=num_clients,
   )
   checks.counts(**optional)
-  load = functools.partial(vision.load, data_dir=data_dir, download=download)
+  load = lambda name: images_of(name, data_dir, download, npz)
   tff = None
   if dataset == "cifar100":
     tff = files.find(data_dir, "federated_cifar100_train.sqlite")
-  if npz is not None:
-    images = load_npz(npz)
-  elif tff is not None:
-    images = _tff(tff, data_dir, load)
-  else:
-    images = load(dataset)
+  images = load(dataset) if tff is None else _tff(tff, data_dir, load)
   task = _TASKS.get(dataset) or _own_task(images, num_clients)
   if num_clients not in (None, task.num_clients):
     raise ValueError(

@@ -12,7 +12,7 @@ from hetfl import checks
 from hetfl.data import partition as partition_lib
 from hetfl.data import vision
 from hetfl.data.errors import reading
-from hetfl.data.npz import check_npz, load_npz
+from hetfl.data.npz import check_npz, images_of
 from hetfl.population import ClientPopulation, positions_in, stratified, Subset
 from hetfl.streams import Stream
 
@@ -102,10 +102,7 @@ def load_compared_images(
   check_npz(npz, [dataset])
   checks.between(0, 0.9, validation=validation)
   checks.counts(**checks.given(examples=examples))
-  if npz is not None:
-    images = load_npz(npz)
-  else:
-    images = vision.load(dataset, data_dir, download)
+  images = images_of(dataset, data_dir, download, npz)
   if images.clients is not None:
     logging.warning("%s: its clients are not used; see partition_file", npz)
   bank = {n: np.concatenate([images.train[n], images.test[n]]) for n in "xy"}

@@ -14,7 +14,7 @@ import numpy as np
 from hetfl import checks
 from hetfl.data import partition as partition_lib
 from hetfl.data import vision
-from hetfl.data.npz import check_npz, load_npz
+from hetfl.data.npz import check_npz, images_of
 from hetfl.population import ClientPopulation, Subset
 from hetfl.streams import generator, Stream
 
@@ -156,10 +156,7 @@ def load_fml_images(
   clients: dict[int, ClientData] = {}
   test, num_classes, shapes = {}, {}, {}
   for dataset in dict.fromkeys(of):
-    if npz is not None and dataset == "npz":
-      images = load_npz(npz)
-    else:
-      images = vision.load(dataset, data_dir, download)
+    images = images_of(dataset, data_dir, download, npz)
     if images.clients is not None and partition != "file":
       logging.warning("%s: its clients are for partition=file only", npz)
     members = [k for k in range(num_clients) if of[k] == dataset]

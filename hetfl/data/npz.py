@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 import os
+from typing import Any
 
 from absl import logging
 import numpy as np
 
-from hetfl.data import files
+from hetfl.data import files, vision
 from hetfl.data.errors import reading
-from hetfl.data.vision import VisionDataset
 from hetfl.population import Bank
 
 LAYOUT = (
@@ -43,7 +43,16 @@ def check_npz(
     raise ValueError(f"{argument}={path}: {of}={','.join(datasets)} {needed}")
 
 
-def load_npz(path: str | os.PathLike) -> VisionDataset:
+def images_of(
+  dataset: str, data_dir: Any, download: bool, npz: str | os.PathLike | None
+) -> vision.VisionDataset:
+  """The images of a data set by `vision.load`, or of `npz`, your own."""
+  if npz is not None and dataset == "npz":
+    return load_npz(npz)
+  return vision.load(dataset, data_dir, download)
+
+
+def load_npz(path: str | os.PathLike) -> vision.VisionDataset:
   """Reads images of your own from a NumPy file.
 
   The file has the arrays of Keras's data sets, made by `np.savez` or
@@ -90,7 +99,7 @@ def load_npz(path: str | os.PathLike) -> VisionDataset:
   if missing:
     text = "%s: %d of %d classes have no image; number them 0, 1, 2, ..."
     logging.warning(text, path, missing, num_classes)
-  return VisionDataset("npz", train, test, num_classes, clients)
+  return vision.VisionDataset("npz", train, test, num_classes, clients)
 
 
 def _bank(arrays: dict[str, np.ndarray], part: str) -> Bank:

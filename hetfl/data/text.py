@@ -26,6 +26,7 @@ from hetfl.models.next_word import BOS, EOS, PAD
 
 MAX_WORD = 64  # Characters; longer ones are cut.
 _PART = 1 << 18  # Sentences of a part of a corpus.
+_LEARNT = 50_000  # The commonest words, from which pieces are made.
 # Lichtarge et al. 2023, appendix G, which has spaces around the apostrophe.
 CONTRACTIONS = tuple(
   """aren't can't couldn't didn't doesn't don't hadn't hasn't haven't he'd he'll
@@ -375,9 +376,7 @@ def train_words(counts: Counter, size: int) -> Vocabulary:
   return Vocabulary("word", tuple(word for word, _ in order[:size]))
 
 
-def train_wordpiece(
-  counts: Counter, size: int, *, max_words: int = 50_000
-) -> Vocabulary:
+def train_wordpiece(counts: Counter, size: int) -> Vocabulary:
   """Trains word pieces: characters, then the commonest pairs, joined in turn.
 
   Does what Hugging Face's `WordPieceTrainer` does. That gives another
@@ -388,7 +387,6 @@ def train_wordpiece(
     counts: how often each word occurs in the training split.
     size: pieces at most; the model's V is larger by four. At most the first
       half of them are single characters, the commonest.
-    max_words: how many words to learn from, the commonest.
 
   Returns:
     The vocabulary: characters, then pairs in the order they were joined.
@@ -399,7 +397,7 @@ def train_wordpiece(
   >>> train_wordpiece(Counter(abab=3, ab=2), 6).tokens  # ab: 5, ##ab: 3
   ('##b', 'a', '##a', 'ab', '##ab', 'abab')
   """
-  words = [w for w in train_words(counts, max_words).tokens if w]
+  words = [w for w in train_words(counts, _LEARNT).tokens if w]
   spelt = [[w[0], *(f"##{c}" for c in w[1:])] for w in words]
   characters: Counter[str] = Counter()
   for word, pieces in zip(words, spelt):

@@ -20,15 +20,16 @@ from hetfl.engine.compilation import bank_format, jit
 from hetfl.engine.packing import traced_longest_first
 from hetfl.engine.work import (
   add,
-  is_key,
   key_data,
   num_rows,
+  of_type,
   PyTree,
   row,
   Shard,
   stack,
   Task,
   Work,
+  zeros_of,
 )
 
 
@@ -183,21 +184,19 @@ class Inline:
     args = [(c.shared, c.rows, jnp.asarray(c.steps)) for c in calls.values()]
     # Here, since the mesh is another one within `shard_map`.
     likes = [
-      jax.eval_shape(lambda s, r, n, t=task: t.whole(n, *s, r), *arg)
-      for task, arg in zip(tasks, args)
+      jax.eval_shape(task.whole, steps, *shared, rows)
+      for task, (shared, rows, steps) in zip(tasks, args)
     ]
 
     def on_device(d, args):
       results = []
       for i, (task, like) in enumerate(zip(tasks, likes)):
-        numbers = jax.eval_shape(key_data, like)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), numbers)
-        if i % size == d:
+        result = zeros_of(key_data, like)
+        if i % size == d:  # All branches must agree in their types.
           found = key_data(self._run(Work(task, *args[i])))
-          # All branches must agree in their types.
-          cast = lambda zero, x: jnp.asarray(x, zero.dtype)
-          zeros = jax.tree.map(cast, zeros, found)
-        results.append(zeros)
+          cast = lambda x, zero: jnp.asarray(x, zero.dtype)
+          result = jax.tree.map(cast, found, result)
+        results.append(result)
       return results
 
     def run(args, shard):
@@ -205,7 +204,7 @@ class Inline:
       here = jax.lax.axis_index(shard.axis)
       return shard.sum(jax.lax.switch(here, branches, args))
 
-    found = jax.tree.map(_of_type, likes, self._on_devices(run, args))
+    found = jax.tree.map(of_type, self._on_devices(run, args), likes)
     there: dict[int, Any] = {}
     for (i, _), result in zip(calls, found):
       there.setdefault(i, []).append(result)
@@ -277,14 +276,9 @@ class Inline:
     def move(leaf):
       if not self._mesh.is_multi_process:
         return jax.device_put(leaf, everywhere)
-      if is_key(leaf):
-        data = jax.make_array_from_process_local_data(
-          everywhere, np.asarray(jax.random.key_data(leaf))
-        )
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-      return jax.make_array_from_process_local_data(
-        everywhere, np.asarray(leaf)
-      )
+      numbers = np.asarray(key_data(leaf))
+      put = jax.make_array_from_process_local_data(everywhere, numbers)
+      return of_type(put, leaf)
 
     return jax.tree.map(place, tree)
 
@@ -432,13 +426,6 @@ def any_of(when: jax.Array) -> jax.Array:
   Array(True, dtype=bool)
   """
   return _most(when.astype(jnp.int32)) > 0
-
-
-def _of_type(like: jax.ShapeDtypeStruct, numbers: jax.Array) -> jax.Array:
-  """The inverse of `key_data`; it also makes sums of bools bools again."""
-  if is_key(like):
-    return jax.random.wrap_key_data(numbers, impl=like.dtype)
-  return numbers.astype(like.dtype)
 
 
 def _after(result: PyTree, work: Work) -> Work:

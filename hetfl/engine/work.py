@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 PyTree = Any
 
@@ -227,8 +228,7 @@ def zeros_of(fn: Callable, *args) -> PyTree:
   >>> zeros_of(lambda x: 2 * x, jnp.ones(2))
   Array([0., 0.], dtype=float32)
   """
-  zeros = lambda a: jnp.zeros(a.shape, a.dtype)
-  return jax.tree.map(zeros, jax.eval_shape(fn, *args))
+  return optax.tree.zeros_like(jax.eval_shape(fn, *args))
 
 
 def stack(*trees: PyTree) -> PyTree:
@@ -256,3 +256,10 @@ def key_data(tree: PyTree) -> PyTree:
   return jax.tree.map(
     lambda a: jax.random.key_data(a) if is_key(a) else a, tree
   )
+
+
+def of_type(numbers: jax.Array, like: Any) -> jax.Array:
+  """The inverse of `key_data`; it also makes sums of bools bools again."""
+  if is_key(like):
+    return jax.random.wrap_key_data(numbers, impl=like.dtype)
+  return numbers.astype(like.dtype)

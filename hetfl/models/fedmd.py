@@ -192,35 +192,20 @@ def head_penalty(params) -> jax.Array:
     params: a party model's parameters.
 
   Returns:
-    A scalar.
+    A scalar; 0 of a model of the user's without a layer of the name `head`,
+    with a `kernel`.
 
   Reference: the released code's `kernel_regularizer=l2(1e-3)`.
 
   >>> float(head_penalty({'head': {'kernel': jnp.array([[1., 2.]])}}))
   5.0
+  >>> float(head_penalty({'head': {}}))
+  0.0
   """
-  return jnp.sum(_head_kernel(params) ** 2)
-
-
-def has_head(params) -> bool:
-  """Whether `head_penalty` applies: a model of the user's may have no head.
-
-  Args:
-    params: a model's parameters.
-
-  Returns:
-    Whether there is a layer of the name `head`, with a `kernel`.
-
-  >>> has_head({'head': {'kernel': jnp.ones((1, 2))}}), has_head({'head': {}})
-  (True, False)
-  """
-  return _head_kernel(params) is not None
-
-
-def _head_kernel(params):
   arrays = flatten_dict(params) if isinstance(params, Mapping) else {}
   # `Model.from_nnx` has paths as names.
-  return arrays.get(("head", "kernel"), arrays.get(("head/kernel",)))
+  kernel = arrays.get(("head", "kernel"), arrays.get(("head/kernel",), 0.0))
+  return jnp.sum(kernel**2)
 
 
 def party_models(

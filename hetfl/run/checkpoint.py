@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetfl.engine.work import is_key, key_data
+from hetfl.engine.work import key_data, of_type
 from hetfl.run import logs
 
 PyTree = Any
@@ -85,13 +85,13 @@ class Checkpoints:
     final = self.path(round)
     part = final.with_name(final.name + _PART)
     part.mkdir(parents=True)
-    specs, arrays = _specs(state), jax.tree.leaves(to_host(state))
+    kinds, arrays = _kinds(state), jax.tree.leaves(to_host(state))
     with logs.writing(final):
-      np.savez(part / "state.npz", **dict(zip(_kinds(specs), arrays)))
+      np.savez(part / "state.npz", **dict(zip(kinds, arrays)))
     manifest = {
       "extra": dict(extra),
       "finite": all(map(_all_finite, arrays)),
-      "specs": specs,
+      "specs": kinds,
       "files": _digests(part),
     }
     logs.write_bytes(part / "manifest.json", _signed(json.dumps(manifest)))
@@ -138,7 +138,7 @@ class Checkpoints:
     if found is None:
       return None
     round, manifest = found
-    there, here = _kinds(manifest["specs"]), _kinds(_specs(like))
+    there, here = manifest["specs"], _kinds(like)
     if there != here:
       few = lambda a, b: dict(sorted(a.items() - b.items())[:5])
       raise ValueError(
@@ -174,8 +174,8 @@ class Checkpoints:
     if found is None:
       raise ValueError(f"{self.folder}: holds no checkpoint")
     round, manifest = found
-    there = _kinds(manifest["specs"])
-    wanted = {where + path: kind for path, kind in _kinds(_specs(like)).items()}
+    there = manifest["specs"]
+    wanted = {where + path: kind for path, kind in _kinds(like).items()}
     if unlike := wanted.items() - there.items():
       near = [(p, has) for p, has in there.items() if p.startswith(where)]
       if not near:  # Of all that is there how it begins, as `.server[0]`.
@@ -212,7 +212,7 @@ class Checkpoints:
       logging.warning(
         f"Checkpoints in {self.folder}: {', '.join(damaged)}; using {use}."
       )
-    if found and "specs" not in found[1]:
+    if found and not isinstance(found[1].get("specs"), dict):
       raise ValueError(
         f"{self.path(found[0])} is of an earlier version of hetfl; use another"
         " folder, or the version that began this one"
@@ -239,25 +239,17 @@ def from_host(arrays: PyTree, like: PyTree) -> PyTree:
       kept[...] = array
       return kept
     # A copy: the state may be donated, NumPy's memory must not be.
-    copy = jnp.array(array, copy=True)
-    if not is_key(like):
-      return copy
-    return jax.random.wrap_key_data(copy, impl=like.dtype)
+    return of_type(jnp.array(array, copy=True), like)
 
   return jax.tree.map(leaf, arrays, like)
 
 
-def _specs(state: PyTree) -> list[list]:
-  """The path, dtype and shape of each leaf; a key's dtype tells its kind."""
-  return [
-    [jax.tree_util.keystr(path), str(leaf.dtype), list(leaf.shape)]
+def _kinds(state: PyTree) -> dict[str, str]:
+  """The dtype and shape of each leaf, by path; a key's dtype tells its kind."""
+  return {
+    jax.tree_util.keystr(path): f"{leaf.dtype}{[*leaf.shape]}"
     for path, leaf in jax.tree.leaves_with_path(state)
-  ]
-
-
-def _kinds(specs: list[list]) -> dict[str, str]:
-  """The dtype and shape of each leaf, by path."""
-  return {path: f"{dtype}{shape}" for path, dtype, shape in specs}
+  }
 
 
 def _signed(text: str) -> bytes:

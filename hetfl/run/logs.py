@@ -385,14 +385,10 @@ class RunFolder:
   def result(self) -> dict[str, Any] | None:
     """The contents of `result.json`; None if it is missing or damaged."""
     path = self.path / "result.json"
-    try:
-      result = json.loads(path.read_bytes())
-      if result.get("crc32") in (None, checksum(result)):
+    with contextlib.suppress(ValueError, AttributeError):
+      result = read_json(path)
+      if result is None or result.get("crc32") in (None, checksum(result)):
         return result
-    except FileNotFoundError:
-      return None
-    except (ValueError, AttributeError):
-      pass
     logging.warning("%s is damaged; it is made again.", path)
     return None
 

@@ -29,6 +29,7 @@ import jax
 import hetfl
 from hetfl import checks, core
 from hetfl import engine as engine_lib
+from hetfl.engine.work import row
 from hetfl.run import checkpoint, logs
 
 # Metrics of this many dispatches are fetched at once, after as many more have
@@ -40,8 +41,7 @@ class _Sums:
   """Sums of metrics since the last evaluation.
 
   Args:
-    stored: `totals` and `counts` by metric, of a checkpoint, and `diverged`;
-      else empty.
+    stored: `sums` by metric, of a checkpoint, and `diverged`; else empty.
     stop_on_nonfinite: see `run`.
 
   Attributes:
@@ -49,8 +49,7 @@ class _Sums:
   """
 
   def __init__(self, stored: Mapping[str, Any], stop_on_nonfinite: bool):
-    self.totals: dict[str, float] = stored.get("totals", {})
-    self.counts: dict[str, float] = stored.get("counts", {})
+    self.sums: dict[str, Any] = stored.get("sums", {})
     self.diverged: int | None = stored.get("diverged")
     self._stop, self._warned = stop_on_nonfinite, False
     self._pending: list[tuple[range, core.Metrics]] = []
@@ -73,20 +72,17 @@ class _Sums:
     del self._pending[:number]
     for rounds, metrics in jax.device_get(batch):
       for i, round in enumerate(rounds):
-        one = metrics
-        if len(rounds) > 1:
-          one = jax.tree.map(lambda a, i=i: a[i], metrics)
+        one = row(metrics, i) if len(rounds) > 1 else metrics
         self.check(round, core.values(one))
-        for name, (total, count) in one.items():
+        for name, mean in one.items():
           # In this order and in float64, however fetches were batched.
-          self.totals[name] = self.totals.get(name, 0.0) + float(total)
-          self.counts[name] = self.counts.get(name, 0.0) + float(count)
+          before = self.sums.get(name, (0.0, 0.0))
+          self.sums[name] = [a + float(b) for a, b in zip(before, mean)]
 
   def take(self) -> dict[str, float]:
     """The means of the rounds that were fetched since the last call."""
-    totals, counts = self.totals, self.counts
-    self.totals, self.counts = {}, {}
-    return {n: total / counts[n] for n, total in totals.items() if counts[n]}
+    sums, self.sums = self.sums, {}
+    return core.values(sums)
 
   def check(self, round: int, values: Mapping[str, float]) -> None:
     """Notes a loss that is not finite, and warns of the first, or stops."""
@@ -263,8 +259,7 @@ def run(
     def save() -> None:
       sums.fetch()
       if jax.process_index() == 0:  # Its checkpoint serves all processes.
-        extra: dict[str, Any] = {"diverged": sums.diverged}
-        extra |= {"totals": sums.totals, "counts": sums.counts}
+        extra = {"diverged": sums.diverged, "sums": sums.sums}
         extra |= {"seconds": seconds(), "evaluation": evaluation}
         extra["rows_crc32"] = crc32
         checkpoints.save(done, state, extra)
