@@ -17,6 +17,7 @@ import importlib
 import inspect
 import math
 import os
+import signal
 import sys
 import textwrap
 import typing
@@ -356,6 +357,7 @@ def parse(
     define(name, None, "", flag_values=known)
   written = [a.lstrip("-") for a in argv if a[:1] == "-"]
   if {"h", "help", "helpfull"}.intersection(written):
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # As when `head` has enough.
     print(help_of(*classes))
     sys.exit()
   typed = {a.partition("=")[0] for a in written}

@@ -19,6 +19,7 @@ import io
 import math
 import pathlib
 import re
+import signal
 import sys
 from typing import Any, Literal, NamedTuple
 
@@ -375,12 +376,13 @@ def run(given: settings.Given) -> None:
   logs.write_bytes(out / "summary.csv", text.getvalue().encode())
   options = dict(metric=s.metric, over=s.over, published=published)
   draw(runs, out / "summary.png", **options)
-  print(table(lines, target))  # Last: a pipe may be closed, as by `head`.
+  print(table(lines, target))
   print(f"\nAll seeds: {out / 'summary.csv'}, curves: {out / 'summary.png'}")
 
 
 def main(argv: Sequence[str]) -> None:
   """Reads the flags, and compares runs."""
+  signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # As when `head` has enough.
   try:
     run(settings.parse(argv, Summarize, more=True))
   except (OSError, ValueError) as error:

@@ -286,12 +286,11 @@ Variables(params, stats); without mutable collections, stats are {}
         " rngs: Net(rngs=rngs)"
       )
     takes_train = _takes_train(module)
-    split = lambda module: nnx.split(module, nnx.Param, nnx.RngState, ...)
-    graph, *states = split(module)
+    graph, *states = _split(module)
     of_params, of_streams, of_stats = jax.eval_shape(lambda: states)
 
     def init(key):
-      _, params, _, stats = split(make(nnx.Rngs(key)))
+      _, params, _, stats = _split(make(nnx.Rngs(key)))
       return Variables(_by_path(params), _by_path(stats))
 
     def apply(variables, x, key, train):
@@ -307,11 +306,39 @@ Variables(params, stats); without mutable collections, stats are {}
         return module(x, **mode), variables.stats
       module.train()
       logits = module(x, **mode)
-      stats = _by_path(split(module)[-1])
+      stats = _by_path(_split(module)[-1])
       # Without the variables that the module sows in this call.
       return logits, {name: stats[name] for name in variables.stats}
 
     return cls(init, apply)
+
+
+def update_nnx(module: Any, variables: Variables) -> None:
+  """Gives an NNX module the variables of its model, such as trained ones.
+
+  Args:
+    module: an NNX module, as `Model.from_nnx`'s `make` makes it.
+    variables: the model's.
+
+  >>> from flax import nnx
+  >>> module = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+  >>> update_nnx(module, Variables({'kernel': jnp.ones((2, 1)),
+  ...                               'bias': jnp.zeros(1)}, {}))
+  >>> module(jnp.array([3., 4.])).tolist()
+  [7.0]
+  """
+  from flax import nnx
+
+  _, params, _, stats = _split(module)
+  kinds = (params, variables.params), (stats, variables.stats)
+  nnx.update(module, *(_filled(state, arrays) for state, arrays in kinds))
+
+
+def _split(module):
+  """An NNX module's graph, parameters, random streams and other state."""
+  from flax import nnx
+
+  return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
 
 def _takes_train(module: Any) -> bool:

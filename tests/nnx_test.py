@@ -12,6 +12,7 @@ import pytest
 
 import hetfl
 from hetfl import core
+from hetfl.model import update_nnx
 from hetfl.run import checkpoint
 from tests import federation
 
@@ -148,6 +149,16 @@ def test_rounds_with_nnx_models_beside_linen_ones(tmp_path):
       getattr(state.server[0].variables, part),
     )
     assert all(moved.values()), moved
+  # The trained model as a module, and back: its statistics too.
+  net = Net(nnx.Rngs(7))
+  trained = state.server[0].variables
+  update_nnx(net, trained)
+  net.eval()
+  x, _ = batch()
+  logits, _ = pools[0].model.apply(trained, x, None, False)
+  np.testing.assert_array_equal(net(x), logits)
+  again = core.Model.from_nnx(lambda rngs: net).init(jax.random.key(1))
+  chex.assert_trees_all_equal(again, trained)
 
 
 def test_what_makes_no_module_is_refused():
