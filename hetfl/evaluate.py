@@ -309,8 +309,8 @@ class ClientEvaluator:
         have a first axis of K.
 
     Returns:
-      Arrays `float64[K]` by metric, such as `accuracy` and `loss`; NaN where
-      there is nothing to measure.
+      Arrays `float64[K]` by metric, such as `accuracy`; of `class_f1`
+      `float64[K, C]`; NaN where there is nothing to measure.
 
     Raises:
       ValueError: these are no variables, or not a model for each client.

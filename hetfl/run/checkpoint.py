@@ -126,8 +126,9 @@ class Checkpoints:
       before: only checkpoints of earlier rounds count.
 
     Returns:
-      The round, the state, as `jax.Array`s on the default device, and `extra`;
-      or None if there is no such checkpoint.
+      The round, the state, as `jax.Array`s on the default device (NumPy's where
+      `like` has them, and its own memory maps, filled anew), and `extra`; or
+      None if there is no such checkpoint.
 
     Raises:
       ValueError: the checkpoint is undamaged, but of another kind of state.

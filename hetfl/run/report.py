@@ -281,8 +281,8 @@ def write_summary(
 ) -> None:
   """Writes the results of several seeds to `summary.json`.
 
-  For each accuracy and perplexity of an algorithm, by its path in the results,
-  it has the mean, the standard deviation and all values.
+  For each accuracy and perplexity of an algorithm that all seeds have, by its
+  path in the results, it has the mean, the standard deviation and all values.
 
   Args:
     workdir: the folder of the seeds' folders.
