@@ -49,7 +49,7 @@ def images_of(
   """The images of a data set by `vision.load`, or of `npz`, your own."""
   if npz is not None and dataset == "npz":
     return load_npz(npz)
-  return vision.load(dataset, data_dir, download)
+  return vision.load(dataset, data_dir=data_dir, download=download)
 
 
 def load_npz(path: str | os.PathLike) -> vision.VisionDataset:
