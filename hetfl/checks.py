@@ -27,11 +27,6 @@ def counts(**numbers: int) -> None:
   whole(1, np.inf, **numbers)
 
 
-def seed(seed: int) -> None:
-  """Raises a `ValueError` unless a seed is a whole number of at least zero."""
-  whole(0, np.inf, seed=seed)
-
-
 def whole(low: int, high: float, **numbers: int) -> None:
   """As `counts`, of numbers between `low` and `high`, or infinity for none.
 

@@ -17,7 +17,6 @@ import optax
 from hetfl import checks, core
 from hetfl.batches import Batches, gather, prepare
 from hetfl.engine import Shard, Task, Work
-from hetfl.optimizers import descend
 
 PyTree = Any
 # (variables, batch, key, context) -> (losses, stats, measured): losses of shape
@@ -156,6 +155,38 @@ class Learner(NamedTuple):
     checks.optimizers(variables.params, optimizer=optimizer)
     opt_state = optimizer(jnp.zeros(())).init(variables.params)
     return cls(variables, core.unshared(opt_state, variables))
+
+  def descend(
+    self,
+    optimizer: optax.GradientTransformation,
+    grads: PyTree,
+    stats: PyTree,
+    **extra: Any,
+  ) -> "Learner":
+    """One step of an optimizer.
+
+    Args:
+      optimizer: an optax optimizer.
+      grads: the gradient, shaped as the parameters.
+      stats: the new statistics.
+      **extra: extra arguments, such as the loss as `value`, for optimizers that
+        take them; others do not get them.
+
+    Returns:
+      The learner after the step.
+
+    >>> sgd = optax.sgd(0.5)
+    >>> learner = Learner(core.Variables(jnp.array(3.), {}), sgd.init(0.))
+    >>> learner.descend(sgd, jnp.array(2.), {}, value=9.).params
+    Array(2., dtype=float32)
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+    with jax.numpy_dtype_promotion("standard"):  # Optax raises to whole powers.
+      updates, opt_state = optimizer.update(
+        grads, self.opt_state, self.params, **extra
+      )
+      params = optax.apply_updates(self.params, updates)
+    return Learner(core.Variables(params, stats), opt_state)
 
 
 def supervised(participant: Participant) -> Objective:
@@ -303,9 +334,8 @@ def step_on(
   objective: Objective,
   optimizer: Callable[[PyTree], optax.GradientTransformation],
   *,
-  weights: Callable[[core.Batch], jax.Array] = core.mask_of,
-  microbatch: int | None = None,
   penalty: Callable[[PyTree, PyTree], jax.Array] | None = None,
+  **options: Any,
 ) -> Callable[..., tuple[Learner, core.Metrics]]:
   """One optimizer step on a batch.
 
@@ -315,9 +345,8 @@ def step_on(
     objective: the losses of a batch.
     optimizer: `context -> optax optimizer`; the learning rate is a value in the
       context. It is given the loss as `value` if it takes extra arguments.
-    weights: see `gradient`.
-    microbatch: see `gradient`.
     penalty: `(params, context) -> scalar`, added to the loss; `None` for none.
+    **options: `weights` and `microbatch`; see `gradient`.
 
   Returns:
     `(learner, batch, key, context, shard=None) -> (learner, metrics)`: `loss`
@@ -327,24 +356,14 @@ def step_on(
 
   def step(learner, batch, key, context, shard=None):
     value, grads, stats, means = gradient(
-      objective,
-      learner.variables,
-      batch,
-      key,
-      context,
-      weights=weights,
-      microbatch=microbatch,
-      shard=shard,
+      objective, learner.variables, batch, key, context, shard=shard, **options
     )
     total = value
     if penalty is not None:
       more, slope = jax.value_and_grad(penalty)(learner.params, context)
       total, grads = total + more, optax.tree.add(grads, slope)
-    params, opt_state = descend(
-      optimizer(context), learner.params, learner.opt_state, grads, value=total
-    )
-    metrics = {"loss": core.Mean(value, jnp.ones(())), **means}
-    return Learner(core.Variables(params, stats), opt_state), metrics
+    learner = learner.descend(optimizer(context), grads, stats, value=total)
+    return learner, {"loss": core.Mean(value, jnp.ones(())), **means}
 
   return step
 

@@ -1,8 +1,7 @@
-"""Optimizers as functions of their rate, as the papers set them; a step."""
+"""Optimizers as functions of their rate, as the papers set them."""
 
 from collections.abc import Mapping
 import functools
-from typing import Any
 
 import jax
 import numpy as np
@@ -92,34 +91,3 @@ def by_name(
     return updates, new
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def descend(
-  optimizer: optax.GradientTransformation,
-  params: Any,
-  opt_state: Any,
-  grads: Any,
-  **extra: Any,
-) -> tuple[Any, Any]:
-  """One step of an optimizer.
-
-  Args:
-    optimizer: an optax optimizer.
-    params: the parameters.
-    opt_state: the optimizer's state.
-    grads: the gradient, shaped as the parameters.
-    **extra: extra arguments, such as the loss as `value`, for optimizers that
-      take them; others do not get them.
-
-  Returns:
-    The parameters and the optimizer's state after the step.
-
-  >>> import jax.numpy as jnp
-  >>> sgd = optax.sgd(0.5)
-  >>> descend(sgd, jnp.array(3.), sgd.init(0.), jnp.array(2.), value=9.)[0]
-  Array(2., dtype=float32)
-  """
-  optimizer = optax.with_extra_args_support(optimizer)
-  with jax.numpy_dtype_promotion("standard"):  # Optax raises to whole powers.
-    updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
-    return optax.apply_updates(params, updates), opt_state

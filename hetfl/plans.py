@@ -181,7 +181,7 @@ def plan_clients(
     late_round=late_round,
     **checks.given(max_steps=max_steps, clients_per_round=clients_per_round),
   )
-  checks.seed(seed)
+  checks.whole(0, np.inf, seed=seed)
   checks.between(0, 1, dropout_rate=dropout_rate)
   if isinstance(clients, Subset):
     clients = ClientPopulation.from_lists(clients.bank, [clients.index])
@@ -247,7 +247,7 @@ def plan_distillation(
   [2, 2, 5, 5, 7, 7]
   """
   checks.counts(round=round, steps=steps, batch_size=batch_size)
-  checks.seed(seed)
+  checks.whole(0, np.inf, seed=seed)
   check_kind(examples, "examples", Subset)
   if not len(examples.index):
     raise ValueError("examples: there are none to distil on")

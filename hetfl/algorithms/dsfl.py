@@ -12,13 +12,12 @@ import jax
 
 from hetfl import checks, core, distill, local
 from hetfl.algorithms.fedmd import consensus, consensus_shares, TRANSLATORS
-from hetfl.algorithms.public import Parties, Translator
+from hetfl.algorithms.public import Parties
 
 # Of softmaxes without a temperature, whatever that of the aggregation is.
-_PLAIN = Translator(
-  lambda z, t: TRANSLATORS["kl"].scores(z, 1.0),
-  lambda z, target, t: TRANSLATORS["kl"].loss(z, target, 1.0),
-  of_classes=True,
+_PLAIN = TRANSLATORS["kl"]._replace(
+  scores=lambda z, t: TRANSLATORS["kl"].scores(z, 1.0),
+  loss=lambda z, target, t: TRANSLATORS["kl"].loss(z, target, 1.0),
 )
 
 

@@ -3,8 +3,7 @@
 FedDF and Fed-ET differ in who learns, and what of what the clients say.
 """
 
-from collections.abc import Sequence
-import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +22,8 @@ from hetfl.algorithms.fedavg import (
 )
 from hetfl.algorithms.public import known
 from hetfl.batches import of_round, Plan
-from hetfl.clients import weighted_mean
 from hetfl.distill import Distiller
-from hetfl.engine import batch_size_or_default, Engine, Inline, Task, Work
+from hetfl.engine import batch_size_or_default, Engine, Task, Work
 
 
 class Averaged(NamedTuple):
@@ -58,50 +56,33 @@ class Averaged(NamedTuple):
     return jnp.int32(sum(map(jnp.sum, self.heard)) > 0)
 
 
-class Ensemble:
-  """P pools, whose clients' models are all heard.
+def ensemble(
+  pools: Sequence[Pool],
+  distiller: Distiller,
+  *,
+  rounds: int | None,
+  engine: Engine,
+) -> Callable[..., Averaged]:
+  """Federated averaging in P pools, whose clients' models are all heard.
 
   Args:
-    pools: P pools.
+    pools: P pools, of which the server sees each client's update.
     distiller: how models see the distillation batches.
     rounds: T, over which learning rates fall linearly; `None` for no fall.
-    engine: where the work runs, by default `Inline()`.
+    engine: where the work runs.
 
-  Attributes:
-    pools: the pools, of which the server sees each client's update.
-    engine: the engine.
+  Returns:
+    `average`, as below.
 
   Raises:
     ValueError: as `fedavg`.
   """
-
-  def __init__(
-    self,
-    pools: Sequence[Pool],
-    distiller: Distiller,
-    *,
-    rounds: int | None,
-    engine: Engine | None = None,
-  ):
-    checks.counts(**checks.given(rounds=rounds))
-    mean = lambda updates: weighted_mean(updates.delta, updates.weight)
-    self.pools = tuple(
-      dataclasses.replace(pool, aggregate=pool.aggregate or mean)
-      for pool in core.unique_names("pools", pools, Pool)
-    )
-    self.engine = engine or Inline()
-    self._teachers = [
-      _teacher(distiller.view(pool.model)) for pool in self.pools
-    ]
-    self._rounds = rounds
+  checks.counts(**checks.given(rounds=rounds))
+  core.unique_names("pools", pools, Pool)
+  teachers = [_teacher(distiller.view(pool.model)) for pool in pools]
 
   def average(
-    self,
-    state: core.State,
-    plan: Plan,
-    data: dict[str, core.Batch],
-    *,
-    total: bool,
+    state: core.State, plan: Plan, data: dict[str, core.Batch], *, total: bool
   ) -> Averaged:
     """A step of federated averaging in each pool, and what its clients say.
 
@@ -114,11 +95,11 @@ class Ensemble:
     Returns:
       The state after the step, and what learning from the clients takes.
     """
-    *_, key = round_keys(state.key, plan.round, len(self.pools))
+    *_, key = round_keys(state.key, plan.round, len(pools))
     index = of_round(plan, "distill", 1).index[0]
     bank = checks.bank(data, "distill")
-    sent = self.engine.run(*client_works(self.pools, state, plan, data))
-    weights = [of_round(plan, pool.name).weight for pool in self.pools]
+    sent = engine.run(*client_works(pools, state, plan, data, each=True))
+    weights = [of_round(plan, pool.name).weight for pool in pools]
     works = [
       Work(
         teacher,
@@ -129,21 +110,17 @@ class Ensemble:
         at_once=max(1, batch_size_or_default(None) // index.shape[1]),
       )
       for teacher, old, update, weight in zip(
-        self._teachers, state.server, sent, weights
+        teachers, state.server, sent, weights
       )
     ]
-    said, heard = zip(*self.engine.run(*works))
-    gradients = combine(self.pools, state, plan, sent)
-    decay = linear_decay(plan.round, self._rounds)
-    return Averaged(
-      step_servers(self.pools, state, gradients, decay),
-      client_losses(sent),
-      said,
-      heard,
-      weights,
-      decay,
-      key,
-    )
+    said, heard = zip(*engine.run(*works))
+    gradients = combine(pools, state, plan, sent)
+    decay = linear_decay(plan.round, rounds)
+    state = step_servers(pools, state, gradients, decay)
+    losses = client_losses(sent)
+    return Averaged(state, losses, said, heard, weights, decay, key)
+
+  return average
 
 
 def _teacher(view: Task) -> Task:

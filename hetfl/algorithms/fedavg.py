@@ -20,7 +20,7 @@ from hetfl import checks, core, local
 from hetfl.batches import check_full, of_round, Plan
 from hetfl.clients import weighted_mean
 from hetfl.engine import Engine, Inline, Task, Work
-from hetfl.optimizers import descend, fedadam_server
+from hetfl.optimizers import fedadam_server
 from hetfl.privacy import PrivateMean
 
 PyTree = Any
@@ -159,11 +159,12 @@ class Pool(local.Participant):
         noise_key = jax.random.fold_in(key, np.uint32(2**32 - 1))
         gradient = self.private.of_sum(noise_key, sent.delta)
         return gradient, sent.stats, jnp.ones(())
-      if self.aggregate is None:  # The engine has added up weight * delta.
+      if sent.client is None:  # The engine has added up weight * delta.
         weight = jnp.where(sent.weight > 0, sent.weight, 1)  # `server_step`.
         mean = lambda x: x / weight
         return *jax.tree.map(mean, (sent.delta, sent.stats)), sent.weight
-      gradient = self.aggregate(sent)
+      mean = lambda sent: weighted_mean(sent.delta, sent.weight)
+      gradient = (self.aggregate or mean)(sent)
       one = jax.tree.map(lambda a: a[0], sent.delta)
       checks.alike(f"{self.label}: aggregate", gradient, one)
       stats = weighted_mean(sent.stats, sent.weight)
@@ -182,14 +183,9 @@ class Pool(local.Participant):
     @jax.jit
     def step(server, gradient, stats, weight, rate):
       # Sums are float32 at least; the model and its optimizer keep their types.
-      params, opt_state = descend(
-        self.server_optimizer(rate),
-        server.params,
-        server.opt_state,
-        core.as_types(gradient, server.params),
-      )
+      gradient = core.as_types(gradient, server.params)
       stats = core.as_types(stats, server.stats)
-      new = local.Learner(core.Variables(params, stats), opt_state)
+      new = server.descend(self.server_optimizer(rate), gradient, stats)
       return optax.tree.where(weight > 0, new, server)
 
     return step

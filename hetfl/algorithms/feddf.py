@@ -11,10 +11,10 @@ import jax
 
 from hetfl import checks, core, distill, local
 from hetfl.algorithms.codist import exchange
-from hetfl.algorithms.ensemble import Ensemble
+from hetfl.algorithms.ensemble import ensemble
 from hetfl.algorithms.fedavg import init_pools, Pool
 from hetfl.distill import Distiller
-from hetfl.engine import Engine
+from hetfl.engine import Engine, Inline
 
 
 def feddf(
@@ -93,8 +93,8 @@ def feddf(
       distiller, divergence=_of_arrays(distiller.divergence)
     )
   pools = distiller.of_classes(core.unique_names("pools", pools, Pool))
-  ensemble = Ensemble(pools, distiller, rounds=rounds, engine=engine)
-  pools, engine = ensemble.pools, ensemble.engine
+  engine = engine or Inline()
+  average = ensemble(pools, distiller, rounds=rounds, engine=engine)
   distillations = exchange(pools, distiller, engine)
 
   def init(key, variables=None):
@@ -102,7 +102,7 @@ def feddf(
 
   def step(state, plan, data):
     # What each client's model says, added up by the engine.
-    averaged = ensemble.average(state, plan, data, total=True)
+    averaged = average(state, plan, data, total=True)
     state, decay = averaged.state, averaged.decay
     mean = _mean_of(averaged.said, averaged.heard)
     works = distillations(state, plan, data, decay, averaged.anyone, mean)

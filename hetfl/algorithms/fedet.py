@@ -12,12 +12,12 @@ import numpy as np
 import optax
 
 from hetfl import checks, core, distill, local
-from hetfl.algorithms.ensemble import Ensemble
+from hetfl.algorithms.ensemble import ensemble
 from hetfl.algorithms.fedavg import init_pools, Pool
 from hetfl.batches import row_of
 from hetfl.clients import weighted_mean
 from hetfl.distill import Distiller
-from hetfl.engine import Engine
+from hetfl.engine import Engine, Inline
 from hetfl.engine.work import stack
 
 
@@ -92,8 +92,8 @@ def fedet(
   )
   why = "the server learns softmaxes", "use feddf with Distiller(divergence=)"
   pools = [local.of_classes(pool, *why) for pool in everyone[:-1]]
-  ensemble = Ensemble(pools, seen, rounds=rounds, engine=engine)
-  pools = ensemble.pools
+  engine = engine or Inline()
+  average = ensemble(pools, seen, rounds=rounds, engine=engine)
   checks.between(0, jnp.inf, diversity=diversity)
 
   def make_batch(context, key, bank, index, s):
@@ -127,7 +127,7 @@ def fedet(
   def step(state, plan, data):
     *of_pools, learner = state.server
     state = state.replace(server=tuple(of_pools))
-    averaged = ensemble.average(state, plan, data, total=False)
+    averaged = average(state, plan, data, total=False)
     of_pools, when = averaged.state.server, averaged.anyone
     parts = list(map(shared_part, of_pools))
     fine = jnp.stack([core.all_finite(own) for own in parts])  # Not diverged.
@@ -147,7 +147,7 @@ def fedet(
     bank = checks.bank(data, "distill")
     key = jax.random.fold_in(averaged.key, np.uint32(2**31))  # No batch's.
     work = local.work(student, context, key, bank, learner, row, when=when)
-    ((learner, loss),) = ensemble.engine.run(work)
+    ((learner, loss),) = engine.run(work)
     of_pools = [_with(old, shared_part(learner), heard) for old in of_pools]
     state = state.replace(server=(*of_pools, learner))
     metrics = local.metrics_of(pools, client_loss=averaged.losses)

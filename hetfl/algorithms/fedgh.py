@@ -95,17 +95,11 @@ def fedgh(
   def survey(outputs, batch):
     return class_sums(outputs.features, batch, outputs.logits.shape[-1])
 
+  passes = dict(epochs=server_epochs, batch_size=server_batch_size)
+
   def aggregate(context, sent, key):
-    examples = sent_prototypes(sent.value)
-    return train_server(
-      of_head,
-      context["server"],
-      examples,
-      key,
-      context,
-      epochs=server_epochs,
-      batch_size=server_batch_size,
-    )
+    last, examples = context["server"], sent_prototypes(sent.value)
+    return train_server(of_head, last, examples, key, context, **passes)
 
   method = Method(
     objective=of_logits,

@@ -74,9 +74,6 @@ def fedproto(
   ([[1.0], [0.0]], [1.0, 0.0])
   """
 
-  def survey(outputs, batch):  # Sums over examples of mask 1, by class.
-    return class_sums(outputs.features, batch, num_classes)
-
   def aggregate(context, sent, key):
     del key
     of_round = jax.tree.map(lambda a: jnp.sum(a, axis=0), sent.value)
@@ -92,7 +89,7 @@ def fedproto(
     objective=pulled,
     hyper={"weight": (weight, jnp.inf)},
     server=lambda key, kept: no_sums(num_classes, num_features),
-    survey=survey,
+    survey=lambda outs, b: class_sums(outs.features, b, num_classes),
     aggregate=aggregate,
     measured=("loss", "distance"),
   )

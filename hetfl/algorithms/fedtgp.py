@@ -118,17 +118,13 @@ def fedtgp(
     losses = margin_loss(batch["x"], batch["y"], prototypes, context["margin"])
     return losses, stats, {}
 
+  passes = dict(epochs=server_epochs, batch_size=server_batch_size)
+
   def aggregate(context, sent, key):
     gap = largest_gap(*prototypes_of(sent.value))
-    trained = train_server(
-      contrast,
-      context["server"].network,
-      sent_prototypes(sent.value),
-      key,
-      context | {"margin": jnp.minimum(gap, context["margin"])},
-      epochs=server_epochs,
-      batch_size=server_batch_size,
-    )
+    seen = context | {"margin": jnp.minimum(gap, context["margin"])}
+    last, examples = context["server"].network, sent_prototypes(sent.value)
+    trained = train_server(contrast, last, examples, key, seen, **passes)
     prototypes = network.predict(trained, classes)
     return Trained(core.Mean(prototypes, jnp.ones(num_classes)), trained)
 

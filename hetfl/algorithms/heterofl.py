@@ -150,16 +150,15 @@ def heterofl(
     aggregate=aggregate,
   )
   algorithm = personal(clients, method, **options)
-  if classes is None:
-    if output is not None:
-      raise ValueError(f"output={output!r}: give classes too, or leave it out")
-    return algorithm
-  classes = np.asarray(classes, bool)
-  if classes.ndim != 2 or len(classes) != len(clients):
-    raise ValueError(
-      f"classes: of shape {classes.shape}: give bool[K, C] of {len(clients)}"
-      " clients"
-    )
+  if classes is not None:
+    classes = np.asarray(classes, bool)
+    if classes.ndim != 2 or len(classes) != len(clients):
+      raise ValueError(
+        f"classes: of shape {classes.shape}: give bool[K, C] of {len(clients)}"
+        " clients"
+      )
+  elif output is not None:
+    raise ValueError(f"output={output!r}: give classes too, or leave it out")
   return algorithm
 
 

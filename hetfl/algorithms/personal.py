@@ -218,22 +218,20 @@ def round_step(
     clients = tuple(map(put_rows, state.clients, rows, kept))
     server = state.server
     if method.aggregate is not None:
-      server = aggregate(
-        context,
-        list(messages),
-        [turn.batches.weight for turn in turns],
-        [turn.batches.client for turn in turns],
-        jax.random.fold_in(key, np.uint32(2**31)),
-      )
+      sent = [
+        Sent(message, turn.batches.weight, turn.batches.client)
+        for message, turn in zip(messages, turns)
+      ]
+      server_key = jax.random.fold_in(key, np.uint32(2**31))
+      server = aggregate(context, sent, server_key)
     total = lambda *of_groups: sum(map(jnp.sum, of_groups))
     metrics = jax.tree.map(total, *means)
     return state.replace(server=server, clients=clients), metrics
 
   @jax.jit
-  def aggregate(context, messages, weights, numbers, key):
+  def aggregate(context, of_groups, key):
     together = lambda *leaves: jnp.concatenate(leaves)
-    value = jax.tree.map(together, *messages)
-    sent = Sent(value, together(*weights), together(*numbers))
+    sent = jax.tree.map(together, *of_groups)
     new = method.aggregate(context, sent, key)
     last, anyone = context["server"], jnp.sum(sent.weight) > 0
     checks.alike("aggregate", new, last)

@@ -293,7 +293,8 @@ def one_writer(
   if len(able) < num_clients:
     raise ValueError(
       f"num_parties={num_clients}: only {len(able)} writers have at least"
-      f" {min_examples} images; give fewer, or a smaller min_writer_examples"
+      f" {min_examples} images; give at most {len(able)}, or a smaller"
+      " min_writer_examples"
     )
   rng = generator(Stream.WRITERS, seed)
   chosen = rng.choice(able, num_clients, replace=False)
