@@ -43,9 +43,9 @@ def few(bank, classes):
   return {name: array[rows] for name, array in bank.items()}
 
 
-def load_few(load, *args):
+def load_few(load, *args, **options):
   """`vision.load` of few images."""
-  whole = load(*args)
+  whole = load(*args, **options)
   train, test = (few(b, whole.num_classes) for b in (whole.train, whole.test))
   return whole._replace(train=train, test=test)
 
