@@ -118,7 +118,8 @@ class Experiment:
     self._load_public = functools.partial(
       load_public, **s.arguments(load_public, image_shape=shape)
     )
-    self.engine, self._eval_batch_size = launch.engine_of(s), s.eval_batch_size
+    self.engine = launch.engine_of(s)
+    self._eval_batch_size = s.eval_batch_size
     slow = sorted(large.NETWORKS.keys() & {*names, s.global_model})
     if slow and "cpu" in s.words:
       text = "--models: on a CPU %s take minutes to compile."
