@@ -261,7 +261,8 @@ def gradient(
     measured.
 
   Raises:
-    ValueError: the objective's losses have another shape than the weights.
+    ValueError: the objective's losses, or what it measures, have another shape
+      than the weights.
 
   >>> line = lambda v, batch, key, context: (
   ...     v.params * batch['x'], v.stats, {'x': batch['x']})
@@ -279,17 +280,19 @@ def gradient(
     found = objective(
       variables._replace(params=params, stats=stats), part, key, context
     )
-    if not isinstance(found, tuple) or len(found) != 3:
+    *most, last = found if isinstance(found, tuple) else (None,)
+    if len(most) != 2 or not isinstance(last, dict):
       raise ValueError(
         "an objective must return (losses, stats, measured), measured a dict;"
         f" not {jax.tree.structure(found)}"
       )
-    losses, stats, measured = found
-    if jnp.shape(losses) not in ((), w.shape):
-      raise ValueError(
-        f"a loss of shape {jnp.shape(losses)} on {len(w)} examples: give one"
-        f" number for each, float{list(w.shape)}, or their mean"
-      )
+    (losses, stats), measured = most, last
+    for name, x in {**measured, "loss": losses}.items():
+      if jnp.shape(x) not in ((), w.shape):
+        raise ValueError(
+          f"a {name} of shape {jnp.shape(x)} on {len(w)} examples: give one"
+          f" number for each, float{list(w.shape)}, or their mean"
+        )
     losses = jnp.broadcast_to(losses, w.shape)
     sums = {name: jnp.sum(x * w) for name, x in measured.items()}
     return jnp.sum(losses * w) / divisor, (stats, sums)

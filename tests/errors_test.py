@@ -491,6 +491,19 @@ WRONG = {
   "an objective must return (losses, stats, measured)": lambda: method(
     objective=lambda client: lambda variables, batch, key, context: (0.0, ())
   ),
+  "measured a dict; not PyTreeDef((*, (), *))": lambda: method(
+    objective=lambda client: lambda variables, batch, *_: (0.0, (), 1.0)
+  ),
+  "a gap of shape (1,) on 2 examples: give one": lambda: method(
+    objective=lambda client: (
+      lambda variables, batch, key, context: (
+        jnp.zeros(2),
+        (),
+        {"gap": jnp.zeros(1)},
+      )
+    )
+  ),
+  "give a Method(...)": lambda: personal([Client(MLP)], Method),
   "Method.hyper: contexts hold another 'server'": lambda: method(
     hyper={"server": (1.0, 1.0)}
   ),

@@ -134,8 +134,8 @@ def personal(
   """
   roster = Roster(clients)
   engine, method = engine or Inline(), method or Method()
-  hyper = {"learning_rate": (learning_rate, np.inf), **method.hyper}
   _check(method)
+  hyper = {"learning_rate": (learning_rate, np.inf), **method.hyper}
   one_round = round_step(roster, method, hyper, optimizer, engine)
 
   def init(key, *, rows=None):
@@ -254,6 +254,8 @@ _ARGUMENTS = {
 
 def _check(method: Method) -> None:
   """Raises a `ValueError` if a method's functions take other arguments."""
+  if not isinstance(method, Method):
+    raise ValueError(f"method={method!r}: give a Method(...)")
   for name, arguments in _ARGUMENTS.items():
     if (function := getattr(method, name)) is not None:
       checks.takes(f"Method.{name}", function, *arguments)
