@@ -131,6 +131,8 @@ def _trial(model, name, example, logits):
     variables = model.start(key, name)
     if logits and not jax.tree.leaves(variables.params):
       raise ValueError(f"{name}: has no parameters, so it learns nothing")
+    # Errors of training would come later, without the file's name.
+    jax.eval_shape(lambda: model.outputs(variables, x, key, True))
     return model.predict(variables, x)
 
   outputs = run()

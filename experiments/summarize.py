@@ -358,12 +358,13 @@ def run(given: settings.Given) -> None:
     raise UsageError(f"--metric={s.metric}: name an accuracy")
   if not s.out and (s.published or s.over != "rounds"):
     raise UsageError("--published, --over: for the chart; give --out=DIR too")
-  folders = [pathlib.Path(text) for text in given.rest if "=" not in text]
+  is_level = lambda text: "=" in text and not pathlib.Path(text).is_dir()
+  folders = [pathlib.Path(text) for text in given.rest if not is_level(text)]
   if not folders:
     raise UsageError("give the folders of runs")
   runs = read_runs(folders, s.metric)
   lines = lines_of(runs, target)
-  more = [text for text in given.rest if "=" in text]
+  more = filter(is_level, given.rest)
   published = read_published([*s.published, *more], lines)
   if not s.out:
     print(table(lines, target))

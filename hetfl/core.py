@@ -340,9 +340,10 @@ def labels_of(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
     batch: what should hold `y: int[...]`.
 
   Returns:
-    `y`, and `float[...]`: 1 where a label is in range, else NaN. Negative
-    labels would count from the last class; as a factor of the loss, NaN makes
-    its gradient NaN too, so that no model trains on the others unseen.
+    `y`, of 32 bits or more, and `float[...]`: 1 where a label is in range, else
+    NaN. Negative labels would count from the last class; as a factor of the
+    loss, NaN makes its gradient NaN too, so that no model trains on the others
+    unseen.
 
   Raises:
     ValueError: `y` is missing, or of another type or shape.
@@ -367,6 +368,8 @@ def labels_of(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
       f" {shape}: labels are whole numbers, 0 to C - 1, of shape"
       f" {shape[:-1]}"
     )
+  if dtype.itemsize < 4:  # It may not hold C, which then wraps around.
+    y = jnp.asarray(y, jnp.int32)
   return y, jnp.where((y >= 0) & (y < shape[-1]), 1.0, jnp.nan)
 
 

@@ -200,6 +200,11 @@ def test_matching_has_the_shares_of_the_partition():
     parts, np.zeros(3, int), np.ones(7, int), seed=1
   )
   assert len(few) in (2, 3)
+  # One more than the greatest label is none of a byte.
+  bytes = np.array([255, 0, 0, 3], np.uint8)
+  for alike in (bytes, bytes.astype(int)):
+    own = partition.matching([[0, 3], [1, 2]], alike, alike, seed=0)
+    assert [set(alike[held].tolist()) for held in own] == [{255, 3}, {0}]
   with pytest.raises(ValueError, match="num_clients=3.*2 examples"):
     partition.matching(parts, np.zeros(3, int), np.ones(2, int), seed=0)
 

@@ -1,4 +1,7 @@
-"""Models that compute in bfloat16: what is narrow, and what stays float32."""
+"""Models that compute in bfloat16: what is narrow, and what stays float32.
+
+And labels of few bits.
+"""
 
 import importlib
 
@@ -9,7 +12,8 @@ import numpy as np
 import pytest
 import settings
 
-from hetfl import core
+from hetfl import core, distill, evaluate
+from hetfl.algorithms import features
 from hetfl.models import fedmd, fml, language, layers, next_word, vision
 from hetfl.models.kernels.products import recur
 from tests.runs import write_posts
@@ -62,6 +66,30 @@ def products(jaxpr):
       if hasattr(inner, "eqns"):
         found += products(inner)
   return found
+
+
+@pytest.mark.parametrize("num_classes", [200, 256, 1000])
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_labels_of_few_bits_are_labels(dtype, num_classes):
+  """A byte cannot hold these numbers of classes, which would wrap around."""
+  logits = jax.random.normal(jax.random.key(0), (5, num_classes))
+  y = np.array([0, 3, 9, 9, 120], dtype)
+  functions = (
+    core.cross_entropy,
+    evaluate.class_f1,
+    distill.label_target,
+    lambda z, batch: features.class_sums(z[:, :2], batch, num_classes),
+  )
+  for function in functions:
+    few, many = (
+      function(logits, {"y": jnp.asarray(labels), "mask": jnp.ones(5)})
+      for labels in (y, y.astype(np.int32))
+    )
+    jax.tree.map(np.testing.assert_array_equal, few, many)
+  log_q = np.asarray(jax.nn.log_softmax(logits))
+  losses = core.cross_entropy(logits, {"y": jnp.asarray(y)})
+  expected = -log_q[np.arange(5), y.astype(int)]
+  np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)

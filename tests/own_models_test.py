@@ -272,6 +272,12 @@ class Flat(nn.Module):
   def __call__(self, x):
     return x.reshape(len(x), -1)[:, :10]
 
+class Noisy(nn.Module):
+  @nn.compact
+  def __call__(self, x, train):
+    key = self.make_rng("noise") if train else jax.random.key(0)
+    return nn.Dense(10)(Flat()(x) + jax.random.normal(key, (len(x), 10)))
+
 def made(n, f=jnp.matmul, dtype=float, stats=lambda key: {}):
   return hetfl.Model(
     lambda key: hetfl.Variables(jnp.ones((64, n), dtype), stats(key)),
@@ -279,20 +285,22 @@ def made(n, f=jnp.matmul, dtype=float, stats=lambda key: {}):
   )
 
 """
-# Of lines 16 and 17 of the file.
+# Of lines 22 and 23 of the file, but for one of its class `Noisy`.
 MISTAKES = {
   "def net(n):\n  return nn.Dense(n": "importing {path}: SyntaxError: '(' was"
-  " never closed (mistakes.py, line 17); mend the file",
-  "import no_such": "importing {path}: ModuleNotFoundError at line 16: No"
+  " never closed (mistakes.py, line 23); mend the file",
+  "import no_such": "importing {path}: ModuleNotFoundError at line 22: No"
   " module named 'no_such'",
-  "import sys; sys.exit('bye')": "importing {path}: SystemExit at line 16: bye",
+  "import sys; sys.exit('bye')": "importing {path}: SystemExit at line 22: bye",
   "def net(n):\n  raise OSError(n)": "called with num_classes=10: OSError at"
-  " line 17: 10",
-  "def net(n):\n  exit(3)": "called with num_classes=10: SystemExit at line 17",
+  " line 23: 10",
+  "def net(n):\n  exit(3)": "called with num_classes=10: SystemExit at line 23",
   "net = lambda n: made(n, lambda w, x: x @ w[1:])": "given images of shape"
-  " (1, 8, 8, 1): TypeError at line 16: dot_general requires",
+  " (1, 8, 8, 1): TypeError at line 22: dot_general requires",
   "net = lambda n: made(n, lambda w, x: (x @ w).argmax(1))": "outputs must be"
   " floating numbers, such as logits, not int32",
+  "net = lambda n: Noisy()": "given images of shape (1, 8, 8, 1):"
+  " InvalidRngError at line 13",
   "net = lambda n: Flat()": "has no parameters, so it learns nothing",
   "net = lambda n: made(n, dtype=int)": "init returned .params of type int32",
   "net = lambda n: made(n, dtype=bool)": "init returned .params of type bool",

@@ -105,8 +105,8 @@ def test_a_target_that_is_reached_at_the_start(summarize, tmp_path):
       {"round": t, "seconds": 60.0 * t, "a/accuracy": value}
       for t, value in rows
     ]
-    save(tmp_path / f"w/seed{seed}/fedmd", rows)
-  done = summarize(tmp_path / "w", "--metric=accuracy", "--target=75")
+    save(tmp_path / f"lr=0.1/seed{seed}/fedmd", rows)
+  done = summarize(tmp_path / "lr=0.1", "--metric=accuracy", "--target=75")
   assert done.returncode == 0, done.stderr
   # Rounds 0 and 4, minutes 0 and 4: 2 +- 4 / sqrt(2).
   assert "  2 ± 3  " in done.stdout and "2.0 ± 2.8" in done.stdout

@@ -231,7 +231,7 @@ def matching(
   """
   labels, other = np.asarray(labels), np.asarray(other)
   _check_clients(len(clients), len(other))
-  classes = 1 + max(labels.max(), other.max())
+  classes = 1 + int(max(labels.max(), other.max()))  # No overflow of uint8.
   held = [labels[np.asarray(own, np.int64)] for own in clients]
   counts = np.stack([np.bincount(y, minlength=classes) for y in held], axis=1)
   counts[~counts.any(axis=1)] = 1
