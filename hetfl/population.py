@@ -426,10 +426,10 @@ def put_banks(*sets: ClientPopulation | Subset) -> list[dict[str, jax.Array]]:
     if not isinstance(given, ClientPopulation):
       check_kind(given, f"set {i}", Subset)
     for name, array in given.bank.items():
-      if array.dtype.kind in "OSUM":
+      if array.dtype.kind in "OSUM" or not array.dtype.isnative:
         raise ValueError(
           f"set {i}: bank[{name!r}] is of type {array.dtype}, which a device"
-          " cannot hold; leave it out of the bank"
+          " cannot hold; convert it (astype), or leave it out of the bank"
         )
   banks = {id(s.bank): s.bank for s in sets}
   there = {

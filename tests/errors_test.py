@@ -287,6 +287,9 @@ WRONG = {
   "set 0: bank['id'] is of type <U1": lambda: put_banks(
     Subset.whole({"id": np.array(["a", "b"])})
   ),
+  "set 0: bank['x'] is of type >f4": lambda: put_banks(
+    Subset.whole({**BANK, "x": np.asarray(BANK["x"], ">f4")})
+  ),
   "set 1: give a Subset": lambda: put_banks(PUBLIC, BANK),
   # Plans.
   "examples.index: position": lambda: of_distillation(

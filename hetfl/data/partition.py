@@ -230,7 +230,8 @@ def matching(
   (array([0, 0]), array([0, 0, 0, 0, 1, 1]))
   """
   labels, other = np.asarray(labels), np.asarray(other)
-  _check_clients(len(clients), len(other))
+  like = " that are divided likewise, such as the test images"
+  _check_clients(len(clients), len(other), like)
   classes = 1 + int(max(labels.max(), other.max()))  # No overflow of uint8.
   held = [labels[np.asarray(own, np.int64)] for own in clients]
   counts = np.stack([np.bincount(y, minlength=classes) for y in held], axis=1)
@@ -437,9 +438,9 @@ def codist_split(
   return CodistSplit(*map(np.sort, (pool, high_capacity, distill, heldout)))
 
 
-def _check_clients(num_clients: int, num_examples: int):
+def _check_clients(num_clients: int, num_examples: int, kind: str = ""):
   checks.counts(num_clients=num_clients)
   if num_clients > num_examples:
     raise ValueError(
-      f"num_clients={num_clients}: more than the {num_examples} examples"
+      f"num_clients={num_clients}: more than the {num_examples} examples{kind}"
     )
