@@ -18,19 +18,20 @@ from hetfl.model import Model as Model
 from hetfl.model import Variables as Variables
 
 PyTree = Any
-# arrays by name; `x` may be a tree of them
 Batch = Mapping[str, PyTree]
-# (logits [B, C] or other model outputs, batch) -> losses [B]; or a scalar, the
-# mean over the examples whose mask is 1
+"""Arrays by name, examples on the first axis; `x` may be a tree of them."""
 Loss = Callable[[PyTree, Batch], jax.Array]
-# (key, batch as stored in the bank) -> batch for the model and the loss: inputs
-# `x` and, for the losses here, labels `y`; without a transform the bank itself
-# holds these. `mask` is kept unless the transform returns another one.
+"""`(outputs, batch) -> losses`: `float[B]`; or a scalar, the mean over the
+examples whose mask is 1. Outputs are logits `float[B, C]` or what else the
+model gives."""
 Transform = Callable[[jax.Array, Batch], Batch]
-# A transform that draws nothing: batch -> batch
+"""`(key, batch as stored in the bank) -> batch` for the model and the loss:
+inputs `x` and, for the losses here, labels `y`; without a transform the bank
+itself holds these. `mask` is kept unless the transform returns another one."""
 Preparation = Callable[[Batch], Batch]
-# learning rate -> optimizer, whose state does not depend on the rate
+"""A transform that draws nothing: `batch -> batch`."""
 Optimizer = Callable[[jax.Array], optax.GradientTransformation]
+"""`learning rate -> optimizer`, whose state does not depend on the rate."""
 
 
 class Mean(NamedTuple):
@@ -255,8 +256,8 @@ def hyper(num: int | None = None, **values: Any) -> dict[str, jax.Array]:
   return arrays
 
 
-# round -> value
 Schedule = Callable[[jax.Array], jax.Array | float]
+"""`round -> value`, of a hyper-parameter."""
 
 
 def check_schedule(

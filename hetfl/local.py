@@ -19,11 +19,12 @@ from hetfl.batches import Batches, gather, prepare
 from hetfl.engine import Shard, Task, Work
 
 PyTree = Any
-# (variables, batch, key, context) -> (losses, stats, measured): losses of shape
-# [B], or of the weights given to `gradient`, or a scalar that is their mean
-# already; `measured` holds values of the weights' shape by name. `context` is
-# what the server sent this round: models, hyper-parameters.
 Objective = Callable[..., tuple[jax.Array, PyTree, dict[str, jax.Array]]]
+"""`(variables, batch, key, context) -> (losses, stats, measured)`: losses of
+shape `[B]`, or of the weights given to `gradient`, or a scalar that is their
+mean already; the model's new statistics; and a dict of further values of the
+losses' shape, to be averaged. `context` is what the server sent this round:
+models, hyper-parameters."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

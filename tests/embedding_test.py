@@ -29,6 +29,7 @@ from hetfl import (
   Subset,
   with_hyper,
 )
+from hetfl.algorithms import personal
 from hetfl.algorithms.fedmd import absolute_error, Translator
 from hetfl.batches import leave_out
 from hetfl.evaluate import class_f1
@@ -223,9 +224,8 @@ def test_trials_may_lie_on_several_devices():
   plan, data = federation.make_plan(1, num_pools=1), federation.make_data(1)
   step = jax.jit(jax.vmap(lambda state: algorithm.step(state, plan, data)[0]))
   found, expected = step(jax.device_put(states, over)), step(states)
-  chex.assert_trees_all_close(
-    found.server[0].params, expected.server[0].params, rtol=1e-5
-  )
+  # Products of other sizes add up in another order, which Adam magnifies.
+  assert_close(found.server[0].params, expected.server[0].params, rtol=2e-4)
 
 
 def test_clients_may_change_what_they_send():
@@ -376,6 +376,39 @@ def test_without_a_penalty_there_is_no_weight_of_it():
   state = fit([Participant(ZERO, "a", learning_rate=0.1)]).init(KEY)
   with pytest.raises(ValueError, match="l2: this state has no such"):
     with_hyper(state, l2=0.1)
+
+
+@pytest.mark.parametrize("runner", [engine.Inline(), engine.Threads(2)])
+def test_a_method_knows_the_round(runner):
+  """In rounds 3 and 5 a client of rate t/8 goes from 0 by 3/16 and 5/16."""
+
+  def begin(context, kept):
+    return core.Variables(jnp.zeros_like(kept.learner.params), {})
+
+  def losses_of(client):
+    def losses(variables, batch, key, context):
+      outputs, stats = client.outputs(variables, batch, key)
+      return context["round"] / 8 * client.loss(outputs, batch), stats, {}
+
+    return losses
+
+  method = personal.Method(
+    losses_of,
+    begin=begin,
+    server=lambda key, kept: jnp.zeros(()),
+    aggregate=lambda context, sent, key: context["server"] + context["round"],
+  )
+  algorithm = personal.personal(
+    [Client(ZERO)], method, learning_rate=1.0, engine=runner
+  )
+  held = Subset.whole(images(1))
+  state = algorithm.init(KEY)
+  step = runner.compile(algorithm.step)
+  for round, moved in ((3, 3 / 16), (5, 5 / 16)):
+    plan = plan_round({"train": held}, seed=0, round=round, batch_size=1)
+    state, _ = step(state, plan, {"train": images(1)})
+    assert_close(local_model(state, 0).params[0, 0], moved)
+  assert state.server == 8
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -20,6 +20,7 @@ from hetfl import checks, core, local
 from hetfl.batches import gather, prepare
 from hetfl.clients import Client, Group, put_rows, Roster, weighted_mean
 from hetfl.engine import Engine, Inline, Task
+from hetfl.engine.work import row
 from hetfl.model import joined, parted
 from hetfl.optimizers import by_name
 
@@ -44,8 +45,9 @@ class Method(NamedTuple):
   """What a method adds to clients that train their own models.
 
   A context, where a function takes one, is a dict: what the server sent as
-  `server`, `learning_rate`, the method's hyper-parameters by name and, for
-  `objective`, what the client keeps as `own`, a `Group` without its first axis.
+  `server`, the number of the `round`, `learning_rate`, the method's
+  hyper-parameters by name and, for `objective`, what the client keeps as `own`,
+  a `Group` without its first axis.
 
   Attributes:
     objective: `client -> Objective`, the loss of its batches; see
@@ -63,7 +65,8 @@ class Method(NamedTuple):
     end: `(context, kept, learner, batches) -> (kept, message)`, by default the
       new learner and no message, or the shared model's variables.
     survey: `(outputs, batch) -> sums`; in place of the message a client sends
-      their sum over its batches, by its trained model in inference mode.
+      their sum over its batches, by its trained model in inference mode. An
+      example counts as often as it is in the plan: plan with `tail="short"`.
     extra: `(variables, client) -> pytree`, what else a client of that number
       keeps at first.
     alike: whether all clients begin with the same model, `start(key)` of the
@@ -198,7 +201,7 @@ def round_step(
   surveys = [_survey(client, method) for client in roster.first]
 
   def step(state, plan, data, key):
-    context = {"server": state.server}
+    context = {"server": state.server, "round": plan.round}
     context |= core.scheduled(hyper, state, plan.round)
     trained = () if method.shared is None else state.server
     turns = roster.turns(state.clients, plan, data, trained)
@@ -230,11 +233,14 @@ def round_step(
 
   @jax.jit
   def aggregate(context, of_groups, key):
+    one, *others = [row(sent.value, 0) for sent in of_groups]
+    for other in others:
+      checks.alike("messages of clients with unlike models", other, one)
     together = lambda *leaves: jnp.concatenate(leaves)
     sent = jax.tree.map(together, *of_groups)
     new = method.aggregate(context, sent, key)
     last, anyone = context["server"], jnp.sum(sent.weight) > 0
-    checks.alike("aggregate", new, last)
+    checks.alike("Method.aggregate", new, last)
     return optax.tree.where(anyone, core.as_types(new, last), last)
 
   return step
@@ -260,7 +266,7 @@ def _check(method: Method) -> None:
     if (function := getattr(method, name)) is not None:
       checks.takes(f"Method.{name}", function, *arguments)
   for name, pair in method.hyper.items():
-    if name in ("server", "own", "learning_rate"):
+    if name in ("server", "round", "own", "learning_rate"):
       raise ValueError(f"Method.hyper: contexts hold another {name!r}")
     if not isinstance(pair, tuple) or len(pair) != 2:
       raise ValueError(

@@ -113,7 +113,8 @@ class Parties:
       key: the run's key.
       trained: P learners to start from, whose optimizers continue in `revisit`;
         `None` makes new models.
-      hyper: the algorithm's hyper-parameters.
+      hyper: the algorithm's hyper-parameters; `temperature`, which the
+        translator takes, is one.
       server: what a server without a model keeps.
 
     Returns:
