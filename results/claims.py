@@ -36,7 +36,8 @@ import tables  # noqa: E402
 from hetfl.run import logs, report  # noqa: E402
 
 RESULTS = ROOT / "results"
-COLUMNS = "claim cell published ours lead seeds verdict runs".split()
+COLUMNS = ["claim", "cell", "published", "ours", "lead"]
+COLUMNS += ["held out", "seeds", "verdict", "runs"]
 
 
 class Row(NamedTuple):
@@ -48,6 +49,7 @@ class Row(NamedTuple):
   published: str
   ours: str = ""
   lead: str = ""
+  held_out: str = ""
   seeds: str = ""
   verdict: str = "not run"
   runs: str = ""
@@ -106,13 +108,17 @@ def reduced(rows: Sequence[Mapping[str, Any]], names: str, over: str) -> float:
 
 
 def measured(run: pathlib.Path, path: str, over: str) -> list[float]:
-  """The numbers of a run, in percent: one, or ten if the path has `#`."""
+  """The numbers of a run, in percent: one, or ten if the path has `#`.
+
+  None if the run has no such number.
+  """
   if "/" in path:
     rows = logs.read_rows(run / "metrics.jsonl")
     return [100 * reduced(rows, path, over)]
   result = json.loads((run / "result.json").read_bytes())
   each = range(10) if "#" in path else [0]
-  return [100 * tables.lookup(result, path.replace("#", str(k))) for k in each]
+  values = [tables.lookup(result, path.replace("#", str(k))) for k in each]
+  return [] if None in values else [100 * value for value in values]
 
 
 def expanded(entry: Mapping[str, Any], names: Mapping[str, str]) -> Iterator:
@@ -146,13 +152,15 @@ def row_of(
   given = [[v] if isinstance(v, str) else v for v in given]
   sides = max(map(len, given))
   signs = (1, -1, -1, 1)[:sides]
-  published, found, links = [], [], {}
+  published, found, held, links = [], [], [], {}
   for name, number, run, over in zip(*(v * (sides // len(v)) for v in given)):
     table, cell = known[name]
     published.append(cell.published.get(number))
     path = table.numbers.get(number.replace("#", "0"), number)
     path = path.replace(".0.", ".#.") if "#" in number else path
     found.append({})
+    held.append({})
+    kept_back = path.replace("test_accuracy", "heldout_accuracy")
     pattern = run or folders.get(name, "")
     places = sorted(RESULTS.glob(pattern)) if pattern else []
     if pattern and not places:
@@ -160,6 +168,8 @@ def row_of(
     for place in places:
       result = json.loads((place / "result.json").read_bytes())
       found[-1][result["seed"]] = measured(place, path, over)
+      if "pools" in result and not over:
+        held[-1][result["seed"]] = measured(place, kept_back, over)
       link = place.relative_to(RESULTS).as_posix()
       links[link] = result["seed"], result["git_commit"][:7]
   ahead = None in published or sum(s * p for s, p in zip(signs, published)) >= 0
@@ -180,11 +190,14 @@ def row_of(
       runs=", ".join(f"[{c}]({n})" for n, (_, c) in links.items()),
     )
   reached = published[0] if sides == 1 else 0.0
-  leads = [
-    sum(s * v for s, v in zip(signs, values)) - reached
-    for seed in seeds
-    for values in zip(*(of[seed] for of in found))
-  ]
+  leads, on_held_out = (
+    [
+      sum(s * v for s, v in zip(signs, values)) - reached
+      for seed in seeds
+      for values in zip(*(of.get(seed, ()) for of in sides_of))
+    ]
+    for sides_of in (found, held)
+  )
   says = verdict(
     [lead - entry.get("margin", 0) for lead in leads],
     entry.get("kind", "reaches" if sides == 1 else "more"),
@@ -194,6 +207,8 @@ def row_of(
   lead = f"{statistics.fmean(leads):+z.2f}"
   if len(leads) > 1:
     lead += f" ({min(leads):+z.2f} to {max(leads):+z.2f})"
+  if on_held_out and sides > 1:
+    row = row._replace(held_out=f"{statistics.fmean(on_held_out):+z.2f}")
   return row._replace(
     ours=", ".join(
       report.cell([statistics.fmean(of[seed]) for seed in seeds])
