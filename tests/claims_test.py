@@ -58,7 +58,7 @@ def test_results_name_no_number_of_their_own():
     for name in ("CLAIMS.md", "README.md")
   )
   # The others are of commands.
-  assert {*results} - {*claims} == {"0.25", "0.125"}
+  assert {*results} - {*claims} <= {"0.25", "0.125"}
 
 
 def test_verdicts_follow_the_rule(claims):
