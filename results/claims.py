@@ -110,7 +110,7 @@ def reduced(rows: Sequence[Mapping[str, Any]], names: str, over: str) -> float:
 def measured(run: pathlib.Path, path: str, over: str) -> list[float]:
   """The numbers of a run, in percent: one, or ten if the path has `#`.
 
-  None if the run has no such number.
+  The list is empty if the run has no such number.
   """
   if "/" in path:
     rows = logs.read_rows(run / "metrics.jsonl")
