@@ -281,13 +281,13 @@ def gradient(
     found = objective(
       variables._replace(params=params, stats=stats), part, key, context
     )
-    *most, last = found if isinstance(found, tuple) else (None,)
-    if len(most) != 2 or not isinstance(last, dict):
+    three = isinstance(found, tuple) and len(found) == 3
+    if not three or not isinstance(found[2], dict):
       raise ValueError(
         "an objective must return (losses, stats, measured), measured a dict;"
         f" not {jax.tree.structure(found)}"
       )
-    (losses, stats), measured = most, last
+    losses, stats, measured = found
     for name, x in {**measured, "loss": losses}.items():
       if jnp.shape(x) not in ((), w.shape):
         raise ValueError(

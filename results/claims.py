@@ -107,15 +107,16 @@ def reduced(rows: Sequence[Mapping[str, Any]], names: str, over: str) -> float:
   return statistics.fmean(values[-10:] if over == "last ten" else values)
 
 
-def measured(run: pathlib.Path, path: str, over: str) -> list[float]:
+def measured(
+  run: pathlib.Path, result: Mapping[str, Any], path: str, over: str
+) -> list[float]:
   """The numbers of a run, in percent: one, or ten if the path has `#`.
 
-  The list is empty if the run has no such number.
+  The list is empty if the run's result has no such number.
   """
   if "/" in path:
     rows = logs.read_rows(run / "metrics.jsonl")
     return [100 * reduced(rows, path, over)]
-  result = json.loads((run / "result.json").read_bytes())
   each = range(10) if "#" in path else [0]
   values = [tables.lookup(result, path.replace("#", str(k))) for k in each]
   return [] if None in values else [100 * value for value in values]
@@ -167,9 +168,9 @@ def row_of(
       raise ValueError(f"claims.toml: {pattern} is not in {RESULTS}")
     for place in places:
       result = json.loads((place / "result.json").read_bytes())
-      found[-1][result["seed"]] = measured(place, path, over)
+      found[-1][result["seed"]] = measured(place, result, path, over)
       if "pools" in result and not over:
-        held[-1][result["seed"]] = measured(place, kept_back, over)
+        held[-1][result["seed"]] = measured(place, result, kept_back, over)
       link = place.relative_to(RESULTS).as_posix()
       links[link] = result["seed"], result["git_commit"][:7]
   ahead = None in published or sum(s * p for s, p in zip(signs, published)) >= 0
