@@ -91,6 +91,8 @@ def reduced(rows: Sequence[Mapping[str, Any]], names: str, over: str) -> float:
   >>> rows = [{"round": t, "a/x": t / 8, "b/x": 0.0} for t in (1, 2, 4, 8)]
   >>> [reduced(rows, "[ab]/x", over) for over in ("round 4", "mean", "change")]
   [0.25, 0.234375, 0.1875]
+  >>> [reduced(rows, "[ab]/x", over) for over in ("every 4", "around 4")]
+  [0.25, 0.3125]
   """
   course = {
     row["round"]: statistics.fmean(
@@ -104,6 +106,15 @@ def reduced(rows: Sequence[Mapping[str, Any]], names: str, over: str) -> float:
   if over == "change":
     late = values[len(values) // 2 - 1 :]
     return statistics.fmean(abs(b - a) for a, b in itertools.pairwise(late))
+  if over.startswith(("every ", "around ")):
+    # At the multiples of a period, or on average just before and after them.
+    what, period = over.split()
+    inner = zip([*course][1:], values, values[1:], values[2:])
+    values = [
+      now if what == "every" else (before + after) / 2
+      for t, before, now, after in inner
+      if t % int(period) == 0
+    ]
   return statistics.fmean(values[-10:] if over == "last ten" else values)
 
 
