@@ -91,8 +91,9 @@ def reduced(rows: Sequence[Mapping[str, Any]], names: str, over: str) -> float:
   >>> rows = [{"round": t, "a/x": t / 8, "b/x": 0.0} for t in (1, 2, 4, 8)]
   >>> [reduced(rows, "[ab]/x", over) for over in ("round 4", "mean", "change")]
   [0.25, 0.234375, 0.1875]
-  >>> [reduced(rows, "[ab]/x", over) for over in ("every 4", "around 4")]
-  [0.25, 0.3125]
+  >>> over = ("first 2", "every 4", "around 4")
+  >>> [reduced(rows, "[ab]/x", one) for one in over]
+  [0.09375, 0.25, 0.3125]
   """
   course = {
     row["round"]: statistics.fmean(
@@ -103,6 +104,9 @@ def reduced(rows: Sequence[Mapping[str, Any]], names: str, over: str) -> float:
   values = list(course.values())
   if over.startswith("round "):
     return course[int(over.removeprefix("round "))]
+  if over.startswith("first "):
+    last = int(over.removeprefix("first "))
+    values = [value for t, value in course.items() if t <= last]
   if over == "change":
     late = values[len(values) // 2 - 1 :]
     return statistics.fmean(abs(b - a) for a, b in itertools.pairwise(late))
