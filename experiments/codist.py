@@ -160,7 +160,7 @@ class Codist(shared.Rounds):
   OLD = ("autotune",)
 
   algorithm: tuple[Literal["fedavg", "periodic", "merged"], ...] = setting(
-    ("fedavg", "periodic", "merged")
+    ("fedavg", "periodic", "merged"), distinct=True
   )
   dataset: Literal[*IMAGES, *TEXTS] = setting("digits")
   models: tuple[str, ...] | None = setting(each=POOLS)

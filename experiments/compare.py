@@ -115,7 +115,7 @@ class Compare(shared.Rounds):
       *("mergedcodist", "heterofl"),
     ],
     ...,
-  ] = setting(("local", "pooled", "fml", "fedproto"))
+  ] = setting(("local", "pooled", "fml", "fedproto"), distinct=True)
   dataset: shared.Images = setting("digits")
   examples: int | None = count()
   public_dataset: shared.Images | None = setting(

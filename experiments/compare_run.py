@@ -437,24 +437,6 @@ def labelled(of_methods: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
   }
 
 
-def carried_on(
-  runs: Mapping[str, Sequence[report.Rows]],
-) -> dict[str, list[report.Rows]]:
-  """Runs with more rows after those that end early: they stay as they are.
-
-  >>> rows = lambda *rounds: [{"round": t, "x": 7 * t} for t in rounds]
-  >>> carried_on({"a": [rows(1), rows(1, 2)], "b": [rows(1)]})["b"]
-  [[{'round': 1, 'x': 7}, {'round': 2, 'x': 7}]]
-  """
-  rounds = {r["round"] for seeds in runs.values() for of in seeds for r in of}
-
-  def whole(rows):
-    more = [t for t in sorted(rounds) if t > rows[-1]["round"]]
-    return [*rows, *({**rows[-1], "round": t} for t in more)]
-
-  return {name: list(map(whole, seeds)) for name, seeds in runs.items()}
-
-
 def draw(
   runs: dict[str, list[list[dict]]],
   s: Compare,
@@ -465,7 +447,11 @@ def draw(
   each = lambda row, way="": [
     row[f"client{k}/test_accuracy{way}"] for k in range(s.num_clients)
   ]
-  whole = carried_on(runs)
+  rounds = {r["round"] for seeds in runs.values() for of in seeds for r in of}
+  whole = {
+    name: [report.carried_on(rows, rounds) for rows in seeds]
+    for name, seeds in runs.items()
+  }
   alone = whole.get("local") if len(runs) > 1 else None
   drawn, last = {}, {}
   for label, (way, seeds) in labelled(whole).items():

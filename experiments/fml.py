@@ -87,7 +87,7 @@ class Fml(shared.Rounds):
   OLD = ("autotune",)
 
   algorithm: tuple[Literal["fedavg", "fedprox", "fml", "independent"], ...] = (
-    setting(ALGORITHMS)
+    setting(ALGORITHMS, distinct=True)
   )
   dataset: tuple[shared.Images, ...] = setting("digits", argument="datasets")
   partition: Literal[

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from absl import flags, logging
 import jax
-from settings import Given, in_words, Settings, shown, UsageError
+from settings import Given, in_words, Settings, UsageError
 
 import hetfl
 from hetfl import core
@@ -195,18 +195,18 @@ def engine_of(s: Settings, lanes: int | None = None) -> engine_lib.Engine:
     The engine.
   """
   if "threads" in s.words:
-    return _engine(None, s.threads)
-  return _engine(jax.device_count() if "mesh" in s.words else 1, lanes)
+    return _threads(s.threads)
+  return _inline(jax.device_count() if "mesh" in s.words else 1, lanes)
+
+
+_threads = functools.cache(engine_lib.Threads)
 
 
 @functools.cache
-def _engine(devices: int | None, number: int | None) -> engine_lib.Engine:
-  if devices is None:
-    return engine_lib.Threads(number)
-  mesh = None
-  if devices > 1 or jax.process_count() > 1:
-    mesh = jax.make_mesh((devices,), (engine_lib.AXIS,))
-  return engine_lib.Inline(mesh, at_once=number and -(-number // devices))
+def _inline(devices: int, lanes: int | None) -> engine_lib.Engine:
+  # Several processes have several devices together.
+  mesh = jax.make_mesh((devices,), (engine_lib.AXIS,)) if devices > 1 else None
+  return engine_lib.Inline(mesh, at_once=lanes and -(-lanes // devices))
 
 
 def put(
@@ -398,8 +398,6 @@ def side_by_side(
     flag: the setting that names the algorithms.
   """
   names = getattr(cls.resolve(given.values, ()), flag)
-  if len(set(names)) < len(names):
-    raise UsageError(f"--{flag}={shown(names)}: name each once")
   several = len(names) > 1
   workdir = workdir_of(given, *label, *names)
   places = seed_folders(given, workdir)

@@ -128,7 +128,7 @@ class Setting:
         f" {' and '.join(self.each)}"
       )
     if self.distinct and len({*values}) < len(values):
-      raise UsageError(f"{shown}: give different numbers")
+      raise UsageError(f"{shown}: name each once")
     if self.most and not 1 <= len(values) <= self.most:
       raise UsageError(f"{shown}: give one value, or FIRST,LAST")
     return self.whole(values)
@@ -361,6 +361,13 @@ def parse(
     print(help_of(*classes))
     sys.exit()
   typed = {a.partition("=")[0] for a in written}
+  files = []
+  for argument, value in zip(argv, [*argv[1:], ""]):
+    name, equals, text = argument.lstrip("-").partition("=")
+    if argument.startswith("-") and name == "flagfile":
+      files.append(text if equals else value)
+  if "" in files:
+    raise UsageError("--flagfile: give a file, or leave it out")
   try:
     lines = known.read_flags_from_files(argv, force_gnu=False)
     # Some editors begin a file by a byte-order mark.
@@ -369,7 +376,9 @@ def parse(
   except flags.IllegalFlagValueError as error:  # Texts never are.
     flag = str(error).partition(":")[0].removeprefix("flag ")
     raise UsageError(f"{flag}: give true or false") from None
-  except flags.Error as error:
+  except UnicodeDecodeError as error:
+    raise UsageError(f"--flagfile: a file is not UTF-8 text: {error}") from None
+  except (flags.Error, ValueError) as error:  # The latter of `--noNAME=VALUE`.
     text = str(error).removeprefix("ERROR:: ")
     flag = getattr(error, "flagname", None)  # Of an unknown one.
     if flag and flag not in typed:
@@ -378,11 +387,6 @@ def parse(
   if rest and not known_only and not more:
     raise UsageError(f"unexpected argument {rest[0]!r}; flags begin with --")
   names = {n if n in known else n.removeprefix("no") for n in typed}
-  files = []
-  for argument, value in zip(argv, [*argv[1:], ""]):
-    name, equals, text = argument.lstrip("-").partition("=")
-    if argument.startswith("-") and name == "flagfile":
-      files.append(text if equals else value)
   for name in sorted(old & names):
     raise UsageError(f"--{name}: not for this command; leave it out")
   values = {}

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 import csv
 import dataclasses
 import io
-import math
 import pathlib
 import re
 import signal
@@ -266,10 +265,9 @@ def draw(
   for run in runs:
     rows = []
     for model, course in run.courses.items():
-      if run.ended:  # A seed that ended early stays as it is.
-        end, *_, last = course[-1]
-        more = sorted(t for t in rounds[run.label, model] if t > end)
-        course = [*course, *((t, math.nan, last) for t in more)]
+      own = [{f"{model}/{metric}": v, "round": t} for t, _, v in course]
+      if run.ended:
+        own = report.carried_on(own, rounds[run.label, model])
       sent = run.bytes_per_round[model]
       if over == "megabytes" and sent is None:
         raise ValueError(
@@ -277,9 +275,7 @@ def draw(
           " sends in a round; it has not ended, or is of an earlier version"
         )
       each = sent / 1e6 if over == "megabytes" else 1
-      rows += [
-        {f"{model}/{metric}": v, "round": t * each} for t, _, v in course
-      ]
+      rows += [row | {"round": row["round"] * each} for row in own]
     if rows:
       by_label.setdefault(run.label, []).append(rows)
   megabytes = "Sent between clients and server (MB)"

@@ -2,7 +2,7 @@
 
 Any algorithm can keep a pytree `[K, ...]` for each group of clients with one
 architecture, take the rows of those that a round samples, and put the new rows
-back; clients that are not sampled cost nothing.
+back; clients that are not sampled cost memory, and no work.
 """
 
 from collections import Counter

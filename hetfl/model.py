@@ -108,8 +108,9 @@ and Model.from_nnx make one of a Flax module
       given: the parameters and statistics to continue from; `None` for new.
 
     Returns:
-      The model's parameters and statistics: copies, since states may be
-      donated, and `init` may return arrays that it keeps.
+      The model's parameters and statistics, of the types that `init` has:
+      copies, since states may be donated, and `init` may return arrays that it
+      keeps.
 
     Raises:
       ValueError: `init` returns something else, or parameters that cannot be
@@ -144,12 +145,17 @@ Variables(params, stats); without mutable collections, stats are {}
           )
       return variables
 
+    # Without weak types, with which a second step would compile anew.
+    copy = lambda a, like: jnp.array(a, jnp.result_type(like))
     if given is None:
-      return jax.tree.map(jnp.copy, new(key))
-    # An init that cannot be traced tells no shapes.
-    with contextlib.suppress(jax.errors.JAXTypeError):
-      checks.alike(owner, given, jax.eval_shape(new, key))
-    return jax.tree.map(jnp.copy, given)
+      given = like = new(key)
+    else:
+      like = given
+      # An init that cannot be traced tells no shapes.
+      with contextlib.suppress(jax.errors.JAXTypeError):
+        like = jax.eval_shape(new, key)
+        checks.alike(owner, given, like)
+    return jax.tree.map(copy, given, like)
 
   def outputs(
     self, variables: Variables, x: PyTree, key: jax.Array | None, train: bool

@@ -270,7 +270,7 @@ def codistilling(build, **options):
   return pooled(of_pools)
 
 
-def of_clients(runner, rounds, **changes):
+def of_clients(runner, rounds, sequential=False, **changes):
   del rounds
   if model := changes.get("model"):
     changes["adaptor"] = None
@@ -280,6 +280,7 @@ def of_clients(runner, rounds, **changes):
     alpha=0.75,
     beta=0.25,
     learning_rate=0.125,
+    sequential=sequential,
     engine=runner,
   )
 

@@ -300,7 +300,7 @@ def test_banks_on_disk_are_those_in_memory(tmp_path, monkeypatch):
   monkeypatch.setattr(codist_text, "_SO_POOL_CLIENTS", 40)
   with pytest.raises(DataError, match="besides the 40 of the pools"):
     load(**options, max_sentences_per_client=2, on_disk=True)
-  with pytest.raises(DataError, match="data_dir=None: give the folder"):
+  with pytest.raises(DataError, match="data_dir=None: give a folder for the"):
     load("pydoc", on_disk=True)
 
 

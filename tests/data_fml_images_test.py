@@ -113,7 +113,7 @@ def test_what_is_out_of_range_is_refused():
     load(["digits"], partition="noniid4")
   with pytest.raises(ValueError, match="2 data sets for 5 clients"):
     load(["digits", "digits"])
-  with pytest.raises(ValueError, match="bad_clients=5: .* 0 and 4"):
+  with pytest.raises(ValueError, match="bad_clients=5: .* 0 and at most 4"):
     load(["digits"], bad_clients=[5])
 
 

@@ -32,6 +32,7 @@ from hetfl import (
 from hetfl.algorithms import personal
 from hetfl.algorithms.fedmd import absolute_error, Translator
 from hetfl.batches import leave_out
+from hetfl.distill import kl_divergence, tempered_softmax
 from hetfl.evaluate import class_f1
 from hetfl.optimizers import fedavg_server, momentum_sgd
 from tests import algorithms, federation
@@ -180,12 +181,16 @@ def test_clients_without_examples_have_no_slope():
 
 
 @pytest.mark.parametrize(
-  "name", ["merged", "fedmd", "fml", "fedkd", "scaffold"]
+  "name,changes",
+  [(n, {}) for n in ("merged", "fedmd", "fml", "fedkd", "scaffold")]
+  + [("fml", {"sequential": True})],
 )
-def test_derivatives_by_hyper_parameters_are_those_of_differences(name):
+def test_derivatives_by_hyper_parameters_are_those_of_differences(
+  name, changes
+):
   """Also of what a step's own gradient holds fixed, such as partners."""
   case = CASES[name]
-  algorithm = case.build(None, 2, model=algorithms.flat_model(name))
+  algorithm = case.build(None, 2, model=algorithms.flat_model(name), **changes)
   start, data = jax.jit(algorithm.init)(KEY), case.data()
   plans = [case.plan(t) for t in (1, 2)]
   if name in ("fml", "fedkd", "scaffold"):  # A client drops out.
@@ -212,6 +217,31 @@ def test_derivatives_by_hyper_parameters_are_those_of_differences(name):
   ]
   assert np.abs(expected).max() > 0.1
   np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.002)
+
+
+def test_a_target_of_zero_has_a_derivative():
+  """The target is 1 and, to float32, 0; so is its derivative."""
+  target = lambda t: tempered_softmax(jnp.array([[0.0, -200.0]]), t)
+  kl = lambda t: kl_divergence(target(t), jnp.array([[0.0, 1.0]])).sum()
+  assert jax.grad(kl)(1.0) == 0
+  np.testing.assert_allclose(kl(1.0), np.log1p(np.e), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float16])
+def test_types_are_those_of_the_models_init(dtype):
+  """Weak ones would compile the second round anew."""
+  weak = lambda key: core.Variables(jnp.full((1, 2), 0.0), {})
+  model = ZERO._replace(init=weak)
+  pool = Pool(model, "a", learning_rate=1.0, server_lr=1.0)
+  given = dtype and [core.Variables(jnp.zeros((1, 2), dtype), {})]
+  algorithm = fedavg([pool], rounds=None)
+  clients = ClientPopulation.from_lists(images(1), [np.arange(1)])
+  step, state = jax.jit(algorithm.step), algorithm.init(KEY, given)
+  for t in (1, 2):
+    plan = plan_round({"a": clients}, seed=0, round=t, batch_size=1)
+    state, _ = step(state, plan, {"a": clients.bank})
+  assert step._cache_size() == 1
+  assert state.server[0].params.dtype == jnp.float32
 
 
 def test_trials_may_lie_on_several_devices():

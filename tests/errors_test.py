@@ -179,7 +179,7 @@ def of_distillation(examples):
 
 WRONG = {
   "values: give one or more": lambda: evaluate.spread([]),
-  "name='vgg': choose from": lambda: families.body("vgg", 9, (8, 8, 1)),
+  "name=vgg: choose from": lambda: families.body("vgg", 9, (8, 8, 1)),
   "conv='planes': choose from": lambda: cnn(conv="planes"),
   "pool_after=(5,): give numbers of the 1 conv": lambda: cnn(pool_after=(5,)),
   "strides=(1, 2): give one for each": lambda: cnn(strides=(1, 2)),
@@ -202,7 +202,7 @@ WRONG = {
     "digits", num_clients=2, examples=0
   ),
   "num_clients=0: must be": lambda: load_fml_images(["digits"], num_clients=0),
-  "bad_clients=1.5: give whole numbers": lambda: load_fml_images(
+  "bad_clients=1.5: must be a whole number": lambda: load_fml_images(
     ["digits"], bad_clients=[1.5]
   ),
   "tail='Short': choose one of wrap, short, repeat": lambda: plan_round(

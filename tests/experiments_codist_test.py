@@ -294,7 +294,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--distill_data=cifar10",), "--distill_data"),
     (("--recipe=crop24",), "24x24x3 do not fit images of 8x8x1 (digits)"),
     (("--client_momentum=nan",), "--client_momentum=nan: must be a finite"),
-    (("--seeds=0,0",), "--seeds=0,0: give different numbers"),
+    (("--seeds=0,0",), "--seeds=0,0: name each once"),
     (("--dropout=1",), "--dropout=1: "),
     (("--layout=conv,same,pool",), "choose from conv, pool, stride"),
     (("--layout=conv,pool",), "--layout=conv,pool: give one value, or 3"),
@@ -305,6 +305,13 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     ((f"--rounds={2**31}",), f"--rounds={2**31}: {2**31} must be below 2^31"),
     (("--cpu_devices=2000",), "--cpu_devices=2000: 2000 must lie between 1"),
     (("--flagfile=/nowhere",), "error: Unable to open flagfile: "),
+    (("--flagfile=",), "error: --flagfile: give a file, or leave it out"),
+    (("--flagfile",), "error: --flagfile: give a file, or leave it out"),
+    ((f"--flagfile={sys.executable}",), "--flagfile: a file is not UTF-8 text"),
+    (
+      ("--notensorboard=true",),
+      "--notensorboard=true does not take an argument",
+    ),
     (("--tensorboard=maybe",), "error: --tensorboard=maybe: give true or fal"),
     (
       ("--workdir=/proc/self/run",),

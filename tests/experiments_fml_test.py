@@ -119,7 +119,10 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
     (("--client_models=vgg",), "--client_models=vgg: choose from"),
     (("--num_clients=4",), "num_clients=4: 10 classes cannot share 8 shards"),
     (("--num_clients=1",), "use a multiple of 5 clients, or another partition"),
-    (("--bad_clients=5",), "--bad_clients=5: give whole numbers between 0"),
+    (
+      ("--bad_clients=5",),
+      "--bad_clients=5: must be a whole number, at least 0",
+    ),
     (("--global_model=cnn2_conv",), "algorithm=fedavg needs a complete model"),
     (("--learning_rate=0",), "learning_rate"),
     (mnist, "mnist not found"),

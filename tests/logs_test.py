@@ -60,6 +60,19 @@ def test_one_process_at_a_time(tmp_path):
     pass
 
 
+def test_two_runs_begin_in_one_folder(tmp_path):
+  """Both find it empty; the one that comes second writes its config."""
+  first = logs.RunFolder(tmp_path, CONFIG)
+  for path in tmp_path.iterdir():
+    path.unlink()
+  second = logs.RunFolder(tmp_path, CONFIG | {"lr": 0.2})
+  with pytest.raises(logs.ConfigMismatch, match="has begun another run there"):
+    with first.at_work():
+      pass
+  with second.at_work():
+    assert logs.read_config(tmp_path)["config"]["lr"] == 0.2
+
+
 def test_another_run_is_refused_and_left_alone(tmp_path):
   logs.RunFolder(tmp_path, CONFIG)
   before = contents(tmp_path)

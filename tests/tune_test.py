@@ -641,7 +641,7 @@ def test_a_search_for_fml(experiment, tmp_path):
     ((schedule,), "--alpha cannot be searched"),
     (("--space=beta=linear:0:2",), "--space, beta: --beta=2.0: 2.0 must lie"),
     (("--stop_on_nonfinite",), "--stop_on_nonfinite=true: not for"),
-    (("--seeds=0,0",), "--seeds=0,0: give different numbers"),
+    (("--seeds=0,0",), "--seeds=0,0: name each once"),
   ):
     bad = tune(*search, f"--workdir={tmp_path}/bad", "--", *run, *flags)
     assert bad.returncode != 0 and message in bad.stderr, bad.stderr

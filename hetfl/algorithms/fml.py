@@ -65,7 +65,7 @@ def mutual_loss(
 
   Args:
     logits: `float[B, ..., C]`, of the model that learns.
-    partner: likewise, the partner's; no gradient flows to them: `core.fixed`.
+    partner: likewise, the partner's, held fixed; see `core.fixed`.
     labels_loss: `float[B]`, the model's loss on the labels, CE.
     weight: alpha for the local model, beta for the meme.
     temperature: T of the divergence. Equation 5 has none; equation 3 has one,
@@ -87,7 +87,7 @@ def mutual_loss(
   """
   # A partner with weight zero may output NaN.
   heard = lambda z: jnp.where((weight < 1) | (z < jnp.inf), z, 0)
-  partner = jax.tree.map(heard, core.fixed(partner))
+  partner = jax.tree.map(heard, partner)
   kl = divergence(logits, partner, temperature)
   if jnp.shape(kl) != jnp.shape(labels_loss) or jnp.ndim(kl) != 1:
     raise ValueError(
@@ -124,13 +124,17 @@ def _objective(client, global_model, divergence) -> local.Objective:
       )
     total, measured = 0.0, {}
     for name in learns:
+      partner = logits[_PARTNERS[name]]
+      # In turns it is a constant anyway, but not in derivatives of the round.
+      if _PARTNERS[name] in learns:
+        partner = core.fixed(partner)
       loss = local.losses_of(client.loss, logits[name], batch)
       with checks.noted(
         "if the global model outputs features, give the client an adaptor"
       ):
         loss, kl = mutual_loss(
           logits[name],
-          logits[_PARTNERS[name]],
+          partner,
           loss,
           weight=context[_WEIGHTS[name]],
           temperature=context["temperature"],

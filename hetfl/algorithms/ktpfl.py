@@ -6,6 +6,7 @@ Federated Learning".
 
 from collections.abc import Sequence
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -104,7 +105,8 @@ def mixtures(
   >>> [m.tolist() for m in mixtures(jnp.array([[.25, .75], [0., 1.]]), p)]
   [[[0.75, 0.25]], [[1.0, 0.0]]]
   """
-  return [sum(c * p for c, p in zip(row, scores)) for row in coefficients]
+  products = lambda row: map(operator.mul, row, scores)
+  return [functools.reduce(operator.add, products(c)) for c in coefficients]
 
 
 def ktpfl(

@@ -157,7 +157,13 @@ class Parties:
     lots = in_order(subset, self._batch_size).index[0]
     public, steps = checks.bank(data, "public"), np.ones(len(lots), int)
     works = [
-      Work(task, (_context(state, k), kept.variables, public), lots, steps)
+      Work(
+        task,
+        (_context(state, k), kept.variables, public),
+        lots,
+        steps,
+        at_once=1,
+      )
       for k, (task, kept) in enumerate(zip(self._scores, state.clients))
     ]
     return _without_lots(self._engine.run(*works), len(subset))

@@ -168,7 +168,10 @@ def load_codist_text(
   )
   checks.counts(vocabulary_size=vocabulary_size, **optional)
   if (dataset != "pydoc" or on_disk) and data_dir is None:
-    raise DataError(f"data_dir=None: give the folder of {dataset}'s files")
+    what = f"the folder of {dataset}'s files"
+    if dataset == "pydoc":  # They are Python's own.
+      what = "a folder for the bank"
+    raise DataError(f"data_dir=None: give {what}")
 
   make = functools.partial(_make, data_dir=data_dir, **settings)
   if on_disk:

@@ -118,8 +118,7 @@ def load_compared_images(
     public = _public(bank["x"], public_examples, seed)
     bank = {n: np.delete(a, public.index, axis=0) for n, a in bank.items()}
   if examples is not None:
-    if examples > len(bank["y"]):
-      raise ValueError(f"examples={examples}: there are {len(bank['y'])}")
+    checks.whole(1, len(bank["y"]), examples=examples)
     draw = [Stream.EXAMPLES, seed]
     drawn = np.sort(stratified(bank["y"], size=examples, seed=draw))
     bank = {name: array[drawn] for name, array in bank.items()}

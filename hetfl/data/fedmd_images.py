@@ -402,9 +402,6 @@ def _split_off(
   if not size:
     return subset, None
   labels = np.asarray(subset.bank["y"])[subset.index]
-  drawn = np.zeros(len(labels), bool)
-  drawn[stratified(labels, size=size, seed=seed)] = True
-  rest, sample = (
-    subset._replace(index=subset.index[part]) for part in (~drawn, drawn)
-  )
-  return rest, sample
+  drawn = np.sort(stratified(labels, size=size, seed=seed))
+  rest = subset._replace(index=np.delete(subset.index, drawn))
+  return rest, subset._replace(index=subset.index[drawn])

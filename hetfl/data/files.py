@@ -126,23 +126,20 @@ def parse_idx(content: bytes) -> np.ndarray:
   return values.reshape(shape.tolist()).copy()
 
 
-def read_npz(
-  path: str | os.PathLike, *names: str, layout: str
-) -> dict[str, np.ndarray]:
+def read_npz(path: str | os.PathLike, *names: str) -> dict[str, np.ndarray]:
   """Arrays of a file by `np.savez`; nothing is unpickled.
+
+  Raises an error of any kind if it is missing, damaged or another file; read it
+  within `errors.reading`.
 
   Args:
     path: the file.
     *names: the arrays' names.
-    layout: what the file should be, for errors.
 
   Returns:
     Those of the arrays that the file has.
-
-  Raises:
-    DataError: it is missing, damaged, or another file.
   """
-  with reading(path, layout), np.load(path, allow_pickle=False) as stored:
+  with np.load(path, allow_pickle=False) as stored:
     return {name: np.asarray(stored[name]) for name in names if name in stored}
 
 

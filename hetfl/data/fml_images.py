@@ -136,11 +136,8 @@ def load_fml_images(
   check_npz(npz, datasets)
   checks.between(0, 1, bad_label_share=bad_label_share)
   checks.counts(num_clients=num_clients)
-  if unknown := {*bad_clients} - {*range(num_clients)}:
-    raise ValueError(
-      f"bad_clients={min(unknown)}: give whole numbers between 0 and"
-      f" {num_clients - 1}"
-    )
+  for k in bad_clients:
+    checks.whole(0, num_clients - 1, bad_clients=k)
   if len(datasets) not in (1, num_clients):
     raise ValueError(
       f"datasets={','.join(datasets)}: {len(datasets)} data sets for"

@@ -189,7 +189,7 @@ def _read_tfds(path: pathlib.Path, split: str) -> _Letters:
 
 def _read_npz(path: pathlib.Path, split: str) -> _Letters:
   names = ("images", "labels", "writers")
-  arrays = files.read_npz(path, *names, layout=_REMEDY)
+  arrays = files.read_npz(path, *names)
   images, labels, writers = (arrays.get(n, np.zeros(0)) for n in names)
   found = {name: f"{a.dtype}{[*a.shape]}" for name, a in arrays.items()}
   whole = {labels.dtype.kind, writers.dtype.kind} <= {"i", "u"}

@@ -80,8 +80,8 @@ def load_npz(path: str | os.PathLike) -> vision.VisionDataset:
   ((4, 8, 8, 1), 3, ['ann', 'bob', 'ann', 'bob'])
   """
   names = ("x_train", "y_train", "x_test", "y_test", "clients_train")
-  arrays = files.read_npz(path, *names, layout=LAYOUT)
   with reading(path, LAYOUT):
+    arrays = files.read_npz(path, *names)
     train, test = (_bank(arrays, part) for part in ("train", "test"))
     shape, test_shape = train["x"].shape[1:], test["x"].shape[1:]
     if shape != test_shape:

@@ -176,7 +176,8 @@ def dirichlet(
     `0..N-1` once each.
 
   Raises:
-    ValueError: more clients than examples, or alpha not positive.
+    ValueError: more clients than examples, alpha not positive, or labels that
+      are no classes.
 
   >>> clients = dirichlet(
   ...     np.arange(20) % 4, num_clients=5, seed=0, alpha=0.5)
@@ -187,7 +188,7 @@ def dirichlet(
 
   Departure: the paper does not consider empty clients.
   """
-  labels = np.asarray(labels)
+  (labels,) = _classes(labels)
   checks.positive(alpha=alpha)
   _check_clients(num_clients, len(labels))
   rng = generator(Stream.DIRICHLET, seed)
@@ -229,7 +230,7 @@ def matching(
   >>> np.sort(other[of_first]), np.sort(other[of_second])  # 2 and 4 of 6 zeros
   (array([0, 0]), array([0, 0, 0, 0, 1, 1]))
   """
-  labels, other = np.asarray(labels), np.asarray(other)
+  labels, other = _classes(labels, other)
   like = " that are divided likewise, such as the test images"
   _check_clients(len(clients), len(other), like)
   classes = 1 + int(max(labels.max(), other.max()))  # No overflow of uint8.
@@ -331,7 +332,7 @@ def shards(
   [[0, 3], [1, 2]]
   """
   checks.counts(num_clients=num_clients, shards_per_client=shards_per_client)
-  labels = tuple(np.asarray(y) for y in labels)
+  labels = _classes(*labels)
   num_classes = 1 + max(int(y.max()) for y in labels)
   total = num_clients * shards_per_client
   each, rest = divmod(total, num_classes)
@@ -436,6 +437,17 @@ def codist_split(
   )
   high_capacity = pool[:high_capacity_clients]
   return CodistSplit(*map(np.sort, (pool, high_capacity, distill, heldout)))
+
+
+def _classes(*labels: np.ndarray) -> tuple[np.ndarray, ...]:
+  """The labels as arrays; a `ValueError` unless each example has a class."""
+  arrays = tuple(map(np.asarray, labels))
+  for y in arrays:
+    if y.ndim != 1 or (y.dtype.kind == "f" and not np.all(y % 1 == 0)):
+      raise ValueError(
+        f"labels: {y.dtype}{[*y.shape]}: give one whole number for each example"
+      )
+  return arrays
 
 
 def _check_clients(num_clients: int, num_examples: int, kind: str = ""):

@@ -86,15 +86,12 @@ def _python(client: str, path: pathlib.Path) -> _Sentences:
     ):
       docstring = ast.get_docstring(node) or ""
       yield from _prose(client, QUESTION, docstring.splitlines())
-  block = []
-  lines = [*enumerate(source.splitlines(), 1), (0, "")]
-  for number, line in lines:
-    line = line.strip()
-    if line.startswith("#") and number not in strings:
-      block.append(line.lstrip("#!: "))
-    elif block:
+  comment = lambda at: at[1].lstrip().startswith("#") and at[0] not in strings
+  numbered = enumerate(source.splitlines(), 1)
+  for is_comment, lines in itertools.groupby(numbered, comment):
+    if is_comment:
+      block = [line.strip().lstrip("#!: ") for _, line in lines]
       yield from _prose(client, ANSWER, block)
-      block = []
 
 
 def _prose(client: str, domain: int, lines: list[str]) -> _Sentences:

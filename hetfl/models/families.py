@@ -11,7 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from hetfl import core
+from hetfl import checks, core
 from hetfl.models import kernels, large, layers, vision
 
 # By name: filters and side of the convolutions, and widths of dense layers.
@@ -102,8 +102,7 @@ def body(
   >>> core.num_parameters(shapes["params"])
   85856
   """
-  if name not in NAMES:
-    raise ValueError(f"name={name!r}: choose from {', '.join(NAMES)}")
+  checks.one_of(NAMES, name=name)
   if width != 1 and name != "resnet":
     raise ValueError(
       f"width={width}: {name} has no narrower copies of which it holds each"

@@ -302,6 +302,7 @@ class RunFolder:
     flags = flags or flags_text({**config, **speed})
     self._flags = flags.rstrip("\n") + "\n"
     stored = read_config(self.path)
+    self._known = [(stored or self._config)["config"], config]
     # Hidden files are the system's, or were left by a killed process.
     if not stored and (self.path.is_file() or any(self.path.glob("[!.]*"))):
       runs = [path.parent.name for path in self.path.glob("*/config.json")]
@@ -347,7 +348,8 @@ class RunFolder:
       Nothing.
 
     Raises:
-      ConfigMismatch: another process is using the folder.
+      ConfigMismatch: another process is using the folder, or has made it
+        another run's.
     """
     with open(self.path / ".lock", "wb") as file:
       try:
@@ -359,6 +361,11 @@ class RunFolder:
         ) from error
       except OSError:
         pass  # A file system without locks.
+      if read_config(self.path).get("config") not in self._known:
+        raise ConfigMismatch(
+          f"{self._named}={self.path}: another process has begun another run"
+          f" there. Use another {self._named}."
+        )
       self._write_config()
       yield
 

@@ -3,7 +3,7 @@
 All take the results of several seeds, and show their mean and deviation.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 import pathlib
 import re
 from typing import Any
@@ -199,10 +199,8 @@ def mean_and_deviation(values: Any) -> tuple[Any, Any]:
   >>> float(mean), float(deviation)
   (2.0, 1.0)
   """
-  mean = np.mean(values, axis=0)
-  if len(values) == 1:
-    return mean, np.zeros_like(mean)
-  return mean, np.std(values, axis=0, ddof=1)
+  ddof = min(1, len(values) - 1)
+  return np.mean(values, axis=0), np.std(values, axis=0, ddof=ddof)
 
 
 def as_floats(values: Any) -> np.ndarray:
@@ -243,6 +241,16 @@ def cell(
   if len(known) == 1:
     return form.format(factor * known[0])
   return " ± ".join(form.format(factor * v) for v in mean_and_deviation(known))
+
+
+def carried_on(rows: Rows, rounds: Iterable[int]) -> Rows:
+  """The rows of a run that ended early, and more: it stays as it is.
+
+  >>> carried_on([{"round": 1, "x": 7}], {1, 2})
+  [{'round': 1, 'x': 7}, {'round': 2, 'x': 7}]
+  """
+  more = sorted(t for t in rounds if t > rows[-1]["round"])
+  return [*rows, *({**rows[-1], "round": t} for t in more)]
 
 
 def last_and_best(

@@ -191,32 +191,30 @@ def run(
     **checks.given(patience=patience),
   )
 
+  def rows_until(done: int) -> list[dict[str, Any]]:
+    """The rows up to a round."""
+    return [r for r in logs.read_rows(folder.metrics) if r["round"] <= done]
+
+  def checksum(rows: Sequence[Mapping[str, Any]]) -> int:
+    return functools.reduce(lambda c, r: logs.checksum(r, c), rows, 0)
+
   def over(done: int) -> bool:
     """Whether the run ends with this round."""
-    rows = logs.read_rows(folder.metrics) if patience else []
+    rows = rows_until(done) if patience else []
     if rows and watched not in rows[0]:
       names = ", ".join(sorted(rows[0]))
       raise ValueError(f"watched={watched!r}: choose from {names}")
-    values = [
-      -math.inf if row[watched] is None else row[watched]
-      for row in rows
-      if row["round"] <= done
-    ]
+    values = [-math.inf if r[watched] is None else r[watched] for r in rows]
     wait = len(values) - 1 - values.index(max(values)) if values else 0
     return engine_lib.from_first(done == rounds or wait >= (patience or 1))
 
-  def rows_until(done: int) -> tuple[list[dict[str, Any]], int]:
-    """The rows up to a round, and their checksum."""
-    rows = [r for r in logs.read_rows(folder.metrics) if r["round"] <= done]
-    return rows, functools.reduce(lambda c, r: logs.checksum(r, c), rows, 0)
-
   def damage(done: int, stored: Mapping[str, Any]) -> str:
     """What is wrong with the rows up to a round, if anything is."""
-    rows, crc32 = rows_until(done)
+    rows = rows_until(done)
     evaluated = {*range(eval_every, done + 1, eval_every)} | {done} & {rounds}
     if lost := sorted(evaluated - {row["round"] for row in rows}):
       return f"has no lines of rounds {', '.join(map(str, lost))}"
-    whole = stored.get("rows_crc32") in (None, crc32)
+    whole = stored.get("rows_crc32") in (None, checksum(rows))
     return "" if whole else "is not what was written"
 
   result = folder.result() or {}
@@ -254,7 +252,7 @@ def run(
       logs.metrics_log(folder, after=done, tensorboard=tensorboard)
     )
     bar = stack.enter_context(logs.bar(rounds, initial=done))
-    _, crc32 = rows_until(done)  # Of the rows that are there.
+    crc32 = checksum(rows_until(done))  # Of the rows that are there.
 
     def save() -> None:
       sums.fetch()
