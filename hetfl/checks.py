@@ -92,6 +92,30 @@ np.flatnonzero of a mask
   return array
 
 
+def classes(labels: Any) -> np.ndarray:
+  """The labels of examples, as an array.
+
+  Raises:
+    ValueError: an example has no class, or several.
+
+  >>> classes([0, 2, 1]).shape, classes(np.array(['cat', 'dog'])).shape
+  ((3,), (2,))
+  >>> classes([0.0, np.nan])
+  Traceback (most recent call last):
+    ...
+  ValueError: labels: float64[2]: give a whole number, or a name, for each \
+example
+  """
+  labels = np.asarray(labels)
+  broken = labels.dtype.kind == "f" and not np.all(labels % 1 == 0)
+  if labels.ndim != 1 or broken:
+    raise ValueError(
+      f"labels: {labels.dtype}{[*labels.shape]}: give a whole number, or a"
+      " name, for each example"
+    )
+  return labels
+
+
 def given(**values: Any) -> dict[str, Any]:
   """The values that are not `None`, of arguments that may be left out.
 

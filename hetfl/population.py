@@ -384,9 +384,7 @@ def stratified(
   >>> np.bincount(labels[stratified(labels, size=6, seed=0)])
   array([4, 2])
   """
-  labels = np.asarray(labels)
-  if labels.ndim != 1:
-    raise ValueError(f"labels of shape {labels.shape}: give int[N]")
+  labels = checks.classes(labels)
   if not 1 <= size <= len(labels):
     raise ValueError(
       f"size={size}: there are {len(labels)} examples, want 1 to {len(labels)}"

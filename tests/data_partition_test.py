@@ -172,13 +172,19 @@ def test_dirichlet_skew_grows_as_alpha_shrinks():
   "labels", [[0.0, np.nan], [0.5, 1.0], np.eye(2, dtype=int)]
 )
 def test_examples_have_one_class_each(labels):
-  says = pytest.raises(ValueError, match="labels: .*: give one whole number")
+  says = pytest.raises(ValueError, match="labels: .*: give a whole number")
   with says:
     partition.dirichlet(labels, num_clients=1, seed=0, alpha=1.0)
   with says:
     partition.shards(labels, num_clients=1, shards_per_client=2, seed=0)
   with says:
     partition.matching([[0]], [0, 1], labels, seed=0)
+  with says:
+    partition.pachinko(
+      labels, labels, num_clients=1, examples_per_client=1, seed=0
+    )
+  with says:
+    population.stratified(labels, size=1, seed=0)
 
 
 def test_empty_clients_take_from_the_largest():

@@ -87,7 +87,7 @@ def pachinko(
   Departure: if every remaining label has probability zero (an underflow at
     small alpha), a new distribution is drawn over those labels.
   """
-  coarse, fine = np.asarray(coarse), np.asarray(fine)
+  coarse, fine = checks.classes(coarse), checks.classes(fine)
   checks.positive(alpha=alpha, beta=beta)
   checks.counts(num_clients=num_clients)
   most = len(fine) // num_clients
@@ -188,7 +188,7 @@ def dirichlet(
 
   Departure: the paper does not consider empty clients.
   """
-  (labels,) = _classes(labels)
+  labels = checks.classes(labels)
   checks.positive(alpha=alpha)
   _check_clients(num_clients, len(labels))
   rng = generator(Stream.DIRICHLET, seed)
@@ -230,7 +230,7 @@ def matching(
   >>> np.sort(other[of_first]), np.sort(other[of_second])  # 2 and 4 of 6 zeros
   (array([0, 0]), array([0, 0, 0, 0, 1, 1]))
   """
-  labels, other = _classes(labels, other)
+  labels, other = checks.classes(labels), checks.classes(other)
   like = " that are divided likewise, such as the test images"
   _check_clients(len(clients), len(other), like)
   classes = 1 + int(max(labels.max(), other.max()))  # No overflow of uint8.
@@ -332,7 +332,7 @@ def shards(
   [[0, 3], [1, 2]]
   """
   checks.counts(num_clients=num_clients, shards_per_client=shards_per_client)
-  labels = _classes(*labels)
+  labels = tuple(map(checks.classes, labels))
   num_classes = 1 + max(int(y.max()) for y in labels)
   total = num_clients * shards_per_client
   each, rest = divmod(total, num_classes)
@@ -437,17 +437,6 @@ def codist_split(
   )
   high_capacity = pool[:high_capacity_clients]
   return CodistSplit(*map(np.sort, (pool, high_capacity, distill, heldout)))
-
-
-def _classes(*labels: np.ndarray) -> tuple[np.ndarray, ...]:
-  """The labels as arrays; a `ValueError` unless each example has a class."""
-  arrays = tuple(map(np.asarray, labels))
-  for y in arrays:
-    if y.ndim != 1 or (y.dtype.kind == "f" and not np.all(y % 1 == 0)):
-      raise ValueError(
-        f"labels: {y.dtype}{[*y.shape]}: give one whole number for each example"
-      )
-  return arrays
 
 
 def _check_clients(num_clients: int, num_examples: int, kind: str = ""):
