@@ -65,7 +65,8 @@ def mutual_loss(
 
   Args:
     logits: `float[B, ..., C]`, of the model that learns.
-    partner: likewise, the partner's, held fixed; see `core.fixed`.
+    partner: likewise, the partner's; held fixed by whoever trains both, see
+      `core.fixed`.
     labels_loss: `float[B]`, the model's loss on the labels, CE.
     weight: alpha for the local model, beta for the meme.
     temperature: T of the divergence. Equation 5 has none; equation 3 has one,
@@ -125,7 +126,8 @@ def _objective(client, global_model, divergence) -> local.Objective:
     total, measured = 0.0, {}
     for name in learns:
       partner = logits[_PARTNERS[name]]
-      # In turns it is a constant anyway, but not in derivatives of the round.
+      # In turns it is a constant of the step anyway, and `fixed` would end the
+      # derivatives of a whole round.
       if _PARTNERS[name] in learns:
         partner = core.fixed(partner)
       loss = local.losses_of(client.loss, logits[name], batch)
