@@ -88,6 +88,8 @@ def verdict(
 def reduced(rows: Sequence[Mapping[str, Any]], names: str, over: str) -> float:
   """A metric, the mean of those of the same pattern, reduced over the rounds.
 
+  By `round N`, `first N`, `last ten`, `every N`, `around N`, `change`, `mean`.
+
   >>> rows = [{"round": t, "a/x": t / 8, "b/x": 0.0} for t in (1, 2, 4, 8)]
   >>> [reduced(rows, "[ab]/x", over) for over in ("round 4", "mean", "change")]
   [0.25, 0.234375, 0.1875]
@@ -102,24 +104,25 @@ def reduced(rows: Sequence[Mapping[str, Any]], names: str, over: str) -> float:
     for row in rows
   }
   values = list(course.values())
-  if over.startswith("round "):
-    return course[int(over.removeprefix("round "))]
-  if over.startswith("first "):
-    last = int(over.removeprefix("first "))
-    values = [value for t, value in course.items() if t <= last]
-  if over == "change":
+  what, _, number = over.partition(" ")
+  if what == "round":
+    return course[int(number)]
+  if what == "change":
     late = values[len(values) // 2 - 1 :]
     return statistics.fmean(abs(b - a) for a, b in itertools.pairwise(late))
-  if over.startswith(("every ", "around ")):
+  if what == "first":
+    values = [value for t, value in course.items() if t <= int(number)]
+  if what == "last":
+    values = values[-10:]
+  if what in ("every", "around"):
     # At the multiples of a period, or on average just before and after them.
-    what, period = over.split()
     inner = zip([*course][1:], values, values[1:], values[2:])
     values = [
       now if what == "every" else (before + after) / 2
       for t, before, now, after in inner
-      if t % int(period) == 0
+      if t % int(number) == 0
     ]
-  return statistics.fmean(values[-10:] if over == "last ten" else values)
+  return statistics.fmean(values)
 
 
 def measured(
