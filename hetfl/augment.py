@@ -55,8 +55,7 @@ def _room(x, size, pad=0):
 def _crop_by_products(x, offsets, size):
   """Squares of `uint8[B, H, W, c]`, zero outside of an image.
 
-  Products with rows of one 1 each are exact: bfloat16 holds all integers up to
-  256.
+  Products with one-hot rows are exact: bfloat16 holds all integers up to 256.
   """
 
   def places(offset, length):
@@ -188,7 +187,7 @@ class Recipe:
     pad: zeros around an image before it is cropped in training.
     flip: whether training images are flipped left and right, and distillation
       images top and bottom too.
-    of_batch: whether a batch's images have one crop and one flip in training.
+    of_batch: whether a batch's images share one crop and one flip in training.
     padding: the padding of the network's convolutions.
     pool_after: where the network pools; see `CNN.pool_after`.
   """

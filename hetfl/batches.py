@@ -24,8 +24,8 @@ class Batches(NamedTuple):
   Attributes:
     index: `int32[K, S, B]`, positions in the bank; -1 marks an empty place.
     steps: `int32[K]`, how many of the S steps each row has.
-    client: `int32[K]`, whose the rows are: numbers in their population, of
-      clients that keep models among all clients. Random draws depend on them.
+    client: `int32[K]`, the rows' clients: numbers in their population or, if
+      they keep models, among all clients. Random draws depend on them.
     weight: `float32[K]`, the clients' weights in an aggregate; 0 for those that
       take no part, which have no steps.
   """
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
   Attributes:
     round: `int32[]`, the number of the round, from 1.
     batches: `Batches` by name; the data of a step has banks of the same names,
-      but for FedMD's `digest`, positions among the images of the round.
+      except for FedMD's `digest`, positions among the round's images.
   """
 
   round: np.integer
@@ -83,7 +83,7 @@ def rows_of(
 def in_order(
   index: np.ndarray | jax.Array, batch_size: int, rows: int = 1
 ) -> Batches:
-  """Examples in their order, such as those of an evaluation.
+  """Examples in the given order, such as those of an evaluation.
 
   Args:
     index: `int[n]`, positions.
@@ -113,7 +113,7 @@ def in_order(
 def leave_out(
   batches: Batches, absent: Collection[int] | np.ndarray
 ) -> Batches:
-  """Batches in which some clients take no part, without steps and weight.
+  """Batches in which some clients take no part, without steps or weight.
 
   Args:
     batches: the batches, on the host.
@@ -194,7 +194,7 @@ def row_of(
 def check_full(owner: str, batches: Batches, stats: Any) -> None:
   """Raises a `ValueError` if a model's batch statistics would see empty places.
 
-  Of traced plans nothing is known; there `local.training` makes the loss NaN.
+  Traced plans cannot be checked: for these `local.training` makes the loss NaN.
   """
   if not isinstance(batches.index, np.ndarray) or not jax.tree.leaves(stats):
     return

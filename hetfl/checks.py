@@ -28,7 +28,7 @@ def counts(**numbers: int) -> None:
 
 
 def whole(low: int, high: float, **numbers: int) -> None:
-  """As `counts`, of numbers between `low` and `high`, or infinity for none.
+  """As `counts`, from `low` to `high`, which is infinity for no limit.
 
   >>> whole(0, 5, late_clients=7)
   Traceback (most recent call last):
@@ -163,7 +163,7 @@ def optimizers(params: Any = None, /, **given: Any) -> None:
   """Checks that optimizers are given as functions of their learning rate.
 
   Args:
-    params: parameters, for optimizers that are for some structure; by default
+    params: parameters, for optimizers that need their structure; by default
       those are not checked.
     **given: names and what should be such functions. Their states must not
       hold the rate, which may change from step to step.
@@ -191,7 +191,7 @@ optax.adam, not an optimizer
         first, second = (
           jax.tree.leaves(optimizer(rate).init(small)) for rate in (0.0, 1.0)
         )
-        # Keys are compared as arrays, of which NumPy knows nothing.
+        # Random keys, unknown to NumPy, are compared as JAX arrays.
         same = all(bool(np.all(a == b)) for a, b in zip(first, second))
     except Exception:  # It needs parameters of some other structure.
       continue

@@ -69,7 +69,7 @@ class Group:
 
   Attributes:
     learner: their own models and optimizers, arrays with a first axis K.
-    extra: what else an algorithm has them keep, likewise; of `fml` the
+    extra: what else an algorithm has them keep, likewise; for `fml` the
       variables of their adaptors and encoders by name.
     clients: K client numbers.
   """
@@ -109,7 +109,7 @@ def group_clients(
 def rows_of_group(
   batches: Batches, in_bank: np.ndarray, group: Sequence[int] | np.ndarray
 ) -> tuple[jax.Array, Batches]:
-  """A group's rows in a plan, as many in each round.
+  """A group's rows in a plan, equally many in each round.
 
   Args:
     batches: the round's batches, of some clients of a bank.
@@ -125,7 +125,7 @@ def rows_of_group(
   numbers = xp.asarray(in_bank[group])  # Ascending.
   own = xp.searchsorted(numbers, batches.client).clip(0, len(group) - 1)
   present = numbers[own] == batches.client
-  # Participants first, then other clients, the first, to fill up the rows.
+  # Participants first, then the first other clients, to fill up the rows.
   first = xp.arange(number)
   free = ~xp.isin(first, xp.where(present, own, -1))
   turn = xp.concatenate([xp.where(present, 0, 2), xp.where(free, 1, 2)])
@@ -145,7 +145,7 @@ def rows_of_group(
 
 @jax.jit
 def take_rows(kept: PyTree, rows: jax.Array) -> PyTree:
-  """The rows of clients that take part, of what all clients keep."""
+  """Of what all clients keep, the rows of those that take part."""
   take = lambda a: a if len(rows) == len(a) else a[rows]  # All, in their order.
   return jax.tree.map(take, kept)
 
@@ -222,7 +222,7 @@ class Roster:
 
     Args:
       make: gives learners and extra of some clients of a group.
-      rows: of each group's state those to make; by default all.
+      rows: which rows of each group's state to make; by default all.
 
     Returns:
       The groups.
@@ -247,7 +247,7 @@ class Roster:
       kept: what all clients keep.
       plan: the round's plan, with batches named as the banks.
       data: the banks.
-      shared: models of the server's that train on the batches, too.
+      shared: the server's models that train on the batches, too.
 
     Returns:
       The groups' turns.

@@ -22,8 +22,8 @@ Batch = Mapping[str, PyTree]
 """Arrays by name, examples on the first axis; `x` may be a tree of them."""
 Loss = Callable[[PyTree, Batch], jax.Array]
 """`(outputs, batch) -> losses`: `float[B]`; or a scalar, the mean over the
-examples whose mask is 1. Outputs are logits `float[B, C]` or what else the
-model gives."""
+examples whose mask is 1. Outputs are logits `float[B, C]` or whatever else the
+model returns."""
 Transform = Callable[[jax.Array, Batch], Batch]
 """`(key, batch as stored in the bank) -> batch` for the model and the loss:
 inputs `x` and, for the losses here, labels `y`; without a transform the bank
@@ -82,8 +82,8 @@ def values(metrics: Metrics) -> dict[str, float]:
     if np.ndim(total) or np.ndim(count):
       raise ValueError(
         f"{name}: its sum and count have the shapes {np.shape(total)} and"
-        f" {np.shape(count)}: sum over the batch; of classes take a"
-        " ClientEvaluator, of several trials or rounds `.value`"
+        f" {np.shape(count)}: sum over the batch; for classes use a"
+        " ClientEvaluator, for several trials or rounds `.value`"
       )
   return {
     name: float(total) / float(count)
@@ -143,7 +143,7 @@ def unique_names(what: str, given: Any, kind: type, at_least: int = 1) -> tuple:
     at_least: how many are needed.
 
   Returns:
-    Them.
+    The participants.
 
   Raises:
     ValueError: one is of another type, two share a name, or there are too few.
@@ -213,14 +213,14 @@ def with_hyper(state: State, **values: Any) -> State:
 
 
 def unshared(tree: PyTree, other: PyTree) -> PyTree:
-  """A tree without arrays of another: a state is donated, and holds both."""
+  """A tree that shares no arrays with another: a donated state holds both."""
   held = {id(leaf) for leaf in jax.tree.leaves(other)}
   copied = lambda a: jnp.copy(a) if id(a) in held else a
   return jax.tree.map(copied, tree)
 
 
 def several_trials(state: State) -> bool:
-  """Whether a state is one of trials side by side; keys may be of any kind.
+  """Whether a state holds trials side by side; keys may be of any kind.
 
   >>> several_trials(State(jax.random.PRNGKey(0), {}))
   False
@@ -291,14 +291,15 @@ def scheduled(
   """Hyper-parameters' values in a round: the state's, or their schedules'.
 
   Args:
-    hyper: by name what the algorithm was built with, a schedule if it is
-      callable, and the greatest value that a schedule may give; the least is 0.
+    hyper: by name, what the algorithm was built with (a schedule if it is
+      callable), and the greatest value that a schedule may give; the least is
+      0.
     state: the state, which holds the values that are not schedules.
     round: the number of the round.
 
   Returns:
     `float32[]` by name. NaN if a schedule is out of its range: that shows in a
-    run's results, where training would continue in the wrong direction.
+    run's results, instead of training in the wrong direction.
 
   >>> alpha = {'alpha': (lambda t: 1 - 0.4 * t, 1)}
   >>> [float(scheduled(alpha, None, t)['alpha']) for t in (1, 2, 3)]
@@ -343,8 +344,8 @@ def labels_of(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
   Returns:
     `y`, of 32 bits or more, and `float[...]`: 1 where a label is in range, else
     NaN. Negative labels would count from the last class; as a factor of the
-    loss, NaN makes its gradient NaN too, so that no model trains on the others
-    unseen.
+    loss, NaN makes its gradient NaN too, so that no model trains on the other
+    labels unnoticed.
 
   Raises:
     ValueError: `y` is missing, or of another type or shape.
@@ -501,11 +502,11 @@ def hash_key(field: Any) -> Any:
 def fixed(tree: PyTree) -> PyTree:
   """Outputs that training holds fixed, such as a partner's.
 
-  As `jax.lax.stop_gradient` within the gradient that a step descends; but the
-  derivatives of a whole round, by hyper-parameters, do pass.
+  As `jax.lax.stop_gradient` within the gradient that a step descends; but a
+  whole round's derivatives, in hyper-parameters, pass through.
 
   >>> step = lambda w: w - jax.grad(lambda v: v * fixed(v))(w)
-  >>> float(step(2.)), float(jax.grad(step)(2.))  # And not 1, the other's.
+  >>> float(step(2.)), float(jax.grad(step)(2.))  # stop_gradient gives 1.
   (0.0, 0.0)
   """
   return tree
@@ -518,8 +519,8 @@ fixed.defvjp(lambda tree: (tree, None), lambda _, cotangents: (None,))
 def fixed_unless(when: jax.Array, tree: PyTree) -> PyTree:
   """A tree, as a constant where `when` is false: its derivatives are 0.
 
-  Of what is 0 where there is nothing to learn from, such as an empty batch's
-  gradient, and goes into a function that is not differentiable there.
+  For what is 0 where there is nothing to learn from, such as an empty batch's
+  gradient, and enters a function that is not differentiable at 0.
 
   >>> norm = lambda x, when: jnp.sqrt(fixed_unless(when, x))
   >>> [float(jax.grad(norm)(x, x > 0)) for x in (4., 0.)]

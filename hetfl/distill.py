@@ -132,7 +132,7 @@ def pair_divergence(
     `float[B]`, in nats: a sum over classes, and a mean over positions.
 
   Raises:
-    ValueError: the models have other classes, or only one.
+    ValueError: the models' classes differ, or there is only one.
 
   >>> z = jnp.log(jnp.array([[.75, .25]]))
   >>> round(float(pair_divergence(jnp.zeros((1, 2)), z)[0]), 4)
@@ -289,9 +289,9 @@ class Distiller:
       except for dropout and batch normalisation, which act on the parts.
     dropout: whether students train as clients do, with dropout and statistics
       of the batch; if not, their outputs are those of evaluation.
-    weights: `batch -> weights`, in the mean, of the batch's examples, `[B]`, or
-      of their positions, `[B, T]`.
-    divergence: `None` for `kl_divergence` from `codist_target`, of labels that
+    weights: `batch -> weights` in the mean, for the batch's examples, `[B]`, or
+      their positions, `[B, T]`.
+    divergence: `None` for `kl_divergence` from `codist_target`, for labels that
       are classes; a mean over positions, unless `weights` are of positions.
       Otherwise a function such as `next_word.token_divergence`, for models
       whose outputs are arrays with examples on their first axis, or
@@ -305,7 +305,7 @@ class Distiller:
 
   Reference: Lichtarge et al. 2023, appendix C.4, whose rate falls linearly to
     0; `final_share` is our reading of "decay coefficient" in the search space
-    of appendix F. The paper does not speak of dropout.
+    of appendix F. The paper does not mention dropout.
   """
 
   learning_rate: float | Sequence[float] = 1e-3
@@ -398,9 +398,9 @@ class Distiller:
       model: the model.
 
     Returns:
-      The task of a batch: shared are `(variables, key, bank)`, a row is its
-      number and `index: int32[B]`, the result its logits `float[B, C]` or, of
-      `TokenLogits`, the features.
+      The task of a batch. Shared arguments are `(variables, key, bank)`, a row
+      is its number and `index: int32[B]`, the result its logits `float[B, C]`
+      or, for `TokenLogits`, the features.
     """
 
     def of_part(variables, x):
@@ -440,10 +440,10 @@ class Distiller:
       key: the exchange's key of the round.
       bank: the distillation bank.
       batches: the round's `Batches`, one row of S steps.
-      when: 1 if this round distils; 0 if not, when the views are zeros.
+      when: 1 if this round distils; 0 if not: the views are then zeros.
 
     Returns:
-      The work, whose result are the views, `[S, B, ...]`.
+      The work, whose results are the views, `[S, B, ...]`.
     """
     index = batches.index[0]
     numbers = np.arange(len(index), dtype=np.int32)
@@ -462,16 +462,16 @@ class Distiller:
       index: the student's pool, i.
 
     Returns:
-      The task of a row of distillation batches. Shared are `(context, key,
-      bank)`; the context holds the hyper-parameters, `decay`, the exchange's
-      `key`, and for each pool, including the student's, its `Variables` at the
-      start (`teachers`) and its views; and, in place of the other pools, the
-      views that another teacher has `said`. The result is the student's
-      `Variables` and the mean KL to its target.
+      The task of a row of distillation batches. Shared arguments are `(context,
+      key, bank)`; the context holds the hyper-parameters, `decay`, the
+      exchange's `key`, and for each pool, including the student's, its
+      `Variables` at the start (`teachers`) and its views; or, in place of the
+      other pools' views, those of another teacher (`said`). The result is the
+      student's `Variables` and the mean KL to its target.
     """
 
     def others(context):
-      """The teachers' pools and views; another teacher is as its own pool."""
+      """The teachers' pools and views; another teacher takes the own pool's."""
       if "said" in context:
         return [(index, context["said"])]
       return [(j, v) for j, v in enumerate(context["views"]) if j != index]

@@ -58,8 +58,8 @@ def class_f1(logits: jax.Array, batch: core.Batch) -> core.Mean:
 
   Returns:
     Sums `float32[C]`, for `ClientEvaluator`: `Evaluator` takes scalars. The
-    count is 0 of classes that are neither labels nor predictions. All classes
-    are NaN if an output is, or if a label is out of range.
+    count is 0 for classes neither labelled nor predicted. All classes are NaN
+    if an output is, or if a label is out of range.
 
   Raises:
     ValueError: as `core.labels_of`.
@@ -99,7 +99,7 @@ def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
   array = np.sort(np.asarray(values, np.float64))
   if not len(array):
     raise ValueError("values: give one or more")
-  if np.isnan(array[-1]):  # Of one that has diverged: the spread is unknown.
+  if np.isnan(array[-1]):  # One has diverged: the spread is unknown.
     array = np.full_like(array, np.nan)
   several = len(array) > 1
   return {
@@ -191,7 +191,7 @@ class Evaluator:
 
     Returns:
       For each model a flat dict such as `{'test_accuracy': 0.5}`, without
-      metrics for which a set has nothing to measure. Of a model that has
+      metrics for which a set has nothing to measure. For a model that has
       diverged all are NaN.
 
     Raises:
@@ -254,7 +254,7 @@ class Evaluator:
 
 
 class ClientEvaluator:
-  """Evaluates a model on each client's examples by itself.
+  """Evaluates a model on each client's examples separately.
 
   Args:
     model: the model.
@@ -364,7 +364,7 @@ def _alike(
     batch_size: B, at most.
 
   Returns:
-    For each part clients' numbers, B, and how many batches each has.
+    For each part the clients' numbers, B, and how many batches each has.
 
   >>> _alike(np.array([9, 900, 40, 8, 9]), 40)
   [(array([0, 3, 4]), 16, 1), (array([2]), 40, 1), (array([1]), 40, 64)]
@@ -407,10 +407,10 @@ def measure_task(
     measure: `(outputs, batch) -> sums over the batch`, by name.
 
   Returns:
-    The task. Shared are `(variables, bank)`, a row is `(None, index)`, where
-    `index: int32[S, B]` are positions in the bank, -1 for none; or, if each row
-    has a model of its own, `(None, bank)` and `(variables, index)`. The results
-    are the sums.
+    The task. Shared arguments are `(variables, bank)`, a row is `(None,
+    index)`, where `index: int32[S, B]` are positions in the bank, -1 for none;
+    or, if each row has a model of its own, `(None, bank)` and `(variables,
+    index)`. The results are the sums.
   """
 
   def of_batch(shared, bank, row, s):

@@ -41,7 +41,7 @@ class Participant:
     microbatch: the most examples that pass through the model at once; a batch
       is cut into equal parts. `None` for all. Changes only speed and memory,
       except for dropout, batch normalisation and FedKD's denominators, which
-      are of the parts.
+      act on the parts.
     penalty: a function from parameters to a scalar that is added to every loss,
       such as a head's `sum(w^2)`; `None` for none.
     l2: the penalty's weight.
@@ -92,7 +92,7 @@ One = TypeVar("One", bound=Participant)
 
 
 def of_classes(participant: One, why: str, instead: str) -> One:
-  """A participant whose labels must be classes, of which an example has one.
+  """A participant whose labels must be classes, one for each example.
 
   Args:
     participant: the participant; `core.cross_entropy` is such a loss itself.
@@ -109,8 +109,7 @@ def of_classes(participant: One, why: str, instead: str) -> One:
     ...
   ValueError: batch['y'] is float32 of shape (8, 3) beside logits of shape \
 (8, 3): labels are whole numbers, 0 to C - 1, of shape (8,)
-  fd shares means, of classes of which an example has one: for other labels \
-use fml
+  fd shares means, so each example needs one class: for other labels use fml
   """
   own = participant.loss
   if own is core.cross_entropy:
@@ -118,8 +117,7 @@ use fml
 
   def loss(outputs, batch):
     with checks.noted(
-      f"{why}, of classes of which an example has one: for other labels"
-      f" {instead}"
+      f"{why}, so each example needs one class: for other labels {instead}"
     ):
       core.labels_of(outputs, batch)
     return own(outputs, batch)
@@ -204,8 +202,8 @@ def supervised(participant: Participant) -> Objective:
 def losses_of(loss: core.Loss, outputs: PyTree, batch: core.Batch) -> jax.Array:
   """A loss of the labels; its errors say what it is given.
 
-  A part of a batch may be of empty places alone; the mean over its examples
-  that a loss returns would be NaN, and 0 times NaN is: it sees them as there.
+  A part of a batch may hold only empty places: a loss that is a mean over
+  examples would be NaN, and so would 0 times it. The loss sees them as present.
   """
   mask = batch["mask"]
   batch = {**batch, "mask": jnp.where(jnp.any(mask != 0), mask, 1)}
@@ -328,7 +326,7 @@ def gradient(
       mean = lambda total: core.as_type(total / devices, total.dtype)
       stats = jax.tree.map(mean, stats)
     grads = optax.tree.cast_like(grads, variables.params)
-  # Optimizers that clip are not differentiable at 0, an empty batch's.
+  # Optimizers that clip are not differentiable at 0, an empty batch's gradient.
   grads = core.fixed_unless(count > 0, grads)
   means = {name: core.Mean(s, count) for name, s in sums.items()}
   return value, grads, stats, means
@@ -444,7 +442,7 @@ def training(
 
 
 def _statistics(stats: PyTree) -> list[jax.Array]:
-  """Statistics but for sums, of which a batch's mask keeps empty places."""
+  """Statistics except sums, from which a batch's mask keeps empty places."""
   is_sum = lambda leaf: isinstance(leaf, core.Mean)
   leaves = jax.tree.leaves(stats, is_leaf=is_sum)
   return [leaf for leaf in leaves if not is_sum(leaf)]

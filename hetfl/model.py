@@ -89,7 +89,7 @@ and Model.from_nnx make one of a Flax module
     checks.takes(f"{owner}: apply", given.apply, *arguments)
 
   def shapes(self) -> Variables:
-    """The shapes and types of its variables, which are not computed.
+    """The shapes and types of its variables, without computing them.
 
     >>> dense = Model.from_flax(nn.Dense(3), jnp.zeros((1, 2)))
     >>> dense.shapes().params['kernel']
@@ -151,7 +151,7 @@ Variables(params, stats); without mutable collections, stats are {}
       given = like = new(key)
     else:
       like = given
-      # An init that cannot be traced tells no shapes.
+      # An init that cannot be traced gives no shapes.
       with contextlib.suppress(jax.errors.JAXTypeError):
         like = jax.eval_shape(new, key)
         checks.alike(owner, given, like)
@@ -266,8 +266,8 @@ Variables(params, stats); without mutable collections, stats are {}
         streams from `key`. `make` is called once here.
 
     Returns:
-      The model. Make one and give it to all clients that share it: two models
-      are unequal.
+      The model. Make one and give it to all clients that share it: two are
+      never equal.
 
     Raises:
       ValueError: `make` does not return an NNX module, or the module's `train`

@@ -75,7 +75,7 @@ def by_name(
 ) -> optax.GradientTransformation:
   """An optimizer of several models by name, each with one of its own.
 
-  Extra arguments, such as the loss as `value`, are those of all together.
+  Extra arguments, such as the loss as `value`, are for all models together.
   """
 
   def init(params):

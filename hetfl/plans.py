@@ -27,13 +27,13 @@ def number_of_steps(
   max_steps: int | None = None,
   tail: Tail = "wrap",
 ) -> np.ndarray | int:
-  """The steps of clients that hold so many examples.
+  """How many steps clients with so many examples take.
 
   Args:
     sizes: n, how many examples, of one client or of each.
     batch_size: B.
     epochs: E, passes over the examples.
-    max_steps: a limit to the steps; `None` for none.
+    max_steps: a limit on the steps; `None` for none.
     tail: see `order`.
 
   Returns:
@@ -69,12 +69,12 @@ def order(
   Args:
     positions: `int[n]`, the examples.
     rng: NumPy's generator.
-    steps: S, of as many passes as they take.
+    steps: S, over as many passes as they take.
     batch_size: B.
     tail: what fills a pass's last batch if B does not divide n. "wrap": the
       next pass begins there, so that E passes have `ceil(n E / B)` full
       batches, as FedJAX makes them. "short": nothing; a pass has `ceil(n / B)`
-      batches, and who holds fewer than B takes a full gradient, as in McMahan
+      batches, and clients with fewer than B take full gradients, as in McMahan
       et al. "repeat": the pass's first examples, for models with batch
       statistics, which would count empty places.
 
@@ -124,10 +124,10 @@ def plan_clients(
 ) -> Batches:
   """Samples a round's clients and orders their examples.
 
-  Clients are drawn uniformly without replacement, or each on its own. A
-  client's order of examples does not depend on the other clients. Those that
-  drop out, or join later, keep their rows, without steps and weight: they send
-  nothing and do not change.
+  Clients are drawn uniformly without replacement, or independently. A client's
+  order of examples does not depend on the other clients. Those that drop out,
+  or join later, keep their rows, without steps or weight: they send nothing and
+  do not change.
 
   Args:
     clients: the clients; or the examples of a single one.
@@ -141,9 +141,9 @@ def plan_clients(
     max_steps: see `number_of_steps`.
     tail: see `order`.
     uniform_weights: weight clients equally, not by their number of examples.
-    poisson: each client takes part or not by a draw of its own, so that
-      `clients_per_round` do on average, as `hetfl.privacy` takes for granted;
-      rows of others fill up, so that rounds share compiled programs.
+    poisson: each client takes part or not by an independent draw, so that
+      `clients_per_round` do on average, as `hetfl.privacy` assumes; others fill
+      up the rows, so that rounds share compiled programs.
     dropout_rate: the probability with which a client drops out of a round.
     late_clients: how many clients, the last ones, join later.
     late_round: the first round of these.
@@ -199,7 +199,7 @@ def plan_clients(
     if poisson:
       draws = rng.random(len(clients))
       absent = np.flatnonzero(draws >= number / len(clients)).tolist()
-      # Hardly ever are more drawn than twice as many and sixteen.
+      # More than twice as many plus sixteen are hardly ever drawn.
       rows = max(len(clients) - len(absent), min(2 * number + 16, len(clients)))
       chosen = np.argsort(draws)[:rows]
     else:

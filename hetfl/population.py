@@ -331,7 +331,7 @@ class ClientPopulation:
 
     Raises:
       IndexError: there is no client of such a number.
-      ValueError: they are no whole numbers, or one is there twice.
+      ValueError: they are not whole numbers, or one occurs twice.
 
     >>> bank = {'y': np.arange(5)}
     >>> population = ClientPopulation.from_lists(bank, [[0], [1, 2], [3, 4]])
@@ -440,7 +440,7 @@ def put_banks(*sets: ClientPopulation | Subset) -> list[dict[str, jax.Array]]:
 def _put(array):
   """An array of a bank on the device, or on the first of several.
 
-  Only an array that lies in its own way is bound to its device.
+  Only an array with a layout of its own is bound to its device.
   """
   if jax.device_count() > 1:  # A mesh lays it out: see `Inline.compile`.
     return jax.device_put(array)

@@ -1,11 +1,11 @@
-"""Differential privacy of clients: clipping and noise, and what they are worth.
+"""Client-level differential privacy: clipping, noise, and their epsilon.
 
 Two federations are neighbours if one has a client, with all of its examples,
-that the other has not. Every client takes part in a round by chance, on its own
+that the other lacks. Each client takes part in a round by an independent draw
 (`plan_round(poisson=True)`). The server adds noise once to the sum of the
-clipped updates, and divides by a number that is the same in every round. All
-that is made of these means, such as models that teach each other on public
-examples, is as private as they are.
+clipped updates, and divides by a number that is the same in every round.
+Whatever is computed from these means, such as models that teach each other on
+public examples, is as private as they are.
 """
 
 from collections.abc import Sequence
@@ -98,12 +98,12 @@ def epsilon(
 ) -> float:
   """The epsilon of all rounds together, by privacy loss distributions.
 
-  A client may be in every pool, and then is in a mean of each, every round.
+  A client may be in every pool, and so enter a mean of each in every round.
 
   Args:
     noise_multiplier: z of every pool's `PrivateMean`.
     sampling: the probability that a client takes part in a round, for each
-      pool: `clients_per_round` of the pool's number of clients.
+      pool: `clients_per_round` over the pool's number of clients.
     rounds: T.
     delta: the probability of worse than epsilon.
 
@@ -128,7 +128,7 @@ def epsilon(
 def noise_multiplier(
   epsilon: float, sampling: Sequence[float], *, rounds: int, delta: float
 ) -> float:
-  """The least noise multiplier of which the epsilon is not greater.
+  """The least noise multiplier that costs at most an epsilon.
 
   Args:
     epsilon: the most that all rounds may cost together.
@@ -169,7 +169,7 @@ def _accounting(sampling, rounds, delta):
     from dp_accounting import pld
   except ImportError as error:
     raise ImportError(
-      "dp-accounting is not installed, which says what epsilon is: pip install"
+      "dp-accounting, which computes epsilon, is not installed: pip install"
       " -e '.[privacy]'"
     ) from error
 
@@ -180,6 +180,6 @@ def _accounting(sampling, rounds, delta):
       dp_accounting.ComposedDpEvent(of_round), rounds
     )
 
-  # Neighbours differ by a client that is there or not, as is the default. Finer
-  # grids take minutes, and change the fifth digit.
+  # Neighbours differ by one client's presence, the default. Finer grids take
+  # minutes, and change the fifth digit.
   return lambda: pld.PLDAccountant(value_discretization_interval=1e-3), event

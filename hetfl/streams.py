@@ -9,7 +9,7 @@ import numpy as np
 class Stream(enum.IntEnum):
   """The numbers of the streams; a new one takes a new number.
 
-  Results depend on them, so they must not change; 104 and 108 were others'.
+  Results depend on them, so they must not change; 104 and 108 are retired.
   """
 
   PACHINKO = 1
@@ -38,7 +38,7 @@ class Stream(enum.IntEnum):
   CLIENTS = 105  # which clients train in a round
   ORDER = 106  # of a client's examples
   DISTILL = 107  # order of distillation batches
-  DROPOUT = 109  # which clients of a round take no part after all
+  DROPOUT = 109  # which clients of a round drop out of it
 
 
 def generator(stream: Stream, *numbers: int) -> np.random.Generator:
@@ -46,8 +46,8 @@ def generator(stream: Stream, *numbers: int) -> np.random.Generator:
 
   Args:
     stream: what is drawn.
-    *numbers: a seed and what else the draw depends on. NumPy ignores trailing
-      zeros, so all draws of a stream must have equally many.
+    *numbers: a seed and whatever else the draw depends on. NumPy ignores
+      trailing zeros, so all draws of a stream must have equally many.
 
   Returns:
     The generator.
@@ -63,8 +63,8 @@ def generators(
 ) -> Callable[[int], np.random.Generator]:
   """Generators by the number of a client, much faster than `generator`.
 
-  They are the same PCG64 at places as far apart as its method `jumped` has
-  them: use one up before the next is made.
+  They are one PCG64, at places as far apart as its method `jumped` puts them:
+  use one up before making the next.
 
   Args:
     stream: what is drawn.

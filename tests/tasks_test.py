@@ -419,7 +419,7 @@ def exclusive(words):
 
 def of_class_means(method, models=HEADED, **options):
   """A method that refuses all labels but one class for each example."""
-  words = "an example has one: for other labels use lgfedavg, fml or fedmd"
+  words = "needs one class: for other labels use lgfedavg, fml or fedmd"
   build = of_clients(method, models, **options)
   return Row(build, refuses=dict.fromkeys("rms", words))
 

@@ -1,1 +1,1 @@
-"""The algorithms: one file each, which reads as its paper's box."""
+"""The algorithms: one file each, which reads like its paper's pseudocode."""

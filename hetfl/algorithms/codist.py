@@ -103,7 +103,7 @@ def exchange(
       data: holds the distillation bank.
       decay: the linear decay over the rounds, from 1 to 0.
       due: whether this round distils; if not, students stay as they are.
-      said: the views of the only teacher of all students; `None` for the other
+      said: the views of the one teacher of all students; `None` for the other
         pools' models.
     """
     batches = of_round(plan, "distill", 1)
@@ -143,8 +143,8 @@ def periodic_codist(
   `theta_i <- FedAvg(theta_i)`; if `t % p == 0`, for all i at once,
   `theta_i <- distil(student=theta_i, teachers={theta_j, j != i})`.
 
-  No model learns from one that is not finite, as it has diverged: then there is
-  no codistillation.
+  While a model is not finite, as it has diverged, there is no codistillation:
+  none learns from it.
 
   After each codistillation the server optimizers' states are reset, including
   their step counts, "as the models have departed from their initial parameters"

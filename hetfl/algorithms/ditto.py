@@ -32,12 +32,12 @@ def ditto(
   `w_k <- w_k - lr g(w_k)`
   `v_k <- v_k - lr (g(v_k) + weight (v_k - w))`
 
-  The server makes FedAvg's `w <- sum_k n_k w_k / sum_k n_k`. Sends W numbers,
-  for W parameters; receives W.
+  The server takes FedAvg's `w <- sum_k n_k w_k / sum_k n_k`. A client sends and
+  receives W numbers, for W parameters.
 
   Args:
-    clients: K clients, all with one model. A learning rate, an optimizer and a
-      penalty of a client are its own model's.
+    clients: K clients, all with one model. A client's learning rate, optimizer
+      and penalty are its own model's.
     weight: lambda, of the proximal term: a value, which trials may vary, or a
       schedule `round -> weight`. With 0 clients learn alone.
     **options: `learning_rate`, `optimizer` and `engine`; see `personal`.

@@ -61,13 +61,13 @@ def dsfl(
 
   Each party trains on its private examples and sends its class probabilities on
   the round's public ones, p_k. Then the parties and the server's model train
-  towards `softmax(p~ / T)`, where `p~ = sum_k c_k p_k / sum_k c_k`. Sends N C
-  numbers; receives N C, and which N public examples come next.
+  towards `softmax(p~ / T)`, where `p~ = sum_k c_k p_k / sum_k c_k`. A party
+  sends N C numbers; it receives N C, and which N public examples come next.
 
   Args:
     parties: P parties, whose models have the same number of classes.
-    server: how a model of the server trains, with a name of its own; `None` for
-      no such model.
+    server: how the server's model, with a name of its own, trains; `None` for
+      no model.
     temperature: T.
     consensus_weights: c_k, not negative; only their ratios matter. `None` for
       equal weights. With weight 0 a party is not heard.
@@ -86,10 +86,10 @@ def dsfl(
 
   Reference: Itahara et al. 2021, DS-FL with ERA. Departures: both optimizers of
   a party, and the server's, persist; the divergence KL has the gradient of the
-  paper's cross-entropy, but is 0 for a model that says what the target says.
+  paper's cross-entropy, but is 0 for a model that matches the target.
 
-  The server's model learns what two parties say, who do not learn: (1/2, 1/2)
-  and (3/4, 1/4).
+  The server's model learns from two parties, which do not learn and predict
+  (1/2, 1/2) and (3/4, 1/4).
 
   >>> import jax.numpy as jnp
   >>> from hetfl import Participant, plan_fedmd, Subset

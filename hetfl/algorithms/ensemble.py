@@ -1,6 +1,6 @@
 """Rounds of pools in which the models of all clients teach the server's.
 
-FedDF and Fed-ET differ in who learns, and what of what the clients say.
+FedDF and Fed-ET differ in who learns, and in what they learn from the clients.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,10 +33,10 @@ class Averaged(NamedTuple):
     state: the pools' state after it.
     losses: each pool's loss.
     said: each pool's clients' logits on the distillation batches, `float[K, S,
-      B, C]`, or their sum, `float[S, B, C]`. Clients of weight 0 say zeros, and
-      so do those that have diverged.
-    heard: each pool's clients that say more, `float32[K]`, ones and zeros; or
-      their number, `float32[]`.
+      B, C]`, or their sum, `float[S, B, C]`. Zeros for clients of weight 0, and
+      for those that have diverged.
+    heard: 1 for each pool's other clients, 0 for these, `float32[K]`; or the
+      number of others, `float32[]`.
     weights: each pool's clients' weights, `float32[K]`.
     decay: the factor of the round's learning rates.
     key: the key of the distillation batches; see `Distiller.batch`.
@@ -52,7 +52,7 @@ class Averaged(NamedTuple):
 
   @property
   def anyone(self) -> jax.Array:
-    """1 if any client says something, else 0: then nobody can learn from it."""
+    """1 if any client is heard, else 0: then there is nothing to learn."""
     return jnp.int32(sum(map(jnp.sum, self.heard)) > 0)
 
 
@@ -66,7 +66,7 @@ def ensemble(
   """Federated averaging in P pools, whose clients' models are all heard.
 
   Args:
-    pools: P pools, of which the server sees each client's update.
+    pools: P pools; the server sees each client's update.
     distiller: how models see the distillation batches.
     rounds: T, over which learning rates fall linearly; `None` for no fall.
     engine: where the work runs.
@@ -124,7 +124,7 @@ def ensemble(
 
 
 def _teacher(view: Task) -> Task:
-  """A client's model's logits on all of a round's batches, `[S, B, C]`."""
+  """The logits of a client's model on a round's batches, `[S, B, C]`."""
 
   def logits(server, key, bank, index, update) -> Any:
     delta, stats = update

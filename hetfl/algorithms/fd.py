@@ -45,8 +45,8 @@ def fd(
   `F_k[j] = sum_(i != k) F_ij / |{i != k that have class j}|`
 
   While it trains, it adds up its predictions, `F_kj = mean of softmax(f(x))`
-  over its examples of class j, and sends these means. Sends C (C + 1) numbers;
-  receives as many, and takes its own away.
+  over its examples of class j, and sends these means. It sends C (C + 1)
+  numbers, receives as many, and subtracts its own.
 
   Args:
     clients: K clients, whose models' outputs are logits of C classes.
@@ -69,7 +69,7 @@ def fd(
   Reference: Jeong et al. 2018, algorithm 1, whose "logits" are softmax outputs.
   Departures: the divergence in place of the cross-entropy to F_k has the same
   gradient and is 0 where they agree; the mean is over the clients that have the
-  class and took part, where the paper's are all others.
+  class and took part, not over all others.
 
   Two clients predict (1/2, 1/2) for their only images, of class 0. In the first
   round they have no targets. In the second each learns what the other sent.
@@ -91,7 +91,7 @@ def fd(
   [1.0, 1.0] 0.0
   [1.46..., 0.53...] 0.12...
   """
-  # Of a client in the first round, of its sums, and of the server.
+  # For a client in the first round, for its sums, and for the server.
   nothing = lambda: no_sums(num_classes, num_classes)
   never = lambda: ClassMeans(nothing(), jnp.zeros((), jnp.int32))
 

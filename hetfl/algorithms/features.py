@@ -75,7 +75,7 @@ def logits_only(model: core.Model) -> core.Model:
 
 
 def scored(model: core.Model, scores: Callable[[Any, Any], Any]) -> core.Model:
-  """A model by which clients classify with what the server sent, to evaluate.
+  """For evaluation: a client's model that classifies with what the server sent.
 
   Args:
     model: the client's model, of outputs such as `Features`.
@@ -101,8 +101,8 @@ def classes_of(
 ) -> tuple[jax.Array, jax.Array]:
   """`core.labels_of` a batch whose examples must have one class each."""
   with checks.noted(
-    "the method shares means of classes, of which an example has one: for other"
-    " labels use lgfedavg, fml or fedmd"
+    "the method shares means of classes, so each example needs one class: for"
+    " other labels use lgfedavg, fml or fedmd"
   ):
     scores = jnp.zeros((*batch["mask"].shape, num_classes))
     return core.labels_of(scores, batch)
@@ -157,18 +157,18 @@ _MADE_BY = {
 def first_part(
   key: jax.Array, kept: Sequence[Group], part: str = "head"
 ) -> core.Variables:
-  """What the server sends first of a part that clients share: the first's.
+  """What the server first sends of a shared part: the first client's.
 
   Args:
     key: not used; see `Method.server`.
     kept: what the clients keep at first.
-    part: a name of those that `joined` made their models of.
+    part: the name of one of those that were `joined` to their models.
 
   Returns:
     The part's variables.
 
   Raises:
-    ValueError: a client's model has no such part, or they have other shapes.
+    ValueError: a client's model has no such part, or its shapes differ.
   """
   del key
   for group in kept:
@@ -189,7 +189,7 @@ def first_part(
 def with_parts(
   variables: core.Variables, **parts: core.Variables
 ) -> core.Variables:
-  """A model's variables with other ones of some of its parts.
+  """A model's variables, with those of some parts replaced.
 
   >>> of = lambda w: core.Variables(w, {})
   >>> whole = joined({'body': of(1.), 'head': of(2.)})
@@ -250,13 +250,13 @@ def train_server(
       whose `mask` is 0 enter no batch.
     key: for the order and the objective.
     context: the round's, with the step size as `server_learning_rate`.
-    epochs: passes over the examples, in a new order each.
+    epochs: passes over the examples, each in a new order.
     batch_size: the last batch of an epoch may be smaller.
 
   Returns:
     The trained variables.
 
-  Of three examples two are there: an epoch of single ones is two steps of 1.
+  Two of three examples count: an epoch in batches of one is two steps of 1.
 
   >>> minus = lambda v, batch, key, context: (-v.params * batch['x'], {}, {})
   >>> examples = {'x': jnp.ones(3), 'mask': jnp.array([1., 0., 1.])}
@@ -272,7 +272,7 @@ def train_server(
   def epoch(learner, key):
     order_key, step_key = jax.random.split(key)
     order = jax.random.permutation(order_key, len(there))
-    order = order[jnp.argsort(~there[order], stable=True)]  # Those there first.
+    order = order[jnp.argsort(~there[order], stable=True)]  # Valid ones first.
 
     def one(s, learner):
       at = s * batch_size + jnp.arange(batch_size, dtype=jnp.int32)

@@ -32,8 +32,7 @@ class ClientUpdates(NamedTuple):
   Attributes:
     delta: `w_server - w_k`, arrays `[K, ...]`, shaped as the parameters.
     stats: arrays `[K, ...]`, shaped as the model's statistics.
-    weight: `n_k`, `float32[K]`; 0 of rows of clients that are absent, whose
-      delta is 0.
+    weight: `n_k`, `float32[K]`; 0 for absent clients, whose delta is 0.
     loss: each client's training loss over its steps, a `Mean` of `[K]`.
     client: `int32[K]`, the clients' numbers in their population.
 
@@ -111,7 +110,7 @@ class Pool(local.Participant):
         delta = core.fixed_unless(trained, delta)
         changed = self.delta_transform(noise_key, delta)
         checks.alike(f"{self.label}: delta_transform", changed, delta)
-        # Who takes no steps sends nothing, whatever is made of a delta of 0.
+        # A client without steps sends 0, whatever is made of a delta of 0.
         delta = optax.tree.where(trained, changed, delta)
       weight = batches.weight
       if self.private is not None:
@@ -155,7 +154,7 @@ class Pool(local.Participant):
             f"{self.label}: private: its model's statistics would be sent as"
             " they are; give it a model without, such as with group norm"
           )
-        # No client has this number. Who takes part is not told by the weight.
+        # No client has this number. The weight does not reveal who takes part.
         noise_key = jax.random.fold_in(key, np.uint32(2**32 - 1))
         gradient = self.private.of_sum(noise_key, sent.delta)
         return gradient, sent.stats, jnp.ones(())
@@ -250,8 +249,8 @@ def init_pools(
     key: the run's key.
     variables: P models to continue from; `None` makes new ones.
     hyper: the exchange's hyper-parameters.
-    *students: models of the server without clients, with their own optimizers;
-      they count as pools after the P, but for `server_lr` and `prox_mu`.
+    *students: the server's models without clients, with their own optimizers;
+      they count as pools after the P, except for `server_lr` and `prox_mu`.
 
   Returns:
     The state; its server holds P `Learner`s, its `hyper` also `learning_rate`,
@@ -405,7 +404,7 @@ def combine(
 
   Args:
     pools: P pools.
-    state: their state, of which the round's noise is drawn.
+    state: their state, from whose key the round's noise is drawn.
     plan: the round's plan.
     sent: P results of `client_works`.
 

@@ -35,10 +35,11 @@ def feddf(
     pools: P pools, one or more, whose models have the same classes. With
       `server_optimizer=fedavg_server, server_lr=1.` students start from the
       clients' weighted means, as in the paper.
-    distiller: how students learn, its divergence from the mean of the clients'
-      outputs, the only teacher; `None` is Adam at 1e-3. Its temperature is
-      that of the mean logits, its regularization mixes the prediction of the
-      student's start into its target; the paper has neither (1 and 0).
+    distiller: how students learn; its divergence is from the mean of the
+      clients' outputs, the only teacher; `None` is Adam at 1e-3. Its
+      temperature is that of the mean logits, its regularization mixes the
+      student's initial prediction into its target; the paper has neither (1 and
+      0).
     rounds: T, over which all learning rates but the clients' fall linearly;
       `None` keeps them constant.
     engine: where the work runs, by default `Inline()`; see `hetfl.engine`.

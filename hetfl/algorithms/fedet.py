@@ -1,4 +1,4 @@
-"""Fed-ET: clients' small models teach a larger one of the server's.
+"""Fed-ET: clients' small models teach a larger server model.
 
 Reference: Cho et al. 2022, "Heterogeneous Ensemble Knowledge Transfer for
 Training Large Models in Federated Learning".
@@ -30,19 +30,19 @@ def fedet(
   rounds: int | None,
   engine: Engine | None = None,
 ) -> core.Algorithm:
-  """Fed-ET: P pools, one for each architecture, and a model of the server's.
+  """Fed-ET: P pools, one for each architecture, and a server model.
 
   Each pool's model takes a step of federated averaging, for which a client
   sends and receives what `fedavg`'s do. On the round's unlabelled batches the
   server's model p learns what the clients' models agree on, by `consensus`, and
-  a little of what those say who disagree: `-log p[y] + diversity KL(q || p)`.
+  a little of what the others say: `-log p[y] + diversity KL(q || p)`.
 
   Args:
     pools: P pools, one or more, whose models have the same classes. With
       `server_optimizer=fedavg_server, server_lr=1.` their models are the
       clients' weighted means, as in the paper.
     server: how the server's model trains, with a name of its own. Its transform
-      is that of all models' distillation batches; its `loss` is not used.
+      prepares all models' distillation batches; its `loss` is not used.
     diversity: lambda.
     shared: the name of layers that all models have, in their parameters, such
       as a Flax module's `name`. The server's model begins each round with the
@@ -57,15 +57,15 @@ def fedet(
     Metrics: each pool's `NAME/client_loss`, the server's `NAME/distill_loss`.
 
   Raises:
-    ValueError: a value is out of its range, two names are alike, or a model has
-      no `shared` parameters, or has them in other shapes.
+    ValueError: a value is out of its range, two names are the same, or a model
+      has no `shared` parameters, or has them in other shapes.
 
   Reference: Cho et al. 2022; representation transfer, `shared`, is an option.
   Departure: the mean of shared layers is weighted by the pools' examples.
   Clients of weight 0, or that say NaN as they have diverged, do not teach.
 
-  Clients, who do not learn, say (2, 0) and (0, 4), with variances 1 and 4: y is
-  1, of 0.2 (2, 0) + 0.8 (0, 4), and the first disagrees with q = (0.88, 0.12).
+  Clients, which do not learn, say (2, 0) and (0, 4), with variances 1 and 4: y
+  is 1, by 0.2 (2, 0) + 0.8 (0, 4); the first disagrees: q = (0.88, 0.12).
 
   >>> from hetfl import ClientPopulation, optimizers, plan_round
   >>> linear = lambda *w: core.Model(
@@ -158,7 +158,7 @@ def fedet(
 
 @jax.jit
 def consensus(said: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-  """What models agree on, and what those say who disagree.
+  """What models agree on, and what those that disagree say.
 
   `y = argmax_c z_c` of `z = sum_k v_k z_k / sum_k v_k`, where `v_k = Var_c
   z_kc`: models that are sure count more. `q = softmax(z')`, where z' is the

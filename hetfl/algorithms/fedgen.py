@@ -63,8 +63,8 @@ def fedgen(
   with the plan's weights, and trains its generator G by Adam on the loss of
   the clients' mean logits, `CE(sum_k p_k head_k(G(e, y')), y') + diversity
   spread(G(e, y'), e)`. Noise e is uniform in [0, 1), classes y' are drawn
-  evenly. In the first round clients have no generator. Sends a head, C (D + 1)
-  numbers if it is one dense layer; receives that and the generator.
+  evenly. In the first round clients have no generator. A client sends a head, C
+  (D + 1) numbers if it is one dense layer; it receives that and the generator.
 
   Args:
     clients: K clients, whose models' outputs are `Features`, see `headed`: the
@@ -76,7 +76,7 @@ def fedgen(
     diversity: of the generator's spread; likewise.
     server_learning_rate: Adam's; likewise.
     server_steps: the generator's steps in a round.
-    server_batch_size: the features of a step.
+    server_batch_size: the features in a step.
     noise: E, the numbers in e.
     hidden: the width of the generator's hidden layer.
     **options: `learning_rate`, `optimizer` and `engine`; see `personal`.
@@ -91,11 +91,11 @@ def fedgen(
 
   Reference: Zhu et al. 2021, algorithm 1; generator and spread are the released
   code's. Departures: only heads are shared, as models are unlike, where the
-  code averages whole ones; the generator's layers begin as Flax's, and its
-  running variance is without Bessel's correction; classes are drawn evenly,
-  where the paper counts labels, and clients' logits are averaged alike for
-  all classes; clients generate as many features as their batch has examples,
-  and take no softmax of generated features as a target for their own.
+  code averages whole ones; the generator's layers are initialised as Flax's,
+  and its running variance is without Bessel's correction; classes are drawn
+  evenly, where the paper counts labels, and clients' logits are averaged alike
+  for all classes; clients generate as many features as their batch has
+  examples, and take no softmax of generated features as a target for their own.
 
   The client's features are 1 for its only image; it does not learn.
 

@@ -36,11 +36,11 @@ def fedgh(
   """FedGH.
 
   A client begins with the server's head, trains body and head on its labels and
-  sends the mean features of each of its classes, `C_k[j]`. The server goes on
-  to train its head on them by SGD on `mean_kj CE(head(C_k[j]), j)`, in batches
-  of the pairs (k, j), however many examples each is the mean of.
-  Sends C D numbers, if it has all classes; receives a head, C (D + 1) numbers
-  if it is one dense layer.
+  sends the mean features of each of its classes, `C_k[j]`. The server trains
+  its head further on them, by SGD on `mean_kj CE(head(C_k[j]), j)`, in batches
+  of the pairs (k, j), however many examples each is the mean of. A client sends
+  C D numbers, if it has all classes; it receives a head, C (D + 1) numbers if
+  that is one dense layer.
 
   Args:
     clients: K clients, whose models' outputs are `Features`, see `headed`: the
@@ -62,8 +62,8 @@ def fedgh(
     ValueError: as `personal`; heads have unlike shapes; labels are not classes.
 
   Reference: Yi et al. 2023, algorithm 1. What it leaves open: the server
-  shuffles all pairs in each of its epochs; mean features are of a pass of the
-  trained model over the round's batches, in inference mode, as in FedProto.
+  shuffles all pairs in each of its epochs; mean features come from a pass of
+  the trained model over the round's batches, in inference mode, as in FedProto.
 
   The client's features are 1 for its only image, of class 0; it does not learn.
   The server's step of 1 takes its head from (0, 0) by (1, 0) - (1/2, 1/2).
@@ -113,7 +113,7 @@ def fedgh(
 
 
 def sent_prototypes(sent: core.Mean) -> core.Batch:
-  """What K clients sent as a batch of K C examples, 0 in `mask` where none is.
+  """What K clients sent as a batch of K C examples, with `mask` 0 where none is.
 
   >>> sent = core.Mean(jnp.array([[[6.], [0.]]]), jnp.array([[2., 0.]]))
   >>> for name, x in sent_prototypes(sent).items():

@@ -1,4 +1,4 @@
-"""FedKD: large models that stay learn with a small one that is shared.
+"""FedKD: each client's large model learns with a small one that all share.
 
 Reference: Wu et al. 2022, "Communication-efficient federated learning via
 knowledge distillation", Nature Communications 13.
@@ -31,20 +31,20 @@ def fedkd(
   """FedKD.
 
   On the same batches a client trains its own model, the mentor, and a copy of
-  the server's, the mentee; each learns from the labels and from the other, the
-  less the worse both are:
+  the server's, the mentee; each learns from the labels and, the less the worse
+  both are, from the other:
 
   `L_own = CE_own + KL(p_shared || p_own) / (CE_own + CE_shared)`
   `L_shared = CE_shared + KL(p_own || p_shared) / (CE_own + CE_shared)`
 
   It sends the mentee's update by singular vectors, see `compressed`; the server
-  adds the updates' mean to the mentee, compressed likewise. For an array of m
-  rows and n columns of which r vectors are left, sends r (m + n + 1) numbers;
+  adds the updates' mean to the mentee, compressed likewise. Of an array of m
+  rows and n columns, a client sends r vectors, r (m + n + 1) numbers, and
   receives as many. Arrays with one axis are sent whole.
 
   Args:
-    clients: K clients, whose models, the mentors, may differ. A learning rate,
-      an optimizer and a penalty of a client are the mentor's.
+    clients: K clients, whose models, the mentors, may differ. A client's
+      learning rate, optimizer and penalty are the mentor's.
     mentee: the shared model, of the same classes.
     energy: the share of the squared singular values that is kept, in [0, 1]: a
       value, which trials may vary, or a schedule `round -> share`; the paper's
@@ -59,8 +59,8 @@ def fedkd(
     the divergences `own_kl` and `shared_kl`.
 
   Raises:
-    ValueError: as `personal`; mentor and mentee have other classes; labels are
-      not classes, and there is no divergence for them.
+    ValueError: as `personal`; mentor and mentee have different classes; labels
+      are not classes, and there is no divergence for them.
 
   Reference: Wu et al. 2022, its adaptive mutual distillation and its dynamic
   approximation of gradients. The denominator is of a batch's means, as in the
@@ -151,14 +151,14 @@ def _mean(losses, batch):
 
 
 def compressed(update: PyTree, energy: float | jax.Array) -> PyTree:
-  """What the first singular vectors of each array keep.
+  """Each array, reduced to its first singular vectors.
 
   The fewest vectors whose squared singular values exceed a share of their sum,
   `sum_(i <= r) s_i^2 > energy sum_i s_i^2`.
 
   Args:
     update: arrays; those with one axis, or none, are kept whole. Others are
-      matrices of their last axis, such as a convolution's outputs.
+      matrices with their last axis as columns, such as a convolution's outputs.
     energy: the share, in [0, 1]; with 1 all are kept.
 
   Returns:
@@ -184,8 +184,8 @@ def compressed(update: PyTree, energy: float | jax.Array) -> PyTree:
       jnp.where(there, matrix, other), full_matrices=False
     )
     squares = jnp.square(values)
-    # What would be lost without a vector and those after it, of which even the
-    # least counts: from the end, as small terms vanish in the sum of all.
+    # What would be lost without a vector and those after it. Summed from the
+    # end: even the least term counts, but vanishes in the sum of all.
     rest = jnp.cumsum(squares[::-1])[::-1]
     # Masked, not cut: shapes do not depend on the number of vectors.
     values = jnp.where(rest >= (1 - energy) * rest[0], values, 0)

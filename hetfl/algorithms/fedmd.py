@@ -115,7 +115,7 @@ def consensus(scores: Sequence[jax.Array], weights: jax.Array) -> jax.Array:
     `float[N, C]`.
 
   Raises:
-    ValueError: the scores differ in shape, or are not as many as the weights.
+    ValueError: the scores differ in shape, or in number from the weights.
 
   Reference: Li & Wang 2019, algorithm 1, "Aggregate", and supplement, method 4.
 

@@ -56,7 +56,8 @@ def matryoshka(
     dicts of `body`, `head`, `projection` and `shared`, the last a dict of
     `body` and `head`.
 
-  F(x) = 2x, G(x) = x, and P adds them up, twice; heads give what they get.
+  F(x) = (2x, 2x), G(x) = x, and P gives their sum twice; heads multiply by 1,
+  10.
 
   >>> times = lambda w: core.Model(
   ...     lambda key: core.Variables(jnp.array(w), {}),
@@ -107,8 +108,8 @@ def fedmrl(
 
   A client begins with the server's small model, trains it with its own by
   `CE(logits) + weight CE(inner)` and sends it; the server takes the mean with
-  the plan's weights, which are numbers of examples if not uniform. Sends and
-  receives the small model.
+  the plan's weights, which are numbers of examples if not uniform. A client
+  sends and receives the small model.
 
   Args:
     clients: K clients, whose models `matryoshka` makes: all but what is shared

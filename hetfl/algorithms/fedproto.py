@@ -49,10 +49,10 @@ def fedproto(
     ValueError: as `personal`; labels are not classes.
 
   Reference: Tan et al. 2022, algorithm 1. Departures: the mean of squares over
-  features is that of the released code. That gathers prototypes while a client
-  trains, in the last epoch; here they are of the trained model, on the round's
-  batches. The average is over examples, where the code weighs clients equally;
-  a client's optimizer persists, the code's is new in each round.
+  features is that of the released code. The code gathers prototypes while a
+  client trains, in the last epoch; here they are the trained model's, on the
+  round's batches. The average is over examples, where the code weighs clients
+  equally; a client's optimizer persists, the code's is new in each round.
 
   The client's features are 1 for its only image, of class 0, which has no
   prototype yet: it sends 1 (its logits do not depend on its features).

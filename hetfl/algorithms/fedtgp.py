@@ -49,12 +49,12 @@ def fedtgp(
 
   Clients do as in FedProto, `CE + weight mean_d (h_d(x) - T_d[y])^2`, and send
   the mean features of each of their classes, `C_k[j]`. The prototypes T are a
-  small network's, of a learnt vector for each class; the server goes on to
-  train it by SGD on the mean over pairs (k, j) of `margin_loss`, in batches.
+  small network's outputs for a learnt vector of each class; the server trains
+  it further, by SGD on the mean of `margin_loss` over pairs (k, j), in batches.
   The loss's margin is the largest distance from a class to the nearest other,
-  between their means over clients of `C_k[j]`, but no more than `margin`. In
-  the first round clients have no prototypes. Sends C D numbers, if it has all
-  classes; receives C D.
+  between the means of `C_k[j]` over clients, but at most `margin`. In the first
+  round clients have no prototypes. A client sends C D numbers, if it has all
+  classes, and receives C D.
 
   Args:
     clients: K clients, whose models' outputs are `Features`; see `headed`.
@@ -69,7 +69,7 @@ def fedtgp(
 
   Returns:
     The algorithm; see `personal`. Its state's `server` is `Trained`, whose
-    `prototypes` `nearest` takes. Its metrics are `loss`, with the distance,
+    `prototypes` are for `nearest`. Its metrics are `loss`, with the distance,
     and `distance`, the mean over examples.
 
   Raises:
@@ -78,8 +78,8 @@ def fedtgp(
   Reference: Zhang et al. 2024, algorithm 1; the margin and the network are the
   released code's: the vectors, normal at first, and two dense layers with a
   ReLU between, all of D numbers. The paper's margin is the largest distance of
-  all, which runs away sooner. Departures: layers begin as Flax's; means are of
-  the trained model's features, in the code of the model's before the round.
+  all, which runs away sooner. Departures: layers are initialised as Flax's; the
+  features are the trained model's, in the code those from before the round.
 
   The client's features are (1, 0) for its only image, of class 0: the server
   moves its prototype of that class there.

@@ -113,7 +113,7 @@ def fit(
         Progress(
           learner=learner,
           accuracy=jnp.zeros((), jnp.float32),
-          # Below any accuracy, and finite, as diverged states are told.
+          # Below any accuracy, but finite: other values mark diverged states.
           best=jnp.full((), jnp.finfo(jnp.float32).min, jnp.float32),
           wait=jnp.zeros((), jnp.int32),
           epochs=jnp.zeros((), jnp.int32),
@@ -226,7 +226,7 @@ def plan_fit(
 def plan_parties(
   examples: Mapping[str, Subset], *, batch_size: int, **options: Any
 ) -> dict[str, Batches]:
-  """Parties' batches in full: the tail is "repeat", B at most what one holds.
+  """Parties' full batches: the tail is "repeat", B at most what a party holds.
 
   Args:
     examples: the parties' examples by their names.

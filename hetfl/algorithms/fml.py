@@ -36,7 +36,7 @@ def local_model(state: core.State, client: int) -> core.Variables:
 
 
 def meme_model(state: core.State, client: int) -> core.Variables:
-  """The meme that a client would fork now, of the model that `splice` makes."""
+  """The meme that a client would fork now, for the model from `splice`."""
   return fork(state.server, **_kept(state, client).extra)
 
 
@@ -77,7 +77,7 @@ def mutual_loss(
     Two `float[B]`: the loss, and the divergence in it.
 
   Raises:
-    ValueError: the arrays have other shapes.
+    ValueError: the arrays' shapes differ.
 
   Reference: Shen et al. 2020, equation 5.
 
@@ -102,8 +102,8 @@ def mutual_loss(
 def _objective(client, global_model, divergence) -> local.Objective:
   """Equation 5's losses, added up: each partner is held fixed.
 
-  The gradient of the sum then holds each model's own; of a partner that does
-  not learn now, the context holds the variables as `fixed`.
+  The gradient of the sum then holds each model's own. The context's `fixed`
+  holds the variables of a partner that does not learn now.
   """
   meme = splice(global_model, **client.parts)
   models = {"own": client.model, "shared": meme}
@@ -247,8 +247,8 @@ def fml(
     clients: K clients; the plan says which of them take part in a round.
     global_model: the global model. If its outputs are features and not logits,
       every client needs an adaptor; if its inputs are features, every client
-      needs an encoder. `None` for clients that learn alone, with the batches
-      and draws of all others ("independently training", figures 5 and 6).
+      needs an encoder. `None` for clients that learn alone, with the same
+      batches and draws ("independently training", figures 5 and 6).
     alpha: weight of the labels in the local models' loss, in [0, 1]: a value,
       which trials may vary, or a schedule `round -> alpha`.
     beta: likewise, for the memes; best if alpha falls and it rises (section 6).
@@ -257,8 +257,8 @@ def fml(
     optimizer: `learning rate -> optax optimizer`, likewise.
     temperature: T of the divergences, then multiplied by T^2; likewise.
     divergence: `(outputs, partner's outputs, temperature) -> float[B]` in place
-      of KL, for labels that are not classes, of which an example has one.
-      `None` for `distill.pair_divergence`.
+      of KL, for labels other than one class per example. `None` for
+      `distill.pair_divergence`.
     sequential: whether the local model is updated first and the meme learns
       from the updated one, as in deep mutual learning (Zhang et al. 2018). The
       paper does not say; its code updates both at once.

@@ -35,14 +35,14 @@ def heterofl(
 
   `w[i] <- sum_k n_k w_k[i] / sum_k n_k`,
 
-  and leaves entries that nobody holds. Sends and receives as many numbers as
-  the client's model has: about r^2 W with a share r of the channels.
+  and leaves entries that nobody holds. A client sends and receives as many
+  numbers as its model has: about r^2 W with a share r of the channels.
 
   Args:
     clients: K clients, of any widths.
     global_model: the global model, as wide as the widest or wider.
-    classes: `bool[K, C]`, which classes each client has: its loss takes logits
-      of others as 0. `None` for the plain loss.
+    classes: `bool[K, C]`, which classes each client has: its loss sets the
+      logits of others to 0. `None` for the plain loss.
     output: with `classes`, the name of the output layer in the parameters,
       such as a Flax module's `name`: its entries for a class are the mean over
       the clients that have it. `None` for the mean over all.
@@ -55,16 +55,16 @@ def heterofl(
 
   Raises:
     ValueError: as `personal`; a client's array is no leading part of a global
-      one, `classes` are not of K clients, or of other classes than logits.
+      one, `classes` are not of K clients, or do not match the logits.
 
   Reference: Diao et al. 2021, whose released code has `classes` and `output`.
   The mean is weighted as the plan is; the code's weights are equal. Left to the
   models: the Scaler, after each layer that is narrower, before it is
   normalised, `x = x / r if train else x`; and pooling over positions before the
-  first dense layer, since leading entries of a flattened image are those of
-  other positions and channels in a narrower one. Departure: batch statistics
-  are averaged as parameters are; the code gathers them after training, and
-  clips gradients at a norm of 1.
+  first dense layer, since leading entries of a flattened image belong to other
+  positions and channels in a narrower one. Departure: batch statistics are
+  averaged as parameters are; the code gathers them after training, and clips
+  gradients at a norm of 1.
 
   The global model has three channels; the clients have one, and two at twice
   the rate. For the image, of class 0, both move up by half their rate.

@@ -1,4 +1,4 @@
-"""KT-pFL: each party learns a mixture of the parties' scores of its own.
+"""KT-pFL: each party learns its own mixture of all parties' scores.
 
 Reference: Zhang et al. 2021, "Parameterized Knowledge Transfer for Personalized
 Federated Learning".
@@ -32,7 +32,7 @@ def coefficients_loss(
   Returns:
     `float[]`.
 
-  Party 0 says (1/2, 1/2) and learns (3/4, 1/4) from 1, which learns from
+  Party 0 says (1/2, 1/2) and learns (3/4, 1/4) from party 1, which learns from
   itself: `3/4 log(3/2) + 1/4 log(1/2) + rho`.
 
   >>> p = jnp.array([[[.5, .5]], [[.75, .25]]])
@@ -123,10 +123,10 @@ def ktpfl(
   The parties send their tempered class probabilities p_j on the round's public
   examples. The server takes gradient steps on the coefficients c, see
   `step_coefficients`, and sends party k `sum_j c_kj p_j`, towards which it
-  trains; then it trains on its private examples. Sends N C numbers; receives
-  N C, and which N public examples come next. A party that says NaN, as it has
-  diverged, counts as if it said the mean of the others. All take part in each
-  round; the coefficients have no row for who is absent.
+  trains; then it trains on its private examples. A party sends N C numbers; it
+  receives N C, and which N public examples come next. A party that says NaN, as
+  it has diverged, counts as if it said the mean of the others. All take part in
+  each round; the coefficients have no row for absent ones.
 
   Args:
     parties: P parties, whose models have the same number of classes.

@@ -19,7 +19,8 @@ def lgfedavg(clients: Sequence[Client], **options: Any) -> core.Algorithm:
   A client begins with the server's head, trains body and head on its labels and
   sends the head; the server takes their mean with the plan's weights, which are
   numbers of examples if not uniform: `head = sum_k n_k head_k / sum_k n_k`.
-  Sends and receives a head, C (D + 1) numbers if it is one dense layer.
+  A client sends and receives a head, C (D + 1) numbers if it is one dense
+  layer.
 
   Args:
     clients: K clients, whose models' outputs are `Features`, see `headed`: the
@@ -36,12 +37,13 @@ def lgfedavg(clients: Sequence[Client], **options: Any) -> core.Algorithm:
     ValueError: as `personal`; heads have unlike shapes.
 
   Reference: Liang et al. 2020, algorithm 1. Departures from the released code:
-  a client keeps its optimizer's state; the mean is weighted as the plan is,
-  there equal; there, models start from one that FedAvg has trained, and are
-  evaluated with the new head.
+  a client keeps its optimizer's state; the mean is weighted as the plan is, the
+  code's equally; the code's models start from one that FedAvg has trained, and
+  are evaluated with the new head.
 
-  Both clients have image 1 of their own class; bodies are 1, and heads begin at
-  (0, 0). Steps of 1 on p - y, of 1/2 each, go opposite ways: the mean is 0.
+  Each client has the image 1, of a class of its own; bodies are 1, and heads
+  begin at (0, 0). Steps of 1 on p - y, of 1/2 each, go opposite ways: the mean
+  is 0.
 
   >>> import jax
   >>> from hetfl import ClientPopulation, plan_round

@@ -1,10 +1,10 @@
-"""Rounds of clients that keep models of their own: the frame of many methods.
+"""Rounds of clients that keep their own models: a framework for many methods.
 
 In a round the server sends something (prototypes, a head, class scores), each
 client that takes part trains its model with it and sends something back, and
-the server makes the next of what it got. A method is what differs: a loss, what
-a client starts from and sends, and the server's aggregation; see
-docs/methods.md for two that are written from an empty file.
+the server makes its next message from that. A method is what differs: a loss,
+what a client starts from and sends, and the server's aggregation; see
+docs/methods.md for two that are written from scratch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +69,7 @@ class Method(NamedTuple):
       example counts as often as it is in the plan: plan with `tail="short"`.
     extra: `(variables, client) -> pytree`, what else a client of that number
       keeps at first.
-    alike: whether all clients begin with the same model, `start(key)` of the
+    alike: whether all clients begin with the same model, `start(key)` with the
       key that `server` gets; by default each has a key of its own.
     aggregate: `(context, sent, key) -> server`, from `Sent`; cast to the types
       of the server's last.
@@ -176,7 +176,7 @@ def round_step(
   *,
   in_turn: Callable[[Callable], Callable] | None = None,
 ) -> Callable[..., tuple[core.State, core.Metrics]]:
-  """The step of `personal`, of which the round's key is an argument.
+  """The step of `personal`, with the round's key as an argument.
 
   Args:
     roster: the clients.
@@ -184,7 +184,7 @@ def round_step(
     hyper: all hyper-parameters, as `core.scheduled` takes them.
     optimizer: of clients without one of their own.
     engine: where the work runs.
-    in_turn: makes a step of both models in turn of one of both at once.
+    in_turn: turns a step of both models at once into steps in turn.
 
   Returns:
     `(state, plan, data, key) -> (state, metrics)`.
@@ -368,7 +368,7 @@ def _update(client, method, optimizer, in_turn) -> Task:
 def own_and_shared(
   learner: local.Learner,
 ) -> tuple[local.Learner, core.Variables]:
-  """A client's own learner and the shared model, of both in one learner."""
+  """A client's own learner and the shared model, out of a learner of both."""
   parts = parted(learner.variables)
   return local.Learner(parts["own"], learner.opt_state["own"]), parts["shared"]
 

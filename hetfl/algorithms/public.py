@@ -27,8 +27,8 @@ class Translator(NamedTuple):
   Attributes:
     scores: `(logits [..., C], temperature) -> float[..., C]`.
     loss: `(logits [B, C], target [B, C], temperature) -> float[B]`.
-    of_classes: whether scores are of classes, of which an example has one:
-      private labels that are not are then refused.
+    of_classes: whether scores are of classes: private labels other than one
+      class per example are then refused.
   """
 
   scores: Callable[[jax.Array, jax.Array | float], jax.Array]
@@ -46,7 +46,7 @@ class Parties:
   Args:
     parties: P parties, whose models have the same number of outputs.
     translator: what they share, and how they learn from targets.
-    server: how a model of the server, which only digests, trains; or `None`.
+    server: how the server's model, which only digests, trains; or `None`.
     public_transform: applied to each public batch as stored in its bank; a
       party's own transform is for its private batches.
     eval_batch_size: examples at once in `communicate`, by default 40 on CPUs
@@ -84,7 +84,7 @@ class Parties:
     first = {k: of[0] for of in group_clients(self.students) for k in of}
 
     def tasks(make):
-      """A task for each student; those who are alike share one."""
+      """A task for each student; those that are alike share one."""
       made = functools.cache(lambda k: make(self.students[k]))
       return [made(first[k]) for k in range(len(self.students))]
 
@@ -169,10 +169,10 @@ class Parties:
     return _without_lots(self._engine.run(*works), len(subset))
 
   def heard(self, plan: Plan, scores: Sequence[jax.Array]) -> jax.Array:
-    """Who is heard: parties that take part and have not diverged.
+    """Which parties are heard: those that take part and have not diverged.
 
     Args:
-      plan: the round's plan; who takes part has steps of Digest.
+      plan: the round's plan; those that take part have steps of Digest.
       scores: each party's scores.
 
     Returns:
@@ -212,8 +212,8 @@ class Parties:
       state: the state.
       plan: the round's plan.
       shown: for each student what `distribute` returned.
-      heard: the weights of those whose scores made the targets; if all are 0
-        there are none, and the students stay as they are.
+      heard: the weights of those whose scores made the targets; if all are 0,
+        there are no targets, and the students stay as they are.
 
     Returns:
       The state, and each student's mean loss over its steps.
@@ -247,7 +247,7 @@ class Parties:
     return self._train("revisit", state, plan, banks, rows)
 
   def _train(self, phase, state, plan, banks, rows, heard=None):
-    """Runs a phase of those who have rows; returns the state and the losses."""
+    """Runs a phase for those with rows; returns the state and the losses."""
     key = jax.random.fold_in(state.key, plan.round)
     key = jax.random.split(key)[[*self._phases].index(phase)]
     learners = [
@@ -348,7 +348,7 @@ def score_bytes(num_images: int, num_classes: int) -> tuple[int, int]:
     num_classes: C.
 
   Returns:
-    Of float32 scores and int32 positions, sent and received.
+    Bytes sent and received, of float32 scores and int32 positions.
 
   >>> score_bytes(5000, 16)
   (320000, 340000)

@@ -45,7 +45,7 @@ def scaffold(
   `c_k+ = c_k - c + (w - w_k) / (S lr)`
 
   The server makes `w <- w + server_lr (mean_k w_k - w)` and `c <- c + sum_k
-  (c_k+ - c_k) / K`. Sends 2 W numbers, for W parameters; receives 2 W.
+  (c_k+ - c_k) / K`. A client sends and receives 2 W numbers, for W parameters.
 
   Args:
     clients: K clients, all with one model, and without a learning rate or an
