@@ -49,23 +49,22 @@ class Codist(shared.Rounds):
   Attributes:
     algorithm: One algorithm, or a comma-separated list of them, which are run
       one after another and compared.
-    dataset: What clients hold; images (digits, cifar10, cifar100; npz, your
+    dataset: What clients hold: images (digits, cifar10, cifar100; npz, your
       own) or text (pydoc, stackexchange, stackoverflow). digits and pydoc need
       no download.
     models: The models of the small and the large pool, one for both or
-      SMALL,LARGE; small_cnn, large_cnn, or for text small_lstm, large_lstm; or
+      SMALL,LARGE: small_cnn, large_cnn, or for text small_lstm, large_lstm; or
       FILE.py:FUNCTION for one of your own, where FUNCTION(num_classes), for
       text FUNCTION(vocabulary_size), returns a Flax module. By default the
       paper's.
-    recipe: Image size, cropping and padding; one of fixed size and statistics
-      (pad32_batch has one crop and one flip a batch, as FedJAX, not an image);
-      or of the data set's own, with random crops (crop), flips too (crop_flip)
-      or neither (plain). crop flips none, since images may be of letters.
-    layout: Where the CNNs make their maps smaller; for each of the three
-      convolutions, conv for as it is, pool for 2x2 max pooling after it, or
-      stride for steps of 2. By default pool,pool,conv, or conv,pool,pool for
-      32x32 recipes. `hetfl.models.vision.small_cnn` has those of the paper's
-      size.
+    recipe: Image size, cropping and padding: fixed size and statistics
+      (pad32_batch has one crop and flip per batch, as FedJAX, not per image),
+      or the data set's own, with random crops (crop), flips too (crop_flip) or
+      neither (plain). crop does not flip, since images may be letters.
+    layout: Where the CNNs make their maps smaller: for each of the three
+      convolutions conv (as it is), pool (2x2 max pooling after it) or stride
+      (steps of 2). By default pool,pool,conv, or conv,pool,pool for 32x32
+      recipes. `hetfl.models.vision.small_cnn` lists those of the paper's size.
     num_clients: For --dataset=npz without clients_train, the number of clients
       that the images are divided into, by default 100, or one for ten images if
       there are fewer than a thousand; 27% of them are the server's, for
@@ -84,7 +83,7 @@ class Codist(shared.Rounds):
     mixup_beta: b of the Beta(b, b) mixup of distillation images; 0 for no
       mixup.
     model_size: The paper's LSTMs, or LSTMs of half their width.
-    vocabulary: Tokens; the most common words, or word pieces.
+    vocabulary: Tokens: the most common words, or word pieces.
     vocabulary_size: Number of words or pieces, not counting PAD, BOS, EOS and
       OOV.
     pools: Which clients train which model. By capacity, all clients train the
@@ -92,12 +91,12 @@ class Codist(shared.Rounds):
       one; by domain, users who answer train the small model, users who ask the
       large one.
     max_sentences_per_client: Maximum number of sentences per user; further ones
-      are left out. For stackoverflow of the pools' users only.
+      are left out. For stackoverflow only the pools' users'.
     high_capacity_clients: Number of clients that train the large model. By
-      default 8 of digits, 47 of CIFAR, 19 of 100 for npz, 40 of pydoc, 600 of
-      stackexchange and 684 of stackoverflow. The paper has 31, 47 or 63 for
-      CIFAR, and 684 for Stack Overflow, where its two other pools have the size
-      of about 342 and 1,369 clients.
+      default 8 for digits, 47 for CIFAR, 19 of 100 for npz, 40 for pydoc, 600
+      for stackexchange and 684 for stackoverflow. The paper has 31, 47 or 63
+      for CIFAR, and 684 for Stack Overflow, where its two other pools have the
+      size of about 342 and 1,369 clients.
     distill_data: Data that the models distil on; c4 requires --c4_path.
     distill_examples: Number of distillation examples (paper, Figure 4). By
       default all, but at most 4,488,694 of --distill_data=c4, as in the paper,
@@ -107,9 +106,9 @@ class Codist(shared.Rounds):
       a folder of such files.
     c4_tokenizer: How text is split into sentences and words; nltk requires
       NLTK's punkt_tab, which is never downloaded.
-    bank: Where the examples are stored; all on each device (device), or on the
+    bank: Where the examples are stored: all on each device (device), or on the
       host, which sends only those of each round (round), for data sets that do
-      not fit on a device; or, of text, on disk (disk), in a folder hetfl_banks
+      not fit on a device; or, for text, on disk (disk), in a folder hetfl_banks
       of --data_dir, written once, for those that do not fit in memory. Changes
       speed and memory only.
     clients_per_round: Clients of each pool that train in a round, one value or
@@ -121,17 +120,17 @@ class Codist(shared.Rounds):
     client_lr: Clients' learning rate, one value or SMALL,LARGE.
     client_momentum: Clients' momentum.
     prox_mu: Weight of FedProx's term; 0 for none.
-    client_weights: Weights of the clients in the mean; their numbers of
+    client_weights: Weights of the clients in the mean: their numbers of
       examples, or the same for all.
     clip_norm: Greatest norm of a client's update, one value or SMALL,LARGE;
-      longer ones are shortened. Needs --client_weights=uniform; clients take
+      longer ones are scaled down. Needs --client_weights=uniform; clients take
       part by chance, --clients_per_round on average (docs/privacy.md). By
       default no limit.
-    epsilon: Differential privacy of clients, over all rounds and both models,
+    epsilon: Client-level differential privacy, over all rounds and both models,
       by noise in the sum of the clipped updates.
-    delta: The probability that --epsilon leaves out; by default N^-1.1, where N
-      is the number of clients in the larger pool.
-    server_optimizer: How servers apply their clients' mean update; FedAdam,
+    delta: The probability that --epsilon does not hold; by default N^-1.1,
+      where N is the number of clients in the larger pool.
+    server_optimizer: How servers apply their clients' mean update: FedAdam,
       FedYogi, FedAvgM (momentum) or McMahan's FedAvg (sgd).
     server_lr: Servers' learning rate in the first round, one value or
       SMALL,LARGE; it decays linearly to zero.
@@ -147,8 +146,8 @@ class Codist(shared.Rounds):
       value or SMALL,LARGE.
     student_regularization: Weight of a student's own initial predictions in its
       target, one value or SMALL,LARGE.
-    student_dropout: Whether students have dropout, if clients do, of which the
-      paper does not speak; MergedCodist is better without.
+    student_dropout: Whether students have dropout if clients do, which the
+      paper does not say; MergedCodist is better without.
     label_weight: Weight of true labels in distillation; the paper uses none.
     codist_period: Rounds from one codistillation to the next.
     merge_alpha: Weight of the clients' gradient; FIRST,LAST to change it

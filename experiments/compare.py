@@ -42,19 +42,19 @@ class Compare(shared.Rounds):
       labels are not used. With --dataset itself they are set aside before it is
       divided, for all methods.
     public_examples: Number of public images.
-    public_subset: Number of public images of a round; servers that are
-      distilled (feddf, fedet, codist, mergedcodist) draw as many batches anew.
+    public_subset: Number of public images of a round; servers that distil
+      (feddf, fedet, codist, mergedcodist) draw new batches of as many.
     digest_batch_size: Batch size on public images.
     digest_epochs: Passes over a round's public images.
-    partition: How the images are split among clients; each class by a Dirichlet
-      distribution; into single-class shards (pathological); evenly (iid); or
-      as a file says.
+    partition: How the images are split among clients: each class by a Dirichlet
+      distribution; into single-class shards (pathological); evenly (iid); or as
+      a file says.
     partition_alpha: Concentration of --partition=dirichlet; small values give
       skewed clients.
-    shards_per_client: Shards, so at most as many classes, of each client with
+    shards_per_client: Shards, and so the most classes, of each client with
       --partition=pathological.
     partition_file: JSON, a list of each client's positions among the images,
-      those for training before those for testing; as [[0, 5, 2], [1, 3]].
+      training images numbered before test images, as [[0, 5, 2], [1, 3]].
     validation: Share of a client's training images that it keeps to measure
       when to stop; 0 for none.
     patience: Ends a run after so many evaluations without a greater mean
@@ -70,7 +70,7 @@ class Compare(shared.Rounds):
     late_clients: Number of clients, the last ones, that take part only from
       --late_round on.
     late_round: The first round of --late_clients.
-    models: Architectures, which clients have in turn; a family, cnn4 (cnn,
+    models: Architectures, which clients have in turn: a family, cnn4 (cnn,
       small_cnn, lenet5, resnet) or mixed3 (mlp, small_cnn, lenet5), or a list
       of them and of their members; or FILE.py:FUNCTION for one of your own,
       where FUNCTION(num_features) returns a Flax module from images to so many
@@ -81,8 +81,8 @@ class Compare(shared.Rounds):
       have in turn.
     num_features: Number of features in which all models end, before the layer
       that gives the class scores.
-    inner_features: Number of features of the --global_model, of which it also
-      classifies by so many of each client's.
+    inner_features: Number of features of the --global_model, whose head also
+      classifies by as many of each client's.
     global_model: Architecture of the model that all clients share, or of the
       server's (fedet).
     local_epochs: A client's passes over its examples in a round.
@@ -100,7 +100,7 @@ class Compare(shared.Rounds):
     temperature: Of the mean of the clients' predictions (dsfl), or of all
       softmaxes (ktpfl).
     distill_lr: Learning rate of the servers' distillation, by Adam.
-    diversity: Weight of what the models say that disagree.
+    diversity: Weight of what disagreeing models say.
     codist_period: Rounds from one codistillation to the next.
     merge_alpha: Weight of the clients' gradient beside the distillation's.
   """

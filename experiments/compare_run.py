@@ -176,7 +176,7 @@ class Experiment:
     clients = range(s.num_clients)
     self.of_client = [Kind(names[k % len(names)]) for k in clients]
     self.kinds = list(dict.fromkeys(self.of_client))
-    # `pooled` has a client for each architecture, who holds all examples.
+    # `pooled` has a client for each architecture, which holds all examples.
     everything = [self.images.train.members] * len(self.kinds)
     of = hetfl.ClientPopulation.from_lists
     self.pooled = of(self.images.train.bank, everything)

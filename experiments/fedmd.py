@@ -36,24 +36,24 @@ _STOPS = "heldout test"
 class FedMD(shared.Run):
   """A run of FedMD.
 
-  Defaults are the paper's or, where it gives none, the released code's. Table
-  2's narrower models and 18 images, of CIFAR, are one step an epoch: with the
-  code's 25 epochs and patience of 10, which are of Table 1's models, some are
+  Defaults are the paper's or, where it gives none, the released code's. On
+  CIFAR, Table 2's narrower models and 18 images take one step an epoch: with
+  the code's 25 epochs and patience of 10, for Table 1's models, some are
   stopped before they learn anything.
 
   Attributes:
     environment: Public data and the parties' private data; npz is your own.
     public_npz: For --environment=npz, the public images; a file like --npz,
       whose images have the same shape.
-    models: The parties' networks; those of the paper's table 1 (table1, of
-      letters; in the released code of CIFAR too) or table 2 (table2, of CIFAR),
-      or small ones (small); or your own, FILE.py:FUNCTION,FILE.py:OTHER, which
-      repeat if there are more parties, where FUNCTION(num_classes) returns a
-      Flax module.
+    models: The parties' networks: those of the paper's table 1 (table1, for
+      letters; in the released code for CIFAR too) or table 2 (table2, for
+      CIFAR), or small ones (small); or your own,
+      FILE.py:FUNCTION,FILE.py:OTHER, which repeat if there are more parties,
+      where FUNCTION(num_classes) returns a Flax module.
     width: Factor on all numbers of filters; 1 in the paper.
     num_parties: Number of parties; 10 in the paper.
-    weak_parties: Number of weak parties; the last ones, with two fully
-      connected layers as their networks.
+    weak_parties: Number of weak parties, the last ones, whose networks are two
+      fully connected layers.
     examples_per_class: Number of images per private class of a party; not for
       mnist_letters_by_writer, where a party has all that its writer wrote, nor
       for an --npz with clients. By default 3 for npz.
@@ -69,7 +69,7 @@ class FedMD(shared.Run):
       they lag less.
     l2: Weight of the head's sum of squared weights.
     stopping_set: Images that decide when training before the collaboration has
-      converged; training images that no party trains on (heldout); the test
+      converged: training images that no party trains on (heldout); the test
       images, as in the released code; or none, so that all epochs are run.
     heldout_examples: Maximum number of examples of --stopping_set=heldout; with
       0 all epochs are run. By default for npz 200, but no more than a fifth of
@@ -92,7 +92,7 @@ class FedMD(shared.Run):
     consensus_weights: Weights of the parties in the consensus, of which only
       the ratios matter; by default equal. The paper's CIFAR runs slightly
       suppress parties 0 and 9; their flag files use 0.5.
-    digest_loss: Loss of Digest; mae or mse between logits, or kl from the mean
+    digest_loss: Loss of Digest: mae or mse between logits, or kl from the mean
       tempered softmax.
     temperature: Softmax temperature of --digest_loss=kl.
     digest_batch_size: Batch size of Digest.

@@ -35,7 +35,7 @@ class Fml(shared.Rounds):
       one after another and compared.
     dataset: Data set (npz: your own); or a comma-separated list with one for
       each client, where clients with the same data set share it.
-    partition: How the images are split among clients; evenly (iid); into 6, 4
+    partition: How the images are split among clients: evenly (iid); into 6, 4
       or 2 single-class shards per client (noniid1, noniid2, noniid3; with 100
       classes 60, 40 or 20); each class by a Dirichlet distribution; or as --npz
       says (file).
@@ -45,11 +45,11 @@ class Fml(shared.Rounds):
       data sets if there are several.
     clients_per_round: Number of clients sampled in each round; by default all,
       as in the paper. The others keep their models unchanged.
-    global_model: The global model; mlp, lenet5, cnn1, cnn2, or FILE.py:FUNCTION
+    global_model: The global model: mlp, lenet5, cnn1, cnn2, or FILE.py:FUNCTION
       for one of your own, where FUNCTION(num_classes) returns a Flax module; or
       lenet5_conv, cnn1_conv, cnn2_conv, the convolutions only, on which each
       client has its own adaptor layer, for fml and independent.
-    client_models: The clients' own models, one for all or one for each client;
+    client_models: The clients' own models, one for all or one for each client:
       mlp, lenet5, cnn1, cnn2, or FILE.py:FUNCTION for one of your own.
     alpha: Weight of the labels in the clients' models' loss; FIRST,LAST to
       change it linearly over the rounds.
@@ -68,10 +68,10 @@ class Fml(shared.Rounds):
     momentum: Clients' momentum.
     weight_decay: Clients' weight decay.
     clip_norm: Scale larger gradients down to this norm; by default no clipping.
-    clients_start: Initial weights of the clients' own models; each its own
+    clients_start: Initial weights of the clients' own models: each its own
       random draw (own), or the global model's for models of its architecture
       (global).
-    merge_weights: Weights of the clients in the mean; their numbers of
+    merge_weights: Weights of the clients in the mean: their numbers of
       examples, or the same for all.
     augment: Crop and flip training images of CIFAR, as the released code does
       (the paper does not say), and crop those of digits and of npz.

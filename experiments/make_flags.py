@@ -1,4 +1,4 @@
-"""Writes what is made of declarations: flag files and `docs/settings.md`.
+"""Writes what is made from declarations: flag files and `docs/settings.md`.
 
   python experiments/make_flags.py
 
@@ -25,7 +25,7 @@ from hetfl.run import logs
 
 _HEAD = """# Settings
 
-Made by `python experiments/make_flags.py` of what `experiments/` declares.
+Made by `python experiments/make_flags.py` from what `experiments/` declares.
 Words in parentheses, and after "For", say what a run is: its data set, its
 algorithm, engine and the like; `own_models` are models of your own. Of several
 defaults that fit a run, the last counts. `--flagfile=FILE` reads flags from a

@@ -119,8 +119,8 @@ def load(
 def _trial(model, name, example, logits):
   """A new model's outputs, which are looked at for common mistakes.
 
-  Logits that sum to 1 are warned of: the losses take a softmax of their own. No
-  more than that, since such a model learns nevertheless, and it is a guess.
+  Logits that sum to 1 cause a warning, since the losses take a softmax of their
+  own; but no error, since such a model still learns, and it is a guess.
   """
   key = jax.random.key(0)
 

@@ -17,8 +17,8 @@ standard deviations. Cells can run in parallel, on several machines that share
 the table of the finished ones.
 
 The papers tuned each cell; the cells' flags were chosen by hand, for a few of
-them. With --search=N each cell is tuned first, by N trials that held-out data
-judges, in --workdir/search, and then run with the values of the best; the first
+them. With --search=N each cell is tuned first, by N trials judged on held-out
+data, in --workdir/search, and then run with the best one's values; the first
 trial has the cell's own:
 
   python experiments/reproduce.py --table=codist_table1_cifar --data_dir=DIR \
@@ -169,7 +169,7 @@ class Reproduce(settings.Settings):
   Attributes:
     table: The table or figure to run; --list names them.
     list: List the tables, and run nothing.
-    only: Parts of cells' names.
+    only: Only cells whose names have one of these parts.
     workdir: Folder; by default runs/TABLE.
     seeds: Seeds of each cell.
     data_dir: Folder of the data sets; by default HETFL_DATA_DIR.
@@ -385,7 +385,7 @@ def read_result(folder: pathlib.Path) -> dict | None:
   Returns:
     The content of `result.json`, or those of all algorithms' folders with the
     rounds of one and the seconds of all. `None` if any is not finished; with
-    --patience, one that has fewer rounds than it may have is.
+    --patience, one with fewer rounds than allowed may be.
   """
   if (folder / "config.json").exists():  # One run; folders in it are phases.
     result = logs.read_json(folder / "result.json")

@@ -7,7 +7,7 @@ without effect, and `docs/settings.md`.
 
 Defaults and effects depend on words, such as `merged` or `cifar100`, which say
 what a run is: its data set, algorithm, engine and the like. A condition lists
-words, of which one has to hold; parts between commas have to hold all.
+words, one of which must hold; of parts between commas, all must.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -317,7 +317,7 @@ class Given(NamedTuple):
     values: by name.
     typed: the names that are on the command line itself, not in a flag file.
     files: the flag files.
-    rest: arguments that are no flags.
+    rest: arguments that are not flags.
   """
 
   values: dict[str, Any]
@@ -338,7 +338,7 @@ def parse(
     argv: the arguments.
     *classes: their settings are the flags.
     known_only: whether to ignore others.
-    more: whether there may be arguments that are no flags.
+    more: whether there may be arguments that are not flags.
 
   Returns:
     The values.

@@ -31,8 +31,8 @@ class Run(Settings):
       --beta), fedmd or compare can be extended if its number of rounds is a
       multiple of --eval_every.
     seed: Seeds the initial models, the sampling of clients, batches,
-      augmentation and --distill_examples (but for Stack Overflow and C4); not
-      which client has which data (--partition_seed).
+      augmentation and --distill_examples (except for Stack Overflow and C4);
+      not which client has which data (--partition_seed).
     partition_seed: Seeds the assignment of data to clients.
     seeds: Seeds of several otherwise identical runs, each in a folder seedN of
       --workdir; the table has means and standard deviations. To add seeds
@@ -44,8 +44,8 @@ class Run(Settings):
       repeats at most that many.
     tensorboard: Write TensorBoard scalars.
     stop_on_nonfinite: End a run whose loss is not finite. Otherwise it goes on,
-      and those that share predictions do not hear who has diverged.
-    engine: Where the work runs; as programs on CPU threads (threads), as one
+      and methods that share predictions ignore diverged models'.
+    engine: Where the work runs: as programs on CPU threads (threads), as one
       program on one device (inline) or as one over all devices (mesh). auto
       takes threads on the CPU of a single process, else all devices. Changes
       speed only, except for what --dropout drops on several devices.
@@ -53,16 +53,16 @@ class Run(Settings):
     cpu_devices: Split the CPU into this many devices, to try out --engine=mesh.
     eval_batch_size: Batch size of evaluations; by default 40 on CPUs and 1,000
       elsewhere. Changes speed only.
-    conv: Form of the convolutions; matrix products of patches; winograd (3x3
+    conv: Form of the convolutions: matrix products of patches; winograd (3x3
       and 5x5 layers of 16 channels and more, in float32; others as patches); or
       native, XLA's own. By default winograd on CPUs (patches for images of less
       than 16 pixels a side and FedMD), native on TPUs, and on GPUs native for
       FedMD, else patches. Changes speed only.
     matmul_precision: Precision of float32 matrix products on accelerators; CPUs
       use float32.
-    dtype: Type of the factors of models' products and of what lies between
-      layers. Parameters, logits, losses and optimizers are float32 in any case.
-      With bfloat16 GPUs have less to read and write, and multiply at their full
+    dtype: Type of models' activations and of the operands of their products.
+      Parameters, logits, losses and optimizers are float32 in any case. With
+      bfloat16 GPUs have less to read and write, and multiply at their full
       speed; CPUs are slower. Not for models of your own.
     distributed_coordinator: HOST:PORT of the first of several processes, each
       with its own devices, which train as one over all devices. All flags
@@ -130,10 +130,10 @@ class Rounds(Run):
     lanes: How many clients train side by side, on all devices together; by
       default all of a round or, for codist, the fewest that hardly lengthen it,
       and on a CPU one for each device. Changes speed only.
-    microbatch: Number of examples that pass through a model at once;
-      distillation examples through a student, an FML client's batch through its
-      two models; 0 for all. Changes speed only, unless --dropout is set or a
-      model of your own has dropout or batch statistics.
+    microbatch: Number of examples that pass through a model at once
+      (distillation examples through a student, an FML client's batch through
+      its two models); 0 for all. Changes speed only, unless --dropout is set or
+      a model of your own has dropout or batch statistics.
     rounds_per_dispatch: Number of rounds that run as one program, between
       evaluations and checkpoints. Changes speed only.
   """

@@ -330,7 +330,7 @@ class Summarize(settings.Settings):
   """A comparison.
 
   Attributes:
-    metric: Another accuracy that evaluations have of each model, such as
+    metric: Another accuracy in the evaluations of each model, such as
       heldout_accuracy, or validation_accuracy of fml's clients.
     target: Target accuracy in percent, not as a share.
     over: What the curves are drawn over.

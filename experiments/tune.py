@@ -51,19 +51,19 @@ class Search(settings.Settings):
       in the paper.
     halvings: How often the worse half of a block is dropped; 2 is after 1/4 and
       after 1/2 of the rounds.
-    space: Ranges that replace the paper's; NAME=log:LOW:HIGH,
+    space: Ranges that replace the paper's: NAME=log:LOW:HIGH,
       NAME=linear:LOW:HIGH, or NAME=fixed for the value of its flag. NAME is a
       flag, such as client_lr, or a flag for one model, such as server_lr.small;
       a flag that has a default range for each model stands for both. Besides
       the default dimensions, prox_mu can be searched; batch sizes, epochs,
       momentum, dropout and label_weight cannot. Next-word prediction needs
       larger learning rates than the paper's, client_lr=log:1e-3:1.
-    objective: The held-out accuracy to maximize; for codist that of one model
+    objective: The held-out accuracy to maximize: for codist that of one model
       (small, large), for fml that of the global model or of the clients' own
       (global, clients); or their mean (mean).
-    proposer: How trials are proposed; by seeded random search, or by Optuna's
+    proposer: How trials are proposed: by seeded random search, or by Optuna's
       TPE (pip install -e '.[tune]'), one block at a time.
-    batching: How trials train side by side; as one program, split over the
+    batching: How trials train side by side: as one program, split over the
       devices if there are several (vmap), or as separate runs on one engine
       (threads). auto takes vmap on accelerators, threads on CPUs. Changes speed
       only.

@@ -200,8 +200,8 @@ def settle(
     command: the experiment's module.
 
   Returns:
-    The settings; the space; the settings that are 0, though not here, as they
-    would not be part of the state; and whether trials are one program.
+    The settings; the space; the names of those that are really 0, but not here,
+    or the state would lack them; and whether trials are one program.
 
   Raises:
     UsageError: naming a flag that is not for searches, or several algorithms.

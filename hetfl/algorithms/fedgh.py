@@ -113,7 +113,7 @@ def fedgh(
 
 
 def sent_prototypes(sent: core.Mean) -> core.Batch:
-  """What K clients sent as a batch of K C examples, with `mask` 0 where none is.
+  """What K clients sent, as a batch of K C examples: `mask` 0 where none is.
 
   >>> sent = core.Mean(jnp.array([[[6.], [0.]]]), jnp.array([[2., 0.]]))
   >>> for name, x in sent_prototypes(sent).items():

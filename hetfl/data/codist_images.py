@@ -47,7 +47,7 @@ class CodistImages:
 
 
 class _Task(NamedTuple):
-  """How many clients a data set has, and how many of them a part."""
+  """How many clients a data set has, and how many of them each part."""
 
   num_clients: int
   distill_clients: int
@@ -213,7 +213,7 @@ def _tff(path, data_dir, load) -> vision.VisionDataset:
 
 
 def _own_task(own: vision.VisionDataset, num_clients: int | None) -> _Task:
-  """The parts of one's own clients: CIFAR-100's shares, a larger large pool."""
+  """The parts of a user's clients: CIFAR-100's shares, a larger large pool."""
   clients = num_clients or min(100, len(own.train["y"]) // 10)
   if own.clients is not None:
     clients = len(np.unique(own.clients))

@@ -24,10 +24,10 @@ from hetfl.population import ClientPopulation, Subset
 from hetfl.streams import generator, Stream
 
 # A corpus, the numbers of the pools' users in it and, for `distill`, `heldout`
-# and `test`, the numbers of the part's sentences in it; or, of sentences from
+# and `test`, the numbers of the part's sentences in it; or, for sentences from
 # elsewhere, how many to use and a function that reads them.
 _Parts = tuple[text.Corpus, np.ndarray, dict[str, Any]]
-_FORMAT = 1  # Of banks on disk; another after a change of what is read.
+_FORMAT = 1  # Of banks on disk; changes when what is read changes.
 LENGTH = 20  # Positions of a sentence, as in FedJAX's task.
 
 

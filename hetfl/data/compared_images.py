@@ -62,8 +62,8 @@ def load_compared_images(
 ) -> ComparedImages:
   """Divides all images of a data set, and keeps a quarter of each client's.
 
-  The official training and test images are divided together. Of a client's, a
-  quarter with the same shares of classes are for tests, at least one.
+  The official training and test images are divided together. A quarter of each
+  client's, with the same shares of classes, are for tests, at least one.
 
   Args:
     dataset: see `vision.load`, or `npz`.
@@ -76,9 +76,9 @@ def load_compared_images(
     partition_alpha: the Dirichlet's concentration: small is skewed.
     shards_per_client: of `pathological`.
     partition_file: of `file`: JSON, a list of each client's positions among the
-      images, those for training before those for testing.
-    validation: the share of the rest of a client's images that it keeps for
-      validation, at least one, at most nine tenths; 0 for none.
+      images, training images numbered before test images.
+    validation: the share of a client's remaining images that it keeps for
+      validation, at most nine tenths, at least one image; 0 for none.
     partition_seed: makes the clients.
     data_dir: see `vision.load`.
     download: see `vision.load`.
@@ -192,7 +192,7 @@ def load_public_images(
   data_dir: str | os.PathLike | None = None,
   download: bool = False,
 ) -> Subset:
-  """Public images, without labels, of another data set than the clients'.
+  """Public images, without labels, from another data set than the clients'.
 
   Args:
     public_dataset: see `vision.load`.

@@ -113,7 +113,7 @@ def _write(folder, source, make) -> None:
   facts = make(append)
   digests = {name: _digest(folder / f"{name}.bin") for name in shapes}
   arrays = {name: (*shape, digests[name]) for name, shape in shapes.items()}
-  # The last, and whole: without it nothing counts.
+  # Written last, and whole: without it nothing counts.
   part = folder / "index.part"
   index = {"source": source, "facts": facts, "arrays": arrays}
   with checks.noted(remedy):

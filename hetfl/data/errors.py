@@ -14,14 +14,14 @@ class DataError(ValueError):
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike, remedy: str) -> Iterator[None]:
-  """Turns the errors of a file that is read within into a `DataError`.
+  """Turns errors in reading a file within the block into a `DataError`.
 
   Args:
     path: the file, for the message.
     remedy: what to do, for the message.
 
   Raises:
-    DataError: any error within, but those of missing packages.
+    DataError: any error within, except for missing packages.
 
   >>> with reading('own.npz', 'make it again'):
   ...   raise ValueError('File is not a zip file')

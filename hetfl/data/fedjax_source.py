@@ -141,7 +141,7 @@ def open_sqlite(path: str | os.PathLike, remedy: str) -> Iterator[Any]:
 
 
 def _examples(data: bytes) -> Any:
-  """A client's examples, as FedJAX stores them, if they unpack to no bomb."""
+  """A client's examples, as FedJAX stores them, unless they are a zip bomb."""
   from fedjax.core import serialization
 
   stream = zlib.decompressobj()

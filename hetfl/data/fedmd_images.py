@@ -353,7 +353,7 @@ def one_subclass(
 
 
 def _digits() -> tuple[vision.VisionDataset, vision.VisionDataset]:
-  """The digits below `_DIGITS_PUBLIC` and the others, of doubled pixels."""
+  """The digits below `_DIGITS_PUBLIC` and the others, with doubled pixels."""
   digits = vision.load_digits()
 
   def part(bank: Bank, public: bool) -> Bank:
@@ -369,7 +369,7 @@ def _digits() -> tuple[vision.VisionDataset, vision.VisionDataset]:
 
 
 def _own(npz, public_npz) -> tuple[vision.VisionDataset, vision.VisionDataset]:
-  """One's own public and private images."""
+  """A user's public and private images."""
   public, private = load_npz(public_npz), load_npz(npz)
   shapes = [images.train["x"].shape[1:] for images in (public, private)]
   if shapes[0] != shapes[1]:

@@ -50,7 +50,7 @@ def load_letters(
   Returns:
     The letters, 28 x 28 x 1 with bright ink; label 0 is a, upper and lower case
     alike. The name is the source: 'mat', 'idx', 'fedjax', 'tfds' or 'npz';
-    clients are the writers, but of 'idx' and 'tfds'. `letters.npz` has no
+    clients are the writers, except for 'idx' and 'tfds'. `letters.npz` has no
     official test images: the half of the writers with the larger numbers are
     the test writers. Images that are not 28 x 28 are brought to that size as
     MNIST's were (see `like_mnist`).

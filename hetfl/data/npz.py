@@ -25,7 +25,7 @@ def check_npz(
   of: str = "dataset",
   argument: str = "npz",
 ) -> None:
-  """Checks that there is a file where a data set is `npz`, and only there.
+  """Checks that there is a file if a data set is `npz`, and only then.
 
   Args:
     path: the file, or `None`.

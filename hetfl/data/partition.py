@@ -177,7 +177,7 @@ def dirichlet(
 
   Raises:
     ValueError: more clients than examples, alpha not positive, or labels that
-      are no classes.
+      are not classes.
 
   >>> clients = dirichlet(
   ...     np.arange(20) % 4, num_clients=5, seed=0, alpha=0.5)
@@ -372,9 +372,9 @@ def skew(counts: np.ndarray) -> dict[str, float]:
     `total_variation`, `mean_k sum_c |p_kc - p_c| / 2`, between a client's
     shares of the classes and those of all examples: 0 if all are alike, at most
     1. `effective_clients`, `1 / sum_k q_k^2` of their shares of the examples: K
-    if they have as many each.
+    if all have equally many.
 
-  Of all, 5/6 are of the first class; of the clients' 1 and 1/2.
+  The first class has 5/6 of all examples, and 1 and 1/2 of the clients'.
 
   >>> skew(np.array([[4, 0], [1, 1]]))  # (1/6 + 1/3) / 2; 1 / (4/9 + 1/9)
   {'total_variation': 0.25, 'effective_clients': 1.8}

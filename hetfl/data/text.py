@@ -160,7 +160,7 @@ class Corpus:
     (array([2, 0, 1], dtype=int32), array([0, 1, 3]), ('bob', 'ann'))
     """
     if (np.diff(np.asarray(keys)) >= 0).all():
-      return self  # Which may be most of the memory.
+      return self  # A copy may be most of the memory.
     order = np.argsort(keys, kind="stable")
     place, lengths = np.argsort(order), np.diff(self.offsets)[order]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -379,7 +379,7 @@ def train_words(counts: Counter, size: int) -> Vocabulary:
 def train_wordpiece(counts: Counter, size: int) -> Vocabulary:
   """Trains word pieces: characters, then the commonest pairs, joined in turn.
 
-  Does what Hugging Face's `WordPieceTrainer` does. That gives another
+  Does what Hugging Face's `WordPieceTrainer` does. That one gives a different
   vocabulary in each process, since it breaks ties by a random hash; here ties
   are broken alphabetically.
 

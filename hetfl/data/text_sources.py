@@ -167,7 +167,7 @@ def _is_number(value: str) -> bool:
   return value.isascii() and value.isdigit() and len(value) < 19  # 64 bits.
 
 
-# Line ends are by far the most references in a dump, and fine.
+# Line ends, by far the most common references in a dump, are fine.
 _REFERENCE = re.compile(rb"&#(?!x[AD];)(?:x([0-9a-fA-F]{1,8})|(\d{1,8}));")
 _XML = (
   *((9, 10, 13), range(32, 0xD800)),
@@ -434,7 +434,7 @@ def c4_mod(
   path = pathlib.Path(path).expanduser()
   shards = [path]
   if path.is_dir():
-    # A copy by way of another system leaves hidden files beside the shards.
+    # Copying by way of another system leaves hidden files beside the shards.
     shards = [p for p in sorted(path.glob("[!.]*")) if p.is_file()]
   skipped: Counter[str] = Counter()
 

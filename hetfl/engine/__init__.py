@@ -11,10 +11,10 @@ a batch:
   `jax.vmap`. The step stays a pure function, for `jax.jit`, `jax.vmap` over
   trials and `jax.lax.scan` over rounds. The choice for one accelerator.
 * `Inline(mesh)`: the same, with the rows split over a mesh axis by
-  `jax.shard_map`. Inputs and outputs are whole on every device. The choice for
-  several accelerators.
-* `Threads()`: for CPUs. Some rows at a time are a program of its own, run by a
-  pool of threads, the longest first. XLA runs a program of small matrix
+  `jax.shard_map`. Inputs and outputs are replicated. The choice for several
+  accelerators.
+* `Threads()`: for CPUs. A few rows at a time form a program of their own, run
+  by a pool of threads, the longest first. XLA runs a program of small matrix
   products well on one core and badly on several, so this is the fast way to use
   all cores; it also keeps collectives, which can starve XLA's CPU thread pool,
   out of programs. The step then dispatches programs itself and must not be

@@ -1,4 +1,4 @@
-"""How programs are compiled, and how they want their banks."""
+"""How programs are compiled, and how banks are laid out for them."""
 
 from collections.abc import Callable
 import functools
@@ -11,8 +11,8 @@ import numpy as np
 from hetfl import checks
 
 # What XLA may record into a GPU's command buffers (CUDA graphs): its defaults,
-# and loops and conditionals, without which the host waits for each turn of a
-# loop and launches its kernels anew.
+# plus loops and conditionals; else the host waits for each iteration of a loop
+# and launches its kernels anew.
 _IN_COMMAND_BUFFERS = (
   "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
   ",CONDITIONAL,WHILE"
@@ -49,7 +49,7 @@ def compiler_options(*, once: bool = False) -> Options:
 
   On CPUs XLA's fusion emitters take half of the compilation time and make
   programs no faster; they are switched off. On GPUs loops become part of CUDA
-  graphs, unless the environment's `XLA_FLAGS` say what does.
+  graphs, unless the environment's `XLA_FLAGS` choose what does.
 
   Args:
     once: see `jit`.

@@ -1,8 +1,8 @@
 """The engine for accelerators: all work within one program.
 
-Of each row (a client, say) it runs `carry = begin(row)`, `carry = step(row,
+For each row (a client, say) it runs `carry = begin(row)`, `carry = step(row,
 carry, s)` for its steps s, and `end(row, carry)`: rows side by side, or some at
-once; on a mesh each device has its rows. Results are stacked or added up.
+once; on a mesh each device has its own. Results are stacked or added up.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Inline:
       arguments. `None` for one device.
     at_once: how many rows to run side by side on a device; the others wait for
       one to end. `None` for one on a CPU and all on an accelerator, which suits
-      it if rows have about as many steps.
+      rows with about equally many steps.
 
   Raises:
     ValueError: the mesh has several axes, or `at_once` is below 1.
@@ -285,8 +285,8 @@ class Inline:
   def _on_devices(self, fn: Callable, *args: PyTree) -> PyTree:
     """Runs `fn(*args, shard)` on each device, with the same result on all.
 
-    Arguments and results are whole on every device: if they were split, the
-    compiler would also split the code before and after, and add collectives.
+    Arguments and results are replicated: if they were sharded, the compiler
+    would also shard the code before and after, and add collectives.
     """
     assert self._mesh is not None
     shard = Shard(self._mesh.axis_names[0], self._mesh.size)
@@ -304,9 +304,9 @@ def _masked(work: Work, one: PyTree, steps: Any, most: Any) -> PyTree:
   """A row's work in a loop of `most` steps, of which the first `steps` count.
 
   The loop's length is the same for all trials and rows beside it, since `vmap`
-  would else select every array of its state, by a predicate for each. The
-  others repeat the last that counts: an empty batch's gradient may be one that
-  an optimizer is not differentiable at.
+  would else select every array of its state, by a predicate for each. The other
+  steps repeat the last that counts: an optimizer may not be differentiable at
+  an empty batch's gradient.
   """
   task = work.task
 

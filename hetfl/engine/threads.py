@@ -1,8 +1,8 @@
 """The engine for CPUs: programs on threads.
 
-Of each row (a client, say) a program runs `carry = begin(row)`, `carry =
+For each row (a client, say) a program runs `carry = begin(row)`, `carry =
 step(row, carry, s)` for its steps s, and `end(row, carry)`; some rows one after
-another, or, of few rows that differ in length, some steps at a time in turns.
+another or, for few rows of different lengths, some steps at a time in turns.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,7 @@ class Threads:
     parts = [self._parts(work) for work in works]
     flat = [part for of_work in parts for part in of_work]
     # Longest first, by the program's last run time; new programs come first, of
-    # each work one part before the second, so that they compile side by side.
+    # each work one part before its second, so that they compile side by side.
     place = [i for of_work in parts for i in range(len(of_work))]
     order = sorted(
       range(len(flat)), key=lambda i: (-flat[i].seconds(), place[i])
@@ -216,7 +216,7 @@ class _Turns(_Part):
 
 
 def _program(task: Task, name: str) -> _Program:
-  """A program of a task, which keeps it: a method of it, "rows" or "total"."""
+  """A task's program, which the task keeps: of rows, or of their total."""
   if name not in task.programs:
     if name in ("rows", "total"):
       do = functools.partial(_rows, task, name == "total")

@@ -55,8 +55,8 @@ class Task:
 
     def step(*args):
       *shared, row, _, s = args
-      # Else XLA, which sees the same in each step, computes it before them, and
-      # also if there are none.
+      # Else XLA, which sees the same work in each step, hoists it out of the
+      # loop, and does it even if there are no steps.
       row, _ = jax.lax.optimization_barrier((row, s))
       return fn(*shared, row)
 
@@ -195,8 +195,8 @@ class Engine(Protocol):
   """Runs work; how rows are packed, split and ordered is its own business.
 
   Attributes:
-    num_pieces: how many rows long work, such as an evaluation, is best cut
-      into.
+    num_pieces: the best number of rows into which to cut long work, such as an
+      evaluation.
   """
 
   num_pieces: int

@@ -80,8 +80,8 @@ def body(
     name: one of `NAMES`.
     num_features: D.
     image_shape: height, width, channels.
-    width: the share of its channels, in eighths; less than 1 of `resnet` alone,
-      whose parameters are then leading parts of those of the whole, as
+    width: the share of its channels, in eighths; less than 1 for `resnet` only,
+      whose parameters are then leading parts of the whole's, as
       `hetfl.algorithms.heterofl` takes them.
     conv: see `vision.CNN`.
     dtype: see `vision.CNN`.
@@ -105,8 +105,8 @@ def body(
   checks.one_of(NAMES, name=name)
   if width != 1 and name != "resnet":
     raise ValueError(
-      f"width={width}: {name} has no narrower copies of which it holds each"
-      " array as its leading part; choose resnet"
+      f"width={width}: {name} has no narrower copies whose arrays are leading"
+      " parts of its own; choose resnet"
     )
   if name in large.NETWORKS:
     return large.NETWORKS[name](num_features=num_features, dtype=dtype)
@@ -127,7 +127,7 @@ def body(
 
 
 class ResNet(nn.Module):
-  """Residual blocks, each of a width; all but the first halve the image."""
+  """Residual blocks, one per width; all but the first halve the image."""
 
   widths: Sequence[int]
   num_features: int
@@ -142,7 +142,7 @@ class ResNet(nn.Module):
     form = self.conv or kernels.default_conv(small=small)
     conv = functools.partial(layers.Conv, form=form, dtype=self.dtype)
     norm = functools.partial(nn.GroupNorm, self.groups, dtype=self.dtype)
-    # A single position of few channels would leave only signs, normalised.
+    # Normalised, a single position of few channels would leave only signs.
     x = conv(self.widths[0], (3, 3), pool=not small)(x)
     for i, width in enumerate(self.widths):
       strides = (1, 1) if i == 0 else (2, 2)

@@ -43,7 +43,7 @@ def draw(
 
   Returns:
     `e: float[B, E]` in [0, 1), `y: int[B]`, both in `x: float[B, E + C]`, the
-    classes as rows of one 1, and `mask`.
+    classes one-hot, and `mask`.
 
   >>> batch = draw(jax.random.key(0), 5, noise=1, num_classes=2)
   >>> bool((batch['x'][:, 0] == batch['e'][:, 0]).all())
@@ -65,7 +65,7 @@ def spread(features: jax.Array, noise: jax.Array) -> jax.Array:
     features: z, `float[B, D]`.
     noise: e, `float[B, E]`, from which they are made.
 
-  Two are 3 apart, made of noise 1 apart: of four pairs two count, exp(-3 / 2).
+  Two are 3 apart, from noise 1 apart: two of four pairs count, exp(-3 / 2).
 
   >>> x = spread(jnp.array([[0.], [3.]]), jnp.array([[0.], [1.]]))
   >>> round(float(x), 4)

@@ -192,8 +192,8 @@ def head_penalty(params) -> jax.Array:
     params: a party model's parameters.
 
   Returns:
-    A scalar; 0 of a model of the user's without a layer of the name `head`,
-    with a `kernel`.
+    A scalar; 0 for a user's model without a layer named `head` that has a
+    `kernel`.
 
   Reference: the released code's `kernel_regularizer=l2(1e-3)`.
 

@@ -47,7 +47,7 @@ def in_chunks(model: core.Model, chunk: int | None) -> core.Model:
   """A model of text, whose logits are computed in chunks.
 
   Args:
-    model: the model; a chunk that its outputs state stays.
+    model: the model; a chunk that its outputs already have stays.
     chunk: see `TokenLogits`.
 
   Returns:
@@ -73,7 +73,7 @@ class LSTM(nn.Module):
 
   Attributes:
     hidden: H.
-    dtype: the type of the products' factors and of the outputs, such as
+    dtype: the type of the products' operands and of the outputs, such as
       `jnp.bfloat16`; `None` for that of inputs and parameters. Parameters and
       cells are float32.
 
@@ -123,9 +123,9 @@ class LSTMLanguageModel(nn.Module):
     hidden: H of each layer.
     num_layers: number of LSTM layers.
     chunk: see `TokenLogits`.
-    dtype: the type of the products' factors, such as `jnp.bfloat16`; `None` for
-      that of the parameters. Parameters, cells, logits and the sums of products
-      are float32.
+    dtype: the type of the products' operands, such as `jnp.bfloat16`; `None`
+      for that of the parameters. Parameters, cells, logits and the sums of
+      products are float32.
 
   Reference: Lichtarge et al. 2023, appendix E, after Reddi et al. 2021; the
   tanh between LSTM and projection is FedJAX's.

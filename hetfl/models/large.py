@@ -1,7 +1,7 @@
-"""Networks of ImageNet's, of full size, which want a GPU.
+"""ImageNet's networks, in full size, which want a GPU.
 
-They end in features as in HtFLlib: means over positions, and of these means of
-neighbours. All have batch normalisation. By name they are in `families`.
+They end in features as in HtFLlib: means over positions, then of neighbours.
+All have batch normalisation. By name they are in `families`.
 """
 
 from collections.abc import Callable, Sequence
@@ -170,7 +170,7 @@ class ResNet(nn.Module):
   """ResNet18 to ResNet152 as torchvision has them, without the last layer.
 
   A batch's variance enters the running one as it is; PyTorch's layer scales it
-  by n / (n - 1), n = B H W. This is so of all networks here.
+  by n / (n - 1), n = B H W. This holds for all networks here.
 
   Attributes:
     depths: residual blocks of each width, 64, 128, 256 and 512.
@@ -202,7 +202,7 @@ class ResNet(nn.Module):
 class GoogLeNet(nn.Module):
   """GoogLeNet as torchvision has it, without the last and auxiliary layers.
 
-  The convolutions that the paper has 5x5 are 3x3 there.
+  The paper's 5x5 convolutions are 3x3 there.
 
   Attributes:
     num_features, dtype: see `ResNet`.
@@ -269,7 +269,7 @@ def _mean(x):
 
 
 def _max_pool(x, side):
-  """Of stride 2; a last window is there in part, as in PyTorch's ceil mode."""
+  """Of stride 2; the last window may be partial, as in PyTorch's ceil mode."""
   missing = [max((side - n) % 2, side - n) for n in x.shape[1:3]]
   return nn.max_pool(x, (side, side), (2, 2), [(0, n) for n in missing])
 

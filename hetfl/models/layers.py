@@ -64,7 +64,7 @@ class Conv(nn.Module):
     strides: steps between receptive fields, down and across.
     pool: whether 2x2 max pooling follows. It is then applied before the bias,
       which gives the same outputs with a quarter of the additions.
-    dtype: the type of the products' factors and of the outputs, such as
+    dtype: the type of the products' operands and of the outputs, such as
       `jnp.bfloat16`; `None` for that of inputs and kernel together. Parameters
       stay float32, and so do the sums of products and the bias's gradient's.
 
@@ -148,7 +148,7 @@ class Dense(nn.Module):
 
 
 class Dropout(nn.Module):
-  """`flax.linen.Dropout` with faster draws, `hetfl.models.kernels`'.
+  """`flax.linen.Dropout` with the faster draws of `hetfl.models.kernels`.
 
   Attributes:
     rate: share of elements that is dropped; below 1.

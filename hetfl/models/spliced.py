@@ -70,7 +70,7 @@ def fork(
     encoder: the encoder's variables or `None`.
 
   Returns:
-    The meme's variables, of the model that `splice` makes.
+    The meme's variables, for the model that `splice` makes.
 
   >>> server, adaptor = (core.Variables(w, {}) for w in (2., 3.))
   >>> fork(server).params, fork(server, adaptor).params

@@ -29,7 +29,7 @@ class CNN(nn.Module):
     kernel_init: draws the weights; biases start at zero.
     conv: the form of the convolutions, or `None` for that of
       `kernels.default_conv`; changes speed only. For images of 16x16 or more,
-      if all are pooled, `patches`, and `winograd` where no layer takes that
+      if all layers pool, `patches`, and `winograd` where no layer takes that
       form, put the batch axis last.
     dropout: share of each dense layer's inputs that is dropped in training.
     map_dropout: share of each map that is dropped after pooling or strides.
@@ -127,11 +127,11 @@ def small_cnn(num_classes: int, **kwargs) -> CNN:
   410,084) imply a 6x6 map before the first dense layer. Of the 64 nets whose
   convolutions have a stride of 1 or 2, and 2x2 pooling or none, 22 give one. 15
   are for 24x24 crops and SAME padding: all that halve twice. 7 are for 32x32
-  images, which appendix C.1's "default settings in FedJAX" mean, and VALID
-  padding: with (C)onvolutions as they are, (P)ooled and of (S)tride 2, CPP,
-  CPS, CSP, CSS, PCS, SCS, and CC followed by one with both. (Pooling that keeps
-  odd edges gives 15 and 8.) The default is PPC with max pooling;
-  `augment.RECIPES` has CPP for 32x32 images.
+  images (appendix C.1's "default settings in FedJAX") and VALID padding: with
+  (C)onvolutions as they are, (P)ooled and of (S)tride 2, CPP, CPS, CSP, CSS,
+  PCS, SCS, and CC followed by one with both. (Pooling that keeps odd edges
+  gives 15 and 8.) The default is PPC with max pooling; `augment.RECIPES` has
+  CPP for 32x32 images.
 
   Args:
     num_classes: C.

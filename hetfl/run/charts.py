@@ -52,8 +52,8 @@ def curves(
       horizontal dashed line. A label of `runs` gives the line its colour.
     dashed: what these values are, for the legend.
     title: above the panels.
-    titles: pool -> the title of its panel, of the pools to draw in their order;
-      by default all, as `'POOL model'`.
+    titles: pool -> the title of its panel, for the pools to draw, in order; by
+      default all, as `'POOL model'`.
     sharey: whether the panels have one vertical axis.
 
   Raises:
@@ -298,7 +298,7 @@ def holdings(
 def _looks(
   labels: Iterable[str], palette: Sequence[Any] = _COLORS
 ) -> dict[str, dict[str, Any]]:
-  """Lines' looks, unlike for four times as many as there are colours."""
+  """Lines' looks, distinct for up to four times as many lines as colours."""
   looks = cycler(ls=_STYLES) * cycler(color=palette)
   return dict(zip(labels, itertools.cycle(looks)))
 

@@ -72,7 +72,7 @@ class Checkpoints:
   def save(self, round: int, state: PyTree, extra: Mapping[str, Any]) -> None:
     """Writes a checkpoint; returns when it is on disk under its final name.
 
-    Checkpoints older than the last `keep` are deleted, but for the last finite
+    Checkpoints older than the last `keep` are deleted, except the last finite
     one, and so are those of later rounds: `latest` skipped them.
 
     Args:
@@ -179,7 +179,7 @@ class Checkpoints:
     wanted = {where + path: kind for path, kind in _kinds(like).items()}
     if unlike := wanted.items() - there.items():
       near = [(p, has) for p, has in there.items() if p.startswith(where)]
-      if not near:  # Of all that is there how it begins, as `.server[0]`.
+      if not near:  # How all that is there begins, as `.server[0]`.
         begun = re.findall(r"^(?:\.\w+|\[.*?\]){1,2}", "\n".join(there), re.M)
         near = [(path, "...") for path in dict.fromkeys(begun)]
       raise ValueError(

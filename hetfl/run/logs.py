@@ -36,7 +36,7 @@ class ConfigMismatch(ValueError):  # noqa: N818 (reads well in except)
 
 
 def writing(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager:
-  """Adds to errors, such as of a full disk, which file it was, and a remedy."""
+  """Adds the file and a remedy to errors, such as that of a full disk."""
   return checks.noted(
     f"while writing {path}; free some space, or lift the quota, and repeat the"
     " command: it goes on from the last checkpoint"
@@ -150,11 +150,11 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def checksum(value: Any, before: int = 0) -> int:
-  """The CRC-32 of a value of JSON types, but for the time that it took.
+  """The CRC-32 of a value of JSON types, without the times in it.
 
   Args:
     value: the value.
-    before: that of the values before it, of which several have one together.
+    before: the checksum of earlier values, which the result then covers too.
 
   Returns:
     The checksum.
@@ -492,8 +492,8 @@ def _board(
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
   """Opens TensorBoard's log; see `metrics_log`.
 
-  In this thread: that of a `SummaryWriter` dies when the disk is full, and the
-  queue to it then blocks for ever.
+  In this thread: a `SummaryWriter`'s dies when the disk is full, and the queue
+  to it then blocks for ever.
   """
   # Importing them takes seconds.
   from tensorboardX.event_file_writer import EventsWriter

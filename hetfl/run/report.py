@@ -115,7 +115,7 @@ def clients_table(results: Mapping[str, Rows], personal: Container[str]) -> str:
   """A plain-text table of algorithms whose clients' models are tested.
 
   It says which model is tested on clients' images: the global one or their own.
-  Of more than ten clients it has the mean, the lowest and the highest accuracy.
+  For more than ten clients it has the mean, lowest and highest accuracy.
 
   Args:
     results: algorithm -> the content of `result.json` of each seed.
@@ -214,8 +214,8 @@ def cell(
   """A cell of a table: a number, or mean ± standard deviation of several.
 
   Args:
-    values: of one run or of several seeds; `None` is missing, and NaN of a
-      model that has diverged.
+    values: of one run or of several seeds; `None` if missing, NaN of a model
+      that has diverged.
     form: the format string of a number.
     factor: from the values' unit to the table's.
 
@@ -244,7 +244,7 @@ def cell(
 
 
 def carried_on(rows: Rows, rounds: Iterable[int]) -> Rows:
-  """The rows of a run that ended early, and more: it stays as it is.
+  """A run's rows, continued after an early end with the values of the last.
 
   >>> carried_on([{"round": 1, "x": 7}], {1, 2})
   [{'round': 1, 'x': 7}, {'round': 2, 'x': 7}]
@@ -264,7 +264,7 @@ def last_and_best(
     owner: whose metrics.
 
   Returns:
-    Each metric by its name, and `'best_'` with that of an accuracy.
+    Each metric by its name, and each accuracy's best by `'best_'` and its name.
 
   >>> rows = [{'a/test_accuracy': x} for x in (0.5, None, 0.25)]
   >>> last_and_best({'a/test_accuracy': 0.25, 'a/test_loss': 2.0}, rows, 'a')

@@ -430,7 +430,7 @@ def stop_signals(
       name = signal.Signals(number).name
       message = f"{name}: stopping soon; the same command resumes. Send it"
       os.write(2, f"{message} again to stop at once.\n".encode())
-    # The same may come twice: to a group of processes, and from one of them.
+    # One signal may come twice: to a group of processes, and from one of them.
     elif number != caught[0] or time.monotonic() - since > 1:
       raise SystemExit(128 + number)
 
@@ -453,7 +453,7 @@ def _latest(
   reached: int = 0,
   damage: Callable[[int, Mapping[str, Any]], str] = lambda done, stored: "",
 ) -> tuple[int, Any, dict[str, Any]]:
-  """The first process's newest checkpoint, else initial state, in all.
+  """The first process's newest checkpoint, else the initial state, in all.
 
   Args:
     algorithm: the run's algorithm.
@@ -461,7 +461,7 @@ def _latest(
     checkpoints: the run's checkpoints.
     reached: the round of its result, if it has one.
     damage: (round, what is stored with its checkpoint) -> what is wrong with
-      the rows up to it; only checkpoints of which nothing is count.
+      the rows up to it; only checkpoints with nothing wrong count.
 
   Returns:
     The round, the state and what is stored with it.

@@ -256,7 +256,7 @@ class SideBySide(Runner):
 
 
 def of_each(fn: Callable[[PyTree], PyTree], trials: PyTree) -> PyTree:
-  """A function of each trial: under `jax.vmap`, on TPUs one after another.
+  """Applies a function to each trial: by `jax.vmap`, on TPUs one after another.
 
   XLA's convolutions on TPUs copy their inputs if both trials and lanes are
   batched.
@@ -367,7 +367,7 @@ class Vmapped(Runner):
   def _padded(self, states, number):
     """Pads trials to a multiple of the devices, by copies of the first.
 
-    Returns the states, and of which of the `number` trials each is.
+    Returns the states, and which of the `number` trials each one is of.
     """
     index = [*range(number), *[0] * (-number % self._devices)]
     return states if len(index) == number else self.take(states, index), index

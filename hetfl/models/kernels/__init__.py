@@ -17,8 +17,8 @@ class Forms(NamedTuple):
     patches: `joined` from one slice for each place in a window, or `gathered`
       pixel by pixel.
     pooling: three element-wise `maxima`, or a `reduction` over windows.
-    crops: `slices`, or `products` with rows of one 1 each.
-    positions: of a sentence, in each turn of an LSTM's loop.
+    crops: `slices`, or `products` with one-hot rows.
+    positions: of a sentence, in each iteration of an LSTM's loop.
   """
 
   conv: ConvForm
@@ -46,7 +46,7 @@ def forms() -> Forms:
     compared. Gathered patches need fewer decisions in a kernel.
   * TPUs have units for convolutions and reductions, but would take slices with
     different offsets one image at a time.
-  * On accelerators a turn of a loop costs more than the small products of one
+  * On accelerators an iteration costs more than the small products of one
     position.
   """
   return _FORMS.get(jax.default_backend(), _FORMS["gpu"])

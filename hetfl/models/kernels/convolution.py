@@ -33,7 +33,7 @@ def takes_tiles(
   Args:
     kernel_size: height and width.
     channels: the number of input channels.
-    dtype: the type of the products' factors.
+    dtype: the type of the products' operands.
 
   Returns:
     Whether it does, if the layer has no strides.
@@ -86,7 +86,7 @@ def conv(
 
 
 def _check_size(sizes, kernel_size, padding):
-  """XLA would give an empty map of images that are too small."""
+  """XLA would give an empty map for images that are too small."""
   if padding == "VALID" and not all(map(operator.ge, sizes, kernel_size)):
     raise ValueError(
       f"images of {sizes[0]}x{sizes[1]} are too small for a convolution of"
@@ -265,7 +265,7 @@ def winograd_conv(x: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
 class _Transforms(NamedTuple):
   """The matrices of F(m, r), whose m outputs take n = m + r - 1 products.
 
-  Points come as p and -p. Of what belongs to both, one factor of a matrix makes
+  Points come in pairs, p and -p. For each pair, one factor of a matrix makes
   the even and the odd part, the other their sum and difference.
 
   Attributes:
@@ -345,7 +345,7 @@ def _split(x, axis):
 
 
 def _stack(arrays, axis):
-  """`jnp.stack`, with whose gradient XLA would compile half as long again."""
+  """`jnp.stack`; with its gradient XLA would compile half as long again."""
   arrays = [jax.lax.expand_dims(a, (axis,)) for a in arrays]
   return jax.lax.concatenate(arrays, axis)
 
