@@ -202,8 +202,8 @@ def supervised(participant: Participant) -> Objective:
 def losses_of(loss: core.Loss, outputs: PyTree, batch: core.Batch) -> jax.Array:
   """A loss of the labels; its errors say what it is given.
 
-  A part of a batch may hold only empty places: a loss that is a mean over
-  examples would be NaN, and so would 0 times it. The loss sees them as present.
+  A part of a batch may hold only empty places. A loss that is a mean over
+  examples would be NaN, and so would 0 times it: it gets a mask of ones.
   """
   mask = batch["mask"]
   batch = {**batch, "mask": jnp.where(jnp.any(mask != 0), mask, 1)}

@@ -184,8 +184,8 @@ def compressed(update: PyTree, energy: float | jax.Array) -> PyTree:
       jnp.where(there, matrix, other), full_matrices=False
     )
     squares = jnp.square(values)
-    # What would be lost without a vector and those after it. Summed from the
-    # end: even the least term counts, but vanishes in the sum of all.
+    # What would be lost without a vector and those after it; summed from the
+    # end, as even the least term counts, but vanishes in the sum of all.
     rest = jnp.cumsum(squares[::-1])[::-1]
     # Masked, not cut: shapes do not depend on the number of vectors.
     values = jnp.where(rest >= (1 - energy) * rest[0], values, 0)

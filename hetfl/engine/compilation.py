@@ -49,7 +49,7 @@ def compiler_options(*, once: bool = False) -> Options:
 
   On CPUs XLA's fusion emitters take half of the compilation time and make
   programs no faster; they are switched off. On GPUs loops become part of CUDA
-  graphs, unless the environment's `XLA_FLAGS` choose what does.
+  graphs, unless the environment's `XLA_FLAGS` say otherwise.
 
   Args:
     once: see `jit`.

@@ -216,7 +216,7 @@ class _Turns(_Part):
 
 
 def _program(task: Task, name: str) -> _Program:
-  """A task's program, which the task keeps: of rows, or of their total."""
+  """A program, kept by its task: a method of it, or "rows", or "total"."""
   if name not in task.programs:
     if name in ("rows", "total"):
       do = functools.partial(_rows, task, name == "total")
