@@ -57,7 +57,7 @@ class Compare(shared.Rounds):
       training images numbered before test images, as [[0, 5, 2], [1, 3]].
     validation: Share of a client's training images that it keeps to measure
       when to stop; 0 for none.
-    patience: Ends a run after so many evaluations without a greater mean
+    patience: Ends a run after this many evaluations without a greater mean
       accuracy on --validation images; by default never.
     target_accuracy: Mean test accuracy of the clients, a share; the table then
       has the rounds and the data sent until an evaluation first reached it.
@@ -73,8 +73,8 @@ class Compare(shared.Rounds):
     models: Architectures, which clients have in turn: a family, cnn4 (cnn,
       small_cnn, lenet5, resnet) or mixed3 (mlp, small_cnn, lenet5), or a list
       of them and of their members; or FILE.py:FUNCTION for one of your own,
-      where FUNCTION(num_features) returns a Flax module from images to so many
-      features. For GPUs htfe2 (cnn, resnet18), htfe4 (cnn, googlenet,
+      where FUNCTION(num_features) returns a Flax module from images to that
+      many features. For GPUs htfe2 (cnn, resnet18), htfe4 (cnn, googlenet,
       mobilenet_v2, resnet18) or htfe8 (these, resnet34, resnet50, resnet101,
       resnet152), HtFLlib's HtFE-img-2, 4 and 8 with --num_features=512.
     widths: Shares of the channels of --models=resnet, in eighths, which clients

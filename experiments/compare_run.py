@@ -39,7 +39,7 @@ from hetfl.optimizers import fedavg_server, momentum_sgd
 from hetfl.plans import number_of_steps, plan_clients, plan_distillation
 from hetfl.run import charts, logs, report, training
 
-# Of CIFAR: pad32.
+# CIFAR has pad32.
 _RECIPES = {"digits": "digits8", "mnist": "mnist28", "npz": "plain"}
 
 SETTINGS = Compare
@@ -337,7 +337,7 @@ class Experiment:
         evaluator = self._evaluator(*how, which)
         measured |= evaluator(both, own=not (method.shared or way))
       for name, values in measured.items():
-        if values.ndim > 1:  # Of classes; NaN for those that are not there.
+        if values.ndim > 1:  # Per class; NaN for absent ones.
           values = np.ma.masked_invalid(values).mean(axis=1).filled(np.nan)
         of_all = found.setdefault(name + way, np.zeros(s.num_clients))
         of_all[[*members]] = values
@@ -383,7 +383,7 @@ class Experiment:
       for k, kind in enumerate(kinds)
     ]
     takes_part = s.clients_per_round or s.num_clients
-    # Of clients of unlike models the mean.
+    # The mean if clients have unlike models.
     total = takes_part * sum(map(sum, each)) // s.num_clients
     everyone = measured("clients")
     for way in METHODS[s.method].ways:
@@ -480,7 +480,7 @@ def draw(
       "tenth": "accuracy, mean over the worst tenth",
       "worse": "clients that are worse than alone",
     },
-    sharey=False,  # The third is of other percents.
+    sharey=False,  # The third has other percents.
   )
   names = [kind.model.rpartition(":")[2] for kind in experiment.of_client]
   names = [f"{k}: {name}" for k, name in enumerate(names)]

@@ -152,7 +152,7 @@ class FedMD(shared.Run):
     25, {"digits cifar_iid cifar_noniid npz": 100}, only="transfer"
   )
   transfer_batch_size: int = count(32, {"digits": 6}, only=_BOTH)
-  # Of non-i.i.d. parties an epoch has four steps.
+  # An epoch of non-i.i.d. parties has four steps.
   transfer_patience: int = count(
     10,
     {"digits cifar_iid npz": 100, "cifar_noniid": 25},

@@ -129,7 +129,7 @@ class Experiment:
       given = checks.given(train=train, test=test, heldout=heldout)
       sets, _ = launch.put(given, {})
       self.banks[of] = sets["train"].bank
-      self.stopping[of] = sets.get(s.stopping_set)  # None of "none".
+      self.stopping[of] = sets.get(s.stopping_set)  # None for "none".
       self.evaluators[of] = hetfl.Evaluator(
         [party.model for party in self.parties],
         {"test": sets["test"]},
@@ -153,7 +153,7 @@ class Experiment:
     data = self.data
     public = (data.public, data.public_stopping, data.public_test)
     private = (data.private, data.private_stopping, data.private_test)
-    # Of one's own images: the models' outputs depend on the private classes.
+    # With a user's images the models' outputs depend on the private classes.
     own = self.s.environment == "npz"
     classes = {"num_classes": data.num_classes} if own else {}
     records = {

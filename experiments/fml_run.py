@@ -30,7 +30,7 @@ from hetfl.run import charts, logs, report, training
 from hetfl.streams import generator, Stream
 
 _TRUNKS = ("lenet5_conv", "cnn1_conv", "cnn2_conv")
-# Of CIFAR: pad32.
+# CIFAR has pad32.
 _RECIPES = {"digits": "digits8", "mnist": "mnist28", "npz": "crop"}
 # In these a client ends with its own model, in others with the global one.
 _PERSONAL = ("fml", "independent")

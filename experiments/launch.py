@@ -38,7 +38,7 @@ def run(
     given: its flags.
     cls: its settings.
   """
-  flags.FLAGS.mark_as_parsed()  # Those of absl's own logging.
+  flags.FLAGS.mark_as_parsed()  # Flags of absl's own logging.
   logging.use_absl_handler()
   verbose = given.values.get("verbosity", 0) > 0
   logging.set_verbosity(logging.DEBUG if verbose else logging.INFO)
@@ -189,7 +189,7 @@ def engine_of(s: Settings, lanes: int | None = None) -> engine_lib.Engine:
   Args:
     s: the run's settings.
     lanes: how many clients train side by side, on all devices together; `None`
-      for all of a round. CPU threads take as many as they are.
+      for all of a round. CPU threads take one each.
 
   Returns:
     The engine.
@@ -322,7 +322,7 @@ def workdir_of(given: Given, *parts: str) -> pathlib.Path:
     return pathlib.Path(given.values["workdir"])
   files = [pathlib.Path(file).absolute() for file in given.files]
   stems = [
-    # Of a run or a search, the folder's name.
+    # For a run or a search, the folder's name.
     path.parent.name if path.stem in ("config", "best") else path.stem
     for path in files
   ]

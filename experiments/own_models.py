@@ -190,7 +190,7 @@ def sources(names: Sequence[str]) -> dict[str, bytes]:
   """
   paths = {_path(name) for name in names if is_own(name)}
   kept: dict[str, bytes] = {}
-  for i, path in enumerate(sorted(paths)):  # Two may have one name.
+  for i, path in enumerate(sorted(paths)):  # Two may share a name.
     number = i if f"model-{path.name}" in kept else ""
     kept[f"model{number}-{path.name}"] = _loaded(path)[1]
   return kept

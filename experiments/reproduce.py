@@ -174,9 +174,9 @@ class Reproduce(settings.Settings):
     seeds: Seeds of each cell.
     data_dir: Folder of the data sets; by default HETFL_DATA_DIR.
     download: Download data sets that are not there into --data_dir.
-    search: Tune each cell first, by so many trials (1,024 in the codistillation
-      paper), and run it with the best one's values; not for FedMD and methods
-      side by side. FML needs -- --heldout_examples.
+    search: Tune each cell first, by this many trials (1,024 in the
+      codistillation paper), and run it with the best one's values; not for
+      FedMD and methods side by side. FML needs -- --heldout_examples.
     search_rounds: Number of rounds of a trial; by default that of the cell.
     search_flags: Flags of the searches, in quotes; see tune.py --help.
     commands: Print the commands, a line for each cell and seed, and run
@@ -278,7 +278,7 @@ class Cells:
         f"{flag}/seed{seed}" if "pretrained=" in flag else flag
         for flag in self.extra
       ]
-      folder = place / f"seed{seed}"  # As of one command for all seeds.
+      folder = place / f"seed{seed}"  # As with one command for all seeds.
       commands.append(self.command(cell, folder, f"--seed={seed}", *rest))
     return commands
 

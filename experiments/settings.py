@@ -146,7 +146,7 @@ class Setting:
         raise UsageError(f"{shown}: give a value, or leave it out")
       if self.choices and text not in self.choices:
         raise UsageError(f"{shown}: choose from {', '.join(self.choices)}")
-      return os.path.expanduser(text)  # Of a path.
+      return os.path.expanduser(text)  # It may be a path.
     if not math.isfinite(value):
       raise UsageError(f"{shown}: must be a finite number")
     if not self.low <= value <= self.high:
@@ -373,14 +373,14 @@ def parse(
     # Some editors begin a file by a byte-order mark.
     lines = [a.removeprefix("\ufeff") for a in lines if a[:2] != "\ufeff#"]
     rest = known(["", *lines], known_only=known_only)[1:]
-  except flags.IllegalFlagValueError as error:  # Texts never are.
+  except flags.IllegalFlagValueError as error:  # Of a boolean.
     flag = str(error).partition(":")[0].removeprefix("flag ")
     raise UsageError(f"{flag}: give true or false") from None
   except UnicodeDecodeError as error:
     raise UsageError(f"--flagfile: a file is not UTF-8 text: {error}") from None
-  except (flags.Error, ValueError) as error:  # The latter of `--noNAME=VALUE`.
+  except (flags.Error, ValueError) as error:  # The latter for `--noNAME=VALUE`.
     text = str(error).removeprefix("ERROR:: ")
-    flag = getattr(error, "flagname", None)  # Of an unknown one.
+    flag = getattr(error, "flagname", None)  # An unknown one.
     if flag and flag not in typed:
       text += " It is in a flag file, maybe of another command."
     raise UsageError(text) from None

@@ -85,7 +85,7 @@ def read_runs(folders: Sequence[pathlib.Path], metric: str) -> list[Run]:
         seed=next(filter(_SEED.fullmatch, reversed(place.parts)), ""),
         courses=courses,
         ended=bool(result),
-        # What a pool's clients send is no cost of the other pool's model.
+        # What a pool's clients send is not a cost of the other pool's model.
         bytes_per_round={
           model: (pools.get(model, {}) if pools else result).get(
             "bytes_per_round"

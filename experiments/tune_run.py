@@ -375,7 +375,7 @@ def check_alike(
     UsageError: it does not.
   """
   there = logs.read_config(path).get("config", {})
-  why = "" if there else "it is no folder of a search"
+  why = "" if there else "it is not a search's folder"
   if there and not (path / "result.json").exists():
     why = "it has not ended"
   # Without --seeds, --seed is the trials' seed too, and so must be the same.

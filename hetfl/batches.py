@@ -202,7 +202,7 @@ def check_full(owner: str, batches: Batches, stats: Any) -> None:
   if (empty.any(axis=-1) & ~empty.all(axis=-1)).any():
     raise ValueError(
       f"{owner}: the plan has batches that are not full, whose empty places"
-      " would enter the batch statistics (all variables that are no parameters"
+      " would enter the batch statistics (all variables that are not parameters"
       " count as such): plan with tail='repeat' or 'wrap'"
     )
 
@@ -331,7 +331,7 @@ def localize(
   """
   if missing := set(plan.batches) - set(sets):
     raise ValueError(
-      f"sets: has no {min(missing)!r}, of which the plan has batches"
+      f"sets: has no {min(missing)!r}, for which the plan has batches"
     )
   sharing: dict[int, list[str]] = {}  # Names, by their bank.
   for name in plan.batches:

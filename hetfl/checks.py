@@ -75,7 +75,7 @@ def integers(what: str, given: Any) -> np.ndarray:
     `int[n]`; of another type if there are none.
 
   Raises:
-    ValueError: they are no integers, but a mask, for instance.
+    ValueError: they are not integers, but a mask, for instance.
 
   >>> integers('absent', [True, False])
   Traceback (most recent call last):
@@ -262,7 +262,7 @@ def alike(what: str, given: Any, wanted: Any) -> None:
 
 
 def array(what: str, outputs: Any) -> None:
-  """Raises a `ValueError` if outputs are no array `float[...]`."""
+  """Raises a `ValueError` if outputs are not an array `float[...]`."""
   if not hasattr(outputs, "dtype") and not np.isscalar(outputs):
     need = (
       "Language models need Pool(loss=sentence_loss()),"

@@ -96,7 +96,7 @@ def group_clients(
   ((0, 2), (1,))
   """
   groups: dict[tuple[Any, ...], list[int]] = {}
-  members: dict[int, list[int]] = {}  # By client: one may be there many times.
+  members: dict[int, list[int]] = {}  # By client: one may occur many times.
   for k, client in enumerate(clients):
     if id(client) not in members:
       fields = (f.name for f in dataclasses.fields(client) if f.name != "name")
@@ -195,7 +195,7 @@ class Roster:
     first: the first client of each group, which stands for all.
 
   Raises:
-    ValueError: there are none, or one is no `Client`.
+    ValueError: there are none, or one is not a `Client`.
   """
 
   def __init__(self, clients: Sequence[Client]):

@@ -313,7 +313,7 @@ class ClientEvaluator:
       `float64[K, C]`; NaN where there is nothing to measure.
 
     Raises:
-      ValueError: these are no variables, or not a model for each client.
+      ValueError: these are not variables, or not a model for each client.
     """
     if not (hasattr(variables, "params") and hasattr(variables, "stats")):
       raise ValueError(
@@ -351,7 +351,7 @@ class ClientEvaluator:
     return self._engine.run(work._replace(at_once=at_once))[0]
 
 
-_MOST_CLIENTS = 1 << 12  # In a program, whose memory this bounds.
+_MOST_CLIENTS = 1 << 12  # In one program, to bound its memory.
 
 
 def _alike(
@@ -373,7 +373,7 @@ def _alike(
   batches = -(-sizes // batch_size)
   places = np.full(len(sizes), batches.max() * batch_size)
   if places.sum() > 4 * sizes.sum() or len(sizes) > _MOST_CLIENTS:
-    powers = 4 ** np.arange(32, dtype=np.int64)  # So that programs are few.
+    powers = 4 ** np.arange(32, dtype=np.int64)  # To keep programs few.
     above = lambda n: powers[np.searchsorted(powers, n)]
     short = np.minimum(above(sizes), batch_size)
     places = np.where(batches > 1, above(batches) * batch_size, short)

@@ -141,7 +141,7 @@ Variables(params, stats); without mutable collections, stats are {}
           raise ValueError(
             f"{owner}: init returned {name} of type {dtype}: parameters must be"
             " floating numbers, which have a gradient, and statistics numbers,"
-            " of which there are means; a key comes as apply's argument"
+            " which have means; a key is passed to apply as an argument"
           )
       return variables
 

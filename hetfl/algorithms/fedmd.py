@@ -146,7 +146,7 @@ def consensus_shares(
   3.0
   """
   values: Any = 1.0 if weights is None else weights
-  core.hyper(number, consensus_weights=values)  # As many as there should be.
+  core.hyper(number, consensus_weights=values)  # Checks their number.
   if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)):
     values = np.asarray(values, np.float64)
     for bound in (np.min(values), np.max(values)):

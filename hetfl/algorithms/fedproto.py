@@ -123,7 +123,7 @@ def pulled(
 
 def prototypes_of(server: core.Mean) -> tuple[jax.Array, jax.Array]:
   """The means `float32[..., C, D]`, and 1 for classes that have one, else 0."""
-  known = server.count != 0  # NaN shows labels that are no classes.
+  known = server.count != 0  # NaN shows labels that are not classes.
   means = server.total / jnp.where(known, server.count, 1)[..., None]
   return means, known.astype(means.dtype)
 

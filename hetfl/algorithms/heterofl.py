@@ -54,8 +54,8 @@ def heterofl(
     round with a new optimizer. Its metric is `loss`.
 
   Raises:
-    ValueError: as `personal`; a client's array is no leading part of a global
-      one, `classes` are not of K clients, or do not match the logits.
+    ValueError: as `personal`; a client's array is not a leading part of a
+      global one, `classes` are not of K clients, or do not match the logits.
 
   Reference: Diao et al. 2021, whose released code has `classes` and `output`.
   The mean is weighted as the plan is; the code's weights are equal. Left to the
@@ -184,7 +184,7 @@ def filled(own: PyTree, whole: PyTree) -> PyTree:
 
 
 def _check(label, own, whole):
-  """Raises a `ValueError` if a model is no leading part of the global one."""
+  """Raises a `ValueError` unless a model is a leading part of the global one."""
   fits = lambda x, w: x.ndim == w.ndim and leading(w, x).shape == x.shape
   alike = jax.tree.structure(own) == jax.tree.structure(whole)
   if not (alike and jax.tree.all(jax.tree.map(fits, own, whole))):

@@ -341,7 +341,7 @@ def _update(client, method, optimizer, in_turn) -> Task:
     new = optax.tree.where(batches.steps > 0, core.as_types(new, kept), kept)
     return new, message, metrics
 
-  def penalty(params, context):  # Its own model's.
+  def penalty(params, context):  # Of the client's own model.
     del context
     own = params if method.shared is None else params.get("own")
     # 0 in turns while the shared model steps alone.

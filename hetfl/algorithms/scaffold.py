@@ -90,7 +90,7 @@ def scaffold(
     def losses(variables, batch, key, context):
       loss, stats, measured = supervised(variables, batch, key, context)
       control, own = context["server"].control, context["own"].extra
-      # Its gradient is the correction; its value is no loss.
+      # Its gradient is the correction; its value is not a loss.
       line = optax.tree.vdot(
         optax.tree.sub(control, own), jax.tree.map(core.wide, variables.params)
       )

@@ -22,7 +22,7 @@ from hetfl.data.errors import reading
 from hetfl.population import ClientPopulation
 
 _CODING = ("utf-8", "surrogateescape")  # of ids, which may be any bytes
-_MAX_BYTES = 1 << 26  # Of a client; the largest here have a few million.
+_MAX_BYTES = 1 << 26  # Per client; the largest here have a few million.
 _CIFAR100_FEATURES = {"image": "x", "label": "y", "coarse_label": "coarse"}
 
 
@@ -127,7 +127,7 @@ def open_sqlite(path: str | os.PathLike, remedy: str) -> Iterator[Any]:
     A `fedjax.SQLiteFederatedData`.
 
   Raises:
-    DataError: the file is missing or no SQLite file, or it cannot be read
+    DataError: the file is missing or not SQLite's, or it cannot be read
       within.
   """
   from fedjax.core import sqlite_federated_data as sqlite

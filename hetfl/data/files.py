@@ -18,7 +18,7 @@ from hetfl.data.errors import reading
 from hetfl.population import ClientPopulation, Subset
 
 _TIMEOUT_SECONDS = 10
-_MAX_BYTES = 1 << 28  # Of an unpacked file; the largest has 154 million.
+_MAX_BYTES = 1 << 28  # Per unpacked file; the largest has 154 million.
 
 
 def record(sets: Iterable[Subset | ClientPopulation | None], **facts) -> bytes:
@@ -91,7 +91,7 @@ def content(path: str | os.PathLike) -> bytes:
 
 
 def unpacked(stream: IO[bytes] | gzip.GzipFile) -> bytes:
-  """All bytes of a compressed file; a `ValueError` if they are no data set's.
+  """All bytes of a compressed file; a `ValueError` if they are too many.
 
   A few bytes can be made to unpack to more than the memory holds.
   """
@@ -111,7 +111,7 @@ def parse_idx(content: bytes) -> np.ndarray:
     The array, `uint8` of the shape that the head gives.
 
   Raises:
-    ValueError: it is no idx file of bytes, or cut short.
+    ValueError: it is not an idx file of bytes, or is cut short.
 
   Reference: LeCun, Cortes and Burges, "The MNIST database", file formats.
 

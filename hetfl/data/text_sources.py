@@ -450,7 +450,7 @@ def c4_mod(
           try:
             if ".json" in shard.name:
               line = json.loads(line)["text"].strip()
-          except Exception:  # Of JSON, and of what is no document.
+          except Exception:  # JSON's, or it is not a document.
             skipped["lines that are not C4 documents"] += 1
           else:
             yield from line.split("\n")

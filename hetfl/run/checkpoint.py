@@ -235,7 +235,7 @@ def from_host(arrays: PyTree, like: PyTree) -> PyTree:
   """The inverse of `to_host`; `like` has keys and NumPy arrays where it had."""
 
   def leaf(array, like):
-    if isinstance(like, np.ndarray):  # Of `on_host`; a map stays on disk.
+    if isinstance(like, np.ndarray):  # From `on_host`; a map stays on disk.
       kept = like if isinstance(like, np.memmap) else np.empty_like(like)
       kept[...] = array
       return kept

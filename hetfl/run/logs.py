@@ -25,7 +25,7 @@ import tqdm
 
 from hetfl import checks
 
-# Up to so many clients or parties are shown one by one in tables and curves.
+# Up to this many clients or parties are shown one by one in tables and curves.
 FEW = 10
 # The same on the line of an evaluation.
 _FEW_ON_A_LINE = 3
@@ -427,7 +427,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
       int(row["round"])
   except (ValueError, KeyError, TypeError) as error:
     raise ValueError(
-      f"{path} holds a line that is no row of JSON ({error!r}); delete it and"
+      f"{path} holds a line that is not a row of JSON ({error!r}); delete it and"
       " those after it, or the run's folder, and repeat the command"
     ) from None
   return rows

@@ -165,7 +165,7 @@ def run(
       evaluation or checkpoint falls between them; other rounds are dispatched
       one by one. Changes results by floating-point rounding only. With more
       than one the step must be traceable, not one on `Threads`.
-    patience: end the run after so many evaluations without a greater value of
+    patience: end the run after this many evaluations without a greater value of
       `watched` than before them; `None` for never.
     watched: a name of what `evaluate` returns.
 

@@ -312,7 +312,7 @@ class _Block:
     alive = [j for j, row in enumerate(rows) if row["status"] == "complete"]
     for j in alive:
       objective = self._problem.objective(results[j])
-      if not np.isfinite(objective):  # Of weights that are, still.
+      if not np.isfinite(objective):  # Though the weights are.
         rows[j] |= dict(status="diverged", objective=None, heldout=None)
         continue
       rows[j] |= dict(objective=objective, heldout=results[j])
@@ -333,7 +333,7 @@ class _Block:
     return self._runner.take(states, alive) if alive else states
 
   def _checkpoints(self, number):
-    """The checkpoints of so many members, the fewer the newer."""
+    """The checkpoints of this many members; with fewer, they are newer."""
     name = f"trial{self._first:06d}-of{number:06d}"
     return checkpoint.Checkpoints(self._folder / name, keep=1)
 
