@@ -184,7 +184,7 @@ def filled(own: PyTree, whole: PyTree) -> PyTree:
 
 
 def _check(label, own, whole):
-  """Raises a `ValueError` unless a model is a leading part of the global one."""
+  """Raises a `ValueError` if a model is no leading part of the global one."""
   fits = lambda x, w: x.ndim == w.ndim and leading(w, x).shape == x.shape
   alike = jax.tree.structure(own) == jax.tree.structure(whole)
   if not (alike and jax.tree.all(jax.tree.map(fits, own, whole))):

@@ -427,8 +427,8 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
       int(row["round"])
   except (ValueError, KeyError, TypeError) as error:
     raise ValueError(
-      f"{path} holds a line that is not a row of JSON ({error!r}); delete it and"
-      " those after it, or the run's folder, and repeat the command"
+      f"{path} holds a line that is not a row of JSON ({error!r}); delete it"
+      " and those after it, or the run's folder, and repeat the command"
     ) from None
   return rows
 
