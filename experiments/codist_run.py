@@ -62,7 +62,7 @@ class Experiment:
     self.task = task_of(s)
     self.data, self.models = self.task.data, self.task.models
     self._pools = {}
-    # Whose examples a plan's batches are.
+    # The sets that a plan's batches are of.
     self.sets = dict(zip(POOLS, self.data.pools))
     self.sets["distill"] = self.data.distill
     if s.label_weight and s.distill_data.startswith("cifar"):
@@ -98,7 +98,7 @@ class Experiment:
     found = {"clip_norm": s.clip_norm, "noise_multiplier": 0.0}
     if s.epsilon is not None:
       numbers = [len(clients) for clients in self.data.pools]
-      # The plan refuses more than all.
+      # The plan refuses more clients than all.
       sampling = (min(k / n, 1) for k, n in zip(s.clients_per_round, numbers))
       delta = s.delta or max(numbers) ** -1.1
       found["noise_multiplier"] = _noise_multiplier(

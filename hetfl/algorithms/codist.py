@@ -207,7 +207,7 @@ def periodic_codist(
     return init_pools(pools, key, variables, hyper=values)
 
   def step(state, plan, data):
-    # Of the servers' and students' rates.
+    # The servers' and students' rates decay.
     decay = linear_decay(plan.round, rounds)
     # Line 3: apply FedAvg to each model, sampling clients from its pool.
     sent = engine.run(*client_works(pools, state, plan, data))
@@ -327,7 +327,7 @@ def merged_codist(
     return init_pools(pools, key, variables, hyper=values)
 
   def step(state, plan, data):
-    # Of the servers' and students' rates.
+    # The servers' and students' rates decay.
     decay = linear_decay(plan.round, rounds)
     a = core.scheduled({"alpha": (alpha, 1)}, state, plan.round)["alpha"]
     if every > 1:

@@ -14,7 +14,7 @@ from hetfl import checks, core, distill, local
 from hetfl.algorithms.fedmd import consensus, consensus_shares, TRANSLATORS
 from hetfl.algorithms.public import Parties
 
-# Of softmaxes without a temperature, whatever that of the aggregation is.
+# The softmaxes have no temperature, whatever the aggregation's is.
 _PLAIN = TRANSLATORS["kl"]._replace(
   scores=lambda z, t: TRANSLATORS["kl"].scores(z, 1.0),
   loss=lambda z, target, t: TRANSLATORS["kl"].loss(z, target, 1.0),

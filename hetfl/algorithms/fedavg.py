@@ -333,7 +333,7 @@ def client_works(
     batches = of_round(plan, pool.name)
     check_full(pool.label, batches, server.stats)
     context = {"server": server.variables}
-    # And the clients' learning rate.
+    # With the clients' learning rate.
     context |= local.values_of(state, i, "prox_mu")
     bank = checks.bank(data, pool.name)
     apart = each or pool.aggregate is not None

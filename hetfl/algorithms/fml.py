@@ -126,8 +126,8 @@ def _objective(client, global_model, divergence) -> local.Objective:
     total, measured = 0.0, {}
     for name in learns:
       partner = logits[_PARTNERS[name]]
-      # In turns it is a constant of the step anyway, and `fixed` would end the
-      # derivatives of a whole round.
+      # In turns it is constant within the step anyway, and `fixed` would end
+      # the derivatives of a whole round.
       if _PARTNERS[name] in learns:
         partner = core.fixed(partner)
       loss = local.losses_of(client.loss, logits[name], batch)

@@ -136,7 +136,7 @@ class Parties:
     clients = tuple(
       learner._replace(
         opt_state={
-          # As the other, of `Learner.start`, which has checked the optimizer.
+          # Like the one from `Learner.start`, which has checked the optimizer.
           "digest": core.unshared(
             party.optimizer(0.0).init(learner.params), learner.variables
           ),
@@ -288,7 +288,7 @@ def _subset(plan):
 
 
 def _context(state, k):
-  # And the party's learning rate.
+  # With the party's learning rate.
   return local.values_of(state, k, "temperature")
 
 

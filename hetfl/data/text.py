@@ -403,7 +403,7 @@ def train_wordpiece(counts: Counter, size: int) -> Vocabulary:
   for word, pieces in zip(words, spelt):
     for piece in pieces:
       characters[piece] += counts[word]
-  # A dictionary for its keys, which are in order.
+  # A dictionary, for its ordered keys.
   tokens = dict.fromkeys(train_words(characters, max(size // 2, 1)).tokens)
   pairs: Counter[tuple[str, str]] = Counter()
   where: dict[tuple[str, str], set[int]] = defaultdict(set)
