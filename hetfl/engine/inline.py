@@ -324,7 +324,7 @@ def _side_by_side(work: Work, at_once: int) -> PyTree:
   if at_once == 1 and isinstance(work.steps, jax.Array):
     whole = lambda args: work.task.whole(args[1], *work.shared, args[0])
     return jax.lax.map(whole, args)
-  # A traced plan's loops are as long as the longest row beside them.
+  # A traced plan's loops are as long as the longest row run at once.
   known = isinstance(work.steps, np.ndarray)
   most = lambda steps: most_of(work.steps if known else steps)
   one = lambda args: _masked(work, args[0], args[1], most(args[1]))
