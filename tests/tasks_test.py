@@ -590,7 +590,7 @@ def test_feddf_takes_no_mean_of_features():
 
 def test_the_guide_says_what_each_method_takes():
   guide = pathlib.Path(__file__).parent.parent / "docs/methods.md"
-  _, table = guide.read_text().split("| method | targets, several labels |")
+  _, table = guide.read_text().split("| method | regression, multi-label |")
   told = {}
   for line in table.split("\n\n")[0].splitlines()[2:]:
     names, *cells = line.strip("|").split("|")
