@@ -43,7 +43,7 @@ class Compare(shared.Rounds):
       divided, for all methods.
     public_examples: Number of public images.
     public_subset: Number of public images of a round; servers that distil
-      (feddf, fedet, codist, mergedcodist) draw new batches of as many.
+      (feddf, fedet, codist, mergedcodist) draw as many in each pass.
     digest_batch_size: Batch size on public images.
     digest_epochs: Passes over a round's public images.
     partition: How the images are split among clients: each class by a Dirichlet

@@ -200,8 +200,9 @@ def settle(
     command: the experiment's module.
 
   Returns:
-    The settings; the space; the names of those that are really 0, but not here,
-    or the state would lack them; and whether trials are one program.
+    The settings; the space; the names of settings whose value is 0, which are
+    given as another number here, since the state would lack them; and whether
+    trials are one program.
 
   Raises:
     UsageError: naming a flag that is not for searches, or several algorithms.

@@ -309,7 +309,7 @@ def on_host(
   Returns:
     The algorithm; its state's `clients` hold NumPy arrays, which a step changes
     in place. Call its `init` and its `step` as they are, not within `jit`. A
-    method's `server` sees the first 1,024 clients of a kind.
+    method's `server` sees the first 1,024 clients of each group.
 
   Raises:
     ValueError: `init` or `step` is traced; clients keep typed random keys.

@@ -40,7 +40,7 @@ def classification(
   checks.array("classification", logits)
   mask, losses = batch["mask"], core.cross_entropy(logits, batch)
   correct = (jnp.argmax(logits, axis=-1) == batch["y"]).astype(mask.dtype)
-  # Where there is no loss, argmax took the first NaN for the largest.
+  # Logits that are NaN have an argmax, but must not count as right or wrong.
   correct = jnp.where(jnp.isnan(losses), jnp.nan, correct)
   correct, losses = of_examples(correct), of_examples(losses)
   return {

@@ -35,8 +35,8 @@ class Averaged(NamedTuple):
     said: each pool's clients' logits on the distillation batches, `float[K, S,
       B, C]`, or their sum, `float[S, B, C]`. Zeros for clients of weight 0, and
       for those that have diverged.
-    heard: 1 for each pool's other clients, 0 for these, `float32[K]`; or the
-      number of others, `float32[]`.
+    heard: 1 for each pool's clients that teach, 0 for those whose logits are
+      zeroed, `float32[K]`; or the number of those that teach, `float32[]`.
     weights: each pool's clients' weights, `float32[K]`.
     decay: the factor of the round's learning rates.
     key: the key of the distillation batches; see `Distiller.batch`.
