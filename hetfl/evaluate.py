@@ -42,10 +42,11 @@ def classification(
   correct = (jnp.argmax(logits, axis=-1) == batch["y"]).astype(mask.dtype)
   # Logits that are NaN have an argmax, but must not count as right or wrong.
   correct = jnp.where(jnp.isnan(losses), jnp.nan, correct)
-  correct, losses = of_examples(correct), of_examples(losses)
+  # Not the losses of empty places: 0 times infinity is NaN.
+  there = lambda values: jnp.where(mask == 0, 0, of_examples(values) * mask)
   return {
-    "accuracy": core.Mean(jnp.sum(correct * mask), jnp.sum(mask)),
-    "loss": core.Mean(jnp.sum(losses * mask), jnp.sum(mask)),
+    "accuracy": core.Mean(jnp.sum(there(correct)), jnp.sum(mask)),
+    "loss": core.Mean(jnp.sum(there(losses)), jnp.sum(mask)),
   }
 
 

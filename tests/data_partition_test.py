@@ -187,6 +187,18 @@ def test_examples_have_one_class_each(labels):
     population.stratified(labels, size=1, seed=0)
 
 
+def test_shards_and_matching_take_classes_of_any_names():
+  numbers = np.array([-1, 1, 0, 0] * 10)
+  names = np.array(["x", "b", "a", "a"] * 10)
+  for labels in (numbers, numbers.astype(float), names):
+    (parts,) = partition.shards(
+      labels, num_clients=3, shards_per_client=2, seed=0
+    )
+    matched = partition.matching(parts, labels, labels, seed=0)
+    for dealt in (parts, matched):
+      assert sorted(np.concatenate(dealt).tolist()) == list(range(40))
+
+
 def test_empty_clients_take_from_the_largest():
   """With one class and an alpha of nearly zero, one client gets everything."""
   parts = partition.dirichlet(

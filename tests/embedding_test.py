@@ -513,6 +513,19 @@ def test_who_has_no_model_is_not_evaluated_by_anothers():
       evaluator(of(models), own=True)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_infinite_losses_are_infinite_for_every_batch_size(size):
+  """Empty places repeat an example, and 0 times infinity would be NaN."""
+  model = core.Model(
+    lambda key: core.Variables({}, {}),
+    lambda v, x, key, train: (jnp.where(jnp.arange(3) == 2, -jnp.inf, x), {}),
+  )
+  bank = {"x": np.zeros((7, 3)), "y": np.array([2, 0, 1, 0, 1, 2, 2])}
+  evaluator = Evaluator([model], {"test": Subset.whole(bank)}, batch_size=size)
+  (found,) = evaluator([model.start(KEY)])
+  assert found == {"test_accuracy": 2 / 7, "test_loss": np.inf}
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 40])
 def test_labels_of_positions_count_by_example(size):
   """Half right, and three quarters: (1/2 + 3/4) / 2, whatever the batch."""

@@ -391,6 +391,26 @@ def test_early_stopping_is_kerass():
   assert seen == [(2, 0, 1, 1), (1, 1, 2, 1), (1, 2, 3, 1)] + [(1, 2, 3, 0)] * 2
 
 
+def test_a_party_that_has_stopped_divides_nothing_by_nothing():
+  """Its accuracy is not measured any more; JAX's checks must not see 0 / 0."""
+  parties = [
+    Participant(federation.line(0.0, 0.0), name, learning_rate=rate)
+    for name, rate in (("stops", 0.0), ("learns", 1.0))
+  ]
+  bank = {"x": np.array([[1.0], [-1.0]], np.float32), "y": np.arange(2)}
+  whole = Subset.whole(bank)
+  algorithm = fit(parties, patience=1, engine=engine.Threads(2))
+  jax.clear_caches()
+  with jax.debug_nans(True):
+    state = algorithm.init(jax.random.key(0))
+    for round in range(1, 5):
+      held = dict.fromkeys(["stops", "learns"], whole)
+      plan = plan_fit(held, whole, seed=0, round=round, batch_size=2)
+      data = dict.fromkeys([*held, "stopping"], bank)
+      state, _ = algorithm.step(state, plan, data)
+  assert [int(own.epochs) for own in state.clients] == [2, 2]
+
+
 @pytest.mark.parametrize(
   "min_delta,correct,expected,last",
   [

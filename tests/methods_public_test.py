@@ -426,6 +426,15 @@ def test_an_ensemble_that_agrees_has_no_others():
   assert labels.tolist() == [1] and not others.any()
 
 
+def test_classes_that_are_left_out_change_nothing():
+  """Models may mask a class by minus infinity; variances are 1 and 4."""
+  said = [jnp.array([[2.0, 0.0]]), jnp.array([[0.0, 4.0]])]
+  masked = [jnp.pad(z, ((0, 0), (0, 1)), constant_values=-np.inf) for z in said]
+  (label, others), (seen, without) = consensus(said), consensus(masked)
+  assert int(label) == int(seen) == 1
+  np.testing.assert_allclose(without, [*others, 0.0], rtol=1e-6)
+
+
 # --- Properties -----------------------------------------------------------
 
 

@@ -176,12 +176,15 @@ def consensus(said: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
   """
   distill.same_classes(*(z[0] for z in said))
   z = core.wide(jnp.concatenate(said))
-  sure = jnp.var(z, axis=-1)
+  # Of the classes that are not left out, whose logits are minus infinity.
+  sure = jnp.var(z, axis=-1, where=z > -jnp.inf)
 
   def mean(weights):
     total = jnp.sum(weights, axis=0)
     weights /= jnp.where(total > 0, total, 1)[None]
-    return jnp.sum(weights[..., None] * z, axis=0), total[..., None] > 0
+    weights = weights[..., None]
+    terms = jnp.where(weights > 0, weights * z, 0)  # 0 times infinity is NaN.
+    return jnp.sum(terms, axis=0), total[..., None] > 0
 
   y = jnp.argmax(mean(sure)[0], axis=-1).astype(jnp.int32)
   differs = jnp.argmax(z, axis=-1) != y[None]

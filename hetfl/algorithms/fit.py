@@ -151,7 +151,7 @@ def fit(
           for task, learner, on in zip(measure, learners, active)
         )
       )
-      accuracy = [means["accuracy"].value for means in measured]
+      accuracy = [means["accuracy"] for means in measured]
     clients = tuple(
       _after_epoch(*args, min_delta, stops)
       for args in zip(state.clients, learners, accuracy, active)
@@ -167,6 +167,7 @@ def _after_epoch(before, learner, accuracy, active, min_delta, stops):
   """A party's progress after an epoch; without one it stays as it is."""
   best, wait = before.best, before.wait
   if stops:
+    accuracy = accuracy.value  # NaN for a party that has stopped.
     # A rise of exactly `min_delta` is none, however it is rounded.
     better = accuracy - best > min_delta + 1e-6
     best = jnp.where(better, accuracy, best)

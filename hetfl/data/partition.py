@@ -230,16 +230,23 @@ def matching(
   >>> np.sort(other[of_first]), np.sort(other[of_second])  # 2 and 4 of 6 zeros
   (array([0, 0]), array([0, 0, 0, 0, 1, 1]))
   """
-  labels, other = checks.classes(labels), checks.classes(other)
+  (labels, other), classes = _numbered(labels, other)
   like = " that are divided likewise, such as the test images"
   _check_clients(len(clients), len(other), like)
-  classes = 1 + int(max(labels.max(), other.max()))  # No overflow of uint8.
   held = [labels[np.asarray(own, np.int64)] for own in clients]
   counts = np.stack([np.bincount(y, minlength=classes) for y in held], axis=1)
   counts[~counts.any(axis=1)] = 1
   shares = counts / counts.sum(axis=1, keepdims=True)
   rng = generator(Stream.MATCHING, seed)
   return _share_out(other, len(clients), lambda label: shares[label], rng)
+
+
+def _numbered(*labels) -> tuple[list[np.ndarray], int]:
+  """Several sets' labels as numbers from 0, and how many classes there are."""
+  given = list(map(checks.classes, labels))
+  names, numbers = np.unique(np.concatenate(given), return_inverse=True)
+  ends = np.cumsum([len(y) for y in given])[:-1]
+  return np.split(numbers.reshape(-1), ends), len(names)
 
 
 def _share_out(labels, num_clients, shares, rng) -> list[np.ndarray]:
@@ -332,8 +339,7 @@ def shards(
   [[0, 3], [1, 2]]
   """
   checks.counts(num_clients=num_clients, shards_per_client=shards_per_client)
-  labels = tuple(map(checks.classes, labels))
-  num_classes = 1 + max(int(y.max()) for y in labels)
+  sets_of, num_classes = _numbered(*labels)
   total = num_clients * shards_per_client
   each, rest = divmod(total, num_classes)
   if rest:
@@ -346,7 +352,7 @@ def shards(
   # Shard number c * each + i is the i-th of class c.
   dealt = rng.permutation(total).reshape(num_clients, shards_per_client)
   sets = []
-  for y in labels:
+  for y in sets_of:
     pieces = []
     for c in range(num_classes):
       members = rng.permutation(np.flatnonzero(y == c)).astype(np.int32)
