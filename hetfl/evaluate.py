@@ -42,12 +42,12 @@ def classification(
   correct = (jnp.argmax(logits, axis=-1) == batch["y"]).astype(mask.dtype)
   # Logits that are NaN have an argmax, but must not count as right or wrong.
   correct = jnp.where(jnp.isnan(losses), jnp.nan, correct)
-  # Not the losses of empty places: 0 times infinity is NaN.
-  there = lambda values: jnp.where(mask == 0, 0, of_examples(values) * mask)
-  return {
-    "accuracy": core.Mean(jnp.sum(there(correct)), jnp.sum(mask)),
-    "loss": core.Mean(jnp.sum(there(losses)), jnp.sum(mask)),
-  }
+
+  def mean(values):  # Without empty places: 0 times infinity is NaN.
+    counted = jnp.where(mask == 0, 0, of_examples(values) * mask)
+    return core.Mean(jnp.sum(counted), jnp.sum(mask))
+
+  return {"accuracy": mean(correct), "loss": mean(losses)}
 
 
 def class_f1(logits: jax.Array, batch: core.Batch) -> core.Mean:

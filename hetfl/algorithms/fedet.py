@@ -183,7 +183,7 @@ def consensus(said: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     total = jnp.sum(weights, axis=0)
     weights /= jnp.where(total > 0, total, 1)[None]
     weights = weights[..., None]
-    terms = jnp.where(weights > 0, weights * z, 0)  # 0 times infinity is NaN.
+    terms = jnp.where(weights == 0, 0, weights * z)  # 0 times infinity is NaN.
     return jnp.sum(terms, axis=0), total[..., None] > 0
 
   y = jnp.argmax(mean(sure)[0], axis=-1).astype(jnp.int32)

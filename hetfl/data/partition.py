@@ -230,23 +230,24 @@ def matching(
   >>> np.sort(other[of_first]), np.sort(other[of_second])  # 2 and 4 of 6 zeros
   (array([0, 0]), array([0, 0, 0, 0, 1, 1]))
   """
-  (labels, other), classes = _numbered(labels, other)
+  (labels, other), names = _numbered(labels, other)
   like = " that are divided likewise, such as the test images"
   _check_clients(len(clients), len(other), like)
   held = [labels[np.asarray(own, np.int64)] for own in clients]
-  counts = np.stack([np.bincount(y, minlength=classes) for y in held], axis=1)
+  each = [np.bincount(y, minlength=len(names)) for y in held]
+  counts = np.stack(each, axis=1)
   counts[~counts.any(axis=1)] = 1
   shares = counts / counts.sum(axis=1, keepdims=True)
   rng = generator(Stream.MATCHING, seed)
   return _share_out(other, len(clients), lambda label: shares[label], rng)
 
 
-def _numbered(*labels) -> tuple[list[np.ndarray], int]:
-  """Several sets' labels as numbers from 0, and how many classes there are."""
+def _numbered(*labels) -> tuple[list[np.ndarray], np.ndarray]:
+  """Several sets' labels as numbers from 0, and the classes' own names."""
   given = list(map(checks.classes, labels))
   names, numbers = np.unique(np.concatenate(given), return_inverse=True)
   ends = np.cumsum([len(y) for y in given])[:-1]
-  return np.split(numbers.reshape(-1), ends), len(names)
+  return np.split(numbers, ends), names
 
 
 def _share_out(labels, num_clients, shares, rng) -> list[np.ndarray]:
@@ -311,7 +312,7 @@ def shards(
   the same number of shards of each class.
 
   Args:
-    *labels: for each set `int[N]`, the label of each example, 0 to C - 1.
+    *labels: for each set `int[N]`, the label of each example, or its name.
     num_clients: K.
     shards_per_client: p; K p must be a multiple of C.
     seed: non-negative integer; with the other arguments it fixes the result.
@@ -339,7 +340,9 @@ def shards(
   [[0, 3], [1, 2]]
   """
   checks.counts(num_clients=num_clients, shards_per_client=shards_per_client)
-  sets_of, num_classes = _numbered(*labels)
+  _check_clients(num_clients, min(map(len, labels)))
+  numbered, names = _numbered(*labels)
+  num_classes = len(names)
   total = num_clients * shards_per_client
   each, rest = divmod(total, num_classes)
   if rest:
@@ -352,13 +355,13 @@ def shards(
   # Shard number c * each + i is the i-th of class c.
   dealt = rng.permutation(total).reshape(num_clients, shards_per_client)
   sets = []
-  for y in sets_of:
+  for y in numbered:
     pieces = []
     for c in range(num_classes):
       members = rng.permutation(np.flatnonzero(y == c)).astype(np.int32)
       if len(members) < each:
         raise ValueError(
-          f"num_clients={num_clients}: class {c} has only {len(members)}"
+          f"num_clients={num_clients}: class {names[c]} has only {len(members)}"
           f" examples for {each} shards; use fewer clients"
         )
       pieces += np.array_split(members, each)
