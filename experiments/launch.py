@@ -12,6 +12,7 @@ import pathlib
 import platform
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from typing import Any, NoReturn
@@ -51,6 +52,9 @@ def run(
     _keep_programs(s.compilation_cache)
     _join_processes(s)
     main(given)
+  except KeyboardInterrupt:  # Elsewhere than in training, which is resumed.
+    print("SIGINT: stopped; the same command resumes.", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)
   except _ERRORS as error:
     if verbose:
       raise

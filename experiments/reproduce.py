@@ -362,10 +362,8 @@ def run_cell(command: Sequence[str]) -> int:
   print(shlex.join(command), flush=True)
   process = subprocess.Popen(command)
   # If it has reached the run already, this second one does nothing.
-  with training.stop_signals(process.send_signal) as caught:
+  with training.stop_signals(process.send_signal):
     code = process.wait()  # A stopped run saves a checkpoint first.
-  if caught:
-    sys.exit(128 + caught[0])
   return code
 
 

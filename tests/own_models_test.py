@@ -346,6 +346,19 @@ def test_errors_in_the_file_have_a_traceback_on_demand(
   assert f'File "{nets}", line ' in done.stderr and called in done.stderr
 
 
+def test_ctrl_c_before_the_first_round_is_a_line(experiment, tmp_path):
+  path = tmp_path / "nets.py"
+  path.write_text(
+    "import os, signal\n"
+    "def net(num_classes):\n"
+    "  os.kill(os.getpid(), signal.SIGINT)\n"
+  )
+  done = experiment("codist")(f"--models={path}:net", f"--workdir={tmp_path}/a")
+  assert done.returncode == 130
+  said = "SIGINT: stopped; the same command resumes.\n"
+  assert done.stderr.endswith(said) and "Traceback" not in done.stderr
+
+
 def test_mistakes_are_named(experiment, nets, tmp_path):
   fresh = tmp_path / "fresh"
   codist, fml, fedmd = map(experiment, ("codist", "fml", "fedmd"))

@@ -414,7 +414,7 @@ def test_a_signal_after_the_last_round_counts(tmp_path, undisturbed):
 
 def test_a_signal_that_comes_twice_at_once_is_one():
   """As when a group of processes gets it, and one of them hands it on."""
-  with training.stop_signals() as caught:
+  with pytest.raises(SystemExit) as last, training.stop_signals() as caught:
     for _ in range(2):
       os.kill(os.getpid(), signal.SIGTERM)
       time.sleep(0.05)  # For the handler; signals that wait are one anyway.
@@ -423,6 +423,7 @@ def test_a_signal_that_comes_twice_at_once_is_one():
       os.kill(os.getpid(), signal.SIGINT)  # Another one stops at once.
       time.sleep(5)
     assert end.value.code == 128 + signal.SIGINT
+  assert last.value.code == 128 + signal.SIGTERM  # Though nobody asked for it.
 
 
 def test_sigkill_at_random_moments(tmp_path, undisturbed):

@@ -304,7 +304,8 @@ def run(
       logging.warning(
         "%s: stopped after round %d of %d.", folder.path, done, rounds
       )
-      raise SystemExit(128 + (caught or [signal.SIGTERM])[0])
+      if not caught:  # Another process was.
+        raise SystemExit(128 + signal.SIGTERM)
   return _shared(folder)
 
 
@@ -416,6 +417,9 @@ def stop_signals(
 
   Yields:
     The list; the previous handlers are restored afterwards.
+
+  Raises:
+    SystemExit: at the end, if there was one.
   """
   caught: list[int] = []
   since = 0.0
@@ -444,6 +448,8 @@ def stop_signals(
     for number, old in before.items():
       # A handler not set from Python reads as None and cannot be restored.
       signal.signal(number, old or signal.SIG_DFL)
+  if caught:  # Perhaps after the caller's last look.
+    raise SystemExit(128 + caught[0])
 
 
 def _latest(

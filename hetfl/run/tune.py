@@ -189,8 +189,6 @@ def search(
       logs.write_rows(folder / "trials.jsonl", rows)
       shutil.rmtree(folder / "checkpoints", ignore_errors=True)
       logging.info(f"{len(rows)} of {trials} trials: {_standing(rows)}.")
-    if caught:
-      raise SystemExit(128 + caught[0])
   return rows
 
 
