@@ -113,7 +113,7 @@ class Experiment:
     self.transform = recipe.train if s.augment else recipe.evaluate
     held = self.data.clients
     sampled = checks.given(clients_per_round=s.clients_per_round)
-    checks.between(1, len(held), **sampled)
+    checks.whole(1, len(held), **sampled)
     self.clients = [
       hetfl.Client(  # Without a rate of its own: `fml`'s is for all.
         model=model(name, classes[h.dataset]),

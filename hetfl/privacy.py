@@ -160,7 +160,7 @@ def _accounting(sampling, rounds, delta):
   """How to account, and `noise multiplier -> event` of all rounds."""
   checks.counts(rounds=rounds)
   checks.between(1e-12, 1 - 1e-12, delta=delta)
-  if np.ndim(sampling) != 1:
+  if np.ndim(sampling) != 1 or not len(sampling):
     raise ValueError(f"sampling={sampling!r}: give a sequence, one per pool")
   for share in sampling:
     checks.between(0, 1, sampling=share)

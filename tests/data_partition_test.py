@@ -112,7 +112,7 @@ def test_numbers_of_clients_are_whole():
 
 def test_pachinko_refuses_more_than_there_is():
   with pytest.raises(
-    ValueError, match="examples_per_client=4: .* between 1 and 3"
+    ValueError, match="examples_per_client=4: .* least 1 and at most 3"
   ):
     partition.pachinko(
       np.zeros(10), np.zeros(10), num_clients=3, examples_per_client=4, seed=0

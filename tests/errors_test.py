@@ -49,6 +49,7 @@ from hetfl.batches import gather, leave_out, prepare
 from hetfl.clients import on_host
 from hetfl.data.compared_images import load_compared_images
 from hetfl.data.fml_images import load_fml_images
+from hetfl.data.partition import pachinko
 from hetfl.models import families, language, layers, next_word, vision
 from tests import algorithms, federation
 from tests.algorithms import CASES, make_distiller
@@ -365,6 +366,12 @@ WRONG = {
   ),
   "sampling=0.1: give a sequence": lambda: privacy.epsilon(
     1.0, 0.1, rounds=1, delta=0.1
+  ),
+  "sampling=[]: give a sequence": lambda: privacy.noise_multiplier(
+    1.0, [], rounds=1, delta=0.1
+  ),
+  "examples_per_client=1.5: must be a whole number": lambda: pachinko(
+    *np.zeros((2, 9)), num_clients=3, examples_per_client=1.5, seed=0
   ),
   "would enter the batch statistics": lambda: normed_round("short"),
   "learning_rate=None: give a number": lambda: fedavg(

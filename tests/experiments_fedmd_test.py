@@ -235,12 +235,13 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--consensus_weights=1,2",), "give one or 5 values"),
     (("--consensus_weights=1,x,1,1,1",), "1,x,1,1,1: not a number"),
     (("--consensus_weights=1,1,1,1,-1",), "-1 must be at least 0"),
-    (("--num_parties=2", "--weak_parties=3"), "--weak_parties=3: must lie"),
+    (("--num_parties=2", "--weak_parties=3"), "--weak_parties=3: must be"),
     (("--public_subset=9999",), "--public_subset=9999: exceeds the 771"),
     (("--examples_per_class=99",), "examples_per_class=99: 5 parties want 495"),
     (
       ("--heldout_examples=5000",),
-      "--heldout_examples=5000: must lie between 0 and 870",
+      "--heldout_examples=5000: must be a whole number, at least 0 and at most"
+      " 870",
     ),
     (("--digest_loss=l1",), "digest_loss"),
     (

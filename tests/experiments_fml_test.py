@@ -109,7 +109,7 @@ def test_bad_input_is_one_line_and_overwrites_nothing(fml, tmp_path):
     (("--dataset=svhn",), "--dataset=svhn: choose from"),
     (
       ("--clients_per_round=6",),
-      "--clients_per_round=6: must lie between 1 and 5",
+      "--clients_per_round=6: must be a whole number, at least 1 and at most 5",
     ),
     (
       ("--clients_start=global", "--client_models=mlp"),

@@ -217,7 +217,7 @@ def _own_task(own: vision.VisionDataset, num_clients: int | None) -> _Task:
   clients = num_clients or min(100, len(own.train["y"]) // 10)
   if own.clients is not None:
     clients = len(np.unique(own.clients))
-  checks.between(3, len(own.train["y"]), num_clients=clients)
+  checks.whole(3, len(own.train["y"]), num_clients=clients)
   distill, heldout = (max(1, round(share * clients)) for share in (0.27, 0.1))
   high = max(1, round(0.3 * (clients - distill - heldout)))
   return _Task(clients, distill, heldout, high)

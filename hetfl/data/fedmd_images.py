@@ -184,12 +184,12 @@ def load_fedmd_images(
   most = len(shared.index) - 1
   if heldout_examples is None:
     heldout_examples = min(200, len(shared.index) // 5)
-  checks.between(0, most, heldout_examples=heldout_examples)
+  checks.whole(0, most, heldout_examples=heldout_examples)
   shared, public_stopping = _split_off(
     shared, heldout_examples, seed(Stream.PUBLIC_HELDOUT)
   )
   if public_examples is not None:
-    checks.between(1, len(shared.index), public_examples=public_examples)
+    checks.whole(1, len(shared.index), public_examples=public_examples)
     of = seed(Stream.PUBLIC_EXAMPLES)
     shared = _split_off(shared, public_examples, of)[1] or shared
   held = np.concatenate(parts)

@@ -91,7 +91,7 @@ def pachinko(
   checks.positive(alpha=alpha, beta=beta)
   checks.counts(num_clients=num_clients)
   most = len(fine) // num_clients
-  checks.between(1, most, examples_per_client=examples_per_client)
+  checks.whole(1, most, examples_per_client=examples_per_client)
   rng = generator(Stream.PACHINKO, seed)
 
   # A leaf is a (coarse, fine) pair. Its unused examples are a shuffled stack:
@@ -435,9 +435,9 @@ def codist_split(
     held out (Table 3); the high capacity pool has 4,700 (Table 4), 3,100 or
     6,300 (Table 1).
   """
-  checks.between(0, num_clients - 1, distill_clients=distill_clients)
+  checks.whole(0, num_clients - 1, distill_clients=distill_clients)
   most = num_clients - 1 - distill_clients  # One is left for the pool.
-  checks.between(0, most, heldout_clients=heldout_clients)
+  checks.whole(0, most, heldout_clients=heldout_clients)
   most = num_clients - distill_clients - heldout_clients
   checks.whole(1, most, high_capacity_clients=high_capacity_clients)
   order = generator(Stream.POOLS, seed).permutation(num_clients)

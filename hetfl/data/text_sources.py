@@ -324,7 +324,7 @@ def stackoverflow(
   `answer` 1.
   """
   checks.between(0, 1, share=share)
-  checks.between(0, math.inf, skip_clients=skip_clients)
+  checks.whole(0, math.inf, skip_clients=skip_clients)
   checks.counts(
     **checks.given(max_clients=max_clients, max_sentences=max_sentences),
     **checks.given(max_sentences_per_client=max_sentences_per_client),

@@ -244,7 +244,7 @@ def party_models(
   checks.one_of(TABLES, table=table)
   checks.counts(num_parties=num_parties)
   checks.positive(width=width)
-  checks.between(0, num_parties, weak_parties=weak_parties)
+  checks.whole(0, num_parties, weak_parties=weak_parties)
   scaled = lambda n: max(1, round(width * n))
   hidden, models = scaled(128), []
   weak = f"mlp({hidden})", PartyMLP(hidden, num_classes, dtype)
