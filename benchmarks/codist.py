@@ -1,8 +1,8 @@
 """Rounds of FedAvg, PeriodicCodist and MergedCodist on the paper's CNNs.
 
-FedAvg is compared with FedJAX and PyTorch (`benchmarks.peers`). Codistillation,
-which neither has, is compared with a plain implementation in JAX: a `vmap` over
-the clients, `nn.Conv`'s convolutions, one program.
+FedAvg is compared with FedJAX and PyTorch (`benchmarks.peers`). Neither has
+codistillation, so that is compared with a plain implementation in JAX: a `vmap`
+over the clients, `nn.Conv`'s convolutions, one program.
 """
 
 import functools
@@ -27,7 +27,7 @@ def scale(batch):
 
 
 def clients_of(sizes) -> hetfl.ClientPopulation:
-  """Clients with these numbers of the peers' synthetic images."""
+  """Clients that hold these numbers of the peers' synthetic images."""
   clients = peers.synthetic()
   bank = {
     name: np.concatenate([np.asarray(client[name]) for client in clients])
@@ -69,7 +69,7 @@ def plan_of(clients, round: int, sizes, distills: bool) -> hetfl.Plan:
 def fedavg_round(
   size: str, sizes=EQUAL, dtype: str = "float32"
 ) -> rounds.Setup:
-  """A FedAvg round of 20 clients, by default of 60 with 100 images each."""
+  """A FedAvg round of 20 clients, by default from 60 with 100 images each."""
   runner = rounds.one_device()
   clients = clients_of(sizes)
   bank = jax.device_put(dict(clients.bank))
@@ -84,7 +84,7 @@ def fedavg_round(
 def codist_round(
   name: str, plain: bool = False, dtype: str = "float32"
 ) -> rounds.Setup:
-  """A round of both CNNs in which they codistil.
+  """A round in which both CNNs codistil.
 
   Args:
     name: 'merged' or 'periodic'.
@@ -118,7 +118,7 @@ def codist_round(
 
 
 def image_flops(size: str, train: bool) -> float:
-  """FLOPs of the products for one image, in training or in prediction."""
+  """FLOPs of the products for one image, in training or prediction."""
   shape = (peers.BATCH_SIZE, peers.SIDE, peers.SIDE, 3)
   return rounds.example_flops(
     pool_of(size, "patches").model,
@@ -135,7 +135,7 @@ def fedavg_flops(size: str, images: int) -> float:
 
 
 def codist_flops() -> float:
-  """FLOPs of a round of both pools with its codistillation."""
+  """FLOPs of a round of both pools, including codistillation."""
   images, distilled = (
     peers.COHORT * peers.EXAMPLES,
     DISTILL_STEPS * DISTILL_BATCH,

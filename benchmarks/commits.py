@@ -1,14 +1,14 @@
-"""Times rounds of this checkout against those of another one, by turns.
+"""Times rounds of this checkout against those of another, in turns.
 
   git worktree add ../before COMMIT
   python benchmarks/commits.py ../before [--only=NAME,...] [--runs=N]
 
-Each checkout runs its own `benchmarks` in a process of its own, and the two
-take turns round by round, so that drifts of the machine's speed affect both.
-For each row the table gives the seconds to set up, compile and run the first
-rounds (empty caches), and the median seconds of a round; `ratio` is the median
-over the turns of ours / theirs, by the FLOPs of the rounds' batches: below one,
-this checkout is faster. Run it with nothing else on the machine.
+Each checkout runs its own `benchmarks` in a separate process, and the two take
+turns round by round, so that drifts in the machine's speed affect both. For
+each row the table gives the seconds to set up, compile and run the first rounds
+(empty caches), and the median seconds of a round; `ratio` is the median over
+the turns of ours / theirs, per FLOP of the rounds' batches: below one, this
+checkout is faster. Run it with nothing else on the machine.
 """
 
 import argparse
@@ -33,8 +33,8 @@ ROWS = (
   "language_large_ragged",
 )
 
-# Runs in the folder of a checkout, whose modules it imports: reads a line for
-# each request, and answers with numbers.
+# Runs in a checkout's folder and imports its modules: reads a line for each
+# request, and answers with numbers.
 WORKER = """
 import sys, time
 sys.path.insert(0, ".")
@@ -82,7 +82,7 @@ class Checkout:
     return [float(number) for number in line.split()]
 
   def ask(self, name: str = "") -> list[float]:
-    """Sets up a row and returns seconds and FLOPs; or runs a round of it."""
+    """Sets up a row (gives seconds and FLOPs), or runs a round (seconds)."""
     self._process.stdin.write(f"{name}\n")
     self._process.stdin.flush()
     return self._read()
@@ -115,11 +115,11 @@ def main() -> None:
     first, flops = zip(here.ask(name), there.ask(name))
     turns = []
     for turn in range(args.runs):
-      # Who is first after the rest takes one to three percent longer.
+      # The first to run after the pause takes one to three percent longer.
       order = (here, there) if turn % 2 else (there, here)
       seconds = {side: side.ask()[0] for side in order}
       turns.append((seconds[here], seconds[there]))
-      time.sleep(0.05)  # Threads of the last program come to rest.
+      time.sleep(0.05)  # Lets the last program's threads come to rest.
     ours, theirs = (statistics.median(side) for side in zip(*turns))
     ratio = statistics.median(a / b for a, b in turns) * flops[1] / flops[0]
     print(

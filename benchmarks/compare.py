@@ -2,8 +2,8 @@
 
   python benchmarks/compare.py --json=FILE [--only=NAME,...] [--runs=N]
 
-Ours and the peer take turns in one process, so that drifts of the machine's
-speed affect both. A turn is a round, on accelerators ten that are dispatched
+hetfl and the peer take turns in one process, so that drifts in the machine's
+speed affect both. A turn is one round; on accelerators it is ten, dispatched
 without waiting, as in training. The table gives medians; `ratio` is the median
 over the turns of peer / ours: above one, ours is faster. `ceiling_share` is the
 speed of our round as a share of that of large matrix products, which take turns
@@ -39,13 +39,13 @@ def chosen(only: str | None, every: dict[str, rounds.Row]) -> list[str]:
 
   Args:
     only: comma-separated names or prefixes of names; `None` for all.
-    every: the rows by name.
+    every: all rows, by name.
 
   Returns:
     The names in the rows' order.
 
   Raises:
-    ValueError: no row has such a name or prefix.
+    ValueError: no row has this name or prefix.
 
   >>> chosen('fedavg_l,fml', dict.fromkeys(['fml', 'fedavg_large', 'lm']))
   ['fml', 'fedavg_large']
@@ -153,7 +153,7 @@ def main() -> None:
   # For FedJAX's pmap; ours uses the first device only.
   if jax.config.jax_platforms in (None, "", "cpu"):
     jax.config.update("jax_num_cpu_devices", num_cores())
-  # The same for both; JAX's own default depends on the accelerator.
+  # The same for both; JAX's default depends on the accelerator.
   jax.config.update("jax_default_matmul_precision", args.matmul_precision)
   every = (
     codist.rows()

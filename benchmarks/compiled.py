@@ -7,7 +7,7 @@
 XLA's compilers for TPUs and NVIDIA GPUs also run on a machine without one: they
 come with `pip install -e ".[tpu]"` and `-e ".[cuda]"`. A TPU is named by its
 topology; a GPU by a file with its description, a `GpuTargetConfigProto` as text
-(XLA's sources have them for many cards). For each round the table gives
+(XLA's sources have these for many cards). For each round the table gives
 
 * the seconds that it takes to compile on this machine's CPU;
 * the memory of its arguments (banks, state and plan) and of all else;
@@ -15,15 +15,15 @@ topology; a GPU by a file with its description, a `GpuTargetConfigProto` as text
 * the bytes that these read and write, and the milliseconds that this takes at
   the GPU's full bandwidth: no round is faster than this, unless the data stays
   in a cache;
-* on TPUs that are named, the milliseconds that the compiler expects.
+* on TPUs given by name, the milliseconds that the compiler expects.
 
 With a name or a file nothing is run: these numbers say where time goes and
-whether a round fits, not how long it takes, and on GPUs the tiles of products
-are XLA's defaults, since they could be tuned on the card alone. `here` is the
-device of this machine. It also runs the rounds: the table then ends with the
-milliseconds of a round that the host waits for and of one in a stream of rounds
-that it does not, and with the TFLOP/s of the latter; and bandwidth is that of a
-copy, measured first.
+whether a round fits, not how long it takes; and on GPUs the tiles of products
+are XLA's defaults, since only the card itself can tune them. `here` is the
+device of this machine, on which the rounds are also run: the table then ends
+with the milliseconds of a round that the host waits for, those of a round in a
+stream that it does not wait for, and the TFLOP/s of the latter; and bandwidth
+is that of a copy, measured first.
 """
 
 import argparse
@@ -69,11 +69,11 @@ class Target(NamedTuple):
   """What to compile for.
 
   Attributes:
-    platform: as `jax.default_backend()` names it there: `tpu` or `gpu`.
-    device: a device of it, which need not exist.
+    platform: as `jax.default_backend()` would name it: `tpu` or `gpu`.
+    device: one of its devices, which need not exist.
     gb_per_s: a GPU's memory bandwidth, or 0.
     ghz: a TPU's clock rate, or 0 if it is not known.
-    runs: rounds to run and to time; 0 if there is no such device.
+    runs: rounds to run and to time; 0 if the device is not here.
   """
 
   platform: str
@@ -95,7 +95,7 @@ def target_of(name: str) -> Target:
   Raises:
     ValueError: there is no such file, or no compiler for the target.
   """
-  # Here, since it is not part of `import jax`.
+  # Imported here, since `import jax` does not include it.
   from jax.experimental import topologies
 
   path, config = pathlib.Path(name), ""
@@ -109,7 +109,7 @@ def target_of(name: str) -> Target:
   else:
     platform, compiler = "tpu", "tpu"
     options = {"topology_name": name}
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # Asks a cloud's server.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # It asks a cloud server.
   try:
     there = topologies.get_topology_desc(platform=compiler, **options)
   except (RuntimeError, NotImplementedError, ValueError) as error:
@@ -162,9 +162,9 @@ class Job(NamedTuple):
     step: `(state, plan, data) -> (state, metrics)`.
     plan: the plan.
     data: the data.
-    steps: how often a loop runs whose length is known only when it runs: the
+    steps: iterations of loops whose length is known only at run time: the
       steps of the longest client.
-    flops: of its matrix products and convolutions.
+    flops: FLOPs of its matrix products and convolutions.
   """
 
   init: Callable
@@ -176,7 +176,7 @@ class Job(NamedTuple):
 
 
 def job_of(setup: rounds.Setup, flops: float, steps: int | None = None) -> Job:
-  """The first round; by default it has as many steps as its longest client."""
+  """The first round; `steps` defaults to those of its longest client."""
   init = functools.partial(setup.algorithm.init, jax.random.key(0))
   plan = setup.plan(1)
   if steps is None:
@@ -264,10 +264,10 @@ def jobs(dtype: str = "float32") -> dict[str, Callable[[], Job]]:
 
 
 def measure(name: str, job: Job, target: Target) -> dict[str, float | str]:
-  """Compiles a round for the target, and runs it if it is there.
+  """Compiles a round for the target, and runs it if the device is here.
 
   Args:
-    name: of the row.
+    name: the row's name.
     job: the round.
     target: what to compile for.
 
@@ -317,12 +317,12 @@ def measure(name: str, job: Job, target: Target) -> dict[str, float | str]:
 
 
 def timed(compiled: Callable, job: Job, target: Target) -> dict[str, float]:
-  """Runs a compiled round again and again.
+  """Times a compiled round over many runs.
 
   Args:
     compiled: the round.
     job: what it was compiled from.
-    target: where it is.
+    target: where it runs.
 
   Returns:
     `round_ms`, the median of rounds that the host waits for; `stream_ms`, a
@@ -380,7 +380,7 @@ def main() -> None:
   )
   args = parser.parse_args()
   if args.target != "here":
-    # Plans and banks are made here; and there is no card to tune products on.
+    # Plans and banks are made here, and no card is here to tune products.
     jax.config.update("jax_platforms", "cpu")
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
@@ -408,7 +408,7 @@ def main() -> None:
   )
   results = []
   for name in names:
-    # The library asks for the backend where its forms differ.
+    # The library asks for the backend to choose between forms.
     with mock.patch.object(jax, "default_backend", lambda: target.platform):
       row = measure(name, every[name](), target)
     results.append(row | origin)

@@ -2,7 +2,7 @@
 
 A round has Communicate, Digest and Revisit: scores on 5,000 public images, one
 epoch towards their mean in batches of 256, and two epochs on 18 private images
-in batches of 5. Images are 28 x 28 x 1, with sixteen outputs.
+in batches of 5. Images are 28 x 28 x 1; models have sixteen outputs.
 """
 
 import functools
@@ -75,7 +75,7 @@ def ours(table: str, width: float, dtype: str = "float32") -> rounds.Setup:
 
 
 def parameter_counts(table: str, width: float) -> list[int]:
-  """Parameters of each of our parties."""
+  """Numbers of parameters of our parties."""
   example = jnp.zeros((1, SIDE, SIDE, 1))
   return [
     core.num_parameters(
@@ -101,7 +101,7 @@ def torch_model(filters, dropout: float):
     ]
     side = (side + 2 * pad - block.kernel) // block.stride + 1
     if block.pool == 1:
-      # Repeating the last row and column gives the mean of the pixels inside.
+      # Repeating the last row and column averages only the pixels inside.
       layers += [nn.ReplicationPad2d((0, 1, 0, 1)), nn.AvgPool2d(2, 1)]
     elif block.pool == 2:
       layers.append(nn.AvgPool2d(2))
@@ -160,7 +160,7 @@ def peer(table: str, width: float, channels_last: bool) -> rounds.Round:
       consensus = 0
       for net in nets:
         net.eval()
-        # As many as ours takes: on CPUs those that fit into the cache.
+        # As many as ours: on CPUs, what fits into the cache.
         size = engine.batch_size_or_default(None)
         scores = torch.cat([net(part) for part in x.split(size)])
         consensus = consensus + scores / PARTIES
@@ -197,7 +197,7 @@ def rows(width: float) -> dict[str, rounds.Row]:
   """The lines of the table.
 
   Args:
-    width: width of the ten models, as a share of that in the paper's Table 1.
+    width: width of the ten models, as a fraction of the paper's Table 1.
 
   Returns:
     The rows by name.

@@ -23,7 +23,7 @@ NORMAL = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
 
 def synthetic(examples: int) -> dict[str, np.ndarray]:
-  """Random images and labels of all clients, the same for both peers."""
+  """Random images and labels of all clients, the same for both sides."""
   rng = np.random.default_rng(0)
   n = NUM_CLIENTS * examples
   return {
@@ -35,7 +35,7 @@ def synthetic(examples: int) -> dict[str, np.ndarray]:
 def ours_round(
   examples: int, mutual: bool = True, dtype: str = "float32"
 ) -> rounds.Setup:
-  """Our round; without `mutual`, the clients' own models learn alone."""
+  """Our round; without `mutual`, clients train their own models alone."""
   runner = rounds.one_device()
   bank = synthetic(examples)
   model = core.Model.from_flax(
@@ -98,7 +98,7 @@ def torch_round(
     ).to(device, memory_format=layout)
 
   bank = synthetic(examples)
-  # Padded once, as the crops of a loop over a loaded data set would be.
+  # Padded once, as in a loop over a loaded data set.
   x = functional.pad(
     torch.from_numpy(bank["x"]).permute(0, 3, 1, 2), (4, 4, 4, 4)
   ).contiguous(memory_format=layout)
@@ -176,7 +176,7 @@ def torch_round(
 
 
 def round_flops(examples: int, mutual: bool) -> float:
-  """FLOPs of a round: both models of all clients on each image."""
+  """FLOPs of a round: both of each client's models, on each image."""
   model = core.Model.from_flax(
     nets.net("cnn1", 10, SHAPE, conv="native"), jnp.zeros((1, *SHAPE))
   )
@@ -190,7 +190,7 @@ def rows(examples: int) -> dict[str, rounds.Row]:
   """The lines of the table.
 
   Args:
-    examples: images of each client.
+    examples: number of images of each client.
 
   Returns:
     The rows by name.

@@ -1,15 +1,15 @@
-"""FedAvg of hetfl beside pfl-research's and Flower's, on the same work.
+"""FedAvg in hetfl, pfl-research and Flower, on the same work.
 
   python -m benchmarks.frameworks --pfl_python=PFL/bin/python
     --flower_python=FLOWER/bin/python --data_dir=DIR --json=FILE
 
-The work is pfl-research's benchmark of CIFAR-10: 1,000 users of 50 images,
-drawn alike; 50 users an iteration, one epoch in batches of 10 at a client rate
-of .1; the server takes the mean; `simple_cnn`, of 1,626,442 parameters with
-dropout. All systems have the same images, users, cohorts, batches and first
-weights, but dropout's draws are their own.
+The work is pfl-research's CIFAR-10 benchmark: 1,000 users of 50 images, drawn
+i.i.d.; 50 users an iteration, one epoch in batches of 10 at a client rate of
+.1; the server takes the mean; `simple_cnn`, with 1,626,442 parameters and
+dropout. All systems have the same images, users, cohorts, batches and initial
+weights, but each draws its own dropout.
 
-Each peer lives in an environment of its own, which needs no hetfl:
+Each peer has its own environment, which does not need hetfl:
 
   cpu=--extra-index-url=https://download.pytorch.org/whl/cpu
   python3.11 -m venv PFL
@@ -17,18 +17,18 @@ Each peer lives in an environment of its own, which needs no hetfl:
   python3.11 -m venv FLOWER
   FLOWER/bin/pip install $cpu torch 'flwr[simulation]'
 
-Each system runs in processes of its own on the same cores, by turns of a few
-iterations, so that drifts of the machine's speed affect all. The first turn, in
+Each system runs in its own processes on the same cores, in turns of a few
+iterations, so that drifts in the machine's speed affect all. The first turn, in
 which ours is compiled, does not count. `ratio` is the median over the turns of
-peer / ours: above one, ours is faster. Our `Evaluator` tests all last weights.
-`apart` is how far a peer's last weights are from ours, as a share of the way
-that ours have gone. With `--no-dropout --learning_rate=.001` all do the same
-but for rounding; at higher rates, ReLU and pooling magnify that soon.
+peer / ours: above one, ours is faster. Our `Evaluator` tests all final weights.
+`apart` is the distance of a peer's final weights from ours, as a share of the
+distance that ours have moved. With `--no-dropout --learning_rate=.001` all do
+the same up to rounding, which ReLU and pooling soon magnify at higher rates.
 
-pfl-research runs as its own benchmark does, with its threads in one process,
-and with its users divided between a process for each core; Flower as its guide
-says, a client on each core. Neither evaluates. Flower has a virtual node for
-each place in the cohort, not for each user, which spares it the choice.
+pfl-research runs as in its own benchmark, once with its threads in one process
+and once with its users divided between one process per core; Flower as in its
+guide, with one client on each core. Neither evaluates. Flower has a virtual
+node for each place in the cohort, not for each user, which spares it sampling.
 """
 
 import argparse
@@ -60,13 +60,13 @@ from hetfl.run import logs
 
 NUM_CLASSES = 10
 USER_EXAMPLES, BATCH_SIZE = 50, 10
-DROPOUT = (0.25, 0.5)  # Of the pooled maps, and of the logits' inputs.
-# Of PyTorch's weights, which are drawn in this order.
+DROPOUT = (0.25, 0.5)  # Of the pooled maps and of the logits' inputs.
+# PyTorch's weights, in the order in which they are drawn.
 SHAPES = (32, 3, 3, 3), (64, 32, 3, 3), (128, 14 * 14 * 64), (NUM_CLASSES, 128)
 
 
 def simple_cnn(dropout: tuple[float, float], conv: str | None) -> core.Model:
-  """pfl-research's model, of images `float32[B, 32, 32, 3]`."""
+  """pfl-research's model, for images `float32[B, 32, 32, 3]`."""
   module = vision.CNN(
     *((32, 64), 3, (128,), NUM_CLASSES),
     padding="VALID",
@@ -80,7 +80,7 @@ def simple_cnn(dropout: tuple[float, float], conv: str | None) -> core.Model:
 
 
 def first_weights(seed: int) -> list[np.ndarray]:
-  """Of each of PyTorch's layers a Glorot-uniform weight and its usual bias."""
+  """For each PyTorch layer a Glorot-uniform weight and its usual bias."""
   rng, weights = np.random.default_rng(seed), []
   for shape in SHAPES:
     inputs, outputs = math.prod(shape[1:]), shape[0] * math.prod(shape[2:])
@@ -103,7 +103,7 @@ def converted(weights: list[np.ndarray]) -> dict[str, Any]:
 
 
 def read(folder: pathlib.Path, name: str) -> core.Variables:
-  """The first weights, or a system's last ones, as our model's."""
+  """The initial weights, or a system's final ones, as our model's."""
   with np.load(folder / f"{name}.npz") as found:
     weights = [jnp.asarray(found[key]) for key in found]
   if name != "ours":
@@ -136,7 +136,7 @@ def users(bank: core.Batch) -> hetfl.ClientPopulation:
 def planned(
   clients: hetfl.ClientPopulation, cohort: int, round: int
 ) -> hetfl.Plan:
-  """A round, from 1, of so many users."""
+  """A round, counted from 1, with this many users."""
   return hetfl.plan_round(
     {"cifar10": clients},
     seed=0,
@@ -162,7 +162,7 @@ def write(folder: pathlib.Path, bank: core.Batch, settings: dict) -> None:
 
 
 def run_ours(folder: pathlib.Path) -> None:
-  """Our side, in a process of its own."""
+  """Our side, in its own process."""
   settings = json.loads((folder / "settings.json").read_text())
   turns = frameworks_peers.Turns(settings["turn"], "jax", "flax", "numpy")
   bank = {name: np.load(folder / f"{name}.npy") for name in ("x", "y")}
@@ -188,11 +188,11 @@ def run_ours(folder: pathlib.Path) -> None:
 
 
 class System:
-  """A system's processes, which run a turn when they are told.
+  """A system's processes, which run a turn when told to.
 
   Args:
-    name: the system's.
-    command: runs it.
+    name: the system's name.
+    command: the command that runs it.
     folder: where its other output goes.
   """
 
@@ -222,7 +222,7 @@ class System:
     self.turns.append(json.loads(self._line())["seconds"])
 
   def end(self) -> None:
-    """Has it write its last weights."""
+    """Has it write its final weights."""
     print(file=self._process.stdin, flush=True)
     self._line(last=True)
 
@@ -234,7 +234,7 @@ class System:
     return line
 
   def stop(self) -> None:
-    """Ends it, however far it is."""
+    """Ends it, however far it has come."""
     self._process.terminate()
     self._process.communicate()
 
@@ -272,7 +272,7 @@ def row(system: System, ours: System) -> dict[str, Any]:
 
 
 def distance(a: core.Variables, b: core.Variables) -> float:
-  """The Euclidean distance of two models' parameters."""
+  """The Euclidean distance between two models' parameters."""
   return float(optax.tree.norm(optax.tree.sub(a.params, b.params)))
 
 

@@ -1,12 +1,12 @@
 """Federated averaging in pfl-research and in Flower, for `frameworks.py`.
 
-It runs this file by each peer's own interpreter, which needs no hetfl:
+`frameworks.py` runs this file with each peer's interpreter, without hetfl:
 
   python frameworks_peers.py SYSTEM FOLDER
 
 The folder holds `settings.json`; `x.npy` and `y.npy`, all training examples;
-`orders.npy`, which of them each client of each round trains on, in this order;
-`initial.npz`, the first weights. The last weights are written there as
+`orders.npy`, which of them each client trains on in each round, in order; and
+`initial.npz`, the initial weights. The final weights are written there as
 `SYSTEM.npz`. SYSTEM is `flower`, or any name for pfl-research.
 """
 
@@ -24,14 +24,14 @@ import numpy as np
 
 
 class Turns:
-  """Times iterations, and has each turn of them wait for a line on stdin.
+  """Times iterations; each turn of them waits for a line on stdin.
 
-  Before each turn a line of JSON on stdout gives the seconds of the iterations
-  of the one before. Whatever else is printed goes to stderr.
+  Before each turn, a line of JSON on stdout gives the seconds of the previous
+  turn's iterations. Whatever else is printed goes to stderr.
 
   Args:
-    number: the iterations of a turn.
-    *packages: whose versions each line gives too.
+    number: iterations in a turn.
+    *packages: packages whose versions each line gives too.
   """
 
   def __init__(self, number: int, *packages: str):
@@ -42,7 +42,7 @@ class Turns:
     self._versions |= {p: importlib.metadata.version(p) for p in packages}
 
   def next(self) -> None:
-    """To be called before the first iteration and after each."""
+    """Must be called before the first iteration and after each."""
     if self._began is not None:
       self._seconds.append(time.perf_counter() - self._began)
     if self._began is None or len(self._seconds) == self._number:
@@ -55,23 +55,23 @@ class Turns:
 
 
 class Work:
-  """What is trained on, as PyTorch has it.
+  """The training data and weights, for PyTorch.
 
   Args:
-    folder: see above.
+    folder: see the module's docstring.
   """
 
   def __init__(self, folder: pathlib.Path):
     self._folder = folder
     self.settings = json.loads((folder / "settings.json").read_text())
-    # Of the images only those that are used are read.
+    # Only images that are used are read.
     self._x, self._y, self.orders = (
       np.load(folder / f"{name}.npy", mmap_mode="r")
       for name in ("x", "y", "orders")
     )
 
   def client(self, round: int, place: int) -> tuple[Any, Any]:
-    """Images `float32[n, H, W, c]` and labels of a round's client."""
+    """Images `float32[n, H, W, c]` and labels of a client in a round."""
     import torch
 
     own = self.orders[round, place]
@@ -91,7 +91,7 @@ class Work:
     )
 
   def started(self) -> Any:
-    """The model with the first weights."""
+    """The model with the initial weights."""
     import torch
 
     model, weights = self.model(), np.load(self._folder / "initial.npz")
@@ -101,7 +101,7 @@ class Work:
     return model
 
   def finish(self, system: str, model: Any) -> None:
-    """Writes the last weights."""
+    """Writes the final weights."""
     weights = [p.detach().numpy() for p in model.parameters()]
     np.savez(self._folder / f"{system}.npz", *weights)
 
@@ -115,7 +115,7 @@ def loss(model: Any, x: Any, y: Any, eval: bool = False) -> Any:
 
 
 def run_pfl(work: Work, name: str) -> None:
-  """As pfl-research's benchmark of CIFAR-10 does, without its evaluations."""
+  """Trains like pfl-research's CIFAR-10 benchmark, without its evaluations."""
   from pfl.aggregate.simulate import SimulatedBackend
   from pfl.aggregate.weighting import WeightByUser
   from pfl.algorithm.base import NNAlgorithmParams
@@ -130,7 +130,7 @@ def run_pfl(work: Work, name: str) -> None:
 
   settings, net = work.settings, work.started()
   rounds, cohort, _ = work.orders.shape
-  first = os.environ.get("RANK", "0") == "0"  # Of the processes, if many.
+  first = os.environ.get("RANK", "0") == "0"  # Of several processes.
   turns = first and Turns(settings["turn"], "pfl", "torch", "numpy")
 
   class NextTurn(TrainingProcessCallback):
@@ -156,7 +156,7 @@ def run_pfl(work: Work, name: str) -> None:
   FederatedAveraging().run(
     algorithm_params=NNAlgorithmParams(
       central_num_iterations=rounds,
-      evaluation_frequency=rounds,  # The first has one in any case.
+      evaluation_frequency=rounds,  # The first always has one.
       train_cohort_size=cohort,
       val_cohort_size=0,
     ),
@@ -179,7 +179,7 @@ def run_pfl(work: Work, name: str) -> None:
 
 
 def run_flower(work: Work, folder: pathlib.Path) -> None:
-  """As Flower's guide to simulation does: a client on each of the cores."""
+  """Trains like Flower's guide to simulation: a client on each core."""
   from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
   from flwr.clientapp import ClientApp
   from flwr.serverapp import ServerApp

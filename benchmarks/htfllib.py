@@ -1,27 +1,27 @@
-"""Methods of hetfl beside HtFLlib's, on the same clients, models and batches.
+"""hetfl's methods and HtFLlib's, on the same clients, models and batches.
 
   python -m benchmarks.htfllib --htfllib=DIR --data_dir=DIR --json=FILE
 
 `--htfllib` is a checkout of HtFLlib (github.com/TsingZ0/HtFLlib), whose servers
-and clients run as they are, in this process. Both sides have the same clients,
+and clients run unchanged in this process. Both sides have the same clients,
 architectures, initial weights (HtFLlib's) and rates, and the same batches in
-the same order: each client's images as they lie, in full batches of 10, one
-pass a round. Rounds are taken by turns and timed without evaluations, by the
-clock and in seconds of CPU; ours are compiled before. HtFLlib's include its
-files: as its servers do, it reads images and models anew for each client.
-`apart` is the distance of our clients' parameters from HtFLlib's, as a share of
-the way that these have gone.
+the same order: each client's images as stored, in full batches of 10, one pass
+a round. The sides take turns round by round; rounds are timed without
+evaluations, in wall-clock and CPU seconds, and ours are compiled beforehand.
+HtFLlib's times include its files: its servers read images and models anew for
+each client. `apart` is the distance of our clients' parameters from HtFLlib's,
+as a share of the distance that HtFLlib's have moved.
 
-What is known to differ; Local and LG-FedAvg are the same but for rounding.
+Known differences; Local and LG-FedAvg are the same up to rounding:
 
-* FML: HtFLlib's divergences are divided by the number of classes, which rates
-  and weights of ours make up for; their targets are not held fixed there, and
-  gradients are clipped to a norm of 10.
+* FML: HtFLlib divides its divergences by the number of classes, for which our
+  rates and weights compensate; it does not hold their targets fixed, and clips
+  gradients to a norm of 10.
 * FD: HtFLlib's clients share logits, where the paper's share probabilities, and
-  a cross-entropy takes these for probabilities; the mean is over all clients,
+  its cross-entropy takes them for probabilities; its mean is over all clients,
   the paper's over the others.
-* FedProto: HtFLlib gathers prototypes while a client trains, and weighs clients
-  equally; ours are of the trained model, and weigh examples.
+* FedProto: HtFLlib gathers prototypes while a client trains, and weights
+  clients equally; ours are from the trained model, weighted by examples.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from hetfl.run import logs
 FEATURES = 512
 BATCH_SIZE = 10
 # Filters of the 5x5 convolutions, and dense widths before the features; clients
-# have them in turn, and FML's global model has the first.
+# take these in turn, and FML's global model takes the first.
 ARCHITECTURES = ((32, 64), ()), ((32,), ()), ((32, 64), (120,)), ((32,), (256,))
 
 
@@ -74,7 +74,7 @@ class Method(NamedTuple):
     scores: `(outputs, server) -> class scores` of ours.
     sent: HtFLlib's file with our server's first variables, if it has any.
     received: `(variables, server) -> variables` that clients are tested with.
-    by_size: whether the server's mean weighs examples, not clients.
+    by_size: whether the server's mean weights examples, not clients, equally.
   """
 
   server: tuple[str, str]
@@ -122,7 +122,7 @@ METHODS = {
 
 
 def federation(args: argparse.Namespace, seed: int) -> ComparedImages:
-  """The clients, with about `--examples` images, an equal share of each's."""
+  """The clients, with about `--examples` images, the same share of each's."""
   images = load_compared_images(
     args.dataset,
     num_clients=args.num_clients,
@@ -183,24 +183,24 @@ def start_theirs(method: Method, images: ComparedImages, args) -> Any:
 
 
 def converted(module: Any) -> list[np.ndarray]:
-  """A PyTorch model's parameters as ours are, in the order of our leaves.
+  """A PyTorch model's parameters in our form, in the order of our leaves.
 
   Args:
     module: convolutions, then dense layers.
 
   Returns:
-    Of each layer bias and kernel.
+    The bias and kernel of each layer.
   """
   leaves, channels = [], 0
   for layer in (m for m in module.modules() if hasattr(m, "weight")):
     kernel = layer.weight.detach().numpy().T
     if kernel.ndim == 4:  # [W, H, c, C] so far.
       kernel, channels = kernel.transpose(1, 0, 2, 3), kernel.shape[3]
-    elif channels:  # Its inputs were [c, H, W] there, and are [H, W, c] here.
+    elif channels:  # Its inputs are [c, H, W] there, and [H, W, c] here.
       side = round((len(kernel) / channels) ** 0.5)
       planes = kernel.reshape(channels, side, side, -1)
       kernel, channels = planes.transpose(1, 2, 0, 3).reshape(kernel.shape), 0
-    # Copies, which PyTorch does not change.
+    # Copies, so that PyTorch does not change them.
     leaves += [layer.bias.detach().numpy().copy(), kernel.copy()]
   return leaves
 
@@ -273,14 +273,14 @@ class Ours:
     )
 
   def next(self, round: int) -> core.State:
-    """The state after the next round, once it is there."""
+    """The state after the next round, once it is ready."""
     plan = Plan(np.int32(round), {"train": self._batches})
     data = {"train": self._images.train.bank}
     state, _ = self._algorithm.step(self.state, plan, data)
     return jax.block_until_ready(state)
 
   def variables(self) -> list[tuple[core.Variables, Any]]:
-    """Of each group, its clients' models and what the server sent to each."""
+    """For each group, its clients' models and what the server sent to each."""
     found = []
     for group in self.state.clients:
       number = len(group.clients)
@@ -291,7 +291,7 @@ class Ours:
     return found
 
   def accuracy(self) -> float:
-    """The share of all clients' test images that are classified rightly."""
+    """The share of all clients' test images that are classified correctly."""
     right, sizes = 0.0, self._images.test.sizes
     for group, evaluator, (own, sent) in zip(
       self.state.clients, self._evaluators, self.variables()
@@ -301,7 +301,7 @@ class Ours:
     return right / float(np.sum(sizes))
 
   def apart(self, theirs: list, first: list) -> float:
-    """How far the clients' parameters are from theirs, by theirs' way."""
+    """Our clients' distance from theirs, as a share of how far those moved."""
     gap = way = 0.0
     for group, (own, _) in zip(self.state.clients, self.variables()):
       for row, k in enumerate(group.clients):
@@ -313,7 +313,7 @@ class Ours:
 
 
 def compare(name: str, images: ComparedImages, args) -> dict[str, Any]:
-  """Runs a method's two sides by turns; ours take theirs in HtFLlib's tests.
+  """Runs a method's two sides in turns; ours run in HtFLlib's tests.
 
   Args:
     name: the method's.
@@ -321,7 +321,7 @@ def compare(name: str, images: ComparedImages, args) -> dict[str, Any]:
     args: the flags.
 
   Returns:
-    The method's entry in the JSON. Accuracies and distances are of before the
+    The method's entry in the JSON. Accuracies and distances are from before the
     first round and after each.
   """
   from flcore.clients.clientbase import load_item
@@ -346,7 +346,7 @@ def compare(name: str, images: ComparedImages, args) -> dict[str, Any]:
       spent["theirs"].append(clock() - began)
     try:
       evaluate()
-    except ValueError as error:  # Such as of NaN, which scikit-learn refuses.
+    except ValueError as error:  # For example NaN, which scikit-learn refuses.
       result["their_error"] = f"round {done}: {error}".splitlines()[0]
       raise StopIteration from error
     found["their_accuracy"].append(float(theirs.rs_test_acc[-1]))
@@ -362,7 +362,7 @@ def compare(name: str, images: ComparedImages, args) -> dict[str, Any]:
   theirs.evaluate = turn
   with contextlib.suppress(StopIteration):
     theirs.train()
-  a, b = np.array(spent["ours"]), np.array(spent["theirs"])  # Equally many.
+  a, b = np.array(spent["ours"]), np.array(spent["theirs"])  # Equal in number.
   result |= found
   for i, what in enumerate(("seconds", "cpu_seconds")):
     result |= {what: a[:, i].tolist(), f"their_{what}": b[:, i].tolist()}
@@ -398,7 +398,7 @@ def main() -> None:
   )
   parser.add_argument("--json", help="file for the results")
   args = parser.parse_args()
-  # Or PyTorch's threads take the cores while they wait for each other.
+  # Otherwise PyTorch's threads hold the cores while waiting for each other.
   os.environ.setdefault("OMP_WAIT_POLICY", "passive")
   import torch
 

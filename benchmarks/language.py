@@ -8,9 +8,9 @@ sentences of 20 positions, vocabulary 4,004:
 * a `vmap` over the clients, each padded to the batches of the largest;
 * a PyTorch loop over the clients (sparse embedding gradients, packed targets).
 
-Only tokens with a loss are counted, the same for all. Clients are users of
+Only tokens with a loss count, the same for all. Clients are users from
 `DIR/stackexchange/Posts.xml` (at most 100 sentences each) or, without a folder,
-clients with random words and similar, lognormal sizes.
+have random words and similar, lognormal sizes.
 """
 
 import functools
@@ -67,7 +67,7 @@ def split(batch):
 
 
 def plan_of(clients, round: int) -> Batches:
-  """The round's batches; the same clients for all."""
+  """The round's batches, with the same clients for all."""
   return plan_clients(
     clients,
     seed=0,
@@ -83,10 +83,10 @@ def ours(
   """A FedAvg round of ours.
 
   Args:
-    size: of the model, 'small' or 'large'.
+    size: size of the model, 'small' or 'large'.
     clients: the population.
-    cycle: how many different rounds there are.
-    padded: as a plain `vmap` over the clients, side by side.
+    cycle: number of different rounds.
+    padded: whether to run a plain `vmap` over the clients, side by side.
     dtype: what the model computes in.
 
   Returns:
@@ -190,7 +190,7 @@ def torch_round(size: str, clients, cycle: int) -> rounds.Round:
 
 
 def round_flops(size: str, steps: float) -> float:
-  """FLOPs of a round's useful batches, over all their positions."""
+  """FLOPs of a round's useful batches, at all their positions."""
   model = model_of(size, None)
   sentence = rounds.example_flops(
     model, next_word.sentence_loss(), (BATCH, LENGTH), jnp.int32, True
@@ -203,7 +203,7 @@ def rows(data_dir: str | None, cycle: int) -> dict[str, rounds.Row]:
 
   Args:
     data_dir: where `stackexchange/Posts.xml` is; `None` for random words.
-    cycle: how many different rounds to time.
+    cycle: number of different rounds to time.
 
   Returns:
     The rows by name.

@@ -1,8 +1,8 @@
 """One round of federated averaging in FedJAX and in PyTorch, to time.
 
 Each function here does its set-up, compilation and warm-up, and returns a
-callable that runs one more round, or as many as it is told, and blocks till
-they are done. The work is the same for all: 60 clients of 100 images (uint8,
+callable that runs one more round, or a given number, and blocks until they are
+done. The work is the same for all: 60 clients of 100 images (uint8,
 24x24x3), 100 classes, 20 clients a round, one epoch in batches of 20, client
 SGD at .05, server Adam at .005; a CNN of three 3x3 convolutions and dense
 layers.
@@ -34,7 +34,7 @@ CLIENT_LR = 0.05
 SERVER_LR = 0.005
 SERVER_EPS = 1e-5
 
-# Filters, dense widths and number of parameters.
+# Filters, dense widths and numbers of parameters.
 SIZES = {
   "small": ((16, 32, 32), (64, 128), 109_348),
   "large": ((32, 64, 64), (128, 256), 410_084),
@@ -42,7 +42,7 @@ SIZES = {
 
 
 def synthetic(seed: int = 0) -> list[dict[str, np.ndarray]]:
-  """Random images and labels of each client, the same for all the peers."""
+  """Random images and labels of each client, the same for all peers."""
   rng = np.random.default_rng(seed)
   return [
     {
@@ -65,7 +65,7 @@ def _shims() -> None:
   """Gives FedJAX 0.0.17 (2023) the names that JAX and NumPy have dropped.
 
   Call it before importing FedJAX. Names that still exist are not replaced. Of
-  what is added, only the two `device_put_*` are in the timed path.
+  the names added, only the two `device_put_*` are in the timed path.
   """
   import jax
   import jax.numpy as jnp
@@ -144,9 +144,9 @@ def fedjax_round(
   """FedJAX 0.0.17's own federated averaging.
 
   Args:
-    backend: of FedJAX's `for_each_client`: 'jit', 'pmap', or 'debug', which
-      compiles nothing.
-    filters: of the three convolutions.
+    backend: backend of FedJAX's `for_each_client`: 'jit', 'pmap', or 'debug',
+      which compiles nothing.
+    filters: numbers of filters of the three convolutions.
     dense: widths of the dense layers before the logits.
     seed: for the data, the initial parameters and the clients' batches.
     warm_up: rounds run before returning, which compile.
@@ -249,7 +249,7 @@ def waited(one_round: Callable[[], Any], device: str) -> Callable[..., Any]:
     device: where it runs.
 
   Returns:
-    A callable that runs as many rounds as it is told, by default one, waits for
+    A callable that runs a given number of rounds (by default one), waits for
     them and returns what the last one returned.
   """
   import torch
@@ -280,7 +280,7 @@ def torch_round(
   converted to floats batch by batch. PyTorch chooses the number of threads.
 
   Args:
-    filters: of the three convolutions.
+    filters: numbers of filters of the three convolutions.
     dense: widths of the dense layers before the logits.
     channels_last: whether to keep images and kernels channels last.
     device: where to train; by default `torch_device()`.

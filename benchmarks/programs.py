@@ -1,9 +1,9 @@
 """What a compiled program does, read from its text.
 
-XLA's compilers for accelerators print a program as computations of
-instructions. An instruction outside of a fusion is what a device runs at once:
-on a GPU one kernel, on a TPU one step of its core, for which its compiler
-states the cycles that it expects.
+XLA's compilers for accelerators print a program as computations, made of
+instructions. An instruction outside a fusion is one unit of a device's work: on
+a GPU one kernel, on a TPU one step of its core, for which its compiler states
+the cycles that it expects.
 """
 
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ class Total(NamedTuple):
   cycles: float
 
   def plus(self, other: "Total", times: float = 1) -> "Total":
-    """Adds another total, run a number of times."""
+    """Adds another total, that of a part run `times` times."""
     return Total(*(a + times * b for a, b in zip(self, other)))
 
 
@@ -75,10 +75,10 @@ def total(text: str, steps: int) -> Total:
 
   Args:
     text: the program, as `compiled.as_text()` gives it.
-    steps: how often loops run whose length the program does not know.
+    steps: iterations of loops whose length the program does not state.
 
   Returns:
-    The total. Of a conditional the branch of most bytes counts.
+    The total. Of a conditional, the branch with the most bytes counts.
 
   >>> text = '''
   ... %body (p: f32[8]) -> f32[8] {
@@ -179,7 +179,7 @@ def _branches(line: str) -> list[str]:
 
 
 def _trips(line: str, condition: list[Instruction], steps: int) -> int:
-  """How often a loop runs: as stated, as its condition says, or `steps`."""
+  """A loop's iterations: as stated, as its condition says, or `steps`."""
   known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
   if known:
     return int(known.group(1))

@@ -14,11 +14,11 @@ import numpy as np
 
 from hetfl import checks, core, engine, population
 
-Round = Callable[..., Any]  # Runs that many rounds, or one, and waits for all.
+Round = Callable[..., Any]  # Runs that many rounds (or one), and waits.
 
 
 def count(text: str) -> int:
-  """A flag's number of runs, rounds and the like."""
+  """Reads a flag's number of runs, rounds and the like."""
   if (number := int(text)) < 1:
     raise argparse.ArgumentTypeError(f"{text}: want 1 or more")
   return number
@@ -30,8 +30,8 @@ class Setup(NamedTuple):
   Attributes:
     algorithm: our algorithm.
     runner: the engine it was built with.
-    plan: round -> its plan.
-    data: what `step` takes.
+    plan: maps a round to its plan.
+    data: the data that `step` takes.
     cycle: number of rounds after which they repeat.
   """
 
@@ -47,12 +47,12 @@ class Row(NamedTuple):
 
   Attributes:
     ours: sets up our round.
-    peer: what it is compared with, in words.
+    peer: what ours is compared with, in words.
     other: makes the peer's rounds: sets up, compiles, and returns a callable
-      that runs some more rounds and blocks until they are done.
+      that runs more rounds and blocks until they are done.
     flops: FLOPs of the matrix products that a round needs, with direct
       convolutions and without padding.
-    work: the data that a round processes, as `(amount, unit)`.
+    work: how much data a round processes, as `(amount, unit)`.
   """
 
   ours: Callable[[], Setup]
@@ -66,7 +66,7 @@ def one_device(at_once: int | None = None) -> engine.Engine:
   """The engine of our rounds: CPU threads, or one accelerator.
 
   Args:
-    at_once: the most clients side by side on an accelerator.
+    at_once: the largest number of clients side by side on an accelerator.
 
   Returns:
     The engine.
@@ -77,12 +77,12 @@ def one_device(at_once: int | None = None) -> engine.Engine:
 
 
 def microbatch(runner: engine.Engine) -> int | None:
-  """What the commands pass through a model at once by default."""
+  """The commands' default for `--microbatch`."""
   return 16 if isinstance(runner, engine.Threads) else None
 
 
 def looped(setup: Setup) -> Round:
-  """A callable that runs the next rounds and blocks till they are done.
+  """A callable that runs the next rounds and blocks until they are done.
 
   Args:
     setup: our rounds. If they repeat, all are run once first, so that rounds of
@@ -101,7 +101,7 @@ def looped(setup: Setup) -> Round:
     for _ in range(number):
       state, _ = step(state, planned, data)
       count += 1
-      # As in training, where the next round is planned while one runs.
+      # As in training, which plans the next round while one runs.
       planned = plan(1 + (count % cycle if cycle else count))
     jax.block_until_ready(state)
 
@@ -110,10 +110,10 @@ def looped(setup: Setup) -> Round:
 
 
 def stream() -> int:
-  """How many rounds a turn times together, as training dispatches them.
+  """Number of rounds that a turn times together, as training dispatches them.
 
-  An accelerator's host waits for the last of ten, and dispatches the others
-  while earlier ones run. A CPU's rounds are long, so each is a turn.
+  With an accelerator, the host waits for the last of ten, having dispatched the
+  rest while earlier ones ran. A CPU's rounds are long, so each is a turn.
 
   Returns:
     The number of rounds.
@@ -124,7 +124,7 @@ def stream() -> int:
 def take_turns(
   ours: Round, peer: Round, runs: int, products: Round | None = None
 ) -> dict[str, float]:
-  """Times rounds of both, and the products if there are any, in turn."""
+  """Times rounds of both and, if given, the products, in turn."""
   turns = (ours, peer, products) if products else (ours, peer)
   number, seconds = stream(), []
   for _ in range(runs):
@@ -158,7 +158,7 @@ def ceiling(products: int = 8) -> Round:
 
   runner = one_device()
   copies = getattr(runner, "num_threads", 1)
-  # Of this scale, so that powers neither grow nor vanish.
+  # Scaled so that powers neither grow nor vanish.
   a = np.random.default_rng(0).normal(size=(side, side)) / side**0.5
   task = engine.Task.of(multiply)
   work = engine.Work(task, (), jnp.asarray(a, jnp.float32), np.int32(1))
@@ -178,7 +178,7 @@ def product_flops(jaxpr) -> float:
   """FLOPs of the products of a traced function: `dot`s and convolutions.
 
   Args:
-    jaxpr: of a function whose loops are `lax.scan`s.
+    jaxpr: the jaxpr of a function whose loops are all `lax.scan`s.
 
   Returns:
     The FLOPs, two for each multiply-add.
@@ -219,15 +219,15 @@ def example_flops(
     model: a model whose convolutions are native or products of patches, since
       Winograd's need fewer products.
     loss: the loss of its outputs.
-    shape: of a batch `x`.
-    dtype: of `x`.
+    shape: shape of a batch `x`.
+    dtype: type of `x`.
     train: whether to count the gradient too.
 
   Returns:
     The FLOPs of the batch divided by its size.
   """
   key = jax.random.key(0)
-  # Shapes alone: to make the parameters would compile each operation.
+  # Only shapes: making the parameters would compile each operation.
   variables = jax.eval_shape(model.init, key)
 
   def run(params, stats):
@@ -243,11 +243,11 @@ def example_flops(
 
 
 def ragged_sizes(cohort: int, batch_size: int) -> tuple[list[int], list[int]]:
-  """Sizes of clients of 1 to 64 batches, lognormal, and of as many equal ones.
+  """Lognormal sizes of clients of 1 to 64 batches, and of as many equal ones.
 
   Args:
-    cohort: how many clients.
-    batch_size: B.
+    cohort: number of clients.
+    batch_size: batch size, B.
 
   Returns:
     The numbers of examples of the ragged and of the equal clients, which have
@@ -267,7 +267,7 @@ def ragged_sizes(cohort: int, batch_size: int) -> tuple[list[int], list[int]]:
 def gathered(
   bank: dict[str, np.ndarray], sizes: list[int]
 ) -> population.ClientPopulation:
-  """Clients with these numbers of examples, drawn from a bank.
+  """Clients with given numbers of examples, drawn from a bank.
 
   Args:
     bank: the examples.

@@ -3,9 +3,9 @@
   python benchmarks/scaling.py --json=FILE [--only=NAME,...] [--scale=S]
 
 Sweeps: `clients` per round, `population` (planning alone, and a FedAvg round),
-`lanes` of one program, host `devices` (each number in a process of its own),
-`trials`, and `memory` over the rounds. Prints a table, writes JSON and, beside
-it, a chart.
+`lanes` of one program, host `devices` (each number in its own process),
+`trials`, and `memory` over the rounds. Prints a table, and writes JSON and a
+chart next to it.
 `--scale=0.1` shortens every sweep to a tenth of its range, to try it out.
 """
 
@@ -48,11 +48,11 @@ def many_clients(
 ) -> population.ClientPopulation:
   """Clients of 1 to 1,280 images, lognormal.
 
-  The bank has 2,000 images for any number of clients, which hold overlapping
-  ranges of it: planning looks only at ids and sizes.
+  However many clients there are, they hold overlapping ranges of a bank of
+  2,000 images: planning looks only at ids and sizes.
 
   Args:
-    number: how many clients.
+    number: number of clients.
     examples: the number of examples of the median client.
 
   Returns:
@@ -104,7 +104,7 @@ def timed_rounds(
   data = {"small": jax.device_put(dict(clients.bank))}
   plans = [plan_of(clients, t, per_round) for t in range(1, runs + 1)]
   run = lambda i: step(state, plans[i - 1], data)
-  timed(run, runs)  # Compiles for all lengths of rows.
+  timed(run, runs)  # Compiles for rows of all lengths.
   row = timed(run, runs)
   batches = statistics.mean(int(p.batches["small"].steps.sum()) for p in plans)
   return row | {"batches": batches, "s_per_batch": row["seconds"] / batches}
@@ -130,7 +130,7 @@ def sweep_clients(scale: float, runs: int) -> Iterator[Row]:
 
 
 def sweep_population(scale: float, runs: int) -> Iterator[Row]:
-  """Populations of 100 to 342,477 clients: making, planning, training of 20."""
+  """Populations of 100 to 342,477 clients: making, planning, training 20."""
   runner = engine.default_engine()
   for number in powers(100, max(101, int(STACK_OVERFLOW * scale)), 10):
     yield population_row(number, runner, runs)
@@ -176,8 +176,8 @@ def sweep_lanes(scale: float, runs: int) -> Iterator[Row]:
 def sweep_devices(scale: float, runs: int) -> Iterator[Row]:
   """Clients over 1, 2, 4 and 8 devices by `shard_map`.
 
-  On CPUs these are host devices, and more of them than cores bring no speed-up:
-  there the sweep shows the overhead of a mesh.
+  On CPUs these are host devices, and having more of them than cores brings no
+  speed-up: there the sweep shows the overhead of a mesh.
   """
   accelerators = jax.default_backend() != "cpu"
   for number in [n for n in (1, 2, 4, 8) if n <= max(2, 8 * scale)]:
@@ -193,7 +193,7 @@ def sweep_devices(scale: float, runs: int) -> Iterator[Row]:
 
 
 def devices_child(number: int, runs: int) -> Row:
-  """One row of the sweep over devices, in a process of its own."""
+  """One row of the sweep over devices, in its own process."""
   if jax.config.jax_platforms in (None, "", "cpu"):
     jax.config.update("jax_num_cpu_devices", number)
   devices = jax.devices()[:number]
@@ -294,7 +294,7 @@ def host_megabytes() -> float:
   return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-# Name -> sweep, and its chart's x, y and label of y.
+# Name -> sweep, and its chart's x, y and y label.
 SWEEPS = {
   "clients": (sweep_clients, "clients", "seconds", "Seconds a round"),
   "population": (sweep_population, "population", "plan_ms", "Planning (ms)"),

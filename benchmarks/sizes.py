@@ -1,21 +1,21 @@
-"""What grows with the clients, and with the sentences.
+"""What grows with the number of clients, and of sentences.
 
   python benchmarks/sizes.py --json=FILE [--clients=N,...] [--sentences=N,...]
       [--rounds=N,...]
 
-* `clients`: populations of lognormal sizes, median 20. Making and planning, an
+* `clients`: populations of lognormal sizes, median 20: making and planning, an
   evaluation of each client, and rounds of 20 clients of FML, whose models are
   kept on the device or on the host.
-* `sentences`: FedJAX's Stack Overflow files, made up in `--dir` of users with
-  about 400 sentences of zipfian words; 13.6 million sentences are a tenth of
-  the real ones. A tenth of the users is the pool, the others distil, as in the
-  paper. Reading all with `--bank=disk`.
+* `sentences`: reading with `--bank=disk` made-up versions of FedJAX's Stack
+  Overflow files, written to `--dir`: users with about 400 sentences of zipfian
+  words; 13.6 million sentences are a tenth of the real ones. A tenth of the
+  users are the pool, the others' sentences distil, as in the paper.
 * `rounds`: FedAvg of an LSTM, and the choice of 200 batches for distillation,
-  from a bank on disk, of random words, and from the same one in memory, by
-  turns; the last size, all of Stack Overflow, from disk alone.
+  from a bank of random words on disk and from the same bank in memory, in
+  turns; the largest size, all of Stack Overflow, from disk only.
 
-Each size has a process of its own. `peak_mb` is resident memory at its highest
-with the pages of mapped files, which the system takes back when it needs them;
+Each size has its own process. `peak_mb` is the peak resident memory, including
+pages of mapped files, which the system takes back when it needs them;
 `anon_mb` is what the process itself holds at the end.
 """
 
@@ -53,19 +53,19 @@ from hetfl.plans import plan_clients  # noqa: E402
 from hetfl.run import logs, training  # noqa: E402
 
 FEATURES, CLASSES, PER_ROUND = 64, 10, 20
-WORDS = 200_000  # Different ones, of the made-up sentences.
+WORDS = 200_000  # Distinct ones, in the made-up sentences.
 
 
 def memory(name: str) -> float:
-  """A line of Linux's account of this process's memory, in MB."""
+  """A line of Linux's report on this process's memory, in MB."""
   status = pathlib.Path("/proc/self/status").read_text()
   (line,) = (li for li in status.splitlines() if li.startswith(f"{name}:"))
   return int(line.split()[1]) / 1024
 
 
 def measured(name: str, run: Callable[[], Any]) -> tuple[dict[str, float], Any]:
-  """Seconds and memory of a call, and what it returns."""
-  pathlib.Path("/proc/self/clear_refs").write_text("5")  # The peak, anew.
+  """The seconds and memory that a call takes, and what it returns."""
+  pathlib.Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
   start = time.perf_counter()
   result = jax.block_until_ready(run())
   row = {f"{name}_s": time.perf_counter() - start}
@@ -98,7 +98,7 @@ def of_clients(number: int) -> Iterator[dict[str, float]]:
   yield {"plan_ms": 1e3 * row["plan_s"] / len(rounds)}
   if (
     number <= 100_000
-  ):  # All in one round: a row of at least 32 steps for each.
+  ):  # All in one round: each has a row of at least 32 steps.
     every = lambda: plan_clients(clients, round=1, **options)
     yield measured("plan_all", every)[0]
 
@@ -140,7 +140,7 @@ def of_clients(number: int) -> Iterator[dict[str, float]]:
 
 
 def write_files(folder: pathlib.Path, sentences: int) -> None:
-  """Makes up FedJAX's three files of Stack Overflow."""
+  """Makes up FedJAX's three Stack Overflow files."""
   import fedjax
 
   words = np.array([f"w{i}".encode() for i in range(WORDS)], object)
@@ -171,7 +171,7 @@ def write_files(folder: pathlib.Path, sentences: int) -> None:
     with fedjax.SQLiteFederatedDataBuilder(str(path)) as builder:
       some = min(number, 200_000)
       builder.add_many(users(np.random.default_rng(i), some))
-    with sqlite3.connect(path) as file:  # The others are their doubles.
+    with sqlite3.connect(path) as file:  # The others are copies.
       for copy in range(1, number // some):
         file.execute(
           "INSERT INTO federated_data SELECT client_id || ?, data, num_examples"
@@ -182,7 +182,7 @@ def write_files(folder: pathlib.Path, sentences: int) -> None:
 
 
 def load(folder: pathlib.Path, users: int):
-  """The paper's data: a tenth of the users' for pools, the rest distils."""
+  """The paper's data: a tenth of the users for pools, the rest to distil."""
   codist_text._SO_POOL_CLIENTS = users // 10
   return codist_text.load_codist_text(
     "stackoverflow",
@@ -200,7 +200,7 @@ def of_sentences(
 
   path = folder / "stackoverflow_train.sqlite"
   users = fedjax.SQLiteFederatedData.new(str(path)).num_clients()
-  codist_text.SO_DISTILL_EXAMPLES = number  # All that there are.
+  codist_text.SO_DISTILL_EXAMPLES = number  # All there are.
   bytes_ = sum(p.stat().st_size for p in folder.glob("*.sqlite"))
   row, data = measured("write", lambda: load(folder, users))
   yield row | {
@@ -224,7 +224,7 @@ V = 10_004  # Of banks without a source.
 
 
 def made_up(folder: pathlib.Path, number: int):
-  """The pool and the distillation set of a bank on disk, of random words."""
+  """The pool and the distillation set of an on-disk bank of random words."""
 
   def make(append):
     rng, size = np.random.default_rng(0), 1 << 18
@@ -284,7 +284,7 @@ ROUNDS = 3  # In a turn.
 
 
 def rounds_of(clients, distill) -> Callable[[int], float]:
-  """FedAvg rounds of an LSTM and distillation batches, planned one ahead."""
+  """FedAvg rounds of an LSTM, and distillation batches, planned one ahead."""
   runner = engine.default_engine()
   chunk = 128 if isinstance(runner, engine.Threads) else None
   module = language.language.LSTMLanguageModel(V, 48, 35, 1, chunk=chunk)
@@ -337,12 +337,12 @@ def rounds_of(clients, distill) -> Callable[[int], float]:
 
 
 def child(*args: str) -> dict[str, float]:
-  """A row, by a process of its own."""
+  """A row, from its own process."""
   command = [sys.executable, __file__, f"--child={','.join(args)}"]
   whole: dict[str, float] = {}
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
     assert process.stdout is not None
-    for line in process.stdout:  # As it comes, in case the process is killed.
+    for line in process.stdout:  # Read as it comes, in case of a kill.
       print(f"  {line.strip()}", flush=True)
       whole |= json.loads(line)
   if process.returncode:
@@ -351,7 +351,7 @@ def child(*args: str) -> dict[str, float]:
 
 
 def shown(rows: list[dict[str, float]]) -> None:
-  """Prints a table, a line for each number and a column for each size."""
+  """Prints a table with a line for each number and a column for each size."""
   for name in dict.fromkeys(name for row in rows for name in row):
     cells = (f"{row[name]:,.4g}" if name in row else "" for row in rows)
     print(f"{name:>26}" + "".join(f"{cell:>14}" for cell in cells), flush=True)

@@ -1,12 +1,12 @@
-"""An algorithm of your own from hetfl's parts: FedDF (Lin et al. 2020).
+"""Your own algorithm from hetfl's parts: FedDF (Lin et al. 2020).
 
   python examples/ensemble_distillation.py
 
 20 clients have images of two to four digits each. As in FedAvg, ten of them
 train in each round, and the server averages their models. FedDF then trains the
-average on unlabelled images of the server's, towards the mean of the ten
-models' logits. `client_updates` is all that it needs of hetfl: what each client
-sends in a round, on any engine.
+average on the server's unlabelled images, towards the mean of the ten models'
+logits. All it needs from hetfl is `client_updates`: what each client sends in a
+round, on any engine.
 """
 
 import functools
@@ -36,7 +36,7 @@ def distil(model, server, updates, images):
 
   Args:
     model: the model.
-    server: the parameters that the round began with.
+    server: the parameters at the start of the round.
     updates: the clients' `ClientUpdates`.
     images: `uint8[S, B, 8, 8, 1]`, batches of the server's images.
 
@@ -87,7 +87,7 @@ def main(rounds: int = 10) -> tuple[float, float]:
   )
   engine = hetfl.default_engine()
   fedavg = hetfl.fedavg([pool], rounds=None, engine=engine)
-  (bank,) = hetfl.put_banks(train)  # Holds the server's images too.
+  (bank,) = hetfl.put_banks(train)  # Also holds the server's images.
 
   def feddf_step(state, plan, data):
     (updates,) = client_updates([pool], state, plan, data, engine=engine)

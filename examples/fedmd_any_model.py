@@ -1,11 +1,10 @@
-"""FedMD between models of any kind: plain JAX, Flax, your own.
+"""FedMD between models of any kind: plain JAX, Flax, or your own.
 
   python examples/fedmd_any_model.py
 
-Each of three companies has 20 handwritten digits and a model of its own: a
-linear one in plain JAX, a dense and a convolutional one in Flax. They share
-only their models' outputs on 600 public digits, whose labels no model learns
-from.
+Each of three companies has 20 handwritten digits and its own model: a linear
+one in plain JAX, a dense one and a convolutional one in Flax. They share only
+their models' outputs on 600 public digits, whose labels no model learns from.
 """
 
 import functools
@@ -27,7 +26,7 @@ def prepare(batch):
 
 
 flatten = lambda x: x.reshape(len(x), -1)
-linear = hetfl.Model(  # Its start and its outputs; it has no statistics.
+linear = hetfl.Model(  # Initial parameters, outputs; no statistics.
   init=lambda key: hetfl.Variables(jnp.zeros((64, 10)), {}),
   apply=lambda variables, x, key, train: (flatten(x) @ variables.params, {}),
 )
@@ -54,7 +53,7 @@ def main(rounds: int = 15) -> list[list[dict[str, float]]]:
     party.name: hetfl.Subset(digits.train, positions)
     for party, positions in zip(PARTIES, np.split(order[:60], 3))
   }
-  (bank,) = hetfl.put_banks(public)  # It holds the companies' digits too.
+  (bank,) = hetfl.put_banks(public)  # Also holds the companies' digits.
   data = dict.fromkeys(("public", *private), bank)
 
   def train(algorithm, plan, rounds, trained=None):

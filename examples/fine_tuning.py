@@ -3,10 +3,9 @@
   python examples/fine_tuning.py
 
 FedAvg trains one model for 20 clients, each with images of two to four digits.
-Then each client takes a few steps of its own from that model: the same local
-steps as FedAvg's, under a `jax.vmap` over clients and a `jax.lax.scan` over
-steps. Each client is tested on those of its images that no client trained
-on.
+Then each client takes a few more steps from that model: the same local steps as
+in FedAvg, under a `jax.vmap` over clients and a `jax.lax.scan` over steps. Each
+client is tested on its own images that no client trained on.
 """
 
 import flax.linen as nn

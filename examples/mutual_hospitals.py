@@ -2,10 +2,10 @@
 
   python examples/mutual_hospitals.py
 
-Four hospitals hold different numbers of patients' records (569 tumours, 30
+Four hospitals hold different numbers of patients' records (569 tumours with 30
 measurements each: scikit-learn's breast cancer data, so `pip install
 scikit-learn` first). Each keeps its records and a model of its own design. Only
-one small network travels: all hospitals train it, and it teaches their models
+one small network is sent: all hospitals train it, and it teaches their models
 and learns from them.
 """
 
@@ -17,7 +17,7 @@ from sklearn import datasets
 
 import hetfl
 
-WIDTHS = ((), (16,), (64,), (64, 64))  # of the hospitals' layers; none: linear
+WIDTHS = ((), (16,), (64,), (64, 64))  # Of hidden layers; none: linear.
 
 
 class Mlp(nn.Module):

@@ -1,13 +1,13 @@
-"""A whole comparison on your own data: seeds, checkpoints, curves, table.
+"""A whole comparison on your own data: seeds, checkpoints, curves, a table.
 
   python examples/whole_run.py
 
 Scikit-learn's handwritten digits (`pip install scikit-learn` first) are split
-among thirty clients by a Dirichlet(0.3), so that each has a few classes. All
-clients train a linear model, and a third of them also a network; the two models
-learn with and without codistillation, with three seeds each. Every run has a
-folder under `runs/whole_run`. Running the command again resumes a run that was
-stopped there; a folder from other settings or data is refused.
+among thirty clients by a Dirichlet(0.3) partition, so that each has a few
+classes. All clients train a linear model, and a third of them also a network;
+the two models learn with and without codistillation, with three seeds each.
+Every run has its own folder under `runs/whole_run`. Running the command again
+resumes a run that was stopped; a folder with other settings or data is refused.
 """
 
 from collections.abc import Mapping
