@@ -263,6 +263,15 @@ def test_of_equal_trials_the_earlier_go_on(tmp_path):
   assert tune.rungs(7, 2) == [2, 4] and tune.rungs(3, 3) == [1, 2]
 
 
+@pytest.mark.parametrize("kept", [slice(1, 5), slice(0, 4)])
+def test_a_search_that_lost_a_trial_is_refused(kept, tmp_path):
+  toy_search(tmp_path, "side", trials=5)
+  path = tmp_path / "trials.jsonl"
+  path.write_text("".join(path.read_text().splitlines(True)[kept]))
+  with pytest.raises(ValueError, match="the trials 0 to 4, each once"):
+    toy_search(tmp_path, "side", trials=5)
+
+
 def test_trials_can_be_added(tmp_path):
   few, _ = toy_search(tmp_path, "vmapped", trials=5)
   more, toy = toy_search(tmp_path, "vmapped")

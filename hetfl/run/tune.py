@@ -172,11 +172,18 @@ def search(
 
   Raises:
     SystemExit: after a signal.
-    ValueError: a number is out of its range.
+    ValueError: a number is out of its range, or a line of `trials.jsonl` is
+      lost.
   """
   checks.counts(trials=trials, block=block, checkpoint_every=checkpoint_every)
   folder = logs.make_folder(folder, "folder").absolute()
   rows = logs.read_rows(folder / "trials.jsonl")
+  done = rows[-1]["block_end"] if rows else 0
+  if [row["trial"] for row in rows] != [*range(done)]:
+    raise ValueError(
+      f"{folder}: trials.jsonl does not have the trials 0 to {done - 1}, each"
+      " once; put it back, or use another folder"
+    )
   with training.stop_signals() as caught:
     while len(rows) < trials:
       first = len(rows)
