@@ -604,9 +604,10 @@ def test_what_is_out_of_range_is_refused():
     plan_fedmd(Subset.whole(PUBLIC), HELD, seed=0, round=1, subset=99)
 
 
-def test_public_examples_need_no_labels():
+@pytest.mark.parametrize("labels", [{}, {"y": np.arange(9) / 2}])
+def test_public_examples_need_no_classes(labels):
   """All are then equally likely: of 6, each is in half of the subsets of 3."""
-  public = Subset({"x": np.zeros((9, 2))}, np.arange(3, 9))
+  public = Subset({"x": np.zeros((9, 2)), **labels}, np.arange(3, 9))
   drawn = [
     subset_of(plan_fedmd(public, HELD, seed=0, round=t, subset=3))
     for t in range(1, 201)

@@ -286,7 +286,8 @@ def plan_fedmd(
   """Draws a round's public subset and orders all parties' examples.
 
   The subset is stratified: its labels have the same shares as in the public
-  set. From a bank without labels `y` it is drawn uniformly.
+  set. From a bank whose `y` are not classes, or which has none, it is drawn
+  uniformly.
 
   Args:
     public: the public examples.
@@ -332,11 +333,10 @@ def plan_fedmd(
       f"subset={subset}: exceeds the {len(public.index)} public examples"
     )
   positions = population.positions_in(public.bank, public.index, "public")
-  draw, labels = (Stream.PUBLIC_SUBSET, seed, round), public.bank.get("y")
-  if labels is not None and np.ndim(labels) == 1:
-    drawn = population.stratified(
-      np.asarray(labels)[positions], size=subset, seed=draw
-    )
+  draw = (Stream.PUBLIC_SUBSET, seed, round)
+  labels = np.asarray(public.bank.get("y", 0.0))
+  if labels.ndim == 1 and labels.dtype.kind != "f":
+    drawn = population.stratified(labels[positions], size=subset, seed=draw)
   else:
     drawn = generator(*draw).permutation(len(positions))[:subset]
   # Digest's positions count within the subset, which is a bank to plan on.

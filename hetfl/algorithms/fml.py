@@ -274,9 +274,10 @@ def fml(
     model, its `Variables`. Its `step` takes a plan with batches and data with
     banks on the device, by the names of the clients' banks; a bank's clients
     are numbered in the order of `clients`. Models with batch statistics need
-    plans with `tail="repeat"`. Its metrics are means over all examples:
-    `local_loss`, equation 5's loss of the local models; `local_kl`, the
-    divergence in it; and `meme_loss` and `meme_kl`, the same for the memes.
+    full batches: plans with `tail="repeat"` or "wrap". Its metrics are means
+    over all examples: `local_loss`, equation 5's loss of the local models;
+    `local_kl`, the divergence in it; and `meme_loss` and `meme_kl`, the same
+    for the memes.
 
   Raises:
     ValueError: a value is out of its range; labels are not classes, and there
