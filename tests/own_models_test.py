@@ -351,6 +351,8 @@ def test_ctrl_c_before_the_first_round_is_a_line(experiment, tmp_path):
   path.write_text(
     "import os, signal\n"
     "def net(num_classes):\n"
+    # A shell's background jobs ignore it.
+    "  signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "  os.kill(os.getpid(), signal.SIGINT)\n"
   )
   done = experiment("codist")(f"--models={path}:net", f"--workdir={tmp_path}/a")
