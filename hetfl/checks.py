@@ -107,13 +107,22 @@ def classes(labels: Any) -> np.ndarray:
 example
   """
   labels = np.asarray(labels)
-  broken = labels.dtype.kind == "f" and not np.all(labels % 1 == 0)
-  if labels.ndim != 1 or broken:
+  if not are_classes(labels):
     raise ValueError(
       f"labels: {labels.dtype}{[*labels.shape]}: give a whole number, or a"
       " name, for each example"
     )
   return labels
+
+
+def are_classes(labels: np.ndarray) -> bool:
+  """Whether there is a class, a whole number or a name, for each example.
+
+  >>> are_classes(np.array([0, 2])), are_classes(np.array([0.5, 2.0]))
+  (True, False)
+  """
+  broken = labels.dtype.kind == "f" and not np.all(labels % 1 == 0)
+  return labels.ndim == 1 and not broken
 
 
 def given(**values: Any) -> dict[str, Any]:

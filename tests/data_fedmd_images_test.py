@@ -111,8 +111,8 @@ def test_what_is_out_of_range_is_refused():
     (dict(num_parties=0), "num_parties=0"),
     (dict(examples_per_class=99), "examples_per_class=99: 10 parties want 990"),
     (dict(examples_per_class=0), "examples_per_class=0: must be a whole"),
-    (dict(heldout_examples=871), "heldout_examples=871: .* least 0 and .* 870"),
-    (dict(public_examples=900), "public_examples=900: .* least 1 and .* 871"),
+    (dict(heldout_examples=871), "heldout_examples=871: .* 0 and at most 870"),
+    (dict(public_examples=900), "public_examples=900: .* 1 and at most 871"),
     (dict(superclasses="both"), "superclasses=both"),
   ]:
     with pytest.raises(ValueError, match=message):

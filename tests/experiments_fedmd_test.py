@@ -235,7 +235,10 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     (("--consensus_weights=1,2",), "give one or 5 values"),
     (("--consensus_weights=1,x,1,1,1",), "1,x,1,1,1: not a number"),
     (("--consensus_weights=1,1,1,1,-1",), "-1 must be at least 0"),
-    (("--num_parties=2", "--weak_parties=3"), "--weak_parties=3: must be"),
+    (
+      ("--num_parties=2", "--weak_parties=3"),
+      "--weak_parties=3: must be a whole number, at least 0 and at most 2",
+    ),
     (("--public_subset=9999",), "--public_subset=9999: exceeds the 771"),
     (("--examples_per_class=99",), "examples_per_class=99: 5 parties want 495"),
     (

@@ -334,8 +334,8 @@ def plan_fedmd(
     )
   positions = population.positions_in(public.bank, public.index, "public")
   draw = (Stream.PUBLIC_SUBSET, seed, round)
-  labels = np.asarray(public.bank.get("y", 0.0))
-  if labels.ndim == 1 and labels.dtype.kind != "f":
+  labels = np.asarray(public.bank.get("y", 0))
+  if checks.are_classes(labels):
     drawn = population.stratified(labels[positions], size=subset, seed=draw)
   else:
     drawn = generator(*draw).permutation(len(positions))[:subset]

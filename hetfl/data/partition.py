@@ -339,9 +339,9 @@ def shards(
   >>> [sorted(set((c % 4).tolist())) for c in test]
   [[0, 3], [1, 2]]
   """
-  checks.counts(num_clients=num_clients, shards_per_client=shards_per_client)
-  _check_clients(num_clients, min(map(len, labels)))
   numbered, names = _numbered(*labels)
+  _check_clients(num_clients, min(map(len, numbered)))
+  checks.counts(shards_per_client=shards_per_client)
   num_classes = len(names)
   total = num_clients * shards_per_client
   each, rest = divmod(total, num_classes)
