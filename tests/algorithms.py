@@ -21,6 +21,7 @@ from hetfl.algorithms.feddf import feddf
 from hetfl.algorithms.fedet import fedet
 from hetfl.algorithms.fedgen import fedgen
 from hetfl.algorithms.fedgh import fedgh
+from hetfl.algorithms.fedgkt import fedgkt
 from hetfl.algorithms.fedkd import fedkd
 from hetfl.algorithms.fedmrl import fedmrl, matryoshka
 from hetfl.algorithms.fedproto import fedproto
@@ -382,6 +383,14 @@ METHODS = {
   "fedgh": personal(
     functools.partial(fedgh, head=TOP),
     server_learning_rate=0.125,
+    server_batch_size=4,
+  ),
+  "fedgkt": personal(
+    functools.partial(fedgkt, server=TOP),
+    num_classes=federation.CLASSES,
+    num_examples=99,
+    server_learning_rate=0.125,
+    server_epochs=2,
     server_batch_size=4,
   ),
   "fedkd": bare(

@@ -50,8 +50,9 @@ def build(name, runner=None):
 make_pools = functools.partial(federation.make_pools, models=federation.DENSE)
 every_algorithm = pytest.mark.parametrize("name", CASES)
 # Others stand for these in what is not their own: FedMD, FedDF, MergedCodist,
-# and for clients that keep models one with a survey and one with a mentee.
-ON_A_FRAME = {*METHODS} - {"fedproto", "fedkd"}
+# and for clients that keep models one with a survey, one with a mentee and one
+# whose server hears of each example.
+ON_A_FRAME = {*METHODS} - {"fedproto", "fedkd", "fedgkt"}
 ON_A_FRAME |= {"periodic", "fedet", "dsfl", "ktpfl"}
 if os.environ.get("HETFL_ALL"):  # Once a week, nobody stands for another.
   ON_A_FRAME = set()

@@ -19,6 +19,7 @@ from hetfl.algorithms.features import (
 )
 from hetfl.algorithms.fedgen import fedgen
 from hetfl.algorithms.fedgh import fedgh
+from hetfl.algorithms.fedgkt import fedgkt
 from hetfl.algorithms.fedmrl import fedmrl, matryoshka
 from hetfl.algorithms.fedproto import fedproto, nearest
 from hetfl.algorithms.fedtgp import fedtgp
@@ -119,22 +120,27 @@ def layers_of(model, x):
   return inputs
 
 
+def stepped(model, inputs, d, pull=0.0):
+  """An SGD step, from the gradients in the logits and in the features."""
+  grads = [inputs[-1].T @ d]
+  d = d @ model[-1].T + pull
+  for i in reversed(range(len(model) - 1)):
+    grads.insert(0, inputs[i].T @ d)
+    d = (d @ model[i].T) * (inputs[i] > 0)
+  return [w - RATE * g for w, g in zip(model, grads)]
+
+
 def train(model, batches, prototypes=None, weight=0.0):
   """Local SGD on `CE + weight mean_d (h_d - C_d[y])^2`; None: no prototype."""
   for x, y in batches:
     inputs = layers_of(model, x)
     features = inputs[-1]
-    d = softmax_gap(features @ model[-1], y)
-    grads = [features.T @ d]
-    d = d @ model[-1].T
+    pull = np.zeros_like(features)
     for b, j in enumerate(y):
       if prototypes and prototypes[j] is not None:
-        pull = 2 * (features[b] - prototypes[j]) / WIDTH
-        d[b] += weight * pull / len(y)
-    for i in reversed(range(len(model) - 1)):
-      grads.insert(0, inputs[i].T @ d)
-      d = (d @ model[i].T) * (inputs[i] > 0)
-    model = [w - RATE * g for w, g in zip(model, grads)]
+        pull[b] = weight * 2 * (features[b] - prototypes[j]) / WIDTH / len(y)
+    d = softmax_gap(features @ model[-1], y)
+    model = stepped(model, inputs, d, pull)
   return model
 
 
@@ -257,6 +263,78 @@ def test_rounds_are_the_oracles(name):
         prototypes = [*network(*server)]
         ours = state.server.prototypes.total
         assert_close(np.array(ours), network(*server), **tolerance)
+
+
+def softmax(z):
+  p = np.exp(z - z.max(axis=-1, keepdims=True))
+  return p / p.sum(axis=-1, keepdims=True)
+
+
+# There is one example less.
+GKT = dict(
+  server=matrices(WIDTH, 5, CLASSES), num_classes=CLASSES, num_examples=20
+)
+
+
+def test_fedgkt_is_the_oracle():
+  """In both directions; client 0 has no logits of round 2, and keeps those."""
+  weight, t, epochs = 0.5, 2.0, 3
+  bank = POPULATION.bank
+  numbers = {"x": np.arange(19)[:, None], "y": bank["y"]}
+
+  def towards(z, teacher, y, heard=1.0):
+    kl_gap = t * (softmax(z / t) - softmax(teacher / t)) / len(y)
+    return softmax_gap(z, y) + weight * heard * kl_gap
+
+  with jax.enable_x64(True):
+    algorithm = fedgkt(
+      CLIENTS,
+      **GKT,
+      weight=weight,
+      temperature=t,
+      learning_rate=RATE,
+      **SERVED,
+    )
+    state = double(algorithm.init(jax.random.key(3)))
+    server, theirs = (
+      [*map(np.array, state.server.model.params)],
+      models_of(state),
+    )
+    step = jax.jit(algorithm.step)
+    logits, known = np.zeros((20, CLASSES)), np.zeros(20)
+    for round in (1, 2):
+      held = make_plan(round).batches["train"]
+      state, metrics = step(state, make_plan(round), {"train": {**bank}})
+      features, said, rows = [], [], []
+      for k, batches in batches_of(held, numbers):
+        for at, y in batches:
+          at = at[:, 0].astype(int)
+          inputs = layers_of(theirs[k], bank["x"][at].astype(np.float64))
+          z = inputs[-1] @ theirs[k][-1]
+          d = towards(z, logits[at], y, known[at, None])
+          theirs[k] = stepped(theirs[k], inputs, d)
+        at = np.concatenate([at[:, 0] for at, _ in batches]).astype(int)
+        features.append(layers_of(theirs[k], bank["x"][at])[-1])
+        said.append(features[-1] @ theirs[k][-1])
+        rows.append(at)
+      h, said, rows = map(np.concatenate, (features, said, rows))
+      for _ in range(epochs):
+        hidden = np.maximum(h @ server[0], 0)
+        d = towards(hidden @ server[1], said, bank["y"][rows])
+        back = (d @ server[1].T) * (hidden > 0)
+        grads = h.T @ back, hidden.T @ d
+        server = [w - RATE * g for w, g in zip(server, grads)]
+      logits[rows] = np.maximum(h @ server[0], 0) @ server[1]
+      known[rows] = 1
+      tolerance = dict(rtol=1e-9, atol=1e-9)
+      assert_close(
+        [*map(np.array, state.server.model.params)], server, **tolerance
+      )
+      assert_close(np.array(state.server.logits), logits, **tolerance)
+      assert_close(np.array(state.server.known), known)
+      assert_close(models_of(state), theirs, **tolerance)
+      assert (float(metrics["kl"].value) > 0) == (round == 2)
+  assert known.tolist() == [1.0] * 19 + [0.0]
 
 
 def train_nested(model, small, batches, weight):
@@ -482,17 +560,36 @@ def test_features_are_as_many_as_prototypes_have(make, number):
     run(algorithm, rounds=1)
 
 
-@pytest.mark.parametrize("make", [fedgen, fedgh, fedmrl, lgfedavg, fedproto])
+@pytest.mark.parametrize(
+  "make", [fedgen, fedgh, fedgkt, fedmrl, lgfedavg, fedproto]
+)
 def test_models_need_a_head_of_their_own(make):
   more = {
     fedgen: NUMBERS,
     fedgh: dict(head=HEAD),
+    fedgkt: GKT,
     fedproto: dict(num_classes=CLASSES, num_features=WIDTH),
   }
   made_by = "fedmrl.matryoshka" if make is fedmrl else "features.headed"
   with pytest.raises(ValueError, match=f"make .* by {made_by}"):
     clients = [hetfl.Client(matrices(4, CLASSES))] * 5
     run(make(clients, **more.get(make, {})), rounds=1)
+
+
+def test_fedgkt_has_one_bank_of_a_known_size():
+  with pytest.raises(
+    ValueError, match="num_examples=9: the bank 'train' has 19"
+  ):
+    run(fedgkt(CLIENTS, **GKT | {"num_examples": 9}), rounds=1)
+  clients = [*CLIENTS[:4], hetfl.Client(MODELS[0], bank="other")]
+  with pytest.raises(
+    ValueError, match=r"in banks \['other', 'train'\]; give one"
+  ):
+    fedgkt(clients, **GKT)
+  wide = headed(matrices(4, 7), matrices(7, CLASSES))
+  clients = [*CLIENTS[:4], hetfl.Client(wide)]
+  with pytest.raises(ValueError, match=r"features of clients .*\(3, 7\)"):
+    run(fedgkt(clients, **GKT), rounds=1, number=5)
 
 
 def test_heads_must_be_alike():

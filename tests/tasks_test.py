@@ -28,6 +28,7 @@ from hetfl.algorithms.feddf import feddf
 from hetfl.algorithms.fedet import fedet
 from hetfl.algorithms.fedgen import fedgen
 from hetfl.algorithms.fedgh import fedgh
+from hetfl.algorithms.fedgkt import fedgkt
 from hetfl.algorithms.fedkd import fedkd
 from hetfl.algorithms.fedmd import Translator
 from hetfl.algorithms.fedmrl import fedmrl, matryoshka
@@ -536,6 +537,9 @@ ROWS = {
     fedgen, head=LINES[0], num_classes=CLASSES, num_features=2
   ),
   "fedgh": of_class_means(fedgh, head=LINES[0]),
+  "fedgkt": of_class_means(
+    fedgkt, server=LINES[0], num_classes=CLASSES, num_examples=9
+  ),
   "fedproto": of_class_means(fedproto, num_classes=CLASSES, num_features=2),
   "fedtgp": of_class_means(fedtgp, num_classes=CLASSES, num_features=2),
 }

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from hetfl import checks, core, local
-from hetfl.batches import gather, prepare
+from hetfl.batches import Batches, gather, prepare
 from hetfl.clients import Client, Group, put_rows, Roster, weighted_mean
 from hetfl.engine import Engine, Inline, Task
 from hetfl.engine.work import row
@@ -379,14 +379,24 @@ def _survey(client, method) -> Task:
   def one(context, key, bank, row, s):
     del context
     variables, batches = row
-    # The transform draws what it drew in training: `local.training`.
-    step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
-    batch_key, _ = jax.random.split(step_key)
-    batch = prepare(client.transform, gather(bank, batches.index[s]), batch_key)
+    batch = again(client, key, bank, batches, s)
     outputs, _ = client.outputs(variables, batch)
     return method.survey(outputs, batch)  # Empty places have mask 0.
 
   return Task.sums(one)
+
+
+def again(
+  client: Client,
+  key: jax.Array,
+  bank: core.Batch,
+  batches: Batches,
+  s: jax.Array | int,
+) -> core.Batch:
+  """The batch of a client's step `s`, with all that its transform drew."""
+  step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
+  batch_key, _ = jax.random.split(step_key)  # As `local.training` does.
+  return prepare(client.transform, gather(bank, batches.index[s]), batch_key)
 
 
 def mean_sent(context: Any, sent: Sent, key: jax.Array) -> PyTree:

@@ -1,0 +1,283 @@
+"""FedGKT: a large server model and the clients' small ones teach each other.
+
+Reference: He et al. 2020, "Group Knowledge Transfer: Federated Learning of
+Large CNNs at the Edge", algorithm 1.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetfl import checks, core, distill, local
+from hetfl.algorithms.features import classes_of, train_server
+from hetfl.algorithms.personal import again, Method, personal
+from hetfl.batches import prepare
+from hetfl.clients import Client, Roster
+from hetfl.engine import Engine, Inline, Task
+from hetfl.engine.work import row
+
+
+class Taught(NamedTuple):
+  """What FedGKT's server keeps.
+
+  Attributes:
+    model: the large model's variables.
+    logits: `float32[N, C]`, its logits for each example of the clients' bank.
+    known: `float32[N]`, 1 for examples that it has had features of, else 0.
+  """
+
+  model: core.Variables
+  logits: jax.Array
+  known: jax.Array
+
+
+def fedgkt(
+  clients: Sequence[Client],
+  *,
+  server: core.Model,
+  num_classes: int,
+  num_examples: int,
+  weight: float | jax.Array | core.Schedule = 1.0,
+  temperature: float | jax.Array | core.Schedule = 3.0,
+  server_learning_rate: float | jax.Array | core.Schedule = 0.01,
+  server_epochs: int = 1,
+  server_batch_size: int = 32,
+  engine: Engine | None = None,
+  **options: Any,
+) -> core.Algorithm:
+  """FedGKT.
+
+  A client trains its model, an extractor of features and a small classifier, by
+  `CE(z_k) + weight T^2 KL(softmax(z_s / T) || softmax(z_k / T))`, where z_s are
+  the logits that the server last sent for the example. Then it sends features,
+  logits and label of each of its examples. The server trains its large model on
+  the features, by SGD on `CE(z_s) + weight T^2 KL(softmax(z_k / T) ||
+  softmax(z_s / T))`, and sends back its logits. For an example a client sends D
+  + C numbers and the label, and receives C numbers. To classify, a client's
+  features go through the server's model.
+
+  Args:
+    clients: K clients, whose models' outputs are `Features`, see `headed`: the
+      bodies may differ, but for their features' shape. Their examples are in
+      one bank.
+    server: the large model from features `float[B, ...]` to logits `float[B,
+      C]`.
+    num_classes: C.
+    num_examples: N, the number of examples in the clients' bank, or more.
+    weight: of the divergences: a value, which trials may vary, or a schedule
+      `round -> weight`.
+    temperature: T; likewise.
+    server_learning_rate: of the server's training; likewise.
+    server_epochs: the server's passes over the features of a round.
+    server_batch_size: how many of them a step takes.
+    engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
+    **options: `learning_rate` and `optimizer`; see `personal`.
+
+  Returns:
+    The algorithm; see `personal`. Its state's `server` is `Taught`. Its metrics
+    are `loss` and `kl`, the clients' divergence before its weight.
+
+  Raises:
+    ValueError: as `personal`; clients have several banks, features of unlike
+      shapes or other classes; the bank has more examples; labels are not
+      classes.
+
+  Reference: He et al. 2020, algorithm 1; the factor T^2, T and the weight are
+  the released code's. Departures: the server trains by SGD without momentum and
+  weight decay, in batches of all clients' examples, in a new order each epoch,
+  and computes its logits after training, in inference mode. Features are of the
+  images as the round's batches have them, augmented or not; if an example is in
+  several (plan with one epoch for the paper's), the mean logits are sent back.
+  Examples whose client took no part yet have no divergence.
+
+  The client's features are 1 for its only image, of class 0; it does not learn.
+  The server's step of 1 takes its model from (0, 0) by (1, 0) - (1/2, 1/2).
+
+  >>> from hetfl import ClientPopulation, plan_round
+  >>> from hetfl.algorithms.features import headed
+  >>> same = core.Model(lambda key: core.Variables({}, {}),
+  ...                   lambda v, x, key, train: (x, v.stats))
+  >>> zero = core.Model(lambda key: core.Variables(jnp.zeros((1, 2)), {}),
+  ...                   lambda v, x, key, train: (x @ v.params, v.stats))
+  >>> bank = {'x': jnp.ones((1, 1)), 'y': jnp.zeros(1, int)}
+  >>> held = ClientPopulation.from_lists(bank, [[0]])
+  >>> plan = plan_round({'train': held}, seed=0, round=1, batch_size=1)
+  >>> algorithm = fedgkt(
+  ...     [Client(headed(same, zero))], server=zero, num_classes=2,
+  ...     num_examples=1, learning_rate=0., server_learning_rate=1.)
+  >>> state, metrics = algorithm.step(
+  ...     algorithm.init(jax.random.key(0)), plan, {'train': bank})
+  >>> state.server.logits.tolist(), state.server.known.tolist()
+  ([[0.5, -0.5]], [1.0])
+  """
+  core.Model.check("server", server)
+  checks.counts(
+    num_classes=num_classes,
+    num_examples=num_examples,
+    server_epochs=server_epochs,
+    server_batch_size=server_batch_size,
+  )
+  core.check_schedule("temperature", temperature, 1, low=1e-6, high=np.inf)
+  engine, clients = engine or Inline(), list(map(_with_taught, clients))
+  roster = Roster(clients)
+  banks = sorted({client.bank for client in clients})
+  if len(banks) > 1:
+    raise ValueError(f"clients: their examples are in banks {banks}; give one")
+  sends = list(map(_sends, roster.first))
+
+  def start(key, kept):
+    del kept
+    logits = jnp.zeros((num_examples, num_classes), jnp.float32)
+    return Taught(server.start(key), logits, jnp.zeros_like(logits[:, 0]))
+
+  def objective(client):
+    def losses(variables, batch, key, context):
+      classes_of(batch, num_classes)
+      outputs, stats = client.outputs(variables, batch, key)
+      logits = _features(client, outputs).logits
+      kl = distill.pair_divergence(
+        logits, batch["taught"], context["temperature"]
+      )
+      kl *= batch["known"]
+      loss = local.losses_of(client.loss, logits, batch)
+      return loss + context["weight"] * kl, stats, {"kl": kl}
+
+    return losses
+
+  def of_server(variables, batch, key, context):
+    logits, stats = server.outputs(variables, batch["x"], key, True)
+    kl = distill.pair_divergence(logits, batch["said"], context["temperature"])
+    loss = core.cross_entropy(logits, batch) + context["weight"] * kl
+    return loss, stats, {}
+
+  @jax.jit
+  def teach(context, last, sent, indices, key):
+    one, *others = [row(of_group, (0, 0)) for of_group in sent]
+    for other in others:
+      checks.alike("features of clients with unlike models", other, one)
+    flat = lambda a: a.reshape(-1, *a.shape[3:])
+    together = lambda *groups: jnp.concatenate(list(map(flat, groups)))
+    examples, index = jax.tree.map(together, *sent), together(*indices)
+    model = train_server(
+      of_server,
+      last.model,
+      examples,
+      key,
+      context,
+      epochs=server_epochs,
+      batch_size=server_batch_size,
+    )
+    model = core.as_types(model, last.model)
+    logits = jax.lax.map(
+      lambda x: server.predict(model, x[None])[0],
+      examples["x"],
+      batch_size=server_batch_size,
+    )
+    at = jnp.where(examples["mask"] > 0, index, num_examples)
+    total = jnp.zeros_like(last.logits)
+    total = total.at[at].add(logits.astype(total.dtype), mode="drop")
+    count = jnp.zeros_like(last.known).at[at].add(1, mode="drop")
+    new = count > 0
+    mean = total / jnp.where(new, count, 1)[:, None]
+    return Taught(
+      model,
+      jnp.where(new[:, None], mean, last.logits),
+      jnp.where(new, 1, last.known),
+    )
+
+  method = Method(
+    objective=objective,
+    hyper={
+      "weight": (weight, np.inf),
+      "temperature": (temperature, np.inf),
+      "server_learning_rate": (server_learning_rate, np.inf),
+    },
+    server=start,
+    measured=("loss", "kl"),
+  )
+  alone = personal(clients, method, engine=engine, **options)
+
+  def step(state, plan, data):
+    (name,) = banks
+    bank, last = checks.bank(data, name), state.server
+    if (number := checks.num_examples(bank)) > num_examples:
+      raise ValueError(
+        f"num_examples={num_examples}: the bank {name!r} has {number}"
+      )
+    taught = {"taught": last.logits[:number], "known": last.known[:number]}
+    data = {**data, name: {**bank, **taught}}
+    state, metrics = alone.step(state, plan, data)
+    key = jax.random.fold_in(state.key, plan.round)
+    turns = roster.turns(state.clients, plan, data)
+    works = [
+      local.work(task, (), key, turn.bank, turn.kept.learner, turn.batches)
+      for task, turn in zip(sends, turns)
+    ]
+    sent = engine.run(*works)
+    indices = [turn.batches.index for turn in turns]
+    context = core.scheduled(method.hyper, state, plan.round)
+    server_key = jax.random.fold_in(key, np.uint32(2**31))
+    new = teach(context, last, sent, indices, server_key)
+    return state.replace(server=new), metrics
+
+  return core.Algorithm(alone.init, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keeping:
+  """A transform that keeps what the server said of the examples."""
+
+  transform: core.Transform | core.Preparation
+
+  def __call__(self, key, batch):
+    kept = {name: batch[name] for name in ("taught", "known")}
+    return {**prepare(self.transform, batch, key), **kept}
+
+
+def _with_taught(client: Client) -> Client:
+  if getattr(client, "transform", None) is None:  # `Roster` checks its type.
+    return client
+  return dataclasses.replace(client, transform=_Keeping(client.transform))
+
+
+def _features(client, outputs):
+  """A client's outputs, if they have features."""
+  if not hasattr(outputs, "features"):
+    raise ValueError(
+      f"{client.label}: its outputs have no features; make its model by"
+      " features.headed(body, head)"
+    )
+  return outputs
+
+
+def _sends(client: Client) -> Task:
+  """The task of a client's examples, batch by batch, as the server has them."""
+
+  def one(context, key, bank, row, s):
+    del context
+    learner, batches = row
+    batch = again(client, key, bank, batches, s)
+    outputs, _ = client.outputs(learner.variables, batch)
+    there = batch["mask"] > 0
+    found = {"x": outputs.features, "said": outputs.logits}
+    found = jax.tree.map(core.wide, found) | {"y": batch["y"]}
+    # Empty places may hold NaN.
+    hide = lambda a: jnp.where(there.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
+    return jax.tree.map(hide, found) | {"mask": batch["mask"]}
+
+  def begin(*args):
+    *_, (_, batches) = args
+    steps = len(batches.index)
+    like = jax.eval_shape(one, *args, 0)
+    return jax.tree.map(lambda a: jnp.zeros((steps, *a.shape), a.dtype), like)
+
+  def step(*args):
+    *args, sent, s = args
+    put = lambda whole, batch: whole.at[s].set(batch)
+    return jax.tree.map(put, sent, one(*args, s))
+
+  return Task(begin, step, lambda *args: args[-1])
