@@ -95,10 +95,10 @@ class Compare(shared.Rounds):
     fd_weight: Weight of the other clients' mean predictions.
     prox_mu: Weight of the proximal term.
     ditto_weight: Weight of the distance to the shared model.
-    server_learning_rate: The server's, for prototypes, the head or the
-      generator.
+    server_learning_rate: The server's, for prototypes, the head, the generator
+      or FedGKT's large model.
     temperature: Of the mean of the clients' predictions (dsfl), or of all
-      softmaxes (ktpfl).
+      softmaxes (ktpfl), or of the divergences (fedgkt).
     distill_lr: Learning rate of the servers' distillation, by Adam.
     diversity: Weight of what disagreeing models say.
     codist_period: Rounds from one codistillation to the next.
@@ -109,7 +109,8 @@ class Compare(shared.Rounds):
   method: tuple[
     Literal[
       *("local", "pooled", "fml", "fedkd", "fd", "fedproto", "fedtgp"),
-      *("fedgh", "lgfedavg", "fedgen", "fedmrl", "ditto", "scaffold"),
+      *("fedgh", "lgfedavg", "fedgen", "fedgkt", "fedmrl"),
+      *("ditto", "scaffold"),
       *("fedavg", "fedprox"),
       *("fedmd", "dsfl", "ktpfl", "feddf", "fedet", "codist"),
       *("mergedcodist", "heterofl"),
@@ -168,10 +169,13 @@ class Compare(shared.Rounds):
   prox_mu: float = setting(0.01, only="fedprox", low=0)
   ditto_weight: float = setting(1.0, only="ditto", low=0)
   server_learning_rate: float = setting(
-    0.01, {"fedgen": 1e-3}, only="fedtgp fedgh fedgen", low=1e-12
+    0.01, {"fedgen": 1e-3}, only="fedtgp fedgh fedgen fedgkt", low=1e-12
   )
   temperature: float = setting(
-    0.1, {"ktpfl": 10.0}, only="dsfl ktpfl", low=1e-6
+    0.1,
+    {"ktpfl": 10.0, "fedgkt": 3.0},
+    only="dsfl ktpfl fedgkt",
+    low=1e-6,
   )
   distill_lr: float = setting(
     1e-3, only="feddf fedet codist mergedcodist", low=0

@@ -8,6 +8,7 @@ import functools
 from typing import Any, NamedTuple
 
 from compare import Compare
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -22,6 +23,7 @@ from hetfl.algorithms import (
   fedet,
   fedgen,
   fedgh,
+  fedgkt,
   fedkd,
   fedmrl,
   fedproto,
@@ -63,6 +65,7 @@ class Method(NamedTuple):
       logits.
     scores: `(outputs, what the server sent) -> class scores` by way; by default
       the logits.
+    sent: `state -> what the server sent`, of which `scores` takes notice.
     ways: how clients classify; the paper's way is "", others are suffixes.
     server: `state -> variables` of the --global_model, by which clients may
       classify too, "_by_server".
@@ -76,6 +79,7 @@ class Method(NamedTuple):
   shared: Callable[[Any], Sequence[hetfl.Variables]] | None = None
   model: Callable[[Any, Kind], core.Model] = lambda e, kind: e.model(kind)
   scores: Callable[[Any, Any], dict[str, jax.Array]] = by_head
+  sent: Callable[[Any], Any] = lambda state: ()
   ways: Sequence[str] = ("",)
   server: Callable[[Any], hetfl.Variables] | None = None
   traffic: Callable[..., Sequence[int]] = lambda e, s, kind: (0, 0)
@@ -117,6 +121,19 @@ def _nearest(outputs, sent):
   return {"": nearest, "_by_head": outputs.logits}
 
 
+def _large(num_features, num_classes):
+  """FedGKT's server: dense layers, as the clients' features are vectors."""
+  layers = [nn.Dense(512), nn.relu, nn.Dense(512), nn.relu]
+  module = nn.Sequential([*layers, nn.Dense(num_classes)])
+  return core.Model.from_flax(module, jnp.zeros((1, num_features)))
+
+
+def _by_large(outputs, sent):
+  features, logits = outputs
+  large = _large(features.shape[-1], logits.shape[-1])
+  return {"": large.predict(sent, features), "_by_head": logits}
+
+
 _headed = lambda e, kind: e.headed(kind)
 _shared_model = lambda e, s: e.model(Kind(s.global_model))
 _global_bytes = lambda e, s, kind: [e.num_bytes(Kind(s.global_model))] * 2
@@ -137,6 +154,12 @@ def _generator_bytes(e, s, kind):
   return head, head + training.num_bytes(shapes)
 
 
+def _example_bytes(e, s, kind):
+  number = e.images.train.sizes.sum() // s.num_clients  # On average.
+  sent = s.num_features + e.num_classes + 1
+  return int(number) * 4 * sent, int(number) * 4 * e.num_classes
+
+
 def _small_bytes(e, s, kind):
   shared = parted(e.shapes(e.nested(kind)))["shared"]
   return [training.num_bytes(shared)] * 2
@@ -154,6 +177,7 @@ _by_prototype = functools.partial(
   Method,
   model=_headed,
   scores=_nearest,
+  sent=lambda state: state.server,
   ways=("", "_by_head"),
   traffic=_prototype_bytes,
 )
@@ -211,6 +235,21 @@ METHODS = {
     ),
     model=_headed,
     traffic=_generator_bytes,
+  ),
+  "fedgkt": Method(
+    fedgkt.fedgkt,
+    lambda e, s: dict(
+      server=_large(s.num_features, e.num_classes),
+      num_classes=e.num_classes,
+      num_examples=len(e.images.train.bank["y"]),
+      temperature=s.temperature,
+      server_learning_rate=s.server_learning_rate,
+    ),
+    model=_headed,
+    scores=_by_large,
+    sent=lambda state: state.server.model,
+    ways=("", "_by_head"),
+    traffic=_example_bytes,
   ),
   "fedmrl": Method(
     fedmrl.fedmrl,

@@ -11,13 +11,7 @@ from typing import Any
 
 from absl import logging
 from compare import Compare, PUBLIC
-from compare_methods import (
-  by_head,
-  Kind,
-  METHODS,
-  WITH_GLOBAL,
-  WITH_ONE_MODEL,
-)
+from compare_methods import Kind, METHODS, WITH_GLOBAL, WITH_ONE_MODEL
 import flax.linen as nn
 import jax.numpy as jnp
 import launch
@@ -329,8 +323,8 @@ class Experiment:
       everyone, model = tuple(range(s.num_clients)), method.server(state)
       asked.append(("_by_server", Kind(s.global_model), everyone, model))
     for way, kind, members, variables in asked:
-      sent = () if method.scores is by_head else state.server
-      both = hetfl.Variables(variables, stack(*[sent] * len(members)))
+      sent = stack(*[method.sent(state)] * len(members))
+      both = hetfl.Variables(variables, sent)
       how = method.model(self, kind), method.scores, members
       measured = {}
       for which in ("test", "validation")[: 1 + bool(s.validation)]:

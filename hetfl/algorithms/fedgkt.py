@@ -231,7 +231,7 @@ def fedgkt(
 class _Keeping:
   """A transform that keeps what the server said of the examples."""
 
-  transform: core.Transform | core.Preparation
+  transform: core.Transform | core.Preparation | None
 
   def __call__(self, key, batch):
     kept = {name: batch[name] for name in ("taught", "known")}
