@@ -20,6 +20,9 @@ from hetfl.clients import Client, Roster
 from hetfl.engine import Engine, Inline, Task
 from hetfl.engine.work import row
 
+# What batches hold of the server, for each example.
+_TAUGHT = "server_logits", "server_knows"
+
 
 class Taught(NamedTuple):
   """What FedGKT's server keeps.
@@ -122,11 +125,11 @@ def fedgkt(
     server_batch_size=server_batch_size,
   )
   core.check_schedule("temperature", temperature, 1, low=1e-6, high=np.inf)
-  engine, clients = engine or Inline(), list(map(_with_taught, clients))
-  roster = Roster(clients)
-  banks = sorted({client.bank for client in clients})
+  banks = sorted({client.bank for client in Roster(clients).first})
   if len(banks) > 1:
     raise ValueError(f"clients: their examples are in banks {banks}; give one")
+  engine, clients = engine or Inline(), list(map(_with_taught, clients))
+  (name,), roster = banks, Roster(clients)
   sends = list(map(_sends, roster.first))
 
   def start(key, kept):
@@ -140,9 +143,9 @@ def fedgkt(
       outputs, stats = client.outputs(variables, batch, key)
       logits = _features(client, outputs).logits
       kl = distill.pair_divergence(
-        logits, batch["taught"], context["temperature"]
+        logits, batch["server_logits"], context["temperature"]
       )
-      kl *= batch["known"]
+      kl *= batch["server_knows"]
       loss = local.losses_of(client.loss, logits, batch)
       return loss + context["weight"] * kl, stats, {"kl": kl}
 
@@ -202,16 +205,15 @@ def fedgkt(
   alone = personal(clients, method, engine=engine, **options)
 
   def step(state, plan, data):
-    (name,) = banks
     bank, last = checks.bank(data, name), state.server
     if (number := checks.num_examples(bank)) > num_examples:
       raise ValueError(
         f"num_examples={num_examples}: the bank {name!r} has {number}"
       )
-    taught = {"taught": last.logits[:number], "known": last.known[:number]}
-    data = {**data, name: {**bank, **taught}}
+    taught = last.logits[:number], last.known[:number]
+    data = {**data, name: {**bank, **dict(zip(_TAUGHT, taught))}}
     state, metrics = alone.step(state, plan, data)
-    key = jax.random.fold_in(state.key, plan.round)
+    key = jax.random.fold_in(state.key, plan.round)  # As `personal` has it.
     turns = roster.turns(state.clients, plan, data)
     works = [
       local.work(task, (), key, turn.bank, turn.kept.learner, turn.batches)
@@ -234,12 +236,12 @@ class _Keeping:
   transform: core.Transform | core.Preparation | None
 
   def __call__(self, key, batch):
-    kept = {name: batch[name] for name in ("taught", "known")}
+    kept = {name: batch[name] for name in _TAUGHT}
     return {**prepare(self.transform, batch, key), **kept}
 
 
 def _with_taught(client: Client) -> Client:
-  if getattr(client, "transform", None) is None:  # `Roster` checks its type.
+  if client.transform is None:
     return client
   return dataclasses.replace(client, transform=_Keeping(client.transform))
 
