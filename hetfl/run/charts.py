@@ -19,7 +19,7 @@ from hetfl.run.report import as_floats, mean_and_deviation, Rows
 
 # Okabe and Ito's colours, which (nearly) everyone can tell apart, on white.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_STYLES = ("-", "--", ":", (0, (6, 1, 1, 1, 1, 1)))
+_STYLES = ("-", "--", ":", (0, (6, 1, 1, 1, 1, 1)), "-.")
 _LEGEND: dict[str, Any] = dict(fontsize=8.5, frameon=False)
 
 
