@@ -577,18 +577,19 @@ def test_models_need_a_head_of_their_own(make):
 
 
 def test_fedgkt_has_one_bank_of_a_known_size():
-  with pytest.raises(
-    ValueError, match="num_examples=9: the bank 'train' has 19"
-  ):
-    run(fedgkt(CLIENTS, **GKT | {"num_examples": 9}), rounds=1)
+  few = fedgkt(CLIENTS, **GKT | {"num_examples": 9})
+  match = (
+    "the server has 'server_logits' of 9 examples, but bank 'train' has 19"
+  )
+  with pytest.raises(ValueError, match=match):
+    run(few, rounds=1)
   clients = [*CLIENTS[:4], hetfl.Client(MODELS[0], bank="other")]
-  with pytest.raises(
-    ValueError, match=r"in banks \['other', 'train'\]; give one"
-  ):
+  match = r"clients: have banks \['other', 'train'\]; the method takes one"
+  with pytest.raises(ValueError, match=match):
     fedgkt(clients, **GKT)
   wide = headed(matrices(4, 7), matrices(7, CLASSES))
   clients = [*CLIENTS[:4], hetfl.Client(wide)]
-  with pytest.raises(ValueError, match=r"features of clients .*\(3, 7\)"):
+  with pytest.raises(ValueError, match=r"messages of clients .*, 3, 7\)"):
     run(fedgkt(clients, **GKT), rounds=1, number=5)
 
 

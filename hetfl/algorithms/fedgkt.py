@@ -5,7 +5,6 @@ Large CNNs at the Edge", algorithm 1.
 """
 
 from collections.abc import Sequence
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -14,14 +13,8 @@ import numpy as np
 
 from hetfl import checks, core, distill, local
 from hetfl.algorithms.features import classes_of, train_server
-from hetfl.algorithms.personal import again, Method, personal
-from hetfl.batches import prepare
-from hetfl.clients import Client, Roster
-from hetfl.engine import Engine, Inline, Task
-from hetfl.engine.work import row
-
-# What batches hold of the server, for each example.
-_TAUGHT = "server_logits", "server_knows"
+from hetfl.algorithms.personal import Method, personal
+from hetfl.clients import Client
 
 
 class Taught(NamedTuple):
@@ -49,7 +42,6 @@ def fedgkt(
   server_learning_rate: float | jax.Array | core.Schedule = 0.01,
   server_epochs: int = 1,
   server_batch_size: int = 32,
-  engine: Engine | None = None,
   **options: Any,
 ) -> core.Algorithm:
   """FedGKT.
@@ -77,8 +69,7 @@ def fedgkt(
     server_learning_rate: of the server's training; likewise.
     server_epochs: the server's passes over the features of a round.
     server_batch_size: how many of them a step takes.
-    engine: where the work runs, by default `Inline()`; see `hetfl.engine`.
-    **options: `learning_rate` and `optimizer`; see `personal`.
+    **options: `learning_rate`, `optimizer` and `engine`; see `personal`.
 
   Returns:
     The algorithm; see `personal`. Its state's `server` is `Taught`. Its metrics
@@ -125,12 +116,6 @@ def fedgkt(
     server_batch_size=server_batch_size,
   )
   core.check_schedule("temperature", temperature, 1, low=1e-6, high=np.inf)
-  banks = sorted({client.bank for client in Roster(clients).first})
-  if len(banks) > 1:
-    raise ValueError(f"clients: their examples are in banks {banks}; give one")
-  engine, clients = engine or Inline(), list(map(_with_taught, clients))
-  (name,), roster = banks, Roster(clients)
-  sends = list(map(_sends, roster.first))
 
   def start(key, kept):
     del kept
@@ -141,15 +126,23 @@ def fedgkt(
     def losses(variables, batch, key, context):
       classes_of(batch, num_classes)
       outputs, stats = client.outputs(variables, batch, key)
-      logits = _features(client, outputs).logits
-      kl = distill.pair_divergence(
-        logits, batch["server_logits"], context["temperature"]
+      if not hasattr(outputs, "features"):
+        raise ValueError(
+          f"{client.label}: its outputs have no features; make its model by"
+          " features.headed(body, head)"
+        )
+      kl = batch["server_knows"] * distill.pair_divergence(
+        outputs.logits, batch["server_logits"], context["temperature"]
       )
-      kl *= batch["server_knows"]
-      loss = local.losses_of(client.loss, logits, batch)
+      loss = local.losses_of(client.loss, outputs.logits, batch)
       return loss + context["weight"] * kl, stats, {"kl": kl}
 
     return losses
+
+  def answers(outputs, batch):
+    outputs = jax.tree.map(core.wide, outputs)
+    found = {"x": outputs.features, "said": outputs.logits}
+    return found | {name: batch[name] for name in ("y", "mask")}
 
   def of_server(variables, batch, key, context):
     logits, stats = server.outputs(variables, batch["x"], key, True)
@@ -157,24 +150,14 @@ def fedgkt(
     loss = core.cross_entropy(logits, batch) + context["weight"] * kl
     return loss, stats, {}
 
-  @jax.jit
-  def teach(context, last, sent, indices, key):
-    one, *others = [row(of_group, (0, 0)) for of_group in sent]
-    for other in others:
-      checks.alike("features of clients with unlike models", other, one)
-    flat = lambda a: a.reshape(-1, *a.shape[3:])
-    together = lambda *groups: jnp.concatenate(list(map(flat, groups)))
-    examples, index = jax.tree.map(together, *sent), together(*indices)
+  passes = dict(epochs=server_epochs, batch_size=server_batch_size)
+
+  def aggregate(context, sent, key):
+    last, flat = context["server"], lambda a: a.reshape(-1, *a.shape[3:])
+    examples, index = jax.tree.map(flat, (sent.value, sent.index))
     model = train_server(
-      of_server,
-      last.model,
-      examples,
-      key,
-      context,
-      epochs=server_epochs,
-      batch_size=server_batch_size,
+      of_server, last.model, examples, key, context, **passes
     )
-    model = core.as_types(model, last.model)
     logits = jax.lax.map(
       lambda x: server.predict(model, x[None])[0],
       examples["x"],
@@ -184,13 +167,9 @@ def fedgkt(
     total = jnp.zeros_like(last.logits)
     total = total.at[at].add(logits.astype(total.dtype), mode="drop")
     count = jnp.zeros_like(last.known).at[at].add(1, mode="drop")
-    new = count > 0
-    mean = total / jnp.where(new, count, 1)[:, None]
-    return Taught(
-      model,
-      jnp.where(new[:, None], mean, last.logits),
-      jnp.where(new, 1, last.known),
-    )
+    mean = total / jnp.where(count > 0, count, 1)[:, None]
+    logits = jnp.where(count[:, None] > 0, mean, last.logits)
+    return Taught(model, logits, jnp.where(count > 0, 1, last.known))
 
   method = Method(
     objective=objective,
@@ -200,86 +179,12 @@ def fedgkt(
       "server_learning_rate": (server_learning_rate, np.inf),
     },
     server=start,
+    answers=answers,
+    shown={
+      "server_logits": lambda taught: taught.logits,
+      "server_knows": lambda taught: taught.known,
+    },
+    aggregate=aggregate,
     measured=("loss", "kl"),
   )
-  alone = personal(clients, method, engine=engine, **options)
-
-  def step(state, plan, data):
-    bank, last = checks.bank(data, name), state.server
-    if (number := checks.num_examples(bank)) > num_examples:
-      raise ValueError(
-        f"num_examples={num_examples}: the bank {name!r} has {number}"
-      )
-    taught = last.logits[:number], last.known[:number]
-    data = {**data, name: {**bank, **dict(zip(_TAUGHT, taught))}}
-    state, metrics = alone.step(state, plan, data)
-    key = jax.random.fold_in(state.key, plan.round)  # As `personal` has it.
-    turns = roster.turns(state.clients, plan, data)
-    works = [
-      local.work(task, (), key, turn.bank, turn.kept.learner, turn.batches)
-      for task, turn in zip(sends, turns)
-    ]
-    sent = engine.run(*works)
-    indices = [turn.batches.index for turn in turns]
-    context = core.scheduled(method.hyper, state, plan.round)
-    server_key = jax.random.fold_in(key, np.uint32(2**31))
-    new = teach(context, last, sent, indices, server_key)
-    return state.replace(server=new), metrics
-
-  return core.Algorithm(alone.init, step)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Keeping:
-  """A transform that keeps what the server said of the examples."""
-
-  transform: core.Transform | core.Preparation | None
-
-  def __call__(self, key, batch):
-    kept = {name: batch[name] for name in _TAUGHT}
-    return {**prepare(self.transform, batch, key), **kept}
-
-
-def _with_taught(client: Client) -> Client:
-  if client.transform is None:
-    return client
-  return dataclasses.replace(client, transform=_Keeping(client.transform))
-
-
-def _features(client, outputs):
-  """A client's outputs, if they have features."""
-  if not hasattr(outputs, "features"):
-    raise ValueError(
-      f"{client.label}: its outputs have no features; make its model by"
-      " features.headed(body, head)"
-    )
-  return outputs
-
-
-def _sends(client: Client) -> Task:
-  """The task of a client's examples, batch by batch, as the server has them."""
-
-  def one(context, key, bank, row, s):
-    del context
-    learner, batches = row
-    batch = again(client, key, bank, batches, s)
-    outputs, _ = client.outputs(learner.variables, batch)
-    there = batch["mask"] > 0
-    found = {"x": outputs.features, "said": outputs.logits}
-    found = jax.tree.map(core.wide, found) | {"y": batch["y"]}
-    # Empty places may hold NaN.
-    hide = lambda a: jnp.where(there.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
-    return jax.tree.map(hide, found) | {"mask": batch["mask"]}
-
-  def begin(*args):
-    *_, (_, batches) = args
-    steps = len(batches.index)
-    like = jax.eval_shape(one, *args, 0)
-    return jax.tree.map(lambda a: jnp.zeros((steps, *a.shape), a.dtype), like)
-
-  def step(*args):
-    *args, sent, s = args
-    put = lambda whole, batch: whole.at[s].set(batch)
-    return jax.tree.map(put, sent, one(*args, s))
-
-  return Task(begin, step, lambda *args: args[-1])
+  return personal(clients, method, **options)

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from hetfl import checks, core, local
-from hetfl.batches import Batches, gather, prepare
+from hetfl.batches import gather, prepare
 from hetfl.clients import Client, Group, put_rows, Roster, weighted_mean
 from hetfl.engine import Engine, Inline, Task
 from hetfl.engine.work import row
@@ -34,11 +34,14 @@ class Sent(NamedTuple):
     value: arrays `[N, ...]`.
     weight: `float32[N]`, the plan's; 0 for clients that do not take part.
     client: `int32[N]`, their numbers among all clients.
+    index: `int32[N, S, B]`, which examples of the bank the answers are of, -1
+      for none; `()` without `Method.answers`.
   """
 
   value: PyTree
   weight: jax.Array
   client: jax.Array
+  index: PyTree = ()
 
 
 class Method(NamedTuple):
@@ -67,6 +70,12 @@ class Method(NamedTuple):
     survey: `(outputs, batch) -> sums`; in place of the message a client sends
       their sum over its batches, by its trained model in inference mode. An
       example counts as often as it is in the plan: plan with `tail="short"`.
+    answers: `(outputs, batch) -> arrays [B, ...]`; in place of the message a
+      client sends these for each example of its S batches, `[S, B, ...]`, by
+      its trained model in inference mode; 0 in empty places.
+    shown: by name, `server -> array [N, ...]`, what the server knows of each of
+      the bank's examples: the batches of clients have it. The server may have
+      room for more examples.
     extra: `(variables, client) -> pytree`, what else a client of that number
       keeps at first.
     alike: whether all clients begin with the same model, `start(key)` with the
@@ -83,6 +92,8 @@ class Method(NamedTuple):
   shared: Callable[[Mapping[str, Any]], core.Variables] | None = None
   end: Callable[..., tuple[Group, PyTree]] | None = None
   survey: Callable[[PyTree, core.Batch], PyTree] | None = None
+  answers: Callable[[PyTree, core.Batch], PyTree] | None = None
+  shown: Mapping[str, Callable[[PyTree], jax.Array]] = MappingProxyType({})
   extra: Callable[..., PyTree] = lambda variables, client: ()
   alike: bool = False
   aggregate: Callable[..., PyTree] | None = None
@@ -198,9 +209,30 @@ def round_step(
   updates = [
     _update(client, method, optimizer, in_turn) for client in roster.first
   ]
-  surveys = [_survey(client, method) for client in roster.first]
+  heard = method.survey or method.answers
+  surveys = [_survey(client, method) for client in roster.first if heard]
+  if method.shown or method.answers:
+    banks = sorted({client.bank for client in roster.first})
+    if len(banks) > 1:
+      raise ValueError(f"clients: have banks {banks}; the method takes one")
+
+  def with_shown(server, data):
+    """The data, with what the server knows of each example."""
+    if not method.shown:
+      return data
+    bank = checks.bank(data, banks[0])
+    number, known = checks.num_examples(bank), {}
+    for name, of in method.shown.items():
+      known[name] = of(server)[:number]
+      if len(known[name]) < number:
+        raise ValueError(
+          f"the server has {name!r} of {len(known[name])} examples, but bank"
+          f" {banks[0]!r} has {number}"
+        )
+    return {**data, banks[0]: {**bank, **known}}
 
   def step(state, plan, data, key):
+    data = with_shown(state.server, data)
     context = {"server": state.server, "round": plan.round}
     context |= core.scheduled(hyper, state, plan.round)
     trained = () if method.shared is None else state.server
@@ -210,7 +242,7 @@ def round_step(
       for update, turn in zip(updates, turns)
     ]
     kept, messages, means = zip(*engine.run(*works))
-    if method.survey is not None:
+    if heard:
       models = [group.learner.variables for group in kept]
       works = [
         local.work(survey, (), key, turn.bank, model, turn.batches)
@@ -222,7 +254,12 @@ def round_step(
     server = state.server
     if method.aggregate is not None:
       sent = [
-        Sent(message, turn.batches.weight, turn.batches.client)
+        Sent(
+          message,
+          turn.batches.weight,
+          turn.batches.client,
+          turn.batches.index if method.answers else (),
+        )
         for message, turn in zip(messages, turns)
       ]
       server_key = jax.random.fold_in(key, np.uint32(2**31))
@@ -253,6 +290,7 @@ _ARGUMENTS = {
   "shared": ("context",),
   "end": ("context", "kept", "learner", "batches"),
   "survey": ("outputs", "batch"),
+  "answers": ("outputs", "batch"),
   "extra": ("variables", "client"),
   "aggregate": ("context", "sent", "key"),
 }
@@ -360,7 +398,7 @@ def _update(client, method, optimizer, in_turn) -> Task:
     in_turn(step) if in_turn else step,
     begin,
     end,
-    transform=client.transform,
+    transform=_transform(client, method),
     measured=method.measured,
   )
 
@@ -373,30 +411,40 @@ def own_and_shared(
   return local.Learner(parts["own"], learner.opt_state["own"]), parts["shared"]
 
 
+def _transform(client, method):
+  """A client's transform, which keeps what the server has shown."""
+  if client.transform is None or not method.shown:
+    return client.transform
+
+  def keeping(key, batch):
+    kept = {name: batch[name] for name in method.shown}
+    return {**prepare(client.transform, batch, key), **kept}
+
+  return keeping
+
+
 def _survey(client, method) -> Task:
-  """The sums of `survey` over a client's batches."""
+  """What a client says of its batches: sums, or answers batch by batch."""
+  transform = _transform(client, method)
 
   def one(context, key, bank, row, s):
     del context
     variables, batches = row
-    batch = again(client, key, bank, batches, s)
+    # The transform draws what it drew in training: `local.training`.
+    step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
+    batch_key, _ = jax.random.split(step_key)
+    batch = prepare(transform, gather(bank, batches.index[s]), batch_key)
     outputs, _ = client.outputs(variables, batch)
-    return method.survey(outputs, batch)  # Empty places have mask 0.
+    if method.survey is not None:
+      return method.survey(outputs, batch)  # Empty places have mask 0.
+    there = lambda a: batch["mask"].reshape(-1, *[1] * (a.ndim - 1)) > 0
+    # Empty places may hold NaN.
+    hide = lambda a: jnp.where(there(a), a, 0)
+    return jax.tree.map(hide, method.answers(outputs, batch))
 
-  return Task.sums(one)
-
-
-def again(
-  client: Client,
-  key: jax.Array,
-  bank: core.Batch,
-  batches: Batches,
-  s: jax.Array | int,
-) -> core.Batch:
-  """The batch of a client's step `s`, with all that its transform drew."""
-  step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
-  batch_key, _ = jax.random.split(step_key)  # As `local.training` does.
-  return prepare(client.transform, gather(bank, batches.index[s]), batch_key)
+  if method.survey is not None:
+    return Task.sums(one)
+  return Task.stacked(one, lambda row: len(row[1].index))
 
 
 def mean_sent(context: Any, sent: Sent, key: jax.Array) -> PyTree:

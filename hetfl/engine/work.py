@@ -79,6 +79,37 @@ class Task:
     begin = lambda *args: zeros_of(fn, *args, 0)
     return cls(begin, step, lambda *args: args[-1])
 
+  @classmethod
+  def stacked(
+    cls, fn: Callable[..., PyTree], number: Callable[[PyTree], int]
+  ) -> "Task":
+    """A function `(*shared, row, s) -> result` as a task that stacks its steps.
+
+    Args:
+      fn: the function.
+      number: `row -> S`, the steps that there is room for; those that a row
+        does not take are zeros.
+
+    Returns:
+      The task.
+
+    >>> task = Task.stacked(lambda row, s: 2 * row[s], len)
+    >>> task.whole(2, jnp.array([1., 2., 4.])).tolist()
+    [2.0, 4.0, 0.0]
+    """
+    fn = jax.jit(fn, inline=True)  # Traced once, for the zeros and the step.
+
+    def begin(*args):
+      room = lambda a: jnp.zeros((number(args[-1]), *a.shape), a.dtype)
+      return jax.tree.map(room, jax.eval_shape(fn, *args, 0))
+
+    def step(*args):
+      *args, results, s = args
+      put = lambda all, one: all.at[s].set(one)
+      return jax.tree.map(put, results, fn(*args, s))
+
+    return cls(begin, step, lambda *args: args[-1])
+
   def zeros(self, *args: PyTree) -> PyTree:
     """Zeros like the result; no step is traced, which may take a second."""
     return zeros_of(lambda *args: self.end(*args, self.begin(*args)), *args)
