@@ -303,7 +303,7 @@ def localize(
 
   For banks that are too large for a device: the new ones hold only the examples
   of the round's few clients and of its distillation batches. The results are
-  the same.
+  the same; but not for FedGKT, whose server knows examples by their positions.
 
   Args:
     plan: the round's plan.

@@ -62,7 +62,8 @@ def fedgkt(
     server: the large model from features `float[B, ...]` to logits `float[B,
       C]`.
     num_classes: C.
-    num_examples: N, the number of examples in the clients' bank, or more.
+    num_examples: N, the number of examples in the clients' bank, or more. The
+      bank is the same in each round, and so not from `hetfl.localize`.
     weight: of the divergences: a value, which trials may vary, or a schedule
       `round -> weight`.
     temperature: T; likewise.

@@ -75,7 +75,8 @@ class Method(NamedTuple):
       its trained model in inference mode; 0 in empty places.
     shown: by name, `server -> array [N, ...]`, what the server knows of each of
       the bank's examples: the batches of clients have it. The server may have
-      room for more examples.
+      room for more examples; the bank must be the same in each round, and so
+      not from `hetfl.localize`.
     extra: `(variables, client) -> pytree`, what else a client of that number
       keeps at first.
     alike: whether all clients begin with the same model, `start(key)` with the
