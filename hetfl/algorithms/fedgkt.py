@@ -164,6 +164,7 @@ def fedgkt(
       examples["x"],
       batch_size=server_batch_size,
     )
+    # Empty places are beyond the table, and dropped.
     at = jnp.where(examples["mask"] > 0, index, num_examples)
     total = jnp.zeros_like(last.logits)
     total = total.at[at].add(logits.astype(total.dtype), mode="drop")
