@@ -238,12 +238,14 @@ METHODS = {
   ),
   "fedgkt": Method(
     fedgkt.fedgkt,
-    lambda e, s: dict(
-      server=_large(s.num_features, e.num_classes),
-      num_classes=e.num_classes,
-      num_examples=len(e.images.train.bank["y"]),
-      temperature=s.temperature,
-      server_learning_rate=s.server_learning_rate,
+    lambda e, s: (
+      dict(
+        server=_large(s.num_features, e.num_classes),
+        num_classes=e.num_classes,
+        num_examples=len(e.images.train.bank["y"]),
+        temperature=s.temperature,
+      )
+      | _server_rate(e, s)
     ),
     model=_headed,
     scores=_by_large,

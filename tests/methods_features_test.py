@@ -265,11 +265,6 @@ def test_rounds_are_the_oracles(name):
         assert_close(np.array(ours), network(*server), **tolerance)
 
 
-def softmax(z):
-  p = np.exp(z - z.max(axis=-1, keepdims=True))
-  return p / p.sum(axis=-1, keepdims=True)
-
-
 # There is one example less.
 GKT = dict(
   server=matrices(WIDTH, 5, CLASSES), num_classes=CLASSES, num_examples=20
@@ -283,7 +278,7 @@ def test_fedgkt_is_the_oracle():
   numbers = {"x": np.arange(19)[:, None], "y": bank["y"]}
 
   def towards(z, teacher, y, heard=1.0):
-    kl_gap = t * (softmax(z / t) - softmax(teacher / t)) / len(y)
+    kl_gap = t * (codist.softmax(z, t) - codist.softmax(teacher, t)) / len(y)
     return softmax_gap(z, y) + weight * heard * kl_gap
 
   with jax.enable_x64(True):

@@ -13,6 +13,7 @@ import numpy as np
 
 from hetfl import checks, core, distill, local
 from hetfl.algorithms.features import classes_of, train_server
+from hetfl.algorithms.fedproto import prototypes_of
 from hetfl.algorithms.personal import Method, personal
 from hetfl.clients import Client
 
@@ -169,9 +170,9 @@ def fedgkt(
     total = jnp.zeros_like(last.logits)
     total = total.at[at].add(logits.astype(total.dtype), mode="drop")
     count = jnp.zeros_like(last.known).at[at].add(1, mode="drop")
-    mean = total / jnp.where(count > 0, count, 1)[:, None]
-    logits = jnp.where(count[:, None] > 0, mean, last.logits)
-    return Taught(model, logits, jnp.where(count > 0, 1, last.known))
+    mean, new = prototypes_of(core.Mean(total, count))  # Each example's.
+    logits = jnp.where(new[:, None] > 0, mean, last.logits)
+    return Taught(model, logits, jnp.maximum(new, last.known))
 
   method = Method(
     objective=objective,
