@@ -6,7 +6,7 @@ say who trains on which examples of which bank; `hetfl.plans` makes it.
 Letters used throughout: K clients, S steps, B batch size.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 import inspect
 from typing import Any, NamedTuple
 
@@ -248,6 +248,8 @@ def prepare(
   transform: core.Transform | core.Preparation | None,
   batch: core.Batch,
   key: jax.Array | None = None,
+  *,
+  keep: Iterable[str] = (),
 ) -> core.Batch:
   """Prepares a gathered batch for the model and the loss.
 
@@ -255,6 +257,7 @@ def prepare(
     transform: `None` leaves the batch as it is.
     batch: the batch.
     key: a random key in training, for a `Transform`; `None` elsewhere.
+    keep: names of the batch's arrays that no transform changes or drops.
 
   Returns:
     The transform's result, with the batch's `mask` unless it has its own.
@@ -278,7 +281,8 @@ def prepare(
         f"a transform returned a {type(given).__name__}, not a batch: called as"
         f" transform({', '.join(args)}), it must return a dict of arrays"
       )
-    batch = {"mask": batch["mask"], **given}
+    kept = {name: batch[name] for name in keep}
+    batch = {"mask": batch["mask"], **given, **kept}
   if "x" not in batch:
     raise ValueError(
       f"a batch holds {sorted(batch)}, but models take 'x': name the bank's"

@@ -376,6 +376,7 @@ def training(
   end: Callable[..., PyTree],
   *,
   transform: core.Transform | core.Preparation | None = None,
+  keep: Sequence[str] = (),
   make_batch: Callable[..., core.Batch] | None = None,
   measured: tuple[str, ...] = ("loss",),
   shares: bool = False,
@@ -392,6 +393,7 @@ def training(
     end: `(context, own, learner, metrics, batches, key) -> result`, where the
       key is the client's.
     transform: applied to each batch as stored in the bank.
+    keep: names of the bank's arrays that no transform changes or drops.
     make_batch: `(context, key, bank, index, s) -> batch`, in place of gathering
       and transforming.
     measured: the names of the metrics.
@@ -404,7 +406,7 @@ def training(
 
   def gathered(context, key, bank, index, s):
     del context, s
-    return prepare(transform, gather(bank, index), key)
+    return prepare(transform, gather(bank, index), key, keep=keep)
 
   make_batch = make_batch or gathered
 
@@ -480,14 +482,15 @@ def step_of(
 def own_training(
   participant: Participant,
   objective: Objective | None = None,
-  make_batch: Callable[..., core.Batch] | None = None,
+  **batches: Any,
 ) -> Task:
   """The training of a learner that its participant keeps.
 
   Args:
     participant: how it trains.
     objective: by default that of learning from labels.
-    make_batch: see `training`; by default the participant's transform.
+    **batches: `keep` or `make_batch`, how `training` makes a batch; by default
+      the participant's transform alone.
 
   Returns:
     The task of a row `(learner, batches)`, whose result is the learner and its
@@ -503,7 +506,7 @@ def own_training(
     lambda context, own: own,
     end,
     transform=participant.transform,
-    make_batch=make_batch,
+    **batches,
   )
 
 

@@ -81,6 +81,9 @@ def test_restores_bit_for_bit(tmp_path, warnings):
   round, restored, extra_restored = checkpoints.latest(like=make_state(1))
   assert (round, extra_restored) == (7, extra)
   assert bits(restored) == bits(state)
+  assert bits(checkpoints.part("", like=jax.eval_shape(make_state))) == bits(
+    state
+  )
   assert restored["small/x"].params["w"].devices() == {jax.devices()[0]}
   assert not warnings
 

@@ -108,7 +108,7 @@ def fedet(
     kl = distill.kl_divergence(batch["others"], logits)
     return distill.of_examples(loss + context["diversity"] * kl), stats, {}
 
-  student = local.own_training(server, towards, make_batch)
+  student = local.own_training(server, towards, make_batch=make_batch)
   shared_part = lambda x: {} if shared is None else {shared: x.params[shared]}
 
   def init(key, variables=None):

@@ -399,7 +399,8 @@ def _update(client, method, optimizer, in_turn) -> Task:
     in_turn(step) if in_turn else step,
     begin,
     end,
-    transform=_transform(client, method),
+    transform=client.transform,
+    keep=tuple(method.shown),
     measured=method.measured,
   )
 
@@ -412,21 +413,8 @@ def own_and_shared(
   return local.Learner(parts["own"], learner.opt_state["own"]), parts["shared"]
 
 
-def _transform(client, method):
-  """A client's transform, which keeps what the server has shown."""
-  if client.transform is None or not method.shown:
-    return client.transform
-
-  def keeping(key, batch):
-    kept = {name: batch[name] for name in method.shown}
-    return {**prepare(client.transform, batch, key), **kept}
-
-  return keeping
-
-
 def _survey(client, method) -> Task:
   """What a client says of its batches: sums, or answers batch by batch."""
-  transform = _transform(client, method)
 
   def one(context, key, bank, row, s):
     del context
@@ -434,7 +422,8 @@ def _survey(client, method) -> Task:
     # The transform draws what it drew in training: `local.training`.
     step_key = jax.random.fold_in(jax.random.fold_in(key, batches.client), s)
     batch_key, _ = jax.random.split(step_key)
-    batch = prepare(transform, gather(bank, batches.index[s]), batch_key)
+    stored = gather(bank, batches.index[s])
+    batch = prepare(client.transform, stored, batch_key, keep=method.shown)
     outputs, _ = client.outputs(variables, batch)
     if method.survey is not None:
       return method.survey(outputs, batch)  # Empty places have mask 0.

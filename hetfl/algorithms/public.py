@@ -5,6 +5,7 @@ server makes of the scores.
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -323,19 +324,14 @@ def _scores_task(party, translator, transform) -> Task:
 def _digest_task(party, translator, transform) -> Task:
   """A student's training towards its targets, on what `_shown` made."""
 
-  def make_batch(context, key, bank, index, s):
-    del context, s
-    shown = gather(bank, index)
-    batch = prepare(transform, shown, key)
-    return {**batch, "consensus": shown["consensus"]}
-
   def towards(variables, batch, key, context):
     logits, stats = party.outputs(variables, batch, key)
     target = batch["consensus"]
     losses = translator.loss(logits, target, context["temperature"])
     return losses, stats, {}
 
-  return local.own_training(party, towards, make_batch)
+  party = dataclasses.replace(party, transform=transform)
+  return local.own_training(party, towards, keep=("consensus",))
 
 
 def score_bytes(num_images: int, num_classes: int) -> tuple[int, int]:

@@ -186,7 +186,9 @@ class Checkpoints:
         f"where={where!r}: {self.path(round)} has {dict(near[:9])}, not"
         f" {dict(sorted(unlike)[:5])}"
       )
-    return jax.tree.map(jnp.asarray, self._restored(round, wanted, like))
+    plain = jax.eval_shape(key_data, like)
+    arrays = self._restored(round, wanted, plain)
+    return jax.tree.map(lambda a, to: of_type(jnp.asarray(a), to), arrays, like)
 
   def _restored(self, round: int, paths: Iterable[str], like: PyTree) -> PyTree:
     """The arrays of these paths, in the structure of `like`."""
