@@ -154,7 +154,9 @@ class Compare(shared.Rounds):
   )
   num_features: int = count(128, {"digits": 32})
   inner_features: int = count(32, {"digits": 8}, only="fedmrl")
-  global_model: str = setting("small_cnn", only="fml fedkd fedet fedmrl")
+  global_model: str = setting(
+    "small_cnn", {"fedet": "cnn"}, only="fml fedkd fedet fedmrl"
+  )
   rounds: int = count(100, {"digits": 40})
   eval_every: int = count(5)
   checkpoint_every: int = count(10, kind="speed")
@@ -164,7 +166,9 @@ class Compare(shared.Rounds):
   momentum: float = share(0.9, only="momentum_sgd")
   fml_alpha: float = share(0.5, only="fml")
   fml_beta: float = share(0.5, only="fml")
-  prototype_weight: float = setting(1.0, only="fedproto fedtgp", low=0)
+  prototype_weight: float = setting(
+    1.0, {"fedtgp": 10.0}, only="fedproto fedtgp", low=0
+  )
   fd_weight: float = setting(1.0, only="fd", low=0)
   prox_mu: float = setting(0.01, only="fedprox", low=0)
   ditto_weight: float = setting(1.0, only="ditto", low=0)

@@ -157,7 +157,8 @@ def _generator_bytes(e, s, kind):
 def _example_bytes(e, s, kind):
   number = e.images.train.sizes.sum() // s.num_clients  # On average.
   sent = s.num_features + e.num_classes + 1
-  return int(number) * 4 * sent, int(number) * 4 * e.num_classes
+  up = int(number) * s.local_epochs * 4 * sent  # Once in each epoch.
+  return up, int(number) * 4 * e.num_classes
 
 
 def _small_bytes(e, s, kind):

@@ -61,7 +61,8 @@ def fedgh(
   Raises:
     ValueError: as `personal`; heads have unlike shapes; labels are not classes.
 
-  Reference: Yi et al. 2023, algorithm 1. What it leaves open: the server
+  Reference: Yi et al. 2023, algorithm 1. The authors' code steps on one pair
+  at a time; batches of 10 are HtFLlib's. What the paper leaves open: the server
   shuffles all pairs in each of its epochs; mean features come from a pass of
   the trained model over the round's batches, in inference mode, as in FedProto.
 

@@ -83,9 +83,11 @@ def fedgkt(
       classes.
 
   Reference: He et al. 2020, algorithm 1; the factor T^2, T and the weight are
-  the released code's. Departures: the server trains by SGD without momentum and
-  weight decay, in batches of all clients' examples, in a new order each epoch,
-  and computes its logits after training, in inference mode. Features are of the
+  the released code's, whose server has the weight on its labels and, in the
+  published commands, learns from labels alone, for 20 epochs of Adam.
+  Departures: the server trains by SGD without momentum and weight decay, in
+  batches of all clients' examples, in a new order each epoch, and computes its
+  logits after training, in inference mode. Features are of the
   images as the round's batches have them, augmented or not; if an example is in
   several (plan with one epoch for the paper's), the mean logits are sent back.
   Examples whose client took no part yet have no divergence.

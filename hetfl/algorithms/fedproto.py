@@ -52,7 +52,8 @@ def fedproto(
   features is that of the released code. The code gathers prototypes while a
   client trains, in the last epoch; here they are the trained model's, on the
   round's batches. The average is over examples, where the code weighs clients
-  equally; a client's optimizer persists, the code's is new in each round.
+  equally; a class that nobody holds in a round keeps its prototype, where the
+  code drops it; a client's optimizer persists, the code's is new in each round.
 
   The client's features are 1 for its only image, of class 0, which has no
   prototype yet: it sends 1 (its logits do not depend on its features).

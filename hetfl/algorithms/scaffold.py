@@ -57,15 +57,15 @@ def scaffold(
   Returns:
     The algorithm; see `personal`. Its state's `server` is `Controlled`. Each
     client keeps its control as `extra`, zero at first, and as its learner the
-    model that it last sent. Its metric is `loss`, the labels' alone. The mean
-    of models is weighted as the plan is; the paper's weights are equal.
+    model that it last sent. Its metric is `loss`, the labels' alone. All
+    clients that take part count equally, whatever their weights in the plan.
 
   Raises:
     ValueError: as `personal`; there is an optimizer, or clients have several
       models, or learning rates or optimizers of their own.
 
   Reference: Karimireddy et al. 2020, algorithm 1, option II. Departure: batch
-  statistics, which have no controls, are the clients' weighted mean.
+  statistics, which have no controls, are the clients' mean.
 
   For its only image, of class 0, the client's first gradient is (-1/2, 1/2):
   its control, and that of the server, whose only client it is.
@@ -124,7 +124,9 @@ def scaffold(
   def aggregate(context, sent, key):
     del key
     (models, changes), (model, control) = sent.value, context["server"]
-    mean = weighted_mean(models, sent.weight)
+    # Weights of their own would pull against the controls, which have none.
+    equal = (sent.weight > 0).astype(sent.weight.dtype)
+    mean = weighted_mean(models, equal)
     step = lambda w, x: core.wide(w) + context["server_lr"] * (x - core.wide(w))
     params = jax.tree.map(step, model.params, mean.params)
     add = lambda c, d: c + jnp.sum(d, axis=0) / len(clients)
