@@ -6,7 +6,6 @@ import re
 import shutil
 import typing
 
-from absl import logging
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -64,16 +63,7 @@ def bits(state):
   return found
 
 
-@pytest.fixture
-def warnings(monkeypatch):
-  lines = []
-  monkeypatch.setattr(
-    logging, "warning", lambda text, *a: lines.append(text % a)
-  )
-  return lines
-
-
-def test_restores_bit_for_bit(tmp_path, warnings):
+def test_restores_bit_for_bit(tmp_path, caplog):
   state, extra = make_state(), {"a": [1 / 3, None], "b": float("inf")}
   checkpoints = checkpoint.Checkpoints(tmp_path / "deep" / "er")
   assert checkpoints.latest(like=state) is None
@@ -85,7 +75,7 @@ def test_restores_bit_for_bit(tmp_path, warnings):
     state
   )
   assert restored["small/x"].params["w"].devices() == {jax.devices()[0]}
-  assert not warnings
+  assert not caplog.messages
 
 
 def test_a_checkpoint_of_an_earlier_version_is_said_to_be_one(tmp_path):
@@ -134,7 +124,7 @@ def files(folder):
   return sorted(p for p in folder.rglob("*") if p.is_file())
 
 
-def test_no_damage_to_a_file_gives_wrong_values(tmp_path, warnings):
+def test_no_damage_to_a_file_gives_wrong_values(tmp_path, caplog):
   checkpoints = checkpoint.Checkpoints(tmp_path / "whole")
   for round in (1, 2):
     checkpoints.save(round, make_state(round), {"round": round})
@@ -158,22 +148,22 @@ def test_no_damage_to_a_file_gives_wrong_values(tmp_path, warnings):
       else:
         content[harm // 8] ^= 1 << (harm % 8)
         target.write_bytes(content)
-      warnings.clear()
+      caplog.clear()
       round, state, extra = damaged.latest(like=make_state())
       assert (round, extra) == (1, {"round": 1}), (name, harm)
       assert bits(state) == expected
-      (line,) = warnings
+      (line,) = caplog.messages
       assert "000002 is damaged" in line
       assert line.endswith("; using 000001.")
 
 
-def test_damaged_everything_starts_over_and_is_replaced(tmp_path, warnings):
+def test_damaged_everything_starts_over_and_is_replaced(tmp_path, caplog):
   checkpoints = checkpoint.Checkpoints(tmp_path, keep=1)
   checkpoints.save(5, {"w": jnp.ones(3)}, {})
   (tmp_path / "000005" / "state.npz").unlink()
   (tmp_path / "000009.part").mkdir()  # of a save that was killed
   assert checkpoints.latest({"w": jnp.ones(3)}) is None
-  (line,) = warnings
+  (line,) = caplog.messages
   assert "000005 is damaged" in line
   assert line.endswith("; using none, from the start.")
   # The new one stays although a damaged one has a later number.

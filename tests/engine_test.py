@@ -1,8 +1,10 @@
 """How the engines run work."""
 
+import functools
 import threading
 import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,12 +64,9 @@ def expected(rows, steps, scale=SCALE):
   return {**rows, "v": v, "count": steps * (steps - 1) // 2}
 
 
-def assert_same(result, wanted):
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4),
-    result,
-    wanted,
-  )
+assert_same = functools.partial(
+  chex.assert_trees_all_close, rtol=1e-5, atol=1e-4
+)
 
 
 def run(runner, *works, traced=False):

@@ -601,7 +601,7 @@ def test_full_batches_keep_others_from_batch_statistics():
     bank["x"][0] *= scale
     state, _ = normed_round("repeat", held, bank)
     statistics.append(state.server.stats)
-  jax.tree.map(np.testing.assert_array_equal, *statistics)
+  chex.assert_trees_all_equal(*statistics)
 
 
 def test_a_traced_plan_of_empty_places_shows_in_models_with_statistics():
@@ -926,9 +926,7 @@ def test_chunks_of_narrow_parameters_are_the_whole(dtype):
 
   ours, exact = grads(dtype, 2), grads(jnp.float32, None)
   assert all(g.dtype == dtype for g in ours[1])
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=0.02), ours, exact
-  )
+  chex.assert_trees_all_close(ours, exact, atol=0.02)
 
 
 def test_models_of_unhashable_functions_are_evaluated():

@@ -19,7 +19,7 @@ from hetfl import augment, privacy
 from hetfl.data.codist_images import load_codist_images
 from hetfl.run.checkpoint import Checkpoints
 from tests import runs, small_models
-from tests.runs import error_of, everything, last_state, outcome, ROOT
+from tests.runs import everything, last_state, outcome, ROOT
 
 QUICK = ("--rounds=6", "--eval_every=3", "--codist_period=4")
 FEW = ("--clients_per_round=3", "--distill_steps=2", "--notensorboard")
@@ -36,7 +36,6 @@ def codist(experiment):
 @pytest.mark.slow
 def test_three_algorithms_side_by_side(codist, tmp_path):
   done = codist(*QUICK, f"--workdir={tmp_path}/all")
-  assert done.returncode == 0, done.stderr
   for name in ("fedavg", "periodic", "merged"):
     assert re.search(rf"^{name} +31,914", done.stdout, re.MULTILINE)
     result, rows = outcome(tmp_path / "all" / name)
@@ -64,17 +63,15 @@ def test_three_algorithms_side_by_side(codist, tmp_path):
   png = (tmp_path / "all/curves.png").read_bytes()
   assert png.startswith(b"\x89PNG")
   # FedAvg ignores alpha.
-  for name in ("fedavg", "merged"):
-    folder = ("--merge_alpha=0.3", f"--workdir={tmp_path}/all/{name}")
-    other = codist(*QUICK, f"--algorithm={name}", *folder)
-    assert (other.returncode == 0) == (name == "fedavg"), other.stderr
+  other = (*QUICK, "--merge_alpha=0.3")
+  codist(*other, "--algorithm=fedavg", f"--workdir={tmp_path}/all/fedavg")
+  codist.fails(*other, "--algorithm=merged", f"--workdir={tmp_path}/all/merged")
 
 
 @pytest.mark.slow
 def test_few_rounds_with_the_default_period_exchange_nothing(codist, tmp_path):
   few = ("--algorithm=periodic", "--rounds=2", *SMALL)
   done = codist(*few, f"--workdir={tmp_path}")
-  assert done.returncode == 0, done.stderr
   said = "--codist_period=10 the pools never exchange anything"
   assert said in done.stderr
   result, rows = outcome(tmp_path)
@@ -86,10 +83,8 @@ def test_seeds_have_folders_and_a_mean(codist, experiment, tmp_path):
   both = ("--algorithm=fedavg,merged", "--rounds=2", "--eval_every=2", *SMALL)
   path = tmp_path / "seeds"
   done = codist(*both, "--seeds=4,0", f"--workdir={path}")
-  assert done.returncode == 0, done.stderr
   # As the second seed, it was trained by the first one's programs.
-  alone = codist(*both, "--algorithm=merged", f"--workdir={tmp_path}/alone")
-  assert alone.returncode == 0, alone.stderr
+  codist(*both, "--algorithm=merged", f"--workdir={tmp_path}/alone")
   assert outcome(path / "seed0/merged") == outcome(tmp_path / "alone")
   for name in ("fedavg", "merged"):
     accuracies = [
@@ -113,8 +108,7 @@ def test_seeds_have_folders_and_a_mean(codist, experiment, tmp_path):
   assert (path / "summary.csv").exists() and (path / "summary.png").exists()
   # One more seed: finished runs stay as they are.
   before = everything(path / "seed4")
-  done = codist(*both, "--seeds=0,4,1", f"--workdir={path}")
-  assert done.returncode == 0, done.stderr
+  codist(*both, "--seeds=0,4,1", f"--workdir={path}")
   after = everything(path / "seed4")
   assert {p.name for p in after if after[p] != before.get(p)} <= {".lock"}
   assert "seed1" in {p.name for p in path.iterdir()}
@@ -143,8 +137,7 @@ def test_speed_flags_change_nothing_but_rounding(codist, tmp_path):
   }
   results = {}
   for name, flags in cases.items():
-    done = codist(*flags, f"--workdir={tmp_path / name}")
-    assert done.returncode == 0, done.stderr
+    codist(*flags, f"--workdir={tmp_path / name}")
     results[name] = outcome(tmp_path / name)[1][-1]
   for name in ("inline", "mesh"):
     assert results[name].keys() == results["threads"].keys()
@@ -159,7 +152,6 @@ def test_speed_flags_change_nothing_but_rounding(codist, tmp_path):
 def test_epsilon_is_in_the_result_and_the_table(codist, tmp_path):
   run = ("--algorithm=fedavg", "--rounds=2", *SMALL, *PRIVATE)
   done = codist(*run, f"--workdir={tmp_path}/run")
-  assert done.returncode == 0, done.stderr
   assert re.search(r"^fedavg .* 8\.00 +2 ", done.stdout, re.MULTILINE)
   result, _ = outcome(tmp_path / "run")
   assert (result["epsilon"], result["clip_norm"]) == (8, [0.5, 1])
@@ -182,7 +174,6 @@ def finished(experiment, tmp_path_factory):
   """The folder of a finished run of `ONE`, and what it printed."""
   path = tmp_path_factory.mktemp("finished") / "run"
   done = experiment("codist")(*ONE, f"--workdir={path}")
-  assert done.returncode == 0, done.stderr
   return path, done.stdout
 
 
@@ -213,9 +204,8 @@ def test_a_run_does_not_go_on_with_other_data(codist, finished, tmp_path):
   shutil.copytree(finished[0], tmp_path / "run")
   path = tmp_path / "run/data.json"
   path.write_text(path.read_text().replace("dirichlet", "pachinko"))
-  done = codist(*ONE, f"--workdir={tmp_path}/run")
-  assert done.returncode != 0
-  assert "data.json is not what this run would write" in done.stderr
+  line = codist.fails(*ONE, f"--workdir={tmp_path}/run")
+  assert "data.json is not what this run would write" in line
 
 
 @pytest.mark.slow
@@ -223,8 +213,7 @@ def test_a_finished_run_is_left_as_it_is(codist, finished):
   path, printed = finished
   before = everything(path)
   run = (*ONE, f"--workdir={path}", "--lanes=1", "--eval_batch_size=7")
-  again = codist(*run)
-  assert again.returncode == 0 and again.stdout == printed
+  assert codist(*run).stdout == printed
   assert everything(path) == before
 
 
@@ -233,13 +222,12 @@ def test_alpha_changes_over_the_rounds(codist, tmp_path):
   folder = tmp_path / "run"
   run = ("--algorithm=merged", "--rounds=2", "--eval_every=1", *SMALL)
   done = codist(*run, "--merge_alpha=1,0.5", f"--workdir={folder}")
-  assert done.returncode == 0, done.stderr
   first, second = outcome(folder)[1]
   # A round with alpha = 1 has no distillation.
   assert "small/distill_loss" not in first and "small/distill_loss" in second
   assert "--merge_alpha=1.0,0.5\n" in (folder / "config.flags").read_text()
   again = codist(f"--flagfile={folder}/config.flags", f"--workdir={folder}")
-  assert again.returncode == 0 and again.stdout == done.stdout
+  assert again.stdout == done.stdout
 
 
 @pytest.mark.slow
@@ -330,15 +318,13 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
   (binary / "test.bin").write_bytes(bytes(10_000 * 3074))
   (binary / "train.bin").write_bytes(bytes(1000))  # truncated
   codist.refuse([(cifar, "train.bin")], fresh=fresh)
-  done = codist(*ONE, "--rounds=2", f"--workdir={held}")
-  assert done.returncode != 0
-  assert "rounds: there 1, here 2" in done.stderr
-  done = codist(f"--workdir={foreign}", "--algorithm=fedavg")
-  assert done.returncode != 0 and "not the folder of a run" in done.stderr
-  done = codist(f"--workdir={foreign}")
-  assert done.returncode != 0 and "holds thesis.tex" in done.stderr
-  done = codist(f"--workdir={held}")
-  assert done.returncode != 0 and "holds checkpoints" in done.stderr
+  in_held, in_foreign = f"--workdir={held}", f"--workdir={foreign}"
+  line = codist.fails(*ONE, "--rounds=2", in_held)
+  assert "rounds: there 1, here 2" in line
+  line = codist.fails("--algorithm=fedavg", in_foreign)
+  assert "not the folder of a run" in line
+  assert "holds checkpoints" in codist.fails(in_held)
+  assert "holds thesis.tex" in codist.fails(in_foreign)
   assert {p.name for p in foreign.iterdir()} == {"thesis.tex"}
   assert everything(held) == before
 
@@ -349,8 +335,7 @@ def test_real_cifar_100_and_a_flipped_bit(codist, tmp_path):
   flags = ROOT / "experiments/flags/table1_cifar_4700_periodic_out.flags"
   run = (f"--flagfile={flags}", "--rounds=1", "--codist_period=1", *SMALL)
   place = f"--workdir={tmp_path}/run"
-  done = codist(*run, f"--data_dir={runs.REAL}", place)
-  assert done.returncode == 0, done.stderr
+  codist(*run, f"--data_dir={runs.REAL}", place)
   result, rows = outcome(tmp_path / "run")
   pools = result["pools"]
   # 32x32x3 in, 8 or 16 hidden, 100 out.
@@ -368,12 +353,11 @@ def test_real_cifar_100_and_a_flipped_bit(codist, tmp_path):
     byte = f.read(1)[0]
     f.seek(10**8)
     f.write(bytes([byte ^ 4]))
-  done = codist(*run, f"--data_dir={tmp_path}", f"--workdir={tmp_path}/bad")
-  assert done.returncode != 0
-  line = error_of(done)
+  bad = (f"--data_dir={tmp_path}", f"--workdir={tmp_path}/bad")
+  line = codist.fails(*run, *bad)
   assert "train.bin" in line and "sha256" in line.lower()
-  done = codist(*run, f"--data_dir={runs.REAL}", "--recipe=mnist28")
-  assert "crops of 28x28x1 do not fit images of 32x32x3" in error_of(done)
+  line = codist.fails(*run, f"--data_dir={runs.REAL}", "--recipe=mnist28")
+  assert "crops of 28x28x1 do not fit images of 32x32x3" in line
 
 
 @pytest.mark.slow
@@ -399,7 +383,6 @@ def test_language_models_of_two_domains(codist, tmp_path):
     "--notensorboard",
   )
   done = codist(*run, "--conv=patches", f"--workdir={tmp_path}/run")
-  assert done.returncode == 0, done.stderr
   unused = re.findall(r"--(\w+) has no effect here: (.*)", done.stderr)
   assert unused == [
     ("codist_period", "it is for periodic."),
@@ -432,8 +415,7 @@ def test_language_models_of_two_domains(codist, tmp_path):
   (tmp_path / "run/result.json").unlink()
   for late in ("000003", "000004"):
     shutil.rmtree(tmp_path / "run/checkpoints" / late)
-  done = codist(*run, f"--workdir={tmp_path}/run")
-  assert done.returncode == 0, done.stderr
+  codist(*run, f"--workdir={tmp_path}/run")
   assert (outcome(tmp_path / "run"), last_state(tmp_path / "run")) == expected
   cases = [
     (("--high_capacity_clients=3",), "pools by domain have none"),
@@ -448,8 +430,8 @@ def test_language_models_of_two_domains(codist, tmp_path):
   codist.refuse(cases, *run, fresh=tmp_path / "fresh")
   posts.write_text(posts.read_text().replace("Say", "Shout"))
   (tmp_path / "run/result.json").unlink()
-  done = codist(*run, f"--workdir={tmp_path}/run")
-  assert done.returncode != 0 and "the data has changed" in done.stderr
+  line = codist.fails(*run, f"--workdir={tmp_path}/run")
+  assert "the data has changed" in line
 
 
 def _run_python_of(path):
@@ -493,26 +475,25 @@ def test_the_guide_to_new_methods_runs():
 def test_reproduce_puts_our_numbers_beside_the_published(experiment, tmp_path):
   run = experiment("reproduce")
   assert "table1_cifar_4700_merged_in" in run("--list").stdout
-  wrong = run("--table=codist_table1_cifar", "--only=4701")
-  assert "no cell '4701'" in error_of(wrong)
-  wrong = run("--table=codist_table1_cifar", "--only=")
-  assert "--only=: give a value, or leave it out" in error_of(wrong)
-  quote = ("--search=4", "--search_flags=--block='2")
-  wrong = run("--table=codist_table1_cifar", *quote)
-  assert "--search_flags=--block='2: No closing quotation" in error_of(wrong)
-  wrong = run("--table=codist_table1_cifar", "--", "--workdir=/elsewhere")
-  assert "give --workdir and --seeds before" in error_of(wrong)
+  for flags, message in (
+    (("--only=4701",), "no cell '4701'"),
+    (("--only=",), "--only=: give a value, or leave it out"),
+    (
+      ("--search=4", "--search_flags=--block='2"),
+      "--search_flags=--block='2: No closing quotation",
+    ),
+    (("--", "--workdir=/elsewhere"), "give --workdir and --seeds before"),
+  ):
+    assert message in run.fails("--table=codist_table1_cifar", *flags)
   # A cell on digits instead, 2 of its rounds; another one joins it.
   table = ("--table=fml_table1", f"--workdir={tmp_path}")
   shorter = ("--dataset=digits", "--rounds=2", "--local_epochs=1")
-  done = run(*table, "--only=mnist_mlp_iid_fedavg", "--", *shorter)
-  assert done.returncode == 0, done.stderr
+  run(*table, "--only=mnist_mlp_iid_fedavg", "--", *shorter)
   cells = [
     f"{tmp_path}/fml_table1_mnist_mlp_iid_{n}" for n in ("fedavg", "fml")
   ]
   shutil.copytree(*cells)
-  done = run(*table, "--tabulate")
-  assert done.returncode == 0, done.stderr
+  run(*table, "--tabulate")
   with open(tmp_path / "table.csv", encoding="utf-8") as stream:
     fedavg, fml = csv.DictReader(stream)
   result = json.loads(
@@ -553,7 +534,7 @@ def test_help_lists_all_flags_and_what_they_are_by_default(name, text):
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--compilation_cache=none",)])
 def test_compiled_programs_serve_later_runs(experiment, tmp_path, flags):
-  done = experiment("fml")(
+  experiment("fml")(
     "--algorithm=fedavg",
     "--global_model=mlp",
     "--rounds=1",
@@ -563,7 +544,6 @@ def test_compiled_programs_serve_later_runs(experiment, tmp_path, flags):
     JAX_COMPILATION_CACHE_DIR="",
     XDG_CACHE_HOME=str(tmp_path / "cache"),
   )
-  assert done.returncode == 0, done.stderr
   programs = [*tmp_path.glob("cache/hetfl/programs/*/*-cache")]
   assert bool(programs) == (not flags)
   config = (tmp_path / "run/config.flags").read_text()

@@ -60,7 +60,6 @@ def by_numpy(folder, client, own, row=(), **options):
 
 def test_four_methods_side_by_side_and_one_alone(compare, tmp_path):
   done = compare(*QUICK, "--rounds=4", f"--workdir={tmp_path}/all")
-  assert done.returncode == 0, done.stderr
   for name in ("curves", "clients", "partition"):
     assert (tmp_path / f"all/{name}.png").read_bytes().startswith(b"\x89PNG")
   lines = [line.split("  ") for line in done.stdout.splitlines()]
@@ -122,8 +121,7 @@ def test_four_methods_side_by_side_and_one_alone(compare, tmp_path):
   # A method by itself, resumed, is the same.
   for rounds in (2, 4):
     one = ("--method=fedproto", f"--rounds={rounds}")
-    done = compare(*QUICK, *one, f"--workdir={tmp_path}/resumed")
-    assert done.returncode == 0, done.stderr
+    compare(*QUICK, *one, f"--workdir={tmp_path}/resumed")
   folders = tmp_path / "all/fedproto", tmp_path / "resumed"
   for found in (outcome, last_state):
     assert found(folders[0]) == found(folders[1])
@@ -133,8 +131,7 @@ def test_all_methods_run(compare, tmp_path):
   methods = "fedkd,fd,fedtgp,fedgh,lgfedavg,fedgen,fedgkt,fedmrl,ditto,scaffold"
   one = ("--models=mlp", f"--method={methods}", "--rounds=2")
   one += ("--local_epochs=2",)
-  done = compare(*QUICK, *one, f"--workdir={tmp_path}/all")
-  assert done.returncode == 0, done.stderr
+  compare(*QUICK, *one, f"--workdir={tmp_path}/all")
   for name in methods.split(","):
     result, _ = outcome(tmp_path / "all" / name)
     assert result["all"]["test_accuracy"] > 0.2  # Of ten classes.
@@ -151,8 +148,7 @@ def test_all_methods_run(compare, tmp_path):
   assert sent("ditto") == SAMPLED * 2 * 4 * 3466
   assert sent("scaffold") == 2 * sent("ditto")
   one = ("--models=resnet", "--method=heterofl", "--rounds=2")
-  done = compare(*QUICK, *one, "--widths=1,0.25", f"--workdir={tmp_path}/one")
-  assert done.returncode == 0, done.stderr
+  compare(*QUICK, *one, "--widths=1,0.25", f"--workdir={tmp_path}/one")
   result, _ = outcome(tmp_path / "one")
   assert result["all"]["test_accuracy"] > 0.2
   blocks = lambda w: 10 * w + 6 * (9 * w + 3) * w + 2 * (w + 1) * w + 2 * w
@@ -171,8 +167,7 @@ def test_methods_in_pools_and_on_public_images(compare, tmp_path):
   drawn += (f"--method={methods}", "--rounds=2", "--dropout_rate=0.1")
   drawn += ("--prox_mu=1",)
   drawn += (f"--models=mlp,{ROOT}/tests/small_models.py:large",)
-  done = compare(*QUICK, *drawn, f"--workdir={tmp_path}/all")
-  assert done.returncode == 0, done.stderr
+  compare(*QUICK, *drawn, f"--workdir={tmp_path}/all")
   results = {}
   for name in methods.split(","):
     results[name], _ = outcome(tmp_path / "all" / name)
@@ -200,8 +195,7 @@ def test_methods_in_pools_and_on_public_images(compare, tmp_path):
   # All clients of KT-pFL take part.
   one = ("--method=ktpfl", "--models=mlp", "--rounds=2", "--public_subset=32")
   watched = ("--validation=0.25", "--patience=1", "--eval_every=1")
-  done = compare(*one, *public, *watched, f"--workdir={tmp_path}/one")
-  assert done.returncode == 0, done.stderr
+  compare(*one, *public, *watched, f"--workdir={tmp_path}/one")
   result, rows = outcome(tmp_path / "one")
   for c in result["clients"]:  # A quarter, and a quarter of the rest.
     assert c["examples"] / c["test_examples"] == pytest.approx(9 / 4, rel=0.1)

@@ -1,5 +1,7 @@
 """Language models, their losses, metrics and distillation."""
 
+import functools
+
 import chex
 import flax.linen as nn
 import jax
@@ -43,11 +45,7 @@ def _float64():
     yield
 
 
-def check(ours, theirs, **tolerance):
-  tolerance = tolerance or dict(rtol=1e-6, atol=1e-8)
-  tree_map(
-    lambda a, b: np.testing.assert_allclose(a, b, **tolerance), ours, theirs
-  )
+check = functools.partial(chex.assert_trees_all_close, rtol=1e-6, atol=1e-8)
 
 
 def variables_of(model, seed=0, bias=0.3):

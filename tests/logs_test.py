@@ -242,11 +242,8 @@ def test_tensorboard_can_be_switched_off(tmp_path):
   assert b"a/loss" in events.read_bytes()
 
 
-def test_progress_off_a_terminal_is_a_line_an_evaluation(monkeypatch, capsys):
-  lines = []
-  monkeypatch.setattr(
-    logs.logging, "info", lambda text, *a: lines.append(text % a)
-  )
+def test_progress_off_a_terminal_is_a_line_an_evaluation(caplog, capsys):
+  caplog.set_level("INFO", logger="absl")
   bar = logs.bar(10, initial=3)
   logs.show({"round": 4, "small/loss": 0.123456, "seconds": 2.0}, bar)
   bar.update(1)
@@ -258,7 +255,7 @@ def test_progress_off_a_terminal_is_a_line_an_evaluation(monkeypatch, capsys):
   mean = {"clients/validation_accuracy": 0.5}
   logs.show({"round": 6, "seconds": 3.0} | many | mean, bar)
   bar.close()
-  assert lines == [
+  assert caplog.messages == [
     "round 4 of 10, 2.0 s: loss small 0.1235",
     "round 5 of 10, 2.5 s: test_accuracy global 0.75, party0 0, party1 0.25,"
     " party2 0.5; validation_accuracy client mean 0.5",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hetfl
-from hetfl import core
+from hetfl import core, local_model
 from hetfl.algorithms.features import (
   Features,
   headed,
@@ -27,7 +27,7 @@ from hetfl.algorithms.lgfedavg import lgfedavg
 from hetfl.algorithms.personal import Method, personal
 from hetfl.model import joined, parted
 from hetfl.models.fedgen import draw, Generator
-from tests.federation import batches_of, double
+from tests.federation import batches_of, double, plain
 from tests.oracles import codist
 
 CLASSES, WIDTH, RATE = 3, 2, 0.125
@@ -92,14 +92,8 @@ def run(algorithm, rounds=2, **settings):
 
 def models_of(state):
   """Each client's matrices, those of its head last."""
-  models = [None] * len(CLIENTS)
-  for group in state.clients:
-    for row, k in enumerate(group.clients):
-      params = jax.tree.map(
-        lambda a, row=row: np.array(a[row]), group.learner.params
-      )
-      models[k] = [*params["body"], *params["head"]]
-  return models
+  each = [plain(local_model(state, k).params) for k in range(len(CLIENTS))]
+  return [[*params["body"], *params["head"]] for params in each]
 
 
 # --- Oracles ------------------------------------------------------------------
@@ -374,13 +368,9 @@ def test_fedmrl_is_the_oracle():
   small_of = lambda params: [params["body"][0], params["head"][0]]
 
   def models(state):
-    found = {}
-    for group in state.clients:
-      for row, k in enumerate(group.clients):
-        of = jax.tree.map(lambda a, row=row: np.array(a[row]), group.learner)
-        own = [of.params[part] for part in ("body", "projection", "head")]
-        found[k] = [w for part in own for w in part]
-    return [found[k] for k in range(5)]
+    each = [plain(local_model(state, k).params) for k in range(5)]
+    parts = ("body", "projection", "head")
+    return [[w for part in parts for w in params[part]] for params in each]
 
   with jax.enable_x64(True):
     algorithm = fedmrl(clients, learning_rate=RATE, weight=0.5)

@@ -184,7 +184,7 @@ def test_a_gpus_patches_are_the_others(monkeypatch, padding, strides, batch):
   joined = results()
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   assert "gather" in str(jax.make_jaxpr(of_all)(x))
-  jax.tree.map(np.testing.assert_array_equal, results(), joined)
+  chex.assert_trees_all_equal(results(), joined)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 import hetfl
 from hetfl.models import language
-from tests.runs import error_of, outcome, write_posts
+from tests.runs import outcome, write_posts
 
 NETS = """
 import flax.linen as nn
@@ -78,8 +78,7 @@ def test_codist(experiment, nets, tmp_path):
   codist = experiment("codist")
   models = f"--models={nets}:narrow,{nets}:linear"
   run = ("--algorithm=merged", models, "--rounds=2", "--eval_every=2")
-  done = codist(*run, f"--workdir={tmp_path}/run")
-  assert done.returncode == 0, done.stderr
+  codist(*run, f"--workdir={tmp_path}/run")
   result, rows = outcome(tmp_path / "run")
   assert result["models"] == [f"{nets}:narrow", f"{nets}:linear"]
   found = [result["pools"][p]["parameters"] for p in ("small", "large")]
@@ -88,8 +87,8 @@ def test_codist(experiment, nets, tmp_path):
   # The run keeps the file, and is not continued with another model.
   assert (tmp_path / "run/model-nets.py").read_text() == NETS
   nets.write_text(NETS.replace("nn.relu", "nn.tanh"))
-  done = codist(*run, f"--workdir={tmp_path}/run")
-  assert "model-nets.py is not what this run would write" in error_of(done)
+  line = codist.fails(*run, f"--workdir={tmp_path}/run")
+  assert "model-nets.py is not what this run would write" in line
 
 
 @pytest.mark.slow
@@ -106,7 +105,6 @@ def test_fml(experiment, nets, tmp_path):
     "--dtype=bfloat16",
     f"--workdir={tmp_path}/run",
   )
-  assert done.returncode == 0, done.stderr
   assert "--dtype has no effect" not in done.stderr  # On the mlp it has.
   results = {}
   for name in ("fml", "fedavg"):
@@ -138,7 +136,6 @@ def test_fedmd(experiment, nets, tmp_path):
     *("--l2=0.1", "--dtype=bfloat16", "--conv=native"),
     f"--workdir={tmp_path}/run",
   )
-  assert done.returncode == 0, done.stderr
   parties = outcome(tmp_path / "run")[0]["parties"]
   narrow, wider = f"{nets}:narrow", f"{nets}:narrow_conv"
   found = [party["model"] for party in parties]
@@ -154,7 +151,7 @@ def test_compare(experiment, nets, tmp_path):
   other = tmp_path / "a" / nets.name
   other.write_text(f"{nets.read_text()}\n# Another of the same name.\n")
   models = f"{nets}:narrow,{other}:linear"
-  done = compare(
+  compare(
     f"--models={models}",
     "--method=fedproto",
     "--num_clients=4",
@@ -162,7 +159,6 @@ def test_compare(experiment, nets, tmp_path):
     "--notensorboard",
     f"--workdir={run}",
   )
-  assert done.returncode == 0, done.stderr
   result, _ = outcome(run)
   # 32 features, batch normalisation of 8 and a head of 10 classes.
   narrow = 64 * 8 + 8 + 2 * 8 + 8 * 32 + 32 + 32 * 10 + 10
@@ -224,7 +220,6 @@ def test_codist_of_text(experiment, tmp_path):
   idle = ("--model_size=paper", "--dtype=bfloat16", "--conv=native")
   place = f"--workdir={tmp_path / 'run'}"
   done = codist(*run, models, *idle, "--algorithm=merged", place)
-  assert done.returncode == 0, done.stderr
   for flag in ("dtype", "model_size"):
     assert f"--{flag} has no effect here: it is for " in done.stderr
   assert done.stderr.count("--conv has no effect") == 1
@@ -341,7 +336,7 @@ def test_errors_in_the_file_have_a_traceback_on_demand(
   called = f"--models={nets}:impossible, called with num_classes=10: ValueError"
   flags = (f"--models={nets}:impossible",)
   codist.refuse([(flags, f"{called} at line 39")], fresh=tmp_path / "run")
-  done = codist(*flags, "--verbosity=1", f"--workdir={tmp_path}/run")
+  done = codist.ended(*flags, "--verbosity=1", f"--workdir={tmp_path}/run")
   assert done.returncode != 0 and not (tmp_path / "run").exists()
   assert f'File "{nets}", line ' in done.stderr and called in done.stderr
 
@@ -355,7 +350,8 @@ def test_ctrl_c_before_the_first_round_is_a_line(experiment, tmp_path):
     "  signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "  os.kill(os.getpid(), signal.SIGINT)\n"
   )
-  done = experiment("codist")(f"--models={path}:net", f"--workdir={tmp_path}/a")
+  run = (f"--models={path}:net", f"--workdir={tmp_path}/a")
+  done = experiment("codist").ended(*run)
   assert done.returncode == 130
   said = "SIGINT: stopped; the same command resumes.\n"
   assert done.stderr.endswith(said) and "Traceback" not in done.stderr

@@ -65,14 +65,8 @@ def test_a_round_against_numpy():
           delta,
         )
         total = jax.tree.map(np.add, total, sent)
-      jax.tree.map(
-        lambda w, t, found: np.testing.assert_allclose(
-          found, w - t / K, rtol=1e-9, atol=1e-12
-        ),
-        pool.params,
-        total,
-        new.params,
-      )
+      expected = jax.tree.map(lambda w, t: w - t / K, pool.params, total)
+      chex.assert_trees_all_close(new.params, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_noise_is_there_in_a_round_without_clients():

@@ -87,10 +87,8 @@ def decayed(pools, round, server_lr, distiller_settings=()):
 
 def check(state, pools):
   for ours, theirs in zip(state.server, pools):
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12),
-      ours.params,
-      theirs.params,
+    chex.assert_trees_all_close(
+      ours.params, theirs.params, rtol=1e-9, atol=1e-12
     )
 
 

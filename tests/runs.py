@@ -112,7 +112,19 @@ class Experiment:
     self._environment, self._forks = environment, forks
 
   def __call__(self, *args, **environment):
-    """Runs it to its end.
+    """Runs it to its end, which has to be a good one."""
+    done = self.ended(*args, **environment)
+    assert done.returncode == 0, done.stderr
+    return done
+
+  def fails(self, *args):
+    """Runs it to its end; returns the line that says what is wrong."""
+    done = self.ended(*args)
+    assert done.returncode != 0
+    return error_of(done)
+
+  def ended(self, *args, **environment):
+    """Runs it to its end, whichever.
 
     With the tests' XLA_FLAGS programs are compiled soon but run slowly, those
     with XLA's own convolutions or of many images twenty times as long as with

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 
-from absl import logging
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -297,11 +296,7 @@ def test_plans_are_made_one_ahead(tmp_path):
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, stop):
-  lines = []
-  monkeypatch.setattr(
-    logging, "warning", lambda text, *a: lines.append(text % a)
-  )
+def test_a_loss_that_is_not_finite(tmp_path, caplog, stop):
   data = DATA | {"y": DATA["y"] + jnp.inf}
   if stop:
     with pytest.raises(FloatingPointError, match="round 1: small/loss is inf"):
@@ -309,7 +304,7 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, stop):
     assert not list((tmp_path / "checkpoints").glob("*"))
   else:
     assert run(tmp_path, data=data)["diverged"] == 1
-    (line,) = [line for line in lines if "diverged" in line]
+    (line,) = [line for line in caplog.messages if "diverged" in line]
     assert line.startswith("round 1: small/loss is inf")
     assert logs.read_rows(tmp_path / "metrics.jsonl")[-1]["small/loss"] is None
 

@@ -8,6 +8,7 @@ import signal
 import time
 import typing
 
+import chex
 import codist_run
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import tune_run
 import hetfl
 from hetfl import core, distill, engine, population
 from hetfl import evaluate as evaluate_lib
+from hetfl.engine.work import row
 from hetfl.run import checkpoint, trials, tune
 from tests import federation, runs
 
@@ -432,15 +434,9 @@ def test_a_block_is_as_good_as_runs_of_their_own(ends):
   assert ended[2] < 2 and ended[4] == -1 and set(ended[[0, 1, 3]]) == {ROUNDS}
   for trial in range(5):
     for seed in range(2):
-      ours = jax.tree.map(
-        lambda a, i=trial: a[i], [p.params for p in states[seed].server]
-      )
+      ours = row([p.params for p in states[seed].server], trial)
       theirs = [p.params for p in expected[trial][seed].server]
-      jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
-        ours,
-        theirs,
-      )
+      chex.assert_trees_all_close(ours, theirs, rtol=1e-3, atol=1e-5)
     assert losses[trial] == pytest.approx(expected_losses[trial], rel=1e-3)
   assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
@@ -450,14 +446,8 @@ def test_a_diverged_trial_touches_no_other(ends):
   start = runner.start(PROPOSED)
   # Masked from the start, and diverged: as it was, bit for bit, and finite.
   for before, after in zip(start, states):
-    for i in (2, 4):
-      if i == 2:
-        assert core.all_finite(jax.tree.map(lambda a, i=i: a[i], after))
-        continue
-      equal = jax.tree.map(
-        lambda a, b, i=i: bool(jnp.all(a[i] == b[i])), before, after
-      )
-      assert all(jax.tree.leaves(equal))
+    chex.assert_trees_all_equal(row(before, 4), row(after, 4))
+    assert core.all_finite(row(after, 2))
   calm = [
     v | {"client_lr": 0.1} if i == 2 else v for i, v in enumerate(PROPOSED)
   ]
@@ -465,8 +455,7 @@ def test_a_diverged_trial_touches_no_other(ends):
   assert (ended[:4] == ROUNDS).all()
   for a, b in zip(states, others):
     for i in (0, 1, 3):
-      equal = jax.tree.map(lambda x, y, i=i: bool(jnp.all(x[i] == y[i])), a, b)
-      assert all(jax.tree.leaves(equal))
+      chex.assert_trees_all_equal(row(a, i), row(b, i))
 
 
 def test_ranges():
@@ -528,7 +517,6 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   space += ",prox_mu=log:1e-3:1"
   runs = ("--seeds=3,5", *QUICK)
   done = tune(*search, space, f"--workdir={tmp_path}/tune", "--", *runs)
-  assert done.returncode == 0, done.stderr
   lines = (tmp_path / "tune/trials.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]
   assert [set(row["values"]) for row in rows] == [
@@ -550,14 +538,13 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   assert (tmp_path / "tune/parallel.png").exists()
   # Of a flag that is searched for one model, the other's value counts.
   other = ("--server_lr=0.01,0.02", *runs)
-  done = tune(*search, space, f"--workdir={tmp_path}/tune", "--", *other)
-  assert done.returncode != 0 and "server_lr: there [0.01, 0.01]" in done.stderr
-  alone = experiment("codist")(
+  line = tune.fails(*search, space, f"--workdir={tmp_path}/tune", "--", *other)
+  assert "server_lr: there [0.01, 0.01]" in line
+  experiment("codist")(
     f"--flagfile={tmp_path}/tune/best.flags",
     f"--workdir={tmp_path}/best",
     "--notensorboard",
   )
-  assert alone.returncode == 0, alone.stderr
   summary = json.loads((tmp_path / "best/summary.json").read_text())
   assert summary["seeds"] == [3, 5]
   (means,) = summary["algorithms"].values()
@@ -578,11 +565,9 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   assert summary["best"]["heldout"] == best["heldout"]
   # Another search of the same, and both as one.
   other = (space, "--seed=9", f"--workdir={tmp_path}/other")
-  done = tune(*search[:1], "--trials=2", *search[2:], *other, "--", *runs)
-  assert done.returncode == 0, done.stderr
+  tune(*search[:1], "--trials=2", *search[2:], *other, "--", *runs)
   join = (space, f"--join={tmp_path}/other,{tmp_path}/tune")
-  done = tune(*search, *join, f"--workdir={tmp_path}/both", "--", *runs)
-  assert done.returncode == 0, done.stderr
+  tune(*search, *join, f"--workdir={tmp_path}/both", "--", *runs)
   # There is no flag of that name.
   assert "joined" not in (tmp_path / "both/config.flags").read_text()
   both = (tmp_path / "both/trials.jsonl").read_text().splitlines()
@@ -595,13 +580,13 @@ def test_the_best_flags_repeat_the_best_trial(experiment, tmp_path):
   assert summary["best"]["objective"] >= best["objective"]
   assert summary["trials"] == 5 and summary["start"]["values"] == own
   elsewhere = ("--client_lr=0.3", f"--workdir={tmp_path}/tune", "--", *runs)
-  done = tune(*search, space, *elsewhere)
-  assert "holds another run: client_lr: there 0.05, here 0.3" in done.stderr
-  done = tune(*search, *join, f"--workdir={tmp_path}/tune", "--", *runs)
-  assert "holds another run: joined: there unset, here true" in done.stderr
+  line = tune.fails(*search, space, *elsewhere)
+  assert "holds another run: client_lr: there 0.05, here 0.3" in line
+  line = tune.fails(*search, *join, f"--workdir={tmp_path}/tune", "--", *runs)
+  assert "holds another run: joined: there unset, here true" in line
   assert (tmp_path / "tune/trials.jsonl").read_text().splitlines() == lines
-  done = tune(*search, *join, f"--workdir={tmp_path}/no", "--", *QUICK)
-  assert "other: belongs to a different search: seeds: there" in done.stderr
+  line = tune.fails(*search, *join, f"--workdir={tmp_path}/no", "--", *QUICK)
+  assert "other: belongs to a different search: seeds: there" in line
 
 
 @pytest.mark.slow
@@ -611,20 +596,18 @@ def test_a_search_for_fml(experiment, tmp_path):
   run += ("--client_models=mlp", "--global_model=mlp", "--local_epochs=1")
   run += ("--noaugment",)
   search = ("--experiment=fml", "--trials=2", "--block=2", "--halvings=0")
-  done = tune(*search, f"--workdir={tmp_path}/tune", "--", *run)
-  assert done.returncode == 0, done.stderr
+  tune(*search, f"--workdir={tmp_path}/tune", "--", *run)
   lines = (tmp_path / "tune/trials.jsonl").read_text().splitlines()
   best = max(map(json.loads, lines), key=lambda row: row["objective"])
   start = json.loads(lines[0])
   own = {"learning_rate": 0.01, "alpha": 0.5, "beta": 0.5}
   assert start["start"] and start["values"] == own
   assert set(best["values"]) == {"learning_rate", "alpha", "beta"}
-  alone = experiment("fml")(
+  experiment("fml")(
     f"--flagfile={tmp_path}/tune/best.flags",
     f"--workdir={tmp_path}/best",
     "--notensorboard",
   )
-  assert alone.returncode == 0, alone.stderr
   result = json.loads((tmp_path / "best/result.json").read_text())
   clients = [c["heldout_accuracy"] for c in result["clients"]]
   assert best["heldout"] == pytest.approx(
@@ -652,8 +635,8 @@ def test_a_search_for_fml(experiment, tmp_path):
     (("--stop_on_nonfinite",), "--stop_on_nonfinite=true: not for"),
     (("--seeds=0,0",), "--seeds=0,0: name each once"),
   ):
-    bad = tune(*search, f"--workdir={tmp_path}/bad", "--", *run, *flags)
-    assert bad.returncode != 0 and message in bad.stderr, bad.stderr
+    bad = (f"--workdir={tmp_path}/bad", "--", *run, *flags)
+    assert message in tune.fails(*search, *bad)
     assert not (tmp_path / "bad").exists()
 
 
