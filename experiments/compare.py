@@ -166,9 +166,7 @@ class Compare(shared.Rounds):
   momentum: float = share(0.9, only="momentum_sgd")
   fml_alpha: float = share(0.5, only="fml")
   fml_beta: float = share(0.5, only="fml")
-  prototype_weight: float = setting(
-    1.0, {"fedtgp": 10.0}, only="fedproto fedtgp", low=0
-  )
+  prototype_weight: float = setting(1.0, only="fedproto fedtgp", low=0)
   fd_weight: float = setting(1.0, only="fd", low=0)
   prox_mu: float = setting(0.01, only="fedprox", low=0)
   ditto_weight: float = setting(1.0, only="ditto", low=0)

@@ -156,8 +156,8 @@ def of_round(plan: Any, name: str, rows: int | None = None) -> Batches:
   held = getattr(plan, "batches", {})
   if name not in held:
     raise ValueError(
-      f"plan: has no batches {name!r}, only {sorted(held)}; give a Plan, as"
-      " plan_round makes it"
+      f"plan: has no batches {name!r}, only {sorted(held)}; give the Plan"
+      " that the algorithm takes (plan_round's, plan_fit's or plan_fedmd's)"
     )
   if rows not in (None, len(held[name].steps)):
     raise ValueError(

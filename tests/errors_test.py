@@ -378,6 +378,9 @@ WRONG = {
     [Pool(MLP, "a", learning_rate=None, server_lr=1.0)], rounds=1
   ).init(KEY),
   # Steps.
+  "'pool0', 'pool1']; give the Plan that the algorithm takes": lambda: step(
+    "fedmd", CASES["fedavg"].plan(1)
+  ),
   "plan: has no batches 'pool1'": lambda: step(
     "merged", federation.make_plan(1, num_pools=1)
   ),
@@ -528,6 +531,13 @@ WRONG = {
   ),
   "Method.aggregate: needs Method.server": lambda: method(
     aggregate=lambda context, sent, key: ()
+  ),
+  "Method.aggregate: clients send something, and no server": lambda: method(
+    end=lambda context, kept, learner, batches: (kept, learner.params)
+  ),
+  "Method.aggregate, of clients that send nothing (see Meth": lambda: method(
+    server=lambda key, kept: jnp.zeros(()),
+    aggregate=lambda context, sent, key: sent.value,
   ),
   "measured: names 'distance', but there are ['loss']": lambda: method(
     measured=("loss", "distance")

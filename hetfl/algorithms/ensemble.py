@@ -72,7 +72,8 @@ def ensemble(
     engine: where the work runs.
 
   Returns:
-    `average`, as below.
+    `average(state, plan, data, *, total) -> Averaged`: a step of federated
+    averaging in each pool, and what its clients say.
 
   Raises:
     ValueError: as `fedavg`.

@@ -251,6 +251,7 @@ def init_pools(
     hyper: the exchange's hyper-parameters.
     *students: the server's models without clients, with their own optimizers;
       they count as pools after the P, except for `server_lr` and `prox_mu`.
+      Give `client_works`, `combine` and `step_servers` the state without them.
 
   Returns:
     The state; its server holds P `Learner`s, its `hyper` also `learning_rate`,
@@ -325,7 +326,9 @@ def client_works(
   """
   if len(state.server) != len(pools):
     raise ValueError(
-      f"the state is of {len(state.server)} pools, but there are {len(pools)}"
+      f"the state is of {len(state.server)} pools, but there are {len(pools)}:"
+      " without the students of init_pools, give"
+      " state.replace(server=state.server[:P])"
     )
   keys = round_keys(state.key, plan.round, len(pools))
   works = []

@@ -265,6 +265,11 @@ def round_step(
       ]
       server_key = jax.random.fold_in(key, np.uint32(2**31))
       server = aggregate(context, sent, server_key)
+    elif jax.tree.leaves(messages):
+      raise ValueError(
+        "Method.aggregate: clients send something, and no server takes it: give"
+        " one, such as mean_sent"
+      )
     total = lambda *of_groups: sum(map(jnp.sum, of_groups))
     metrics = jax.tree.map(total, *means)
     return state.replace(server=server, clients=clients), metrics
@@ -278,7 +283,9 @@ def round_step(
     sent = jax.tree.map(together, *of_groups)
     new = method.aggregate(context, sent, key)
     last, anyone = context["server"], jnp.sum(sent.weight) > 0
-    checks.alike("Method.aggregate", new, last)
+    silent = not jax.tree.leaves(sent.value)
+    of = ", of clients that send nothing (see Method.end)," if silent else ""
+    checks.alike(f"Method.aggregate{of}", new, last)
     return optax.tree.where(anyone, core.as_types(new, last), last)
 
   return step

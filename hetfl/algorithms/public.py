@@ -115,7 +115,7 @@ class Parties:
       trained: P learners to start from, whose optimizers continue in `revisit`;
         `None` makes new models.
       hyper: the algorithm's hyper-parameters; `temperature`, which the
-        translator takes, is one.
+        translator takes, is one, by default 1.
       server: what a server without a model keeps.
 
     Returns:
@@ -146,6 +146,7 @@ class Parties:
       )
       for party, learner in zip(self.parties, new)
     )
+    hyper = core.hyper(temperature=1.0) | hyper
     values = local.hyper_of(self.students) | hyper
     server = last[0] if last else server
     return core.State(jnp.copy(key), values, server, clients)  # If donated.
@@ -194,7 +195,7 @@ class Parties:
       *targets: each `float[N, C]`.
 
     Returns:
-      For each a bank of N examples, as `digest` takes it.
+      For each a bank of N examples, as stored, with the target as `consensus`.
     """
     public, subset = checks.bank(data, "public"), _subset(plan)
     shown, known = _shown(public, subset, targets)
@@ -235,7 +236,8 @@ class Parties:
     Args:
       state: the state.
       plan: the round's plan.
-      data: the parties' banks.
+      data: the parties' banks, or others for the plan's positions, such as a
+        party's examples beside public ones.
 
     Returns:
       The state, and each party's mean loss over its steps.

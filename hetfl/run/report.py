@@ -79,22 +79,23 @@ def parties_table(seeds: Sequence[Rows]) -> str:
 
   Args:
     seeds: for each seed and party a dict of `name`, `model`, `parameters`, and
-      accuracies from 0 to 1: `public_accuracy`, `transfer_accuracy`,
-      `final_accuracy`, `pooled_accuracy`; `None` if it has diverged.
+      accuracies from 0 to 1, those that there are of `public_accuracy`,
+      `transfer_accuracy`, `final_accuracy` and `pooled_accuracy`; `None` if it
+      has diverged.
 
   Returns:
     The table, with the mean accuracies in its last line.
 
   >>> print(parties_table([[
-  ...     dict(name='a', model='mlp(9)', parameters=5, public_accuracy=.5,
-  ...          transfer_accuracy=.25, final_accuracy=.5, pooled_accuracy=1.),
-  ...     dict(name='b', model='mlp(3)', parameters=2, public_accuracy=.25,
-  ...          transfer_accuracy=.25, final_accuracy=.5, pooled_accuracy=.5)]]))
-  party  model   parameters  public %  transfer %  final %  pooled %
-  -----  ------  ----------  --------  ----------  -------  --------
-  a      mlp(9)           5     50.00       25.00    50.00    100.00
-  b      mlp(3)           2     25.00       25.00    50.00     50.00
-  mean                          37.50       25.00    50.00     75.00
+  ...     dict(name='a', model='mlp(9)', parameters=5,
+  ...          transfer_accuracy=.25, final_accuracy=.5),
+  ...     dict(name='b', model='mlp(3)', parameters=2,
+  ...          transfer_accuracy=.75, final_accuracy=.5)]]))
+  party  model   parameters  transfer %  final %
+  -----  ------  ----------  ----------  -------
+  a      mlp(9)           5       25.00    50.00
+  b      mlp(3)           2       75.00    50.00
+  mean                            50.00    50.00
   """
   columns = [
     ["party", *(p["name"] for p in seeds[0]), "mean"],
@@ -102,6 +103,8 @@ def parties_table(seeds: Sequence[Rows]) -> str:
     ["parameters", *(f"{p['parameters']:,d}" for p in seeds[0]), ""],
   ]
   for name in ("public", "transfer", "final", "pooled"):
+    if f"{name}_accuracy" not in seeds[0][0]:
+      continue
     values = as_floats(
       [[p[f"{name}_accuracy"] for p in parties] for parties in seeds]
     )
