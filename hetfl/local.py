@@ -570,7 +570,7 @@ def hyper_of(participants: Sequence[Participant]) -> dict[str, jax.Array]:
 
 
 def values_of(state: core.State, k: int, *names: str) -> dict[str, jax.Array]:
-  """Participant k's `learning_rate`, `l2` and `names`, if the state has them."""
+  """Participant k's rate, `l2` and `names`, those that the state has."""
   names = ("learning_rate", "l2", *names)
   held = {name: x for name, x in state.hyper.items() if name in names}
   return {name: x[k] if jnp.ndim(x) else x for name, x in held.items()}
