@@ -44,9 +44,9 @@ def line_of_two():
 
 
 def federation_of_three(**settings):
-  """Clients of 1, 2 and 1 images of classes 0, 0 and 1; x is k + 1."""
+  """Clients of 1, 2 and 1 images of classes 0, 0 and 1; x is 1, 2 and 4."""
   bank = {
-    "x": jnp.array([[1.0], [2.0], [2.0], [3.0]]),
+    "x": jnp.array([[1.0], [2.0], [2.0], [4.0]]),
     "y": jnp.array([0, 0, 0, 1]),
   }
   clients = population.ClientPopulation.from_lists(bank, [[0], [1, 2], [3]])
@@ -84,7 +84,7 @@ def test_the_weighted_mean_is_fedavgs(name):
 def test_a_median_by_hand():
   """From (0, 0), a step of rate 1 on x of class c: x / 2 up, x / 2 down."""
   for aggregate, moved in (
-    (None, (1 * 0.5 + 2 * 1.0 - 1 * 1.5) / 4),
+    (None, (1 * 0.5 + 2 * 1.0 - 1 * 2.0) / 4),
     (median, 0.5),
   ):
     pool, plan, data = federation_of_three(aggregate=aggregate)
@@ -92,8 +92,8 @@ def test_a_median_by_hand():
     state = algorithm.init(jax.random.key(0))
     (after,) = algorithm.step(state, plan, data)[0].server
     np.testing.assert_allclose(after.params, [[moved, -moved]], rtol=1e-6)
-    # Statistics stay the mean: (1 * 1 + 2 * 2 + 1 * 3) / 4.
-    assert float(after.stats["mean"]) == 2.0
+    # Statistics stay the weighted mean: (1 * 1 + 2 * 2 + 1 * 4) / 4.
+    assert float(after.stats["mean"]) == 2.25
 
 
 def test_who_is_absent_sends_nothing():
