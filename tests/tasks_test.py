@@ -458,7 +458,7 @@ ROWS = {
   "scaffold": Row(
     of_clients(scaffolds, BOTH),
     lambda state: [state.server.model.params],
-    lambda of: [of.averaged()],
+    lambda of: [np.mean(of.trained(STARTS[0]), axis=0)],
   ),
   "lgfedavg": Row(
     of_clients(lgfedavg, HEADED),
