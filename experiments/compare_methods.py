@@ -155,10 +155,10 @@ def _generator_bytes(e, s, kind):
 
 
 def _example_bytes(e, s, kind):
-  number = e.images.train.sizes.sum() // s.num_clients  # On average.
+  number = int(e.images.train.sizes.sum()) // s.num_clients  # On average.
   sent = s.num_features + e.num_classes + 1
-  up = int(number) * s.local_epochs * 4 * sent  # Once in each epoch.
-  return up, int(number) * 4 * e.num_classes
+  # Sent in each epoch.
+  return number * s.local_epochs * 4 * sent, number * 4 * e.num_classes
 
 
 def _small_bytes(e, s, kind):

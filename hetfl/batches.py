@@ -6,7 +6,7 @@ say who trains on which examples of which bank; `hetfl.plans` makes it.
 Letters used throughout: K clients, S steps, B batch size.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import inspect
 from typing import Any, NamedTuple
 
@@ -249,7 +249,7 @@ def prepare(
   batch: core.Batch,
   key: jax.Array | None = None,
   *,
-  keep: Iterable[str] = (),
+  keep: Collection[str] = (),
 ) -> core.Batch:
   """Prepares a gathered batch for the model and the loss.
 

@@ -5,7 +5,7 @@ prepare, gradient (in microbatches), descend. Algorithms differ in the objective
 that they give it, and in what a participant starts from and sends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 import dataclasses
 from typing import Any, NamedTuple, TypeVar
 
@@ -376,7 +376,7 @@ def training(
   end: Callable[..., PyTree],
   *,
   transform: core.Transform | core.Preparation | None = None,
-  keep: Sequence[str] = (),
+  keep: Collection[str] = (),
   make_batch: Callable[..., core.Batch] | None = None,
   measured: tuple[str, ...] = ("loss",),
   shares: bool = False,

@@ -90,10 +90,10 @@ def run(algorithm, rounds=2, **settings):
   return state, metrics
 
 
-def models_of(state):
-  """Each client's matrices, those of its head last."""
+def models_of(state, parts=("body", "head")):
+  """Each client's matrices, part by part."""
   each = [plain(local_model(state, k).params) for k in range(len(CLIENTS))]
-  return [[*params["body"], *params["head"]] for params in each]
+  return [[w for part in parts for w in params[part]] for params in each]
 
 
 # --- Oracles ------------------------------------------------------------------
@@ -367,10 +367,7 @@ def test_fedmrl_is_the_oracle():
   clients = [hetfl.Client(nested[k % 2]) for k in range(5)]
   small_of = lambda params: [params["body"][0], params["head"][0]]
 
-  def models(state):
-    each = [plain(local_model(state, k).params) for k in range(5)]
-    parts = ("body", "projection", "head")
-    return [[w for part in parts for w in params[part]] for params in each]
+  models = functools.partial(models_of, parts=("body", "projection", "head"))
 
   with jax.enable_x64(True):
     algorithm = fedmrl(clients, learning_rate=RATE, weight=0.5)

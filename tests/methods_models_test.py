@@ -164,12 +164,12 @@ def scaffold_round(server, control, own, batches, server_lr):
     new = tree_map(lambda a, c, m: a - c + m, own[k], control, moved)
     changes.append(tree_map(np.subtract, new, own[k]))
     models[k], own[k] = w, new
-  mean = tree_map(lambda *w: sum(w) / len(w), *models.values())
-  server = tree_map(lambda w, x: w + server_lr * (x - w), server, mean)
+  mean = lambda trees: tree_map(lambda *x: sum(x) / len(x), *trees)
+  step = lambda w, x: w + server_lr * (x - w)
+  server = tree_map(step, server, mean(models.values()))
   # |S| / N mean_S (c_k+ - c_k), of which N is 5.
-  mean = tree_map(lambda *d: sum(d) / len(d), *changes)
   scale = len(changes) / 5
-  control = tree_map(lambda c, d: c + scale * d, control, mean)
+  control = tree_map(lambda c, d: c + scale * d, control, mean(changes))
   return server, control, own
 
 

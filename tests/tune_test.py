@@ -447,7 +447,7 @@ def test_a_diverged_trial_touches_no_other(ends):
   # Masked from the start, and diverged: as it was, bit for bit, and finite.
   for before, after in zip(start, states):
     chex.assert_trees_all_equal(row(before, 4), row(after, 4))
-    assert core.all_finite(row(after, 2))
+    assert all(core.all_finite(row(after, i)) for i in (2, 4))
   calm = [
     v | {"client_lr": 0.1} if i == 2 else v for i, v in enumerate(PROPOSED)
   ]
@@ -456,6 +456,7 @@ def test_a_diverged_trial_touches_no_other(ends):
   for a, b in zip(states, others):
     for i in (0, 1, 3):
       chex.assert_trees_all_equal(row(a, i), row(b, i))
+      assert core.all_finite(row(a, i))
 
 
 def test_ranges():

@@ -407,7 +407,7 @@ def _update(client, method, optimizer, in_turn) -> Task:
     begin,
     end,
     transform=client.transform,
-    keep=tuple(method.shown),
+    keep=method.shown,
     measured=method.measured,
   )
 

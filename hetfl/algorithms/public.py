@@ -146,8 +146,7 @@ class Parties:
       )
       for party, learner in zip(self.parties, new)
     )
-    hyper = core.hyper(temperature=1.0) | hyper
-    values = local.hyper_of(self.students) | hyper
+    values = local.hyper_of(self.students) | core.hyper(temperature=1.0) | hyper
     server = last[0] if last else server
     return core.State(jnp.copy(key), values, server, clients)  # If donated.
 
